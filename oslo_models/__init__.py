@@ -1,0 +1,45 @@
+"""A model zoo of pre-parallelized Hugging Face classes: transformers' classes under their own names, divided.
+
+>>> from oslo_models import GPT2LMHeadModel
+>>> model = GPT2LMHeadModel.from_pretrained_with_parallel("gpt2", tensor_parallel_size=2)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oslo_models._version import __version__
+from oslo_models.registry import ARCHITECTURES, find, names
+
+_OWN = {
+    "CheckpointError": "oslo_models.checkpoint",
+    "MPU": "oslo_models.mpu",
+    "ParallelMesh": "oslo_models.mesh",
+    "ParallelModel": "oslo_models.models.base",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class when it is first asked for: the zoo is large, and torch is slow to import."""
+    import importlib
+
+    if name == "__all__":
+        return __dir__()
+    if name.startswith("Auto"):
+        value = getattr(importlib.import_module("oslo_models.auto"), name)
+    elif name in _OWN:
+        value = getattr(importlib.import_module(_OWN[name]), name)
+    elif name.startswith("_"):
+        raise AttributeError(f"module 'oslo_models' has no attribute {name!r}")
+    else:
+        value = find(name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    from oslo_models import auto
+
+    autos = [name for name in vars(auto) if name.startswith("AutoModel")]
+    zoo = [name for model_type in ARCHITECTURES for name in names(model_type)]
+    return sorted({"__version__", *_OWN, *autos, *zoo})

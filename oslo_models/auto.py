@@ -1,0 +1,89 @@
+"""Auto classes: pick the zoo class for a configuration, by transformers' own mappings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+from oslo_models import registry
+
+
+class _Auto:
+    """One task: which class of each model type does it."""
+
+    mapping: ClassVar[str]
+
+    def __init__(self) -> None:
+        raise OSError(f"{type(self).__name__} is made by from_pretrained_with_parallel or from_config_with_parallel")
+
+    @classmethod
+    def class_for(cls, config: PreTrainedConfig) -> Any:
+        """The zoo class for ``config``.
+
+        Raises:
+            ValueError: the zoo has none; the message lists the model types that it has for this task.
+        """
+        classes = getattr(modeling_auto, cls.mapping)
+        found = classes.get(config.model_type)
+        for name in found if isinstance(found, (tuple, list)) else (found,):
+            if config.model_type in registry.ARCHITECTURES and name in registry.names(config.model_type):
+                return registry.find(name)
+        known = [kind for kind in registry.ARCHITECTURES if kind in classes]
+        raise ValueError(f"{cls.__name__} has no class for {config.model_type!r}; it has: {', '.join(known)}")
+
+    @classmethod
+    def from_pretrained_with_parallel(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """`ParallelModel.from_pretrained_with_parallel` of the class that the checkpoint's configuration asks for."""
+        hub = ("cache_dir", "force_download", "local_files_only", "revision", "token", "subfolder")
+        known = {key: kwargs[key] for key in hub if key in kwargs}
+        config = kwargs.get("config") or AutoConfig.from_pretrained(pretrained_model_name_or_path, **known)
+        zoo_class = cls.class_for(config)
+        return zoo_class.from_pretrained_with_parallel(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def from_config_with_parallel(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
+        """`ParallelModel.from_config_with_parallel` of the class for ``config``."""
+        return cls.class_for(config).from_config_with_parallel(config, *args, **kwargs)
+
+
+class AutoModel(_Auto):
+    mapping = "MODEL_MAPPING_NAMES"
+
+
+class AutoModelForPreTraining(_Auto):
+    mapping = "MODEL_FOR_PRETRAINING_MAPPING_NAMES"
+
+
+class AutoModelForCausalLM(_Auto):
+    mapping = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+
+class AutoModelForMaskedLM(_Auto):
+    mapping = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+
+
+class AutoModelForSeq2SeqLM(_Auto):
+    mapping = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
+
+
+class AutoModelForSequenceClassification(_Auto):
+    mapping = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+
+
+class AutoModelForTokenClassification(_Auto):
+    mapping = "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"
+
+
+class AutoModelForQuestionAnswering(_Auto):
+    mapping = "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES"
+
+
+class AutoModelForMultipleChoice(_Auto):
+    mapping = "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES"
+
+
+class AutoModelForNextSentencePrediction(_Auto):
+    mapping = "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES"

@@ -1,0 +1,147 @@
+"""Applies a plan to a module tree: every parameter becomes this rank's part, every layer the class that works with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from oslo_models.layers.linear import (
+    ColumnParallelConv1D,
+    ColumnParallelLinear,
+    KeyValueParallelLinear,
+    RowParallelConv1D,
+    RowParallelLinear,
+)
+from oslo_models.layers.vocab import VocabParallelEmbedding, VocabParallelHead
+from oslo_models.layout import Layout
+from oslo_models.mesh import ParallelMesh
+from oslo_models.plan import Column, Entries, Plan, Replicated, Row, Vocab
+from oslo_models.rng import DividedStream
+
+_CLASSES: dict[tuple[type, type], type[nn.Module]] = {
+    (Column, nn.Linear): ColumnParallelLinear,
+    (Column, Conv1D): ColumnParallelConv1D,
+    (Column, nn.Embedding): nn.Embedding,  # a table of which each rank needs its own columns (T5's relative bias)
+    (Row, nn.Linear): RowParallelLinear,
+    (Row, Conv1D): RowParallelConv1D,
+    (Vocab, nn.Embedding): VocabParallelEmbedding,
+    (Vocab, nn.Linear): VocabParallelHead,
+}
+
+
+def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int) -> dict[str, Layout]:
+    """The layout over ``n`` ranks of every parameter of ``model``, which is still whole.
+
+    Args:
+        prefix: where the plan's base model sits in ``model``: ``"transformer."``, or ``""`` when it is the model.
+        head: the entries of the head that ``model`` adds, by their full names.
+
+    Raises:
+        ValueError: a parameter that no entry names, or an entry that names nothing.
+    """
+    entries = _named_entries(model, plan, prefix, head)
+    layouts, used = {}, set()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        module, _, leaf = name.rpartition(".")
+        key = name if name in entries else module
+        if key in entries:
+            used.add(key)
+            layouts[name] = entries[key].layout(leaf, tuple(param.shape), n)
+    unnamed = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in layouts]
+    unused = [key for key in entries if key not in used and not key.endswith(tuple(plan.optional))]
+    if unnamed or unused:
+        raise ValueError(
+            f"the plan of {type(model).__name__} does not fit its parameters.\n"
+            f"  parameters that no entry names: {unnamed or 'none'}\n  entries that name nothing: {unused or 'none'}"
+        )
+    return layouts
+
+
+def divide(
+    model: nn.Module, plan: Plan, prefix: str, head: Entries, mesh: ParallelMesh, layouts: Mapping[str, Layout]
+) -> None:
+    """Turn ``model`` into this rank's part of it, in place; on the meta device or with weights alike."""
+    tp = mesh.tp
+    stream = DividedStream(tp, mesh.device) if _uses_dropout(model) else None
+    for key, entry in _named_entries(model, plan, prefix, head).items():
+        module = _find(model, key)
+        if module is None or isinstance(module, nn.Parameter):
+            continue
+        own = {leaf: layouts[f"{key}.{leaf}"] for leaf, _ in module.named_parameters(recurse=False)}
+        if type(entry) in (Column, Row, Vocab):
+            _change_class(module, key, entry, own, tp.rank)
+            module.tp, module.stream, module.layouts = tp, stream, own  # type: ignore[assignment]
+    for name, layout in layouts.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        full = getattr(module, leaf)
+        if layout.dim is not None:
+            local = layout.shard(full.detach(), tp.rank).clone()
+            setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
+            _tell_sizes(module)
+    for path, value in plan.local.items():
+        for block in _blocks(model, plan, prefix):
+            owner, _, attribute = path.rpartition(".")
+            found = _find(block, owner)
+            if found is not None:
+                setattr(found, attribute, value(tp.size, tp.rank))
+    if stream is not None:
+        for block in _blocks(model, plan, prefix):
+            # However a block ends (an exception, or checkpointing that recomputed enough), the streams are in order.
+            block.register_forward_hook(lambda *_: stream.leave(), always_call=True)
+
+
+def _change_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[str, Layout], rank: int) -> None:
+    """Give ``module`` the parallel class of its kind, with its sizes told anew."""
+    try:
+        new = _CLASSES[type(entry), type(module)]
+    except KeyError:
+        known = ", ".join(sorted({kind.__name__ for e, kind in _CLASSES if e is type(entry)}))
+        raise ValueError(f"{key} is a {type(module).__name__}; {type(entry).__name__} knows {known}") from None
+    if new is ColumnParallelLinear and layouts["weight"].overlaps:
+        new = KeyValueParallelLinear
+    module.__class__ = new
+    if isinstance(module, VocabParallelEmbedding) and module.padding_idx is not None:
+        ((start, stop),) = layouts["weight"].ranges[rank]
+        module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
+
+
+def _tell_sizes(module: nn.Module) -> None:
+    """Let the attributes of a layer that name its sizes say what it holds."""
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, Conv1D):
+        module.nx, module.nf = module.weight.shape
+    elif isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = module.weight.shape
+
+
+def _blocks(model: nn.Module, plan: Plan, prefix: str) -> Iterator[nn.Module]:
+    for stack in plan.blocks:
+        yield from model.get_submodule(prefix + stack).children()
+
+
+def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:
+    """The plan's entries under the full names that they have in ``model``."""
+    named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
+    for stack, entries in plan.blocks.items():
+        for index, _ in enumerate(model.get_submodule(prefix + stack).children()):
+            named |= {f"{prefix}{stack}.{index}.{key}": entry for key, entry in entries.items()}
+    named |= {prefix + key: entry for key, entry in plan.head.items()}
+    return named | dict(head)
+
+
+def _find(root: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
+    """What ``path`` names under ``root``, if anything."""
+    found: object = root
+    for part in path.split(".") if path else ():
+        found = getattr(found, part, None)
+    return found if isinstance(found, (nn.Module, nn.Parameter)) else None
+
+
+def _uses_dropout(model: nn.Module) -> bool:
+    """Whether some dropout of the model's configuration can fire: switching streams costs time, if little."""
+    rates = [value for key, value in model.config.to_dict().items() if "drop" in key]  # type: ignore[union-attr]
+    return any(isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 for rate in rates)

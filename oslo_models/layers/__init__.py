@@ -1,0 +1,1 @@
+"""Layers divided over the tp axis; they know nothing of architectures."""

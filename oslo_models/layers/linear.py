@@ -1,0 +1,102 @@
+"""Linear layers divided over the tp axis. Subclasses of the layers they replace, so ``isinstance`` still finds those.
+
+Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from oslo_models.collectives import all_reduce, copy_to, reduce_from
+from oslo_models.layout import Layout
+from oslo_models.mesh import Axis
+from oslo_models.rng import DividedStream
+
+
+class _Divided(nn.Module):
+    """What every divided layer knows: its axis, and the random stream of divided activations if dropout is used."""
+
+    tp: Axis
+    stream: DividedStream | None
+
+
+class ColumnParallelLinear(_Divided, nn.Linear):
+    """``nn.Linear`` with its outputs divided. Input ``[..., in]`` is replicated, output is ``[..., local_out]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stream is not None and self.training:
+            self.stream.enter()
+        return F.linear(copy_to(self.tp, x), self.weight, self.bias)
+
+
+class KeyValueParallelLinear(ColumnParallelLinear):
+    """A column-parallel projection some of whose heads live on several ranks (fewer key-value heads than ranks).
+
+    Each rank sees only the gradient that comes through its own query heads, so gradients of a head are summed over the
+    ranks that hold it.
+    """
+
+    layouts: dict[str, Layout]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stream is not None and self.training:
+            self.stream.enter()
+        weight = _SumCopies.apply(self.weight, self.tp, self.layouts["weight"])
+        bias = None if self.bias is None else _SumCopies.apply(self.bias, self.tp, self.layouts["bias"])
+        return F.linear(copy_to(self.tp, x), weight, bias)
+
+
+class ColumnParallelConv1D(_Divided, Conv1D):
+    """`ColumnParallelLinear` for GPT-2's layer, whose weight is ``[in, out]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stream is not None and self.training:
+            self.stream.enter()
+        return super().forward(copy_to(self.tp, x))
+
+
+class RowParallelLinear(_Divided, nn.Linear):
+    """``nn.Linear`` with its inputs divided. Input ``[..., local_in]``, output ``[..., out]`` replicated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stream is not None:
+            self.stream.leave()
+        return _add_bias(reduce_from(self.tp, F.linear(x, self.weight)), self.bias)
+
+
+class RowParallelConv1D(_Divided, Conv1D):
+    """`RowParallelLinear` for GPT-2's layer, whose weight is ``[in, out]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stream is not None:
+            self.stream.leave()
+        return _add_bias(reduce_from(self.tp, x @ self.weight), self.bias)
+
+
+def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
+    """Add the bias once, after the sum; in place where autograd does not need the sum (it never does)."""
+    return summed if bias is None else summed.add_(bias.to(summed.dtype))
+
+
+class _SumCopies(torch.autograd.Function):
+    """Identity forward; backward sums the gradient over the ranks that hold a copy of the same elements.
+
+    The sum travels in a buffer of the full shape: key-value projections that are replicated are small, and this needs
+    no process group beside that of the axis.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, axis: Axis, layout: Layout) -> Tensor:
+        ctx.axis, ctx.layout = axis, layout
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        full = grad.new_zeros(ctx.layout.shape)
+        ctx.layout.place(full, grad, ctx.axis.rank)
+        return ctx.layout.shard(all_reduce(ctx.axis, full), ctx.axis.rank).clone(), None, None

@@ -1,0 +1,174 @@
+"""The ends of a language model, divided over the vocabulary: embedding, head, and the logits that the head returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oslo_models.collectives import copy_to, gather_from, reduce_from
+from oslo_models.layers.cross_entropy import vocab_parallel_cross_entropy
+from oslo_models.layout import Layout
+from oslo_models.mesh import Axis
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """``nn.Embedding`` with its rows divided. Input ``[...]`` of ids, output ``[..., hidden]`` replicated."""
+
+    tp: Axis
+    layouts: dict[str, Layout]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        layout = self.layouts["weight"]
+        ((start, stop),) = layout.ranges[self.tp.rank]
+        elsewhere = ((ids >= 0) & (ids < start)) | ((ids >= stop) & (ids < layout.shape[0]))
+        # An id outside the vocabulary stays out of range, so that the lookup refuses it as it would undivided.
+        rows = F.embedding((ids - start).masked_fill(elsewhere, 0), self.weight, self.padding_idx)
+        return reduce_from(self.tp, rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+
+class VocabParallelHead(nn.Linear):
+    """A language-model head with its words divided. Input ``[..., hidden]`` replicated, output `VocabParallelLogits`."""
+
+    tp: Axis
+    layouts: dict[str, Layout]
+
+    def forward(self, x: Tensor) -> Tensor:
+        local = F.linear(copy_to(self.tp, x), self.weight, self.bias)
+        return VocabParallelLogits.wrap(local, self.tp, self.layouts["weight"])
+
+
+class VocabParallelLogits(Tensor):
+    """Logits ``[..., vocab]`` of which each rank holds ``[..., local_vocab]``, until someone needs them all.
+
+    transformers' own forward computes the loss from them: ``cross_entropy`` is computed in place, divided; operations
+    that treat all words alike stay divided; anything else first gathers the full logits. So every head works, and only
+    what has to travels.
+    """
+
+    tp: Axis
+    words: Layout
+
+    @classmethod
+    def wrap(cls, local: Tensor, tp: Axis, words: Layout) -> VocabParallelLogits:
+        """Declare ``local`` to be this rank's part, over ``tp``, of logits whose words ``words`` divides."""
+        logits = local.as_subclass(cls)
+        logits.tp, logits.words = tp, words
+        return logits
+
+    @property
+    def vocab_size(self) -> int:
+        return self.words.shape[0]
+
+    def local(self) -> Tensor:
+        """This rank's part, ``[..., local_vocab]``, as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def gather(self) -> Tensor:
+        """The full logits, ``[..., vocab]``, as a plain tensor on every rank."""
+        sizes = [stop - start for ((start, stop),) in self.words.ranges]
+        return gather_from(self.tp, self.local(), -1, sizes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.gather().__deepcopy__(memo)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        logits = args[0] if args and isinstance(args[0], cls) else None
+        if logits is not None:
+            if func in _PASSED_ON:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func in _HANDLERS:
+                result = _HANDLERS[func](logits, *args[1:], **kwargs)
+                if result is not NotImplemented:
+                    return result
+            if func in _ELEMENTWISE and not any(isinstance(arg, Tensor) and arg.dim() for arg in args[1:]):
+                return logits._like(func(logits.local(), *args[1:], **kwargs))
+        gathered = [arg.gather() if isinstance(arg, cls) else arg for arg in args]
+        return func(*gathered, **{key: arg.gather() if isinstance(arg, cls) else arg for key, arg in kwargs.items()})
+
+    def _like(self, local: Tensor) -> VocabParallelLogits:
+        return VocabParallelLogits.wrap(local, self.tp, self.words)
+
+
+def _shape(logits: VocabParallelLogits) -> torch.Size:
+    return torch.Size((*logits.local().shape[:-1], logits.vocab_size))
+
+
+def _size(logits: VocabParallelLogits, dim: int | None = None) -> Any:
+    return _shape(logits) if dim is None else _shape(logits)[dim]
+
+
+def _view(logits: VocabParallelLogits, *shape: Any) -> Any:
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    if not sizes or sizes[-1] != logits.vocab_size or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    local = logits.local()
+    return logits._like(local.reshape(*sizes[:-1], local.shape[-1]))
+
+
+def _getitem(logits: VocabParallelLogits, index: Any) -> Any:
+    """Indexing that leaves the words alone: ``[..., a:b, :]`` or fewer plain indices than dimensions."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
+        return NotImplemented
+    whole_words = Ellipsis not in parts and len(parts) < logits.local().dim()
+    if not whole_words and not (parts[0] is Ellipsis and len(parts) > 1 and parts[-1] == slice(None)):
+        return NotImplemented
+    return logits._like(logits.local()[index])
+
+
+def _cross_entropy(
+    logits: VocabParallelLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``F.cross_entropy`` for ``[N, vocab]`` logits and class indices; anything rarer is left to the full logits."""
+    local = logits.local()
+    plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    if not plain or local.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+        return NotImplemented
+    ((start, stop),) = logits.words.ranges[logits.tp.rank]
+    loss = vocab_parallel_cross_entropy(
+        local, target, logits.tp, (start, stop), logits.vocab_size, ignore_index, label_smoothing
+    )
+    if reduction == "mean":
+        loss = loss.sum() / (target != ignore_index).sum()
+    elif reduction == "sum":
+        loss = loss.sum()
+    return loss.to(local.dtype)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    Tensor.view: _view,
+    Tensor.reshape: _view,
+    Tensor.size: _size,
+    Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
+    Tensor.__getitem__: _getitem,
+}
+_ELEMENTWISE = {
+    *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type),
+    *(Tensor.contiguous, Tensor.clone, Tensor.detach, Tensor.neg, Tensor.tanh, torch.tanh),
+    *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div),
+}
+_PASSED_ON = {
+    *(Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.register_hook, Tensor.get_device),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "layout", "ndim", "is_meta")
+    ),
+}

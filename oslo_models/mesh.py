@@ -1,0 +1,148 @@
+"""Which rank is where: the axes (pp, dp, tp), their ranks and their process groups. The only place that makes groups.
+
+Ranks are ordered as Megatron's: neighbours share a tensor-parallel group, then come the data-parallel replicas, and the
+pipeline stages are farthest apart. ``rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of the mesh as this process sees it: the ranks that differ only in this coordinate.
+
+    Attributes:
+        name: ``"tp"``, ``"dp"``, ``"pp"``, ``"model"`` (pp and tp together) or ``"world"``.
+        rank: the position of this process on the axis.
+        ranks: the global ranks on the axis, in order.
+        group: their process group; ``None`` when no process group is running.
+    """
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self  # a process group cannot be copied, and a copied model lives on the same ranks
+
+
+def world_axis() -> Axis:
+    """All processes of the job, as one axis; this process alone when no process group runs."""
+    if not dist.is_initialized():
+        return Axis("world", 0, (0,), None)
+    return Axis("world", dist.get_rank(), tuple(range(dist.get_world_size())), dist.group.WORLD)
+
+
+class ParallelMesh:
+    """The axes of one model.
+
+    Attributes:
+        tp, dp, pp: the three axes; ``world`` and ``model`` (one data-parallel replica): unions of them.
+        device: where this rank computes.
+        device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and the like; ``None`` without a
+            process group.
+    """
+
+    def __init__(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
+        """Start a process group if the launcher asked for one and none runs yet, and make the axes.
+
+        Raises:
+            ValueError: the sizes do not fit the number of processes.
+            RuntimeError: more than one process is needed and no launcher was used.
+        """
+        check_size("tensor_parallel_size", tensor_parallel_size)
+        check_size("pipeline_parallel_size", pipeline_parallel_size)
+        tp, pp = tensor_parallel_size, pipeline_parallel_size
+        self.device = start_process_group(tp * pp)
+        self.world = world_axis()
+        world_size = self.world.size
+        if tp * pp > world_size:
+            raise ValueError(
+                f"tensor_parallel_size={tp} x pipeline_parallel_size={pp} needs {tp * pp} processes, but the world size "
+                f"is {world_size}: start the script with `torchrun --nproc-per-node={tp * pp}`"
+            )
+        if world_size % (tp * pp):
+            raise ValueError(
+                f"the world size {world_size} is not a multiple of tensor_parallel_size={tp} x "
+                f"pipeline_parallel_size={pp} = {tp * pp}: {world_size % (tp * pp)} processes would be left over; start "
+                f"{world_size // (tp * pp) * (tp * pp)} or {(world_size // (tp * pp) + 1) * tp * pp} processes"
+            )
+        if not dist.is_initialized():
+            self.device_mesh: DeviceMesh | None = None
+            self.pp, self.dp, self.tp, self.model = (Axis(name, 0, (0,), None) for name in ("pp", "dp", "tp", "model"))
+            return
+        shape = (pp, world_size // (tp * pp), tp)
+        self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+        self.pp, self.dp, self.tp = (self._axis(self.device_mesh, name) for name in ("pp", "dp", "tp"))
+        self.model = self._model_axis()
+
+    @staticmethod
+    def _axis(device_mesh: DeviceMesh, name: str) -> Axis:
+        group = device_mesh.get_group(name)
+        return Axis(name, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), group)
+
+    def _model_axis(self) -> Axis:
+        """The ranks that hold one copy of the model; a group of their own only where no axis is already that."""
+        for axis in (self.tp, self.pp, self.world):
+            if axis.size == self.tp.size * self.pp.size:
+                return Axis("model", axis.rank, axis.ranks, axis.group)
+        assert self.device_mesh is not None
+        mine = None
+        for replica in range(self.dp.size):
+            ranks = self.device_mesh.mesh[:, replica, :].flatten().tolist()
+            group = dist.new_group(ranks)
+            if self.world.rank in ranks:
+                mine = Axis("model", ranks.index(self.world.rank), tuple(ranks), group)
+        assert mine is not None
+        return mine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
+        return self
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis.name}={axis.rank}/{axis.size}" for axis in (self.pp, self.dp, self.tp))
+        return f"ParallelMesh({sizes}, device={self.device})"
+
+
+def check_size(name: str, value: object) -> None:
+    """Raise ``ValueError`` unless ``value`` is an integer of at least 1 (a bool is not)."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def start_process_group(needed: int = 1) -> torch.device:
+    """Start ``torch.distributed`` from the launcher's variables, unless it runs already, and return this rank's device.
+
+    NCCL on CUDA (with gloo beside it for what lives on the CPU), gloo elsewhere. One process needs no group.
+
+    Raises:
+        RuntimeError: ``needed`` processes, more than one, and neither a launcher nor a running group.
+    """
+    launched = dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    cuda = torch.cuda.is_available() and not (dist.is_initialized() and "nccl" not in dist.get_backend())
+    if cuda and (launched or dist.is_initialized()):
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    if dist.is_initialized():
+        return device
+    if launched:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    elif needed > 1:
+        raise RuntimeError(
+            f"{needed} processes are needed and this one was started alone: start the script with "
+            f"`torchrun --nproc-per-node={needed} your_script.py`, or pass deploy=True to serve from plain Python"
+        )
+    return device

@@ -1,0 +1,383 @@
+"""`ParallelModel`: what a zoo class is beside its transformers class. Once for all architectures."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from oslo_models import checkpoint
+from oslo_models.collectives import agree, all_reduce, gather_from, gather_objects, require_equal
+from oslo_models.divide import divide, layouts_of
+from oslo_models.init import SeededByName
+from oslo_models.layers.vocab import VocabParallelLogits
+from oslo_models.layout import Layout
+from oslo_models.mesh import ParallelMesh, check_size
+from oslo_models.models.loading import Arguments, from_config, from_pretrained
+from oslo_models.mpu import MPU
+from oslo_models.plan import Entries, Plan
+from oslo_models.rng import synchronize
+
+
+class ParallelModel(PreTrainedModel):
+    """The half of a zoo class that is ours; the other half is the transformers class of the same name.
+
+    An architecture states a `plan`, and each of its classes a `head`. Made by `from_pretrained_with_parallel` or
+    `from_config_with_parallel`, an instance is this rank's part of the model; made in transformers' own ways it is the
+    whole model, as there.
+
+    Attributes:
+        mesh: the axes of the model; ``None`` when made in transformers' own ways.
+        mpu: the mesh under Megatron's names.
+        layouts: the layout over the tp axis of every parameter that this rank holds.
+        gather_logits: what to return for divided logits beside a loss: ``None`` as the constructors tell.
+    """
+
+    head: ClassVar[Entries] = {}
+    mesh: ParallelMesh | None = None
+    mpu: MPU | None = None
+    gather_logits: bool | None = None
+    micro_batch_size: int = 1
+    _init_seed: int | None = None
+
+    @classmethod
+    def plan(cls, config: PreTrainedConfig) -> Plan:
+        """How the architecture divides."""
+        raise TypeError(f"{cls.__name__} states no plan")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if any(base.__module__.startswith("transformers.") for base in cls.__bases__):
+            cls.forward = _resolving(cls.forward)  # type: ignore[method-assign]
+            if hasattr(cls, "generate"):
+                cls.generate = _in_step(cls.generate)
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *args: Any,
+        mesh: ParallelMesh | None = None,
+        init_seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.layouts: dict[str, Layout] = {}
+        if mesh is None:
+            return
+        self.mesh, self.mpu, self._init_seed = mesh, MPU(mesh), init_seed
+        plan, prefix = self.plan(config), self._prefix()
+        self.layouts = layouts_of(self, plan, prefix, self.head, mesh.tp.size)
+        if mesh.tp.size > 1:
+            divide(self, plan, prefix, self.head, mesh, self.layouts)
+
+    def _prefix(self) -> str:
+        """Where the base model that the plan speaks of sits in this one."""
+        return f"{self.base_model_prefix}." if hasattr(self, self.base_model_prefix) else ""
+
+    # Construction -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained_with_parallel(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        micro_batch_size: int = 1,
+        resize_token_embeddings: int | None = None,
+        seed: int | None = None,
+        deploy: bool | None = None,
+        gather_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load this rank's part of a checkpoint. Every rank calls it with the same arguments.
+
+        Args:
+            pretrained_model_name_or_path: a name on the Hugging Face hub, or a directory that holds ``model.safetensors``
+                or ``pytorch_model.bin`` (in one or several files), or split files ``pytorch_model_tp=?_pp=?.bin``
+                written at any sizes: other sizes than asked for are resharded. A rank reads only its part.
+            tensor_parallel_size: over how many ranks each layer is divided; 1 to the number of attention heads.
+            pipeline_parallel_size: into how many stages the blocks are divided.
+            micro_batch_size: rows of a batch per micro-batch under pipeline parallelism.
+            resize_token_embeddings: the size that the vocabulary should have; new words start as the mean of the old.
+            seed: given to all random generators before anything random happens.
+            deploy: serve from a plain Python script. ``deployment`` is another name of it.
+            gather_logits: with labels, gradients on and ``tensor_parallel_size > 1``, the loss is computed from divided
+                logits and ``output.logits`` is ``None``. ``True`` returns full logits always, ``False`` never beside
+                a loss.
+            **kwargs: what transformers' ``from_pretrained`` takes (``dtype``, ``attn_implementation``, ``cache_dir``,
+                ``revision``, ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the
+                configuration (``pad_token_id``, ...).
+
+        Returns:
+            The model in evaluation mode, as transformers does.
+
+        Raises:
+            ValueError: an argument does not fit; on every rank, before anything is read.
+            RuntimeError: several processes are needed and no launcher was used.
+            OSError: no such checkpoint, or one that is damaged (``CheckpointError``, which names the file).
+        """
+        sizes = (tensor_parallel_size, pipeline_parallel_size, micro_batch_size)
+        arguments = Arguments(*sizes, resize_token_embeddings, seed, deploy, gather_logits)
+        return from_pretrained(cls, pretrained_model_name_or_path, arguments, kwargs)
+
+    @classmethod
+    def from_config_with_parallel(
+        cls,
+        config: PreTrainedConfig,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        micro_batch_size: int = 1,
+        resize_token_embeddings: int | None = None,
+        seed: int | None = None,
+        deploy: bool | None = None,
+        gather_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Make this rank's part of a randomly initialised model. Every rank calls it with the same arguments.
+
+        The same ``seed`` gives the same weights at all parallel sizes. ``config`` is not changed. Arguments and errors
+        are those of `from_pretrained_with_parallel`; ``**kwargs``: ``dtype``, ``attn_implementation`` and attributes of
+        the configuration.
+
+        Returns:
+            The model in training mode, as a transformers model made from a configuration is.
+        """
+        sizes = (tensor_parallel_size, pipeline_parallel_size, micro_batch_size)
+        arguments = Arguments(*sizes, resize_token_embeddings, seed, deploy, gather_logits)
+        return from_config(cls, config, arguments, kwargs)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """transformers' own code, as it is: otherwise it would skip initialisations that a parent module repeats."""
+        return False
+
+    def initialize_weights(self) -> None:
+        """transformers' initialisation; of a parallel model, the same for all parallel sizes."""
+        if self._init_seed is None or self.mesh is None:
+            super().initialize_weights()
+            return
+        with SeededByName(self, self.layouts, self._init_seed, self.mesh.tp.rank):
+            super().initialize_weights()
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method; refused once the vocabulary is divided."""
+        if new_num_tokens is None or not self.is_model_parallelized():
+            return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        raise RuntimeError(
+            f"the vocabulary is already divided over {self._size('tp')} ranks: pass "
+            f"resize_token_embeddings={new_num_tokens} to from_pretrained_with_parallel or from_config_with_parallel"
+        )
+
+    # What is where ----------------------------------------------------------------------------------------------------
+
+    def _size(self, axis: str) -> int:
+        return 1 if self.mesh is None else getattr(self.mesh, axis).size
+
+    def is_tensor_parallelized(self) -> bool:
+        """Whether layers are divided over several ranks."""
+        return self._size("tp") > 1
+
+    def is_pipeline_parallelized(self) -> bool:
+        """Whether blocks are divided over several stages."""
+        return self._size("pp") > 1
+
+    def is_data_parallelized(self) -> bool:
+        """Whether there are several replicas."""
+        return self._size("dp") > 1
+
+    def is_model_parallelized(self) -> bool:
+        """Whether this rank holds a part of the model only."""
+        return self.is_tensor_parallelized() or self.is_pipeline_parallelized()
+
+    def gpu_modules(self) -> nn.Module:
+        """The module that holds what this rank computes: what DDP, FSDP and DeepSpeed should wrap."""
+        return self
+
+    def gpu_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters on this rank: what an optimizer should get."""
+        return self.gpu_modules().parameters()
+
+    def set_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the rows of a batch per micro-batch (pipeline parallelism only)."""
+        check_size("micro_batch_size", micro_batch_size)
+        self.micro_batch_size = micro_batch_size
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``; collective.
+
+        Divided parameters count once each whole, replicated ones once, as in an undivided model. Gradients that FSDP2
+        divides over replicas are included.
+
+        Returns:
+            The norm before clipping, the same on every rank that holds the model.
+        """
+        grads = [(name, param.grad) for name, param in self.named_parameters() if param.grad is not None]
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for _, grad in grads]
+        total = torch.zeros((), dtype=torch.float64, device=local[0].device if local else None)
+        for (name, grad), part in zip(grads, local, strict=True):
+            norm = torch.linalg.vector_norm(part, norm_type, dtype=torch.float64)
+            if norm_type == float("inf"):
+                total = torch.maximum(total, norm)
+            else:
+                total += norm**norm_type / self._copies(name, grad)
+        op = torch.distributed.ReduceOp.MAX if norm_type == float("inf") else torch.distributed.ReduceOp.SUM
+        if self.mesh is not None:
+            all_reduce(self.mesh.model, total, op=op)
+            if any(isinstance(grad, DTensor) for _, grad in grads):
+                all_reduce(self.mesh.dp, total, op=op)
+        norm = total if norm_type == float("inf") else total ** (1.0 / norm_type)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for part in local:
+            part.mul_(scale.to(part.dtype))
+        return norm.to(local[0].dtype) if local else norm
+
+    def _copies(self, name: str, grad: Tensor) -> int:
+        """How many ranks count the same elements of a gradient when norms are summed over ranks."""
+        if self.mesh is None:
+            return 1
+        layout = self.layouts[name]
+        copies = self.mesh.tp.size if layout.dim is None else layout.copies(self.mesh.tp.rank)
+        if isinstance(grad, DTensor) and not any(placement.is_shard() for placement in grad.placements):
+            copies *= self.mesh.dp.size
+        return copies
+
+    # Saving -----------------------------------------------------------------------------------------------------------
+
+    def save_pretrained_with_parallel(
+        self,
+        save_directory: str | Path,
+        save_config: bool = True,
+        save_with_merging: bool = False,
+        safe_serialization: bool | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_function: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save the model; collective: every rank calls it, and it returns when all data are on the disk.
+
+        What ``save_directory`` held before stays until everything is written, and is then replaced at once: a process
+        killed, or a disk full, at any point leaves the old checkpoint or the new one. Other files in the directory stay.
+
+        Args:
+            save_config: write ``config.json`` and ``generation_config.json`` too.
+            save_with_merging: write what transformers' own ``from_pretrained`` loads, instead of one file per rank,
+                ``pytorch_model_tp=?_pp=?.bin``. ``save_with_merge`` is another name of it. Tensors are merged one at a
+                time.
+            safe_serialization: ``True``: safetensors; ``False``: ``.bin``; ``None``: ``.bin`` when split, and when
+                merged as transformers does, safetensors.
+            state_dict: this rank's tensors, if not those of ``self.state_dict()``.
+            save_function: writes one ``.bin`` file, as ``torch.save`` does.
+            **kwargs: ``max_shard_size`` and ``variant`` of merged files.
+
+        Raises:
+            ValueError: contradictory arguments, or ranks that were given different ones.
+            OSError: the directory cannot be written (no permission, no space, a file in its place); on every rank, and
+                the old checkpoint is intact.
+        """
+        merging = kwargs.pop("save_with_merge", save_with_merging)
+        mesh = self.mesh or ParallelMesh()
+        known = {"max_shard_size", "variant"}
+        with agree(mesh.world, "checking arguments of save_pretrained_with_parallel"):
+            if unknown := kwargs.keys() - known:
+                raise ValueError(f"unknown arguments {sorted(unknown)}; beside the named ones: {sorted(known)}")
+            if kwargs and not merging:
+                raise ValueError(f"{sorted(kwargs)} are for save_with_merging=True; split files are one per rank")
+        what = {"save_directory": str(save_directory), "save_with_merging": merging, "save_config": save_config}
+        require_equal(mesh.world, {**what, "safe_serialization": safe_serialization, **kwargs}, "save arguments")
+        tensors = dict(self.state_dict() if state_dict is None else state_dict)
+        for name in self._keys_to_ignore_on_save or ():
+            tensors.pop(name, None)
+        layouts = {name: self.layouts.get(name, Layout(tuple(tensor.shape))) for name, tensor in tensors.items()}
+        save = checkpoint.save_merged if merging else checkpoint.save_split
+        save(
+            Path(save_directory),
+            tensors,
+            layouts,
+            mesh,
+            tied=dict(self.all_tied_weights_keys),
+            files=self._write_config if save_config else None,
+            metadata={"model_type": self.config.model_type, "architectures": [type(self).__name__]},
+            safe_serialization=safe_serialization,
+            save_function=save_function,
+            **kwargs,
+        )
+
+    def _write_config(self, directory: Path) -> None:
+        config = type(self.config).from_dict(self.config.to_dict())
+        config.dtype, config.architectures = self.dtype, [type(self).__name__]
+        config.save_pretrained(directory)
+        if self.can_generate() and self.generation_config is not None:
+            self.generation_config.save_pretrained(directory)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method; refused for a part of a model, of which it would write a broken checkpoint."""
+        if self.is_model_parallelized():
+            raise RuntimeError(
+                "this rank holds a part of the model only: call save_pretrained_with_parallel(directory) on every rank, "
+                "with save_with_merging=True for a checkpoint that transformers loads"
+            )
+        return super().save_pretrained(*args, **kwargs)
+
+    # Outputs ----------------------------------------------------------------------------------------------------------
+
+    def _resolve(self, output: Any) -> Any:
+        """Replace what is divided in the output of a forward by what transformers would return."""
+        if not isinstance(output, ModelOutput):
+            return output
+        loss = output.get("loss")
+        if self.gather_logits is None:
+            omit = loss is not None and loss.requires_grad
+        else:
+            omit = loss is not None and not self.gather_logits
+        fields = {}
+        for name, value in output.items():
+            if isinstance(value, VocabParallelLogits):
+                value = None if omit else value.gather()
+            elif name.endswith("attentions") and value:
+                value = tuple(None if weights is None else self._all_heads(weights) for weights in value)
+            fields[name] = value
+        return type(output)(**fields)
+
+    def _all_heads(self, weights_BHQK: Tensor) -> Tensor:
+        """Attention weights of all heads; ranks may hold different numbers of them."""
+        assert self.mesh is not None
+        sizes = gather_objects(self.mesh.tp, weights_BHQK.shape[1])
+        return gather_from(self.mesh.tp, weights_BHQK, 1, sizes)
+
+
+def _resolving(forward: Any) -> Any:
+    """``forward`` with its divided outputs resolved. The signature stays: ``generate`` looks at it."""
+
+    @functools.wraps(forward)
+    def resolving(self: ParallelModel, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_tensor_parallelized():
+            return forward(self, *args, **kwargs)
+        as_tuple = not (self.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"])
+        if as_tuple:  # the names of the outputs tell what is divided
+            kwargs["return_dict"] = True
+        output = self._resolve(forward(self, *args, **kwargs))
+        return output.to_tuple() if as_tuple else output
+
+    return resolving
+
+
+def _in_step(generate: Any) -> Any:
+    """``generate`` with the ranks of the tp axis drawing from the same random state, so that they sample alike."""
+
+    @functools.wraps(generate)
+    def in_step(self: ParallelModel, *args: Any, **kwargs: Any) -> Any:
+        if self.mesh is not None:
+            synchronize(self.mesh.tp, self.mesh.device)
+        return generate(self, *args, **kwargs)
+
+    return in_step
