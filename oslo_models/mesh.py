@@ -6,6 +6,7 @@ pipeline stages are farthest apart. ``rank = (pp_rank * dp_size + dp_rank) * tp_
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -140,9 +141,16 @@ def start_process_group(needed: int = 1) -> torch.device:
         return device
     if launched:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        atexit.register(_end_process_group)
     elif needed > 1:
         raise RuntimeError(
             f"{needed} processes are needed and this one was started alone: start the script with "
             f"`torchrun --nproc-per-node={needed} your_script.py`, or pass deploy=True to serve from plain Python"
         )
     return device
+
+
+def _end_process_group() -> None:
+    """At the end of a process whose group was started here: gloo's threads may abort an interpreter that just leaves."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

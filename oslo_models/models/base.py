@@ -22,6 +22,7 @@ from oslo_models.layout import Layout
 from oslo_models.mesh import ParallelMesh, check_size
 from oslo_models.models.loading import Arguments, from_config, from_pretrained
 from oslo_models.mpu import MPU
+from oslo_models.overflow import share_overflow
 from oslo_models.plan import Entries, Plan
 from oslo_models.rng import synchronize
 
@@ -366,6 +367,8 @@ def _resolving(forward: Any) -> Any:
         if as_tuple:  # the names of the outputs tell what is divided
             kwargs["return_dict"] = True
         output = self._resolve(forward(self, *args, **kwargs))
+        if isinstance(output, ModelOutput) and output.get("loss") is not None:
+            share_overflow(output["loss"], self.parameters, self.mesh.tp)
         return output.to_tuple() if as_tuple else output
 
     return resolving

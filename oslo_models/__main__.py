@@ -1,0 +1,7 @@
+"""``python -m oslo_models`` is the command ``oslo-models``."""
+
+import sys
+
+from oslo_models.cli import main
+
+sys.exit(main())
