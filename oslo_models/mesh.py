@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,7 @@ class ParallelMesh:
         self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
         self.pp, self.dp, self.tp = (self._axis(self.device_mesh, name) for name in ("pp", "dp", "tp"))
         self.model = self._model_axis()
+        atexit.register(_forget_groups, weakref.ref(self))
 
     @staticmethod
     def _axis(device_mesh: DeviceMesh, name: str) -> Axis:
@@ -150,7 +152,16 @@ def start_process_group(needed: int = 1) -> torch.device:
     return device
 
 
+def _forget_groups(mesh: weakref.ref[ParallelMesh]) -> None:
+    """At the end of a process: gloo's threads abort an interpreter in which a group outlives everything else."""
+    alive = mesh()
+    if alive is not None:
+        alive.device_mesh = None
+        for axis in (alive.tp, alive.dp, alive.pp, alive.model, alive.world):
+            object.__setattr__(axis, "group", None)
+
+
 def _end_process_group() -> None:
-    """At the end of a process whose group was started here: gloo's threads may abort an interpreter that just leaves."""
+    """At the end of a process whose process group was started here."""
     if dist.is_initialized():
         dist.destroy_process_group()
