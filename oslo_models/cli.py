@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 from oslo_models._version import __version__
 
 # torch takes seconds to import: only the functions that need it do so, and --help stays instant.
 
-USER_ERRORS = (ValueError, OSError, RuntimeError, NotImplementedError)
+USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: 0, or 2 when what the user asked for cannot be done (one line on stderr says why).
+        The exit code: 0; 2 when what was asked for cannot be done, 1 for a fault of ours (one line on stderr says why).
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -28,15 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         args.run(args)
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
-        sys.stderr.close()
-        return 0
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        print("oslo-models: interrupted", file=sys.stderr)
         return 130
-    except USER_ERRORS as error:
-        print(f"oslo-models {args.command}: error: {_one_line(error)}", file=sys.stderr)
-        return 2
+    except Exception as error:
+        if args.traceback:
+            raise
+        expected = isinstance(error, USER_ERRORS)
+        kind = "error" if expected else f"internal error (--traceback shows where): {type(error).__name__}"
+        print(f"oslo-models {args.command}: {kind}: {_one_line(error)}", file=sys.stderr)
+        return 2 if expected else 1
     return 0
 
 
@@ -62,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
             """),
     )
     parser.add_argument("--version", action="version", version=f"oslo-models {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
 
     def add(name: str, run: object, summary: str, text: str) -> argparse.ArgumentParser:
@@ -101,10 +109,12 @@ def make_parser() -> argparse.ArgumentParser:
 
         examples:
           oslo-models inspect checkpoint/
-          oslo-models inspect checkpoint/ --verify     read every byte and compare with the recorded checksums""",
+          oslo-models inspect checkpoint/ --verify     read every byte and compare with the recorded checksums
+          oslo-models inspect checkpoint/ --json       every tensor of every file""",
     )
     inspect.add_argument("directory", metavar="DIR", type=Path, help="the checkpoint")
     inspect.add_argument("--verify", action="store_true", help="compare every file with its recorded checksum")
+    inspect.add_argument("--json", action="store_true", help="print everything that is known, for other programs")
 
     merge = add(
         "merge",
@@ -125,8 +135,8 @@ def make_parser() -> argparse.ArgumentParser:
         _reshard,
         "write a checkpoint as split files at other sizes",
         """\
-        Write a checkpoint, split or merged, as split files for other parallel sizes. Needs one process; holds one rank's
-        part in memory. Not needed for loading: from_pretrained_with_parallel reshards by itself, reading only its part.
+        Write a checkpoint, split or merged, as split files for other parallel sizes. Needs one process; holds one
+        rank's part in memory. Loading does not need it: from_pretrained_with_parallel reshards as it reads.
 
         examples:
           oslo-models reshard gpt2/ gpt2-tp4/ --tensor-parallel-size 4
@@ -170,7 +180,9 @@ def _list(args: argparse.Namespace) -> None:
 
     unknown = [kind for kind in args.model_types if kind not in registry.ARCHITECTURES]
     if unknown:
-        raise ValueError(f"no architecture {', '.join(unknown)}; there are: {', '.join(sorted(registry.ARCHITECTURES))}")
+        raise ValueError(
+            f"no architecture {', '.join(unknown)}; there are: {', '.join(sorted(registry.ARCHITECTURES))}"
+        )
     for kind in args.model_types or sorted(registry.ARCHITECTURES):
         print(kind)
         for name in sorted(registry.model_classes(kind)):
@@ -178,7 +190,51 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    raise NotImplementedError("inspect is not there yet")
+    from oslo_models.checkpoint import inspect_checkpoint
+
+    found = inspect_checkpoint(args.directory)
+    if args.verify:
+        _verify(args.directory, found)
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return
+    manifest = found["manifest"] or {}
+    sizes = f", tensor_parallel_size={found['tp']}, pipeline_parallel_size={found['pp']}"
+    print(f"{args.directory}: {found['kind']} checkpoint{sizes if found['kind'] == 'split' else ''}")
+    if manifest.get("architectures"):
+        print(f"  architecture: {', '.join(manifest['architectures'])}")
+    if manifest.get("versions"):
+        print("  written with: " + ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()))
+    else:
+        print("  no manifest: not written by oslo_models, or by an old version; nothing to verify against")
+    for name, file in found["files"].items():
+        tensors = file["tensors"].values()
+        types = ", ".join(sorted({tensor["dtype"].removeprefix("torch.") for tensor in tensors}))
+        elements = sum(math.prod(tensor["shape"]) for tensor in tensors)
+        print(f"  {name}: {_bytes(file['size'])}, {len(tensors)} tensors, {elements:,} elements, {types}")
+    if args.verify and manifest:
+        print("  every file has the size and the checksum that the manifest records")
+
+
+def _verify(directory: Path, found: dict[str, Any]) -> None:
+    from oslo_models.checkpoint import open_checkpoint, verify_checkpoint
+    from oslo_models.mesh import Axis
+
+    if found["manifest"] is None:  # its files could be read, and there is no more to compare
+        return
+    reader = open_checkpoint(directory)
+    try:
+        verify_checkpoint(reader, Axis("world", 0, (0,), None))
+    finally:
+        reader.close()
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
 
 
 def _merge(args: argparse.Namespace) -> None:

@@ -1,10 +1,11 @@
-"""Applies a plan to a module tree: every parameter becomes this rank's part, every layer the class that works with it."""
+"""Applies a plan to a module tree: parameters become this rank's part, layers the classes that work with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from oslo_models.layers.linear import (
@@ -60,7 +61,7 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
 
 
 def divide(
-    model: nn.Module, plan: Plan, prefix: str, head: Entries, mesh: ParallelMesh, layouts: Mapping[str, Layout]
+    model: PreTrainedModel, plan: Plan, prefix: str, head: Entries, mesh: ParallelMesh, layouts: Mapping[str, Layout]
 ) -> None:
     """Turn ``model`` into this rank's part of it, in place; on the meta device or with weights alike."""
     tp = mesh.tp
@@ -141,7 +142,7 @@ def _find(root: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
     return found if isinstance(found, (nn.Module, nn.Parameter)) else None
 
 
-def _uses_dropout(model: nn.Module) -> bool:
+def _uses_dropout(model: PreTrainedModel) -> bool:
     """Whether some dropout of the model's configuration can fire: switching streams costs time, if little."""
-    rates = [value for key, value in model.config.to_dict().items() if "drop" in key]  # type: ignore[union-attr]
+    rates = [value for key, value in model.config.to_dict().items() if "drop" in key]
     return any(isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 for rate in rates)

@@ -31,7 +31,7 @@ class SeededByName(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        target = args[0] if args else None
+        target: Any = args[0] if args else None
         if torch.Tag.nondeterministic_seeded not in func.tags or id(target) not in self._params:
             return func(*args, **kwargs)
         name, layout = self._params[id(target)]

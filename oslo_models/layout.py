@@ -70,7 +70,7 @@ class GroupedHeads:
     several ranks, which share out the query heads of its group, so that on every rank the ratio of query to key-value
     heads is a whole number, as attention implementations expect.
 
-    Source: Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints", 2023.
+    Source: Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models", 2023.
     """
 
     query_heads: int
@@ -171,23 +171,27 @@ class Layout:
         size = sum(stop - start for start, stop in self.ranges[rank])
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
-    def copies(self, rank: int) -> int:
-        """On how many ranks of the axis an element that ``rank`` holds lives (1 when it is the only owner).
+    def owned(self, rank: int) -> list[Range]:
+        """The ranges of the *local* tensor along ``dim`` whose elements no earlier rank holds too.
 
-        Raises:
-            ValueError: elements of one shard differ in this; no layout here does that.
+        Over all ranks, these are every element of the full tensor once. Of a replicated tensor the first rank owns
+        all, given as ``[(0, size of the first dimension)]``.
         """
         if self.dim is None:
-            raise ValueError("a replicated tensor lives on every rank of the axis, whatever their number")
-        counts = {sum(piece in other for other in self.ranges) for piece in self.ranges[rank]}
-        if len(counts) > 1:
-            raise ValueError(f"the pieces of rank {rank} in {self} live on different numbers of ranks")
-        return counts.pop() if counts else 1
+            return [(0, self.shape[0] if self.shape else 1)] if rank == 0 else []
+        earlier = {piece for pieces in self.ranges[:rank] for piece in pieces}
+        owned, offset = [], 0
+        for start, stop in self.ranges[rank]:
+            if (start, stop) not in earlier:
+                owned.append((offset, offset + stop - start))
+            offset += stop - start
+        return owned
 
     @property
     def overlaps(self) -> bool:
         """Whether some element of a divided tensor lives on more than one rank."""
-        return self.dim is not None and any(self.copies(rank) > 1 for rank in range(len(self.ranges)))
+        pieces = [piece for own in self.ranges for piece in own]
+        return len(set(pieces)) < len(pieces)
 
     def shard(self, full: Any, rank: int) -> Any:
         """The local part of ``full``: any object with tensor indexing, a lazy slice of a file among them."""

@@ -73,14 +73,14 @@ class ParallelMesh:
         world_size = self.world.size
         if tp * pp > world_size:
             raise ValueError(
-                f"tensor_parallel_size={tp} x pipeline_parallel_size={pp} needs {tp * pp} processes, but the world size "
-                f"is {world_size}: start the script with `torchrun --nproc-per-node={tp * pp}`"
+                f"tensor_parallel_size={tp} x pipeline_parallel_size={pp} needs {tp * pp} processes, but the world "
+                f"size is {world_size}: start the script with `torchrun --nproc-per-node={tp * pp}`"
             )
         if world_size % (tp * pp):
             raise ValueError(
                 f"the world size {world_size} is not a multiple of tensor_parallel_size={tp} x "
-                f"pipeline_parallel_size={pp} = {tp * pp}: {world_size % (tp * pp)} processes would be left over; start "
-                f"{world_size // (tp * pp) * (tp * pp)} or {(world_size // (tp * pp) + 1) * tp * pp} processes"
+                f"pipeline_parallel_size={pp} = {tp * pp}: {world_size % (tp * pp)} processes would be left over; "
+                f"start {world_size // (tp * pp) * (tp * pp)} or {(world_size // (tp * pp) + 1) * tp * pp} processes"
             )
         if not dist.is_initialized():
             self.device_mesh: DeviceMesh | None = None

@@ -19,7 +19,14 @@ from oslo_models.mesh import Axis
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_Nv: Tensor, target_N: Tensor, axis: Axis, local: Range, vocab: int, ignore: int, smoothing: float
+        ctx: Any,
+        logits_Nv: Tensor,
+        target_N: Tensor,
+        axis: Axis,
+        local: Range,
+        vocab: int,
+        ignore: int,
+        smoothing: float,
     ) -> Tensor:
         start, stop = local
         half = logits_Nv.dtype in (torch.float16, torch.bfloat16)

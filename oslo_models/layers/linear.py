@@ -72,6 +72,9 @@ class RowParallelLinear(_Divided, nn.Linear):
 class RowParallelConv1D(_Divided, Conv1D):
     """`RowParallelLinear` for GPT-2's layer, whose weight is ``[in, out]``."""
 
+    weight: Tensor
+    bias: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         if self.stream is not None:
             self.stream.leave()

@@ -31,7 +31,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class VocabParallelHead(nn.Linear):
-    """A language-model head with its words divided. Input ``[..., hidden]`` replicated, output `VocabParallelLogits`."""
+    """A language-model head with its words divided. Input ``[..., hidden]`` whole, output `VocabParallelLogits`."""
 
     tp: Axis
     layouts: dict[str, Layout]
@@ -68,13 +68,13 @@ class VocabParallelLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
-    def gather(self) -> Tensor:
+    def full(self) -> Tensor:
         """The full logits, ``[..., vocab]``, as a plain tensor on every rank."""
         sizes = [stop - start for ((start, stop),) in self.words.ranges]
         return gather_from(self.tp, self.local(), -1, sizes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.gather().__deepcopy__(memo)
+        return self.full().__deepcopy__(memo)
 
     @classmethod
     def __torch_function__(
@@ -92,8 +92,8 @@ class VocabParallelLogits(Tensor):
                     return result
             if func in _ELEMENTWISE and not any(isinstance(arg, Tensor) and arg.dim() for arg in args[1:]):
                 return logits._like(func(logits.local(), *args[1:], **kwargs))
-        gathered = [arg.gather() if isinstance(arg, cls) else arg for arg in args]
-        return func(*gathered, **{key: arg.gather() if isinstance(arg, cls) else arg for key, arg in kwargs.items()})
+        gathered = [arg.full() if isinstance(arg, cls) else arg for arg in args]
+        return func(*gathered, **{key: arg.full() if isinstance(arg, cls) else arg for key, arg in kwargs.items()})
 
     def _like(self, local: Tensor) -> VocabParallelLogits:
         return VocabParallelLogits.wrap(local, self.tp, self.words)

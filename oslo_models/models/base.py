@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -56,7 +57,7 @@ class ParallelModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if any(base.__module__.startswith("transformers.") for base in cls.__bases__):
-            cls.forward = _resolving(cls.forward)  # type: ignore[method-assign]
+            cls.forward = _resolving(cls.forward)
             if hasattr(cls, "generate"):
                 cls.generate = _in_step(cls.generate)
 
@@ -100,9 +101,10 @@ class ParallelModel(PreTrainedModel):
         """Load this rank's part of a checkpoint. Every rank calls it with the same arguments.
 
         Args:
-            pretrained_model_name_or_path: a name on the Hugging Face hub, or a directory that holds ``model.safetensors``
-                or ``pytorch_model.bin`` (in one or several files), or split files ``pytorch_model_tp=?_pp=?.bin``
-                written at any sizes: other sizes than asked for are resharded. A rank reads only its part.
+            pretrained_model_name_or_path: a name on the Hugging Face hub, or a directory that holds
+                ``model.safetensors`` or ``pytorch_model.bin`` (in one or several files), or split files
+                ``pytorch_model_tp=?_pp=?.bin`` written at any sizes: other sizes than asked for are resharded. A rank
+                reads only its part.
             tensor_parallel_size: over how many ranks each layer is divided; 1 to the number of attention heads.
             pipeline_parallel_size: into how many stages the blocks are divided.
             micro_batch_size: rows of a batch per micro-batch under pipeline parallelism.
@@ -222,35 +224,38 @@ class ParallelModel(PreTrainedModel):
         Returns:
             The norm before clipping, the same on every rank that holds the model.
         """
-        grads = [(name, param.grad) for name, param in self.named_parameters() if param.grad is not None]
-        local = [grad.to_local() if isinstance(grad, DTensor) else grad for _, grad in grads]
-        total = torch.zeros((), dtype=torch.float64, device=local[0].device if local else None)
-        for (name, grad), part in zip(grads, local, strict=True):
-            norm = torch.linalg.vector_norm(part, norm_type, dtype=torch.float64)
-            if norm_type == float("inf"):
-                total = torch.maximum(total, norm)
-            else:
-                total += norm**norm_type / self._copies(name, grad)
-        op = torch.distributed.ReduceOp.MAX if norm_type == float("inf") else torch.distributed.ReduceOp.SUM
+        grads = {name: param.grad for name, param in self.named_parameters() if param.grad is not None}
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads.values()]
+        device = local[0].device if local else None
+        norms = [torch.zeros((), dtype=torch.float64, device=device)]
+        for part in (part for name, grad in grads.items() for part in self._counted(name, grad)):
+            norms.append(torch.linalg.vector_norm(part, norm_type, dtype=torch.float64))
+        highest = norm_type == float("inf")
+        total = torch.stack(norms).amax() if highest else (torch.stack(norms) ** norm_type).sum()
         if self.mesh is not None:
+            op = dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM
             all_reduce(self.mesh.model, total, op=op)
-            if any(isinstance(grad, DTensor) for _, grad in grads):
+            if any(isinstance(grad, DTensor) for grad in grads.values()):
                 all_reduce(self.mesh.dp, total, op=op)
-        norm = total if norm_type == float("inf") else total ** (1.0 / norm_type)
+        norm = total if highest else total ** (1.0 / norm_type)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for part in local:
             part.mul_(scale.to(part.dtype))
         return norm.to(local[0].dtype) if local else norm
 
-    def _copies(self, name: str, grad: Tensor) -> int:
-        """How many ranks count the same elements of a gradient when norms are summed over ranks."""
+    def _counted(self, name: str, grad: Tensor) -> list[Tensor]:
+        """The parts of a gradient that this rank counts when norms are summed over all ranks: each element once."""
         if self.mesh is None:
-            return 1
-        layout = self.layouts[name]
-        copies = self.mesh.tp.size if layout.dim is None else layout.copies(self.mesh.tp.rank)
-        if isinstance(grad, DTensor) and not any(placement.is_shard() for placement in grad.placements):
-            copies *= self.mesh.dp.size
-        return copies
+            return [grad]
+        layout, rank = self.layouts[name], self.mesh.tp.rank
+        if isinstance(grad, DTensor):
+            sharded = any(placement.is_shard() for placement in grad.placements)
+            if sharded and not layout.overlaps:  # each replica has its own part, wholly counted or not at all
+                return [grad.to_local()] if layout.owned(rank) else []
+            grad = grad.full_tensor()
+            if self.mesh.dp.rank:
+                return []
+        return [grad.narrow(layout.dim or 0, start, stop - start) for start, stop in layout.owned(rank)]
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
@@ -267,7 +272,7 @@ class ParallelModel(PreTrainedModel):
         """Save the model; collective: every rank calls it, and it returns when all data are on the disk.
 
         What ``save_directory`` held before stays until everything is written, and is then replaced at once: a process
-        killed, or a disk full, at any point leaves the old checkpoint or the new one. Other files in the directory stay.
+        killed, or a disk full, at any point leaves the old checkpoint or the new one. Other files in it stay.
 
         Args:
             save_config: write ``config.json`` and ``generation_config.json`` too.
@@ -324,8 +329,8 @@ class ParallelModel(PreTrainedModel):
         """transformers' method; refused for a part of a model, of which it would write a broken checkpoint."""
         if self.is_model_parallelized():
             raise RuntimeError(
-                "this rank holds a part of the model only: call save_pretrained_with_parallel(directory) on every rank, "
-                "with save_with_merging=True for a checkpoint that transformers loads"
+                "this rank holds a part of the model only: call save_pretrained_with_parallel(directory) on every "
+                "rank, with save_with_merging=True for a checkpoint that transformers loads"
             )
         return super().save_pretrained(*args, **kwargs)
 
@@ -343,7 +348,7 @@ class ParallelModel(PreTrainedModel):
         fields = {}
         for name, value in output.items():
             if isinstance(value, VocabParallelLogits):
-                value = None if omit else value.gather()
+                value = None if omit else value.full()
             elif name.endswith("attentions") and value:
                 value = tuple(None if weights is None else self._all_heads(weights) for weights in value)
             fields[name] = value
@@ -361,7 +366,7 @@ def _resolving(forward: Any) -> Any:
 
     @functools.wraps(forward)
     def resolving(self: ParallelModel, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_tensor_parallelized():
+        if self.mesh is None or self.mesh.tp.size == 1:
             return forward(self, *args, **kwargs)
         as_tuple = not (self.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"])
         if as_tuple:  # the names of the outputs tell what is divided

@@ -35,7 +35,8 @@ REFUSED = {
         ("quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file"), "quantised weights cannot be divided yet"
     ),
     **dict.fromkeys(
-        ("state_dict", "from_tf", "from_flax", "offload_folder"), "is not supported; weights are read from the checkpoint"
+        ("state_dict", "from_tf", "from_flax", "offload_folder"),
+        "is not supported; weights are read from the checkpoint",
     ),
 }
 
@@ -82,7 +83,9 @@ class Arguments:
                 f"tensor_parallel_size={tp} is more than num_attention_heads={limit} of {name}; use 1 to {limit}"
             )
         if getattr(config, "quantization_config", None) is not None:
-            raise ValueError("the checkpoint is quantised (config.quantization_config); quantised weights cannot be divided")
+            raise ValueError(
+                "the checkpoint is quantised (config.quantization_config); quantised weights cannot be divided"
+            )
         vocab, size = config.vocab_size, self.resize_token_embeddings
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < vocab):
             raise ValueError(f"resize_token_embeddings must be an integer of at least vocab_size={vocab}, got {size!r}")
@@ -102,7 +105,9 @@ def parse_dtype(kwargs: dict[str, Any]) -> torch.dtype | None:
     return parsed.pop() if parsed else None
 
 
-def from_config(cls: type[ParallelModel], config: PreTrainedConfig, arguments: Arguments, kwargs: dict[str, Any]) -> Any:
+def from_config(
+    cls: type[ParallelModel], config: PreTrainedConfig, arguments: Arguments, kwargs: dict[str, Any]
+) -> Any:
     """See `ParallelModel.from_config_with_parallel`."""
     call = f"{cls.__name__}.from_config_with_parallel"
     start_process_group()
@@ -314,7 +319,8 @@ class Template:
                 mismatched.append(f"{target}: {shape} in the checkpoint, {layout.shape} in the model")
         if mismatched and not ignore_mismatched_sizes:
             raise ValueError(
-                "shapes differ; pass ignore_mismatched_sizes=True to initialise these anew:\n  " + "\n  ".join(mismatched)
+                "shapes differ; pass ignore_mismatched_sizes=True to initialise these anew:\n  "
+                + "\n  ".join(mismatched)
             )
         return slices
 
@@ -332,9 +338,9 @@ class Template:
             tuple((part * edges[-1] + start, part * edges[-1] + stop) for part in range(parts))
             for start, stop in zip(edges[:-1], edges[1:], strict=True)
         ]
-        shape = list(local_shapes[0])
-        shape[full.dim] = edges[-1] * parts
-        return Layout(tuple(shape), full.dim, tuple(ranges))
+        first = local_shapes[0]
+        shape = (*first[: full.dim], edges[-1] * parts, *first[full.dim + 1 :])
+        return Layout(shape, full.dim, tuple(ranges))
 
 
 class GrownSlice:
@@ -361,6 +367,7 @@ class GrownSlice:
         if not new:
             return old
         chunks = Layout.divided(shape, 0, (Units(shape[0]),), min(shape[0], 64))
-        total = sum(self.reader.read(self.name, chunks, i).double().sum(0) for i in range(len(chunks.ranges)))
+        total = torch.stack(
+            [self.reader.read(self.name, chunks, chunk).double().sum(0) for chunk in range(len(chunks.ranges))]
+        ).sum(0)
         return torch.cat((old, (total / shape[0]).to(old.dtype).expand(new, *shape[1:])))
-

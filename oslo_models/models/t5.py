@@ -13,7 +13,7 @@ from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
 class T5Parallel(ParallelModel):
     """How every model of the T5 family divides."""
 
-    stacks = ("encoder", "decoder")
+    stacks: tuple[str, ...] = ("encoder", "decoder")
 
     @classmethod
     def plan(cls, config: T5Config) -> Plan:
@@ -26,7 +26,7 @@ class T5Parallel(ParallelModel):
         def block(layers: int) -> dict[str, Replicated]:
             mlp = f"layer.{layers - 1}.DenseReluDense"
             wi = ("wi_0", "wi_1") if config.is_gated_act else ("wi",)
-            entries = {f"layer.{layer}.layer_norm": Norm() for layer in range(layers)}
+            entries: dict[str, Replicated] = {f"layer.{layer}.layer_norm": Norm() for layer in range(layers)}
             entries |= attention("layer.0.SelfAttention")
             entries |= {bias: Column(Units(config.num_heads), transposed=True)}  # [buckets, heads]
             return entries | {f"{mlp}.{name}": Column() for name in wi} | {f"{mlp}.wo": Row()}

@@ -1,0 +1,65 @@
+"""What every test can use: the worker pool, the run's seed, the ``gpu`` marker."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test reaches for the network
+for package, source in (("oslo_kernels", ROOT / "kernels"), ("oslo_models", ROOT)):
+    if importlib.util.find_spec(package) is None:  # not installed
+        sys.path.insert(0, str(source))
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from pool import Pool  # noqa: E402
+
+torch.set_num_threads(1)  # the cores are for the ranks
+hypothesis.settings.register_profile("oslo", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("oslo")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="what the `seed` fixture gives (default: drawn per run)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(2**31)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.option.seed} (repeat with --seed {config.option.seed})"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(pytest_report_header(config))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes; see `Pool.run`."""
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A number for random generators, fresh in every run of the suite and repeatable with ``--seed``."""
+    value: int = request.config.option.seed
+    return value
