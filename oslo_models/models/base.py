@@ -374,7 +374,7 @@ def _resolving(forward: Any) -> Any:
         output = self._resolve(forward(self, *args, **kwargs))
         if isinstance(output, ModelOutput) and output.get("loss") is not None:
             share_overflow(output["loss"], self.parameters, self.mesh.tp)
-        return output.to_tuple() if as_tuple else output
+        return output.to_tuple() if as_tuple and isinstance(output, ModelOutput) else output
 
     return resolving
 
