@@ -137,6 +137,13 @@ def send(axis: Axis, x: Tensor, dst: int) -> None:
     dist.send(x, axis.ranks[dst], group=axis.group)
 
 
+def post_send(axis: Axis, x: Tensor, dst: int) -> tuple[dist.Work, Tensor]:
+    """Begin to send a contiguous tensor; keep what is returned until its ``[0].wait()`` has been called."""
+    work = dist.isend(x, axis.ranks[dst], group=axis.group)
+    assert work is not None
+    return work, x
+
+
 def receive(axis: Axis, x: Tensor, src: int) -> Tensor:
     """Fill the contiguous tensor ``x`` with what position ``src`` on the axis sends; returns ``x``."""
     dist.recv(x, axis.ranks[src], group=axis.group)

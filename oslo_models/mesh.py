@@ -53,6 +53,8 @@ class ParallelMesh:
 
     Attributes:
         tp, dp, pp: the three axes; ``world`` and ``model`` (one data-parallel replica): unions of them.
+        pp_back: the pp axis again with a group of its own, for what travels from later stages to earlier ones: on NCCL,
+            two directions that share a group could wait for each other.
         device: where this rank computes.
         device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and the like; ``None`` without a
             process group.
@@ -69,6 +71,7 @@ class ParallelMesh:
         check_size("pipeline_parallel_size", pipeline_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         self.device = start_process_group(tp * pp)
+        self._made: list[Axis] = []
         self.world = world_axis()
         world_size = self.world.size
         if tp * pp > world_size:
@@ -85,11 +88,13 @@ class ParallelMesh:
         if not dist.is_initialized():
             self.device_mesh: DeviceMesh | None = None
             self.pp, self.dp, self.tp, self.model = (Axis(name, 0, (0,), None) for name in ("pp", "dp", "tp", "model"))
+            self.pp_back = self.pp
             return
         shape = (pp, world_size // (tp * pp), tp)
         self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
         self.pp, self.dp, self.tp = (self._axis(self.device_mesh, name) for name in ("pp", "dp", "tp"))
         self.model = self._model_axis()
+        self.pp_back = self.stages(tuple(range(pp)), "pp_back") if pp > 1 else self.pp
         atexit.register(_forget_groups, weakref.ref(self))
 
     @staticmethod
@@ -103,13 +108,26 @@ class ParallelMesh:
             if axis.size == self.tp.size * self.pp.size:
                 return Axis("model", axis.rank, axis.ranks, axis.group)
         assert self.device_mesh is not None
-        mine = None
-        for replica in range(self.dp.size):
-            ranks = self.device_mesh.mesh[:, replica, :].flatten().tolist()
+        return self._new_axis("model", [self.device_mesh.mesh[:, dp, :].flatten() for dp in range(self.dp.size)])
+
+    def stages(self, stages: tuple[int, ...], name: str = "stages") -> Axis:
+        """The part of the pp axis that consists of ``stages``. Every rank of the world has to call it.
+
+        On a rank that is on none of these stages the axis has no ranks.
+        """
+        assert self.device_mesh is not None
+        lines = self.device_mesh.mesh[list(stages)].flatten(1).T
+        return self._new_axis(name, list(lines))
+
+    def _new_axis(self, name: str, lines: list[torch.Tensor]) -> Axis:
+        """Make a group of each line of ranks, as all ranks have to; the axis is the line that this rank is on."""
+        mine = Axis(name, -1, (), None)
+        for line in lines:
+            ranks = line.tolist()
             group = dist.new_group(ranks)
             if self.world.rank in ranks:
-                mine = Axis("model", ranks.index(self.world.rank), tuple(ranks), group)
-        assert mine is not None
+                mine = Axis(name, ranks.index(self.world.rank), tuple(ranks), group)
+        self._made.append(mine)
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
@@ -157,7 +175,7 @@ def _forget_groups(mesh: weakref.ref[ParallelMesh]) -> None:
     alive = mesh()
     if alive is not None:
         alive.device_mesh = None
-        for axis in (alive.tp, alive.dp, alive.pp, alive.model, alive.world):
+        for axis in (alive.tp, alive.dp, alive.pp, alive.model, alive.world, *alive._made):
             object.__setattr__(axis, "group", None)
 
 

@@ -17,12 +17,19 @@ from oslo_models.collectives import all_reduce
 from oslo_models.mesh import Axis
 
 
+def share_overflow_now(parameters: Callable[[], Iterable[Tensor]], axis: Axis) -> None:
+    """Tell the ranks of the axis of overflows in the gradients that are there, if float16 autocast is on."""
+    found = list(parameters())
+    if axis.size > 1 and found and _scales(found[0].device.type):
+        _share(found, axis)
+
+
 def share_overflow(loss: Tensor, parameters: Callable[[], Iterable[Tensor]], axis: Axis) -> None:
     """Arrange it for the backward passes of ``loss``, if float16 autocast is on and the axis has several ranks."""
     device = loss.device.type
     if axis.size == 1 or not loss.requires_grad:
         return
-    if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != torch.float16:
+    if not _scales(device):
         return
     queue = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -31,6 +38,11 @@ def share_overflow(loss: Tensor, parameters: Callable[[], Iterable[Tensor]], axi
         queue(lambda: queue(lambda: _share(list(parameters()), axis)))
 
     loss.register_hook(when_backward_begins)
+
+
+def _scales(device: str) -> bool:
+    """Whether gradients may overflow, so that a ``GradScaler`` is likely at work."""
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
 
 
 def _share(parameters: list[Tensor], axis: Axis) -> None:

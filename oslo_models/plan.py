@@ -95,6 +95,9 @@ class Plan:
         head: the modules after the blocks.
         local: integer attributes of modules inside a block that have to count what is local, by name inside the block.
         optional: names among the entries whose modules only some heads, configurations or blocks have.
+        dropout: the dropouts between the embeddings and the first block.
+        carried: names among the entries of a block that only the first block has, and that the first block of every
+            pipeline stage needs.
     """
 
     embed: Entries
@@ -102,6 +105,8 @@ class Plan:
     head: Entries
     local: Mapping[str, LocalValue] = field(default_factory=dict)
     optional: Collection[str] = ()
+    dropout: Collection[str] = ()
+    carried: Collection[str] = ()
 
     def limit(self) -> int | None:
         """The largest tensor_parallel_size that every entry allows; ``None``: any."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from oslo_models.collectives import all_reduce
@@ -34,9 +35,10 @@ class _CrossEntropy(torch.autograd.Function):
         shifted_Nv -= all_reduce(axis, shifted_Nv.amax(-1), op=dist.ReduceOp.MAX).unsqueeze(-1)
         ignored_N = target_N == ignore
         elsewhere_N = ignored_N | ((target_N >= 0) & (target_N < start)) | ((target_N >= stop) & (target_N < vocab))
-        # A target outside the vocabulary keeps its impossible index, so that `gather` refuses it as it would for torch.
+        # A target outside the vocabulary keeps its impossible index, so that torch refuses it as it would undivided.
         index_N = (target_N - start).masked_fill(elsewhere_N, 0)
-        picked_N = shifted_Nv.gather(-1, index_N.unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere_N, 0.0)
+        picked_N = -F.nll_loss(shifted_Nv, index_N, reduction="none", ignore_index=torch.iinfo(torch.long).min)
+        picked_N = picked_N.masked_fill_(elsewhere_N, 0.0)
         row_sum_N = shifted_Nv.sum(-1) if smoothing else torch.zeros_like(picked_N)
         probs_Nv = shifted_Nv.exp_()
         sums_3N = all_reduce(axis, torch.stack((probs_Nv.sum(-1), picked_N, row_sum_N)))
@@ -80,6 +82,6 @@ def vocab_parallel_cross_entropy(
         vocab_size: the number of words on all ranks together.
 
     Raises:
-        IndexError, RuntimeError: a target is neither in the vocabulary nor ``ignore_index``.
+        IndexError: a target is neither in the vocabulary nor ``ignore_index``.
     """
     return _CrossEntropy.apply(logits_Nv, target_N, axis, local, vocab_size, ignore_index, label_smoothing)

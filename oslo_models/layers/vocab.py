@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from oslo_models.collectives import copy_to, gather_from, reduce_from
 from oslo_models.layers.cross_entropy import vocab_parallel_cross_entropy
@@ -92,8 +93,8 @@ class VocabParallelLogits(Tensor):
                     return result
             if func in _ELEMENTWISE and not any(isinstance(arg, Tensor) and arg.dim() for arg in args[1:]):
                 return logits._like(func(logits.local(), *args[1:], **kwargs))
-        gathered = [arg.full() if isinstance(arg, cls) else arg for arg in args]
-        return func(*gathered, **{key: arg.full() if isinstance(arg, cls) else arg for key, arg in kwargs.items()})
+        args, kwargs = tree_map(lambda arg: arg.full() if isinstance(arg, cls) else arg, (args, kwargs))
+        return func(*args, **kwargs)
 
     def _like(self, local: Tensor) -> VocabParallelLogits:
         return VocabParallelLogits.wrap(local, self.tp, self.words)

@@ -24,6 +24,8 @@ from oslo_models.mesh import ParallelMesh, check_size
 from oslo_models.models.loading import Arguments, from_config, from_pretrained
 from oslo_models.mpu import MPU
 from oslo_models.overflow import share_overflow
+from oslo_models.pipeline.cut import Stage, cut
+from oslo_models.pipeline.engine import LABELS, Pipeline
 from oslo_models.plan import Entries, Plan
 from oslo_models.rng import synchronize
 
@@ -46,6 +48,9 @@ class ParallelModel(PreTrainedModel):
     mesh: ParallelMesh | None = None
     mpu: MPU | None = None
     gather_logits: bool | None = None
+    loss_order: ClassVar[tuple[str, ...]] = LABELS
+    pipeline: Pipeline | None = None
+    stage: Stage | None = None
     micro_batch_size: int = 1
     _init_seed: int | None = None
 
@@ -78,6 +83,16 @@ class ParallelModel(PreTrainedModel):
         self.layouts = layouts_of(self, plan, prefix, self.head, mesh.tp.size)
         if mesh.tp.size > 1:
             divide(self, plan, prefix, self.head, mesh, self.layouts)
+        if mesh.pp.size > 1:
+            self.stage = cut(self, plan, prefix, self.head, self.layouts, mesh.pp.rank, mesh.pp.size)
+            names = (name for name, _ in self.named_parameters(remove_duplicate=False))
+            self.layouts = {name: self.layouts[self.stage.aliases.get(name, name)] for name in names}
+
+    def start_pipeline(self) -> None:
+        """Make what several stages share, once the model has its weights; a collective of all ranks."""
+        if self.stage is not None:
+            self.pipeline = Pipeline(self, self.stage, _on_stage(type(self).forward.__wrapped__))
+            self.pipeline.spread_tied()
 
     def _prefix(self) -> str:
         """Where the base model that the plan speaks of sits in this one."""
@@ -247,6 +262,8 @@ class ParallelModel(PreTrainedModel):
         """The parts of a gradient that this rank counts when norms are summed over all ranks: each element once."""
         if self.mesh is None:
             return [grad]
+        if self.stage is not None and not self.stage.counts(name):
+            return []
         layout, rank = self.layouts[name], self.mesh.tp.rank
         if isinstance(grad, DTensor):
             sharded = any(placement.is_shard() for placement in grad.placements)
@@ -300,17 +317,20 @@ class ParallelModel(PreTrainedModel):
                 raise ValueError(f"{sorted(kwargs)} are for save_with_merging=True; split files are one per rank")
         what = {"save_directory": str(save_directory), "save_with_merging": merging, "save_config": save_config}
         require_equal(mesh.world, {**what, "safe_serialization": safe_serialization, **kwargs}, "save arguments")
-        tensors = dict(self.state_dict() if state_dict is None else state_dict)
+        aliases = {} if self.stage is None else self.stage.aliases
+        given = self.state_dict() if state_dict is None else state_dict
+        tensors = {aliases.get(name, name): tensor for name, tensor in given.items()}
         for name in self._keys_to_ignore_on_save or ():
             tensors.pop(name, None)
-        layouts = {name: self.layouts.get(name, Layout(tuple(tensor.shape))) for name, tensor in tensors.items()}
+        known_layouts = {aliases.get(name, name): layout for name, layout in self.layouts.items()}
+        layouts = {name: known_layouts.get(name, Layout(tuple(tensor.shape))) for name, tensor in tensors.items()}
         save = checkpoint.save_merged if merging else checkpoint.save_split
         save(
             Path(save_directory),
             tensors,
             layouts,
             mesh,
-            tied=dict(self.all_tied_weights_keys),
+            tied=dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied),
             files=self._write_config if save_config else None,
             metadata={"model_type": self.config.model_type, "architectures": [type(self).__name__]},
             safe_serialization=safe_serialization,
@@ -366,6 +386,8 @@ def _resolving(forward: Any) -> Any:
 
     @functools.wraps(forward)
     def resolving(self: ParallelModel, *args: Any, **kwargs: Any) -> Any:
+        if self.pipeline is not None:
+            return self.pipeline(args, kwargs)
         if self.mesh is None or self.mesh.tp.size == 1:
             return forward(self, *args, **kwargs)
         as_tuple = not (self.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"])
@@ -379,13 +401,32 @@ def _resolving(forward: Any) -> Any:
     return resolving
 
 
+def _on_stage(forward: Any) -> Any:
+    """``forward`` on a pipeline stage, with its divided outputs resolved."""
+
+    @functools.wraps(forward)
+    def on_stage(self: ParallelModel, **kwargs: Any) -> Any:
+        output = forward(self, **{**kwargs, "return_dict": True} if "return_dict" in kwargs else kwargs)
+        return self._resolve(output) if self.is_tensor_parallelized() else output
+
+    return on_stage
+
+
 def _in_step(generate: Any) -> Any:
     """``generate`` with the ranks of the tp axis drawing from the same random state, so that they sample alike."""
 
     @functools.wraps(generate)
     def in_step(self: ParallelModel, *args: Any, **kwargs: Any) -> Any:
         if self.mesh is not None:
-            synchronize(self.mesh.tp, self.mesh.device)
-        return generate(self, *args, **kwargs)
+            synchronize(self.mesh.model, self.mesh.device)
+        if self.pipeline is None:
+            return generate(self, *args, **kwargs)
+        with self.pipeline.generating():
+            if self.config.is_encoder_decoder and "encoder_outputs" not in kwargs:
+                inputs = {"input_ids": args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))}
+                masks = {key: kwargs[key] for key in ("attention_mask", "inputs_embeds") if key in kwargs}
+                given = {key: value for key, value in {**inputs, **masks}.items() if value is not None}
+                kwargs["encoder_outputs"] = self.pipeline.encode(given)
+            return generate(self, *args, **kwargs)
 
     return in_step

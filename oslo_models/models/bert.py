@@ -26,6 +26,7 @@ class BertParallel(ParallelModel):
             blocks={"encoder.layer": block},
             head={"pooler.dense": Replicated()},
             optional=("pooler.dense",),
+            dropout=("embeddings.dropout",),
         )
 
 

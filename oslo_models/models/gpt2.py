@@ -35,7 +35,11 @@ class GPT2Parallel(ParallelModel):
             }
             local |= {"crossattention.split_size": heads.local_extent, "crossattention.num_heads": heads.local_count}
         return Plan(
-            embed={"wte": Vocab(), "wpe": Replicated()}, blocks={"h": block}, head={"ln_f": Norm()}, local=local
+            embed={"wte": Vocab(), "wpe": Replicated()},
+            blocks={"h": block},
+            head={"ln_f": Norm()},
+            local=local,
+            dropout=("drop",),
         )
 
 
@@ -49,6 +53,7 @@ class GPT2LMHeadModel(GPT2Parallel, hf.GPT2LMHeadModel):
 
 class GPT2DoubleHeadsModel(GPT2Parallel, hf.GPT2DoubleHeadsModel):
     head = {"lm_head": Vocab(), "multiple_choice_head.summary": Replicated()}
+    loss_order = ("mc_labels", "labels")
 
 
 class GPT2ForSequenceClassification(GPT2Parallel, hf.GPT2ForSequenceClassification):

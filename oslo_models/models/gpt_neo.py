@@ -31,6 +31,7 @@ class GPTNeoParallel(ParallelModel):
             embed={"wte": Vocab(), "wpe": Replicated()},
             blocks={"h": block},
             head={"ln_f": Norm()},
+            dropout=("drop",),
             local={"attn.attention.num_heads": heads.local_count},
         )
 

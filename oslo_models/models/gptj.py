@@ -30,6 +30,7 @@ class GPTJParallel(ParallelModel):
             embed={"wte": Vocab()},
             blocks={"h": block},
             head={"ln_f": Norm()},
+            dropout=("drop",),
             local={"attn.num_attention_heads": heads.local_count},
         )
 

@@ -69,11 +69,6 @@ class Arguments:
             raise ValueError(f"deploy={self.deploy} and deployment={deployment} are the same argument; pass one")
         if self.deploy or deployment:
             raise ValueError("deploy=True is not available in this version; run the script under torchrun")
-        if self.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"pipeline_parallel_size={self.pipeline_parallel_size} is not available in this version; use 1 and a "
-                "larger tensor_parallel_size"
-            )
 
     def check_config(self, cls: type[ParallelModel], config: PreTrainedConfig) -> None:
         """Raise ``ValueError`` for what does not fit the model."""
@@ -204,6 +199,7 @@ def _finish(model: ParallelModel, arguments: Arguments) -> ParallelModel:
     model.gather_logits = arguments.gather_logits
     model.micro_batch_size = arguments.micro_batch_size
     synchronize(model.mesh.tp, model.mesh.device)
+    model.start_pipeline()
     return model
 
 

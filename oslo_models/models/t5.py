@@ -38,6 +38,8 @@ class T5Parallel(ParallelModel):
             head={f"{stack}.final_layer_norm": Norm() for stack in cls.stacks},
             local={f"layer.{path}.n_heads": heads.local_count for path in ("0.SelfAttention", "1.EncDecAttention")},
             optional=(bias,),
+            dropout=[f"{stack}.dropout" for stack in cls.stacks],  # after the final norm too
+            carried=(bias,),
         )
 
 

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages of a model, and the schedule that keeps them busy. Knows no architecture."""

@@ -1,0 +1,286 @@
+"""Cuts a whole model (without memory) down to one stage, on which transformers' forward still runs unchanged.
+
+A later stage is called with the same batch as the first, so that it makes its own masks and positions. In place of the
+embedding of its tokens it has a module that hands out the hidden states received from the stage before; what would be
+added to the embedding adds nothing; norms and dropouts that belong to other stages pass on what they get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from oslo_models.layout import Layout, Range
+from oslo_models.plan import Entries, Norm, Plan, Vocab
+from oslo_models.stage import partition
+
+
+class PassOn(nn.Identity):
+    """Stands in for a module of another stage. transformers' initialisation asks some of them for their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.bias = torch.empty(0)
+
+
+class Received(PassOn):
+    """Stands in for an embedding: hands out once what was received; what else is looked up adds nothing."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, self.hidden = self.hidden, None
+        return torch.zeros((), device=ids.device) if hidden is None else hidden
+
+
+@dataclass
+class Stack:
+    """One stack of blocks (an encoder, a decoder) as a stage sees it.
+
+    Attributes:
+        name: the module that embeds, runs the blocks and normalises.
+        first, last: the stages on which the stack begins and ends.
+        here: whether this stage runs some of its blocks.
+        received: where to put what comes from the stage before, on stages after the first.
+    """
+
+    name: str
+    first: int
+    last: int
+    here: bool
+    received: Received | None = None
+
+
+@dataclass
+class Stage:
+    """What one pipeline stage is.
+
+    Attributes:
+        index, count: which stage of how many.
+        stacks: the stacks in the order in which a forward runs them.
+        ranges: for each stage the range of blocks, counted through all stacks.
+        aliases: names that a parameter has here and the one that it has in the whole model, where they differ.
+        shared: parameters that several stages hold: their name in the whole model, and those stages.
+        tied: names of the whole model that are other names of a parameter, and the name it is known by.
+    """
+
+    index: int
+    count: int
+    stacks: list[Stack]
+    ranges: tuple[Range, ...]
+    aliases: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+    def counts(self, name: str) -> bool:
+        """Whether this stage is the first of those that hold the parameter, so that it is the one to count it."""
+        whole = self.aliases.get(name, name)
+        return self.shared.get(self.tied.get(whole, whole), (self.index,))[0] == self.index
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
+def cut(
+    model: PreTrainedModel,
+    plan: Plan,
+    prefix: str,
+    head: Entries,
+    layouts: Mapping[str, Layout],
+    index: int,
+    count: int,
+    blocks_per_stage: Sequence[int] | None = None,
+) -> Stage:
+    """Keep in ``model`` what stage ``index`` of ``count`` runs, and remove the rest.
+
+    Args:
+        layouts: those of the whole model; removed parameters stay in it.
+        blocks_per_stage: how many blocks each stage gets; by default they are divided by cost.
+    """
+    blocks = [
+        (stack, name) for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
+    ]
+    if count > len(blocks):
+        raise ValueError(
+            f"pipeline_parallel_size={count} is more than the {len(blocks)} blocks of {type(model).__name__}; use 1 to "
+            f"{len(blocks)}"
+        )
+    ranges = _ranges(model, plan, prefix, head, blocks, count, blocks_per_stage)
+    stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
+    stacks = []
+    for stack in plan.blocks:
+        stages = [stage_of[block] for block in blocks if block[0] == stack]
+        container = prefix + (stack.rpartition(".")[0] if len(plan.blocks) > 1 else "")
+        stacks.append(Stack(container.rstrip("."), stages[0], stages[-1], index in stages))
+    stage = Stage(index, count, stacks, ranges, tied=dict(model.all_tied_weights_keys))
+    owners = _owners(plan, prefix, head, stacks, stage_of, layouts, model.all_tied_weights_keys)
+    stage.shared = {name: stages for name, stages in owners.items() if len(stages) > 1}
+    _carry(model, plan, prefix, stage, stage_of)
+    for stack, name in blocks:
+        if stage_of[stack, name] != index:
+            del model.get_submodule(prefix + stack)._modules[name]
+    _renumber(model, plan, prefix)
+    _replace_ends(model, plan, prefix, head, stage)
+    model.all_tied_weights_keys = _tied_here(model, stage.tied)
+    return stage
+
+
+class EndsDropout(nn.Dropout):
+    """A dropout that a stack applies twice, at its entry and at its exit, of which a stage may have only one."""
+
+    def __init__(self, p: float, at_entry: bool, at_exit: bool) -> None:
+        super().__init__(p)
+        self.applies = (at_entry, at_exit)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        applies = self.applies[self.calls % 2]
+        self.calls += 1
+        return super().forward(x) if applies else x
+
+
+def _tied_here(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
+    """Which names here are other names of which, though what they are tied to may be on another stage."""
+    first: dict[str, str] = {}
+    here = {}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for name in sorted(names, key=lambda name: name in tied):  # what others are tied to comes first
+        source = first.setdefault(tied.get(name, name), name)
+        if source != name:
+            here[name] = source
+    return here
+
+
+def _ranges(
+    model: PreTrainedModel,
+    plan: Plan,
+    prefix: str,
+    head: Entries,
+    blocks: Sequence[tuple[str, str]],
+    count: int,
+    blocks_per_stage: Sequence[int] | None,
+) -> tuple[Range, ...]:
+    if blocks_per_stage is not None:
+        ends = [sum(blocks_per_stage[: stage + 1]) for stage in range(count)]
+        return tuple(zip((0, *ends[:-1]), ends, strict=True))
+    costs = [
+        float(sum(param.numel() for param in model.get_submodule(f"{prefix}{stack}.{name}").parameters()))
+        for stack, name in blocks
+    ]
+    heads = [model.get_submodule(name) for name in head if not name.endswith((".weight", ".bias"))]
+    return partition(costs, count, after=float(sum(param.numel() for module in heads for param in module.parameters())))
+
+
+def _stack_of(entry: str, prefix: str, stacks: Sequence[Stack], default: int) -> Stack:
+    """The stack that an entry before or after the blocks belongs to."""
+    named = [stack for stack in stacks if len(stacks) > 1 and (prefix + entry).startswith(f"{stack.name}.")]
+    return named[0] if named else stacks[default]
+
+
+def _owners(
+    plan: Plan,
+    prefix: str,
+    head: Entries,
+    stacks: Sequence[Stack],
+    stage_of: Mapping[tuple[str, str], int],
+    names: Iterable[str],
+    tied: Mapping[str, str],
+) -> dict[str, tuple[int, ...]]:
+    """For every parameter of the whole model, by the name that it is tied to, the stages that hold it."""
+    owners: dict[str, set[int]] = {}
+    for name in names:
+        owners.setdefault(tied.get(name, name), set()).update(_stages_of(name, plan, prefix, head, stacks, stage_of))
+    return {name: tuple(sorted(stages)) for name, stages in owners.items()}
+
+
+def _stages_of(
+    name: str,
+    plan: Plan,
+    prefix: str,
+    head: Entries,
+    stacks: Sequence[Stack],
+    stage_of: Mapping[tuple[str, str], int],
+) -> set[int]:
+    module = name.rpartition(".")[0]
+    if name in head or module in head:
+        return {stacks[-1].last}
+    for stack in plan.blocks:
+        if name.startswith(f"{prefix}{stack}."):
+            block, _, inner = name.removeprefix(f"{prefix}{stack}.").partition(".")
+            if inner.rpartition(".")[0] in plan.carried:
+                return {stage for (other, _), stage in stage_of.items() if other == stack}
+            return {stage_of[stack, block]}
+    entry = module.removeprefix(prefix)
+    if entry in plan.embed:
+        return {_stack_of(entry, prefix, stacks, 0).first}
+    return {_stack_of(entry, prefix, stacks, -1).last}
+
+
+def _carry(model: nn.Module, plan: Plan, prefix: str, stage: Stage, stage_of: Mapping[tuple[str, str], int]) -> None:
+    """Give the first block here what only the first block of the stack has and all blocks of a stage need."""
+    for stack in plan.blocks:
+        names = [name for (other, name), owner in stage_of.items() if other == stack and owner == stage.index]
+        for path in plan.carried:
+            if not names or names[0] == "0":
+                continue
+            owner, _, leaf = path.rpartition(".")
+            source = model.get_submodule(f"{prefix}{stack}.0.{owner}")
+            target = model.get_submodule(f"{prefix}{stack}.{names[0]}.{owner}")
+            setattr(target, leaf, getattr(source, leaf))
+            for attribute, value in vars(source).items():  # the flags that say that it is there
+                if isinstance(value, bool):
+                    setattr(target, attribute, value)
+            for parameter, _ in getattr(source, leaf).named_parameters():
+                local = f"{prefix}{stack}.{names[0]}.{path}.{parameter}"
+                stage.aliases[local] = f"{prefix}{stack}.0.{path}.{parameter}"
+
+
+def _renumber(model: nn.Module, plan: Plan, prefix: str) -> None:
+    """Count layers from zero: a cache has one entry per block that is here."""
+    for stack in plan.blocks:
+        for position, (name, block) in enumerate(model.get_submodule(prefix + stack).named_children()):
+            for module in block.modules():
+                for attribute in ("layer_idx", "layer_id"):
+                    if isinstance(getattr(module, attribute, None), int):
+                        setattr(module, attribute, getattr(module, attribute) - int(name) + position)
+
+
+def _replace_ends(model: nn.Module, plan: Plan, prefix: str, head: Entries, stage: Stage) -> None:
+    """Put stand-ins where an embedding, a dropout, a norm or a head belongs to other stages."""
+    for key, entry in plan.embed.items():
+        stack = _stack_of(key, prefix, stage.stacks, 0)
+        if stage.index != stack.first and _has(model, prefix + key):
+            stand_in = PassOn() if isinstance(entry, Norm) else Received()
+            model.set_submodule(prefix + key, stand_in)
+            own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
+            if isinstance(entry, Vocab) and own and isinstance(stand_in, Received):
+                stack.received = stand_in
+    for key in plan.dropout:
+        stack = _stack_of(key, prefix, stage.stacks, 0)
+        if not _has(model, prefix + key):
+            continue
+        ends = EndsDropout(model.get_submodule(prefix + key).p, stage.index == stack.first, stage.index == stack.last)
+        model.set_submodule(prefix + key, ends)
+    for key in plan.head:
+        if stage.index != _stack_of(key, prefix, stage.stacks, -1).last and _has(model, prefix + key):
+            model.set_submodule(prefix + key, PassOn())
+    for key in head:
+        if not stage.is_last and _has(model, key):
+            model.set_submodule(key, PassOn())
+        elif not stage.is_last:
+            owner, _, leaf = key.rpartition(".")
+            module = model.get_submodule(owner)
+            del module._parameters[leaf]
+            setattr(module, leaf, torch.empty(0))
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    try:
+        return isinstance(model.get_submodule(path), nn.Module)
+    except AttributeError:
+        return False

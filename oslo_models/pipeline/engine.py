@@ -1,0 +1,145 @@
+"""`Pipeline`: what a call of a model does when the model is divided into stages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+
+from oslo_models.collectives import broadcast, receive, send
+from oslo_models.mesh import Axis
+from oslo_models.pipeline.cut import Stage
+from oslo_models.pipeline.loss import label_counts
+from oslo_models.pipeline.runner import StageRunner
+from oslo_models.pipeline.schedule import Schedule
+
+LABELS = ("labels", "next_sentence_label", "start_positions", "end_positions")
+
+
+class Pipeline:
+    """The pipeline of one model, on one stage.
+
+    Args:
+        model: this stage's part.
+        stage: which part that is.
+        forward: transformers' forward of the model's class, its outputs resolved.
+    """
+
+    def __init__(self, model: Any, stage: Stage, forward: Callable[..., Any]) -> None:
+        self.model, self.stage, self.mesh = model, stage, model.mesh
+        self.runner = StageRunner(model, stage, forward)
+        self._signature = inspect.signature(forward)
+        self._generates = False
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        root = {name: stage.tied.get(name, name) for name in (stage.aliases.get(n, n) for n in parameters)}
+        self.tied: list[tuple[nn.Parameter, Axis]] = []
+        for name, stages in sorted(stage.shared.items()):
+            axis = self.mesh.stages(stages)  # every rank makes every group
+            here = [param for local, param in parameters.items() if root[stage.aliases.get(local, local)] == name]
+            if here:
+                self.tied.append((here[0], axis))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        return self
+
+    @torch.no_grad()
+    def spread_tied(self) -> None:
+        """Give what several stages hold the values of the first of them."""
+        for param, axis in self.tied:
+            broadcast(axis, param.data)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A loop over micro-batches; inside ``generate``, one output."""
+        bound = self._signature.bind(self.model, *args, **kwargs).arguments
+        batch = {**bound, **bound.get("kwargs", {})}
+        batch.pop("self"), batch.pop("kwargs", None)
+        if self._generates:
+            return self._step(batch)
+        if self.runner.abandoned:
+            self.runner.abandoned = False
+            raise RuntimeError(
+                "the loop over the micro-batches of the last batch was left before its end, so its gradients are of no "
+                "use: set them to zero and go on with another batch"
+            )
+        order = type(self.model).loss_order
+        shifted = type(self.model).__name__.endswith(("LMHeadModel", "ForCausalLM", "DoubleHeadsModel"))
+        counts = label_counts(batch, order, shifted)
+        return iter(Schedule(self.runner, self.tied, self._micro_batches(batch), counts))
+
+    def _micro_batches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Cut everything that has a row per row of the batch; the rest goes to every micro-batch."""
+        rows = next((x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim() > 1), None)
+        size = self.model.micro_batch_size
+        if rows is None or rows == 0:
+            raise ValueError("the batch has no rows: pass input_ids of shape [rows, length]")
+        if rows % size:
+            raise ValueError(
+                f"a batch of {rows} rows cannot be divided into micro-batches of micro_batch_size={size}; change one of "
+                "them (model.set_micro_batch_size)"
+            )
+
+        def part(x: Any, i: int) -> Any:
+            cut = isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows
+            return x[i * size : (i + 1) * size] if cut else x
+
+        return [{name: part(x, i) for name, x in batch.items()} for i in range(rows // size)]
+
+    # Generation -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Inside, a call of the model is one step of ``generate`` rather than a loop."""
+        self._generates = True
+        try:
+            yield
+        finally:
+            self._generates = False
+
+    @torch.no_grad()
+    def encode(self, batch: dict[str, Any]) -> BaseModelOutput:
+        """What the encoder makes of the batch, on every stage."""
+        stack = self.stage.stacks[0]
+        hidden = torch.empty(self.runner.shape(batch, 0), dtype=self.model.dtype, device=self.mesh.device)
+        if stack.here:
+            self._relay_in(stack, hidden)
+            hidden = self.runner.run_stack(0, batch)
+            self._relay_out(stack, hidden)
+        return BaseModelOutput(last_hidden_state=broadcast(self.mesh.pp, hidden.contiguous(), src=stack.last))
+
+    @torch.no_grad()
+    def _step(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
+        """The logits of the last positions, on every stage; caches stay where the blocks are."""
+        stack = self.stage.stacks[-1]
+        wanted = batch.get("logits_to_keep")
+        keep = wanted if isinstance(wanted, int) and wanted > 0 else 1
+        output, past = None, batch.get("past_key_values")
+        rows, length, width = self.runner.shape(batch, len(self.stage.stacks) - 1)
+        if stack.here:
+            hidden = torch.empty(rows, length, width, dtype=self.model.dtype, device=self.mesh.device)
+            self._relay_in(stack, hidden)
+            leaving, output = self.runner(batch, {})
+            past = output.get("past_key_values") if hasattr(output, "get") else past
+            if leaving:
+                self._relay_out(stack, leaving[len(self.stage.stacks) - 1])
+        if self.stage.is_last:
+            assert output is not None
+            logits = output.logits[:, -keep:].contiguous()
+        else:
+            vocab = self.model.config.vocab_size
+            logits = torch.empty(rows, min(keep, length), vocab, dtype=self.model.dtype, device=self.mesh.device)
+        return CausalLMOutputWithPast(
+            logits=broadcast(self.mesh.pp, logits, src=self.stage.count - 1), past_key_values=past
+        )
+
+    def _relay_in(self, stack: Any, hidden: Tensor) -> None:
+        if self.stage.index > stack.first:
+            stack.received.hidden = receive(self.mesh.pp, hidden, self.stage.index - 1)
+
+    def _relay_out(self, stack: Any, hidden: Tensor) -> None:
+        if self.stage.index < stack.last:
+            send(self.mesh.pp, hidden.contiguous(), self.stage.index + 1)

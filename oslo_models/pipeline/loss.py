@@ -1,0 +1,84 @@
+"""Micro-batch losses that add up to the loss of the whole batch, and loss objects that take part in the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_MEANS = {F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits}
+
+
+class ShareOfBatch(TorchFunctionMode):
+    """While active, a loss that would average over its own targets is its share of the average over the whole batch.
+
+    transformers' losses average over the labels that are not ignored. Micro-batches may have different numbers of them,
+    so the mean of their means is not the mean of the batch; sums divided by the count of the whole batch are.
+
+    Args:
+        counts: for each loss that a forward computes, in order, over how many targets the whole batch averages.
+    """
+
+    def __init__(self, counts: list[int]) -> None:
+        super().__init__()
+        self._counts = counts
+        self._next = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _MEANS or kwargs.get("reduction", "mean") != "mean":
+            return func(*args, **kwargs)
+        count = self._counts[min(self._next, len(self._counts) - 1)]
+        self._next += 1
+        summed = func(*args, **{**kwargs, "reduction": "sum"})
+        return summed / count
+
+
+def label_counts(batch: Mapping[str, Any], order: tuple[str, ...], shifted: bool, ignore: int = -100) -> list[int]:
+    """Over how many targets each loss of a forward averages.
+
+    Args:
+        batch: the arguments of the forward, for the whole batch.
+        order: the arguments that are labels, in the order in which the forward computes their losses.
+        shifted: whether ``labels`` of a position are the next token (causal language models).
+    """
+    counts = []
+    for name in order:
+        labels = batch.get(name)
+        if labels is None:
+            continue
+        if name in ("start_positions", "end_positions"):  # a position outside the sequence is ignored
+            length = (batch.get("input_ids") if batch.get("input_ids") is not None else batch["inputs_embeds"]).shape[1]
+            counts.append(int((labels < length).sum()))
+        elif labels.is_floating_point():
+            counts.append(labels.numel())
+        else:
+            counted = labels[..., 1:] if shifted and name == "labels" else labels
+            counts.append(int((counted != ignore).sum()))
+    return counts
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, backward: Callable[[Tensor], None]) -> Tensor:
+        ctx.run = backward
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.run(grad)
+        return None, None, None
+
+
+def loss_object(value: Tensor, backward: Callable[[Tensor], None]) -> Tensor:
+    """A scalar with ``value`` whose ``backward`` calls ``backward(gradient of the scalar)``.
+
+    Whatever the user computes from it before calling ``backward`` (a scale, a sum) reaches the function as the gradient.
+    """
+    return _Turn.apply(torch.zeros((), device=value.device, requires_grad=True), value.detach(), backward)

@@ -1,0 +1,118 @@
+"""Runs one stage on one micro-batch: transformers' forward, fed with what was received, left where the stage ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from oslo_models.pipeline.cut import EndsDropout, Stage
+
+Batch = Mapping[str, Any]
+
+
+class _StageDone(Exception):
+    """Leaves a forward where the stage ends."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+class StageRunner:
+    """One stage of a model, as a function of a micro-batch and of the hidden states that arrive.
+
+    Args:
+        model: the stage's part of the model.
+        forward: transformers' forward of the model's class.
+    """
+
+    def __init__(self, model: Any, stage: Stage, forward: Callable[..., Any]) -> None:
+        self.model, self.stage, self._forward = model, stage, forward
+        self._ends = [module for module in model.modules() if isinstance(module, EndsDropout)]
+        self.abandoned = False
+        self._made: dict[int, Tensor] = {}
+        here = [i for i, stack in enumerate(stage.stacks) if stack.here]
+        for i in here:
+            if stage.stacks[i].name:
+                leaves = i == here[-1] and not stage.is_last
+                model.get_submodule(stage.stacks[i].name).register_forward_hook(self._watch(i, leaves))
+
+    def _watch(self, stack: int, leaves: bool) -> Callable[..., None]:
+        """A hook that notes what a stack made, and leaves the forward if the stage ends there."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._made[stack] = output[0]
+            if leaves:
+                raise _StageDone(output)
+
+        return hook
+
+    def arriving(self) -> list[int]:
+        """Which stacks' hidden states arrive from the stage before, in the order in which they travel."""
+        return [i for i, stack in enumerate(self.stage.stacks) if stack.first < self.stage.index]
+
+    def leaving(self) -> list[int]:
+        """Which stacks' hidden states go on to the stage after."""
+        if self.stage.is_last:
+            return []
+        return [i for i, stack in enumerate(self.stage.stacks) if stack.first <= self.stage.index]
+
+    def shape(self, batch: Batch, stack: int) -> tuple[int, int, int]:
+        """``(rows, length, hidden size)`` of a stack's hidden states; every rank knows it from the batch."""
+        decoder = stack == len(self.stage.stacks) - 1 and len(self.stage.stacks) > 1
+        labels = batch.get("labels")
+        tokens = labels is not None and labels.dim() > 1 and not labels.is_floating_point()
+        # Without tokens of its own, transformers makes those of a decoder from the labels, or from the encoder's.
+        names = ("decoder_input_ids", *(("labels",) if tokens else ()), "input_ids") if decoder else ("input_ids",)
+        embeds = batch.get("decoder_inputs_embeds" if decoder else "inputs_embeds")
+        hidden = self.model.config.hidden_size
+        if embeds is not None:
+            return embeds[..., 0].numel() // embeds.shape[-2], embeds.shape[-2], hidden
+        ids = next(batch[name] for name in names if batch.get(name) is not None)
+        return ids.numel() // ids.shape[-1], ids.shape[-1], hidden
+
+    def __call__(self, batch: Batch, arrived: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Any]:
+        """Run the stage.
+
+        Args:
+            arrived: for each stack of `arriving` its hidden states.
+
+        Returns:
+            For each stack of `leaving` its hidden states, and what the forward returned: the model's output on the last
+            stage, elsewhere that of the stack in which the stage ends.
+        """
+        batch = dict(batch)
+        finished = [i for i in arrived if self.stage.stacks[i].last < self.stage.index]
+        for i, hidden in arrived.items():
+            received = self.stage.stacks[i].received
+            if i in finished:
+                batch["encoder_outputs"] = (hidden,)
+            elif received is not None:
+                received.hidden = hidden
+        for dropout in self._ends:
+            dropout.calls = 0
+        embeds = "inputs_embeds" if len(self.stage.stacks) == 1 else None
+        if embeds and batch.get(embeds) is not None and 0 in arrived:
+            batch[embeds] = arrived[0]
+        self._made = {}
+        try:
+            output = self._forward(self.model, **batch)
+        except _StageDone as done:
+            output = done.output
+        made = self._made
+        if not self.stage.is_last and not made:  # the model is its only stack
+            made = {0: output[0]}
+        known = {**arrived, **{i: hidden.flatten(0, -3) for i, hidden in made.items()}}
+        return {i: known[i] for i in self.leaving() if i in known}, output
+
+    def run_stack(self, stack: int, batch: Batch) -> Tensor:
+        """Run one stack by itself (the encoder, before tokens are generated) and return its hidden states."""
+        for dropout in self._ends:
+            dropout.calls = 0
+        try:
+            output = self.model.get_submodule(self.stage.stacks[stack].name)(**batch)
+        except _StageDone as done:
+            output = done.output
+        return output[0]
