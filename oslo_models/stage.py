@@ -40,7 +40,7 @@ def partition(costs: Sequence[float], stages: int, before: float = 0.0, after: f
             if left == 1:
                 last = weight(start, n)
                 return (last**2, (n,)) if last <= bound else (float("inf"), ())
-            options = [(float("inf"), ())]
+            options: list[tuple[float, tuple[int, ...]]] = [(float("inf"), ())]
             for stop in range(start + 1, n - left + 2):
                 own = weight(start, stop)
                 if own <= bound:

@@ -229,6 +229,22 @@ class ParallelModel(PreTrainedModel):
 
     # Training ---------------------------------------------------------------------------------------------------------
 
+    def train_batch(self, **batch: Any) -> Tensor:
+        """Forward and backward of a batch, in micro-batches where there are stages.
+
+        Returns:
+            The loss of the whole batch, without its graph, on every rank.
+        """
+        if self.pipeline is None:
+            loss = self(**batch).loss
+            loss.backward()
+            return loss.detach()
+        losses = []
+        for output in self(**batch):
+            output.loss.backward()
+            losses.append(output.loss.detach())
+        return torch.stack(losses).sum()
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``; collective.
@@ -423,10 +439,9 @@ def _in_step(generate: Any) -> Any:
             return generate(self, *args, **kwargs)
         with self.pipeline.generating():
             if self.config.is_encoder_decoder and "encoder_outputs" not in kwargs:
-                inputs = {"input_ids": args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))}
-                masks = {key: kwargs[key] for key in ("attention_mask", "inputs_embeds") if key in kwargs}
-                given = {key: value for key, value in {**inputs, **masks}.items() if value is not None}
-                kwargs["encoder_outputs"] = self.pipeline.encode(given)
+                ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+                given = {"input_ids": ids, **{key: kwargs.get(key) for key in ("attention_mask", "inputs_embeds")}}
+                kwargs["encoder_outputs"] = self.pipeline.encode({k: v for k, v in given.items() if v is not None})
             return generate(self, *args, **kwargs)
 
     return in_step

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,13 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, set_seed
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from oslo_models.checkpoint import CheckpointReader, open_checkpoint, verify_checkpoint
 from oslo_models.collectives import agree, broadcast_object, require_equal
 from oslo_models.divide import layouts_of
 from oslo_models.layout import Layout, Units
-from oslo_models.mesh import ParallelMesh, check_size, start_process_group, world_axis
+from oslo_models.mesh import Axis, ParallelMesh, check_size, start_process_group, world_axis
 from oslo_models.rng import synchronize
 
 if TYPE_CHECKING:
@@ -153,24 +155,25 @@ def from_pretrained(cls: type[ParallelModel], name: str | Path, arguments: Argum
         config.vocab_size = arguments.resize_token_embeddings
     with agree(world, f"opening {directory}"):
         key_mapping = options.pop("key_mapping", None)
-        template = Template(cls, config, options, mesh.tp.size)
+        template = Template(cls, config, options, mesh)
         reader = open_checkpoint(directory, variant=variant, fallback_layout=template.layout_of_old_files)
     try:
         verify_checkpoint(reader, world)
         with agree(world, f"reading {directory}"):
-            slices = template.slices(reader, mesh.tp.rank, old_vocab, ignore_mismatched_sizes, key_mapping)
-            result = cls.from_pretrained(
-                None,
-                config=config,
-                state_dict=slices,
-                dtype=dtype or config.dtype or _dtype_of(reader),
-                device_map={"": mesh.device} if mesh.device.type == "cuda" else None,
-                generation_config=_read_generation_config(directory),
-                output_loading_info=True,
-                mesh=mesh,
-                init_seed=init_seed,
-                **options,
-            )
+            slices = template.slices(reader, old_vocab, ignore_mismatched_sizes, key_mapping)
+            with _one_progress_bar(world):
+                result = cls.from_pretrained(
+                    None,
+                    config=config,
+                    state_dict=slices,
+                    dtype=dtype or config.dtype or _dtype_of(reader),
+                    device_map={"": mesh.device} if mesh.device.type == "cuda" else None,
+                    generation_config=_read_generation_config(directory),
+                    output_loading_info=True,
+                    mesh=mesh,
+                    init_seed=init_seed,
+                    **options,
+                )
     finally:
         reader.close()
     model, info = result
@@ -248,6 +251,19 @@ def _read_config(cls: type[ParallelModel], directory: Path, options: dict[str, A
     return config
 
 
+@contextmanager
+def _one_progress_bar(world: Axis) -> Iterator[None]:
+    """Let transformers show the progress of one rank only."""
+    hide = world.rank > 0 and is_progress_bar_enabled()
+    if hide:
+        disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            enable_progress_bar()
+
+
 def _read_generation_config(directory: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_pretrained(directory)
@@ -261,20 +277,23 @@ def _dtype_of(reader: CheckpointReader) -> torch.dtype:
 
 
 class Template:
-    """The whole model without memory: tells which tensor of a checkpoint becomes which parameter, divided how."""
+    """The whole model and this rank's part, both without memory: which tensor becomes which parameter, and how."""
 
-    def __init__(self, cls: type[ParallelModel], config: PreTrainedConfig, options: dict[str, Any], n: int) -> None:
+    def __init__(
+        self, cls: type[ParallelModel], config: PreTrainedConfig, options: dict[str, Any], mesh: ParallelMesh
+    ) -> None:
+        options = {**options, "dtype": config.dtype}
         with torch.device("meta"):
-            self.model = cls._from_config(copy.deepcopy(config), **{**options, "dtype": config.dtype})
-        self.n = n
-        self.state = self.model.state_dict()
-        self.layouts = self._layouts(n)
-
-    def _layouts(self, n: int) -> dict[str, Layout]:
+            self.model = cls._from_config(copy.deepcopy(config), **options)
+            part = self.model if mesh.pp.size == 1 else cls._from_config(copy.deepcopy(config), mesh=mesh, **options)
         model = self.model
-        return layouts_of(model, model.plan(model.config), model._prefix(), model.head, n)
+        self.state = model.state_dict()
+        self.rank = mesh.tp.rank
+        self.layouts = layouts_of(model, model.plan(model.config), model._prefix(), model.head, mesh.tp.size)
+        aliases = {} if part.stage is None else part.stage.aliases
+        self.names = {name: aliases.get(name, name) for name in part.state_dict()}
 
-    def target_names(self, sources: Mapping[str, Any], key_mapping: dict[str, str] | None) -> Iterator[tuple[str, str]]:
+    def target_names(self, sources: Iterable[str], key_mapping: dict[str, str] | None) -> Iterator[tuple[str, str]]:
         """Pairs of a name in the checkpoint and the name of the parameter that it is read into."""
         mapping = get_model_conversion_mapping(self.model, key_mapping)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -291,28 +310,43 @@ class Template:
     def slices(
         self,
         reader: CheckpointReader,
-        rank: int,
         old_vocab: int | None,
         ignore_mismatched_sizes: bool,
         key_mapping: dict[str, str] | None,
     ) -> dict[str, Any]:
-        """This rank's part of every tensor, to be read when transformers' loader asks for it.
+        """This rank's part of every tensor that it needs, to be read when transformers' loader asks for it.
+
+        Names that the model does not know are among them, so that the loader can report them.
 
         Raises:
             ValueError: shapes in the checkpoint are not those of the model.
         """
-        slices: dict[str, Any] = {}
-        mismatched = []
+        targets = list(self.target_names(reader.tensors, key_mapping))
+        slices: dict[str, Any] = {
+            source: reader.slice(source, Layout(reader.tensors[source].shape), 0)
+            for source, target in targets
+            if target not in self.state
+        }
+        found = {target: source for source, target in targets}
+        tied, mismatched = self.model.all_tied_weights_keys, []
         new_vocab = getattr(self.model.config, "vocab_size", None)
-        for source, target in self.target_names(reader.tensors, key_mapping):
+        for local, name in self.names.items():
+            root = tied.get(name, name)
+            if name not in found and root in self.names:
+                continue  # tied to what is loaded, or missing
+            # On a stage without the parameter that this one is tied to, any of its names will do.
+            names = (name, root, *(other for other, source in tied.items() if source == root))
+            source = next((found[other] for other in names if other in found), None)
+            if source is None:
+                continue
             shape = reader.tensors[source].shape
-            layout = self.layouts.get(target, Layout(shape))
+            layout = self.layouts.get(name, Layout(shape))
             if shape == layout.shape:
-                slices[source] = reader.slice(source, layout, rank)
+                slices[local] = reader.slice(source, layout, self.rank)
             elif (old_vocab, *layout.shape[1:]) == shape and layout.shape[0] == new_vocab and layout.dim == 0:
-                slices[source] = GrownSlice(reader, source, layout, rank)
+                slices[local] = GrownSlice(reader, source, layout, self.rank)
             else:
-                mismatched.append(f"{target}: {shape} in the checkpoint, {layout.shape} in the model")
+                mismatched.append(f"{name}: {shape} in the checkpoint, {layout.shape} in the model")
         if mismatched and not ignore_mismatched_sizes:
             raise ValueError(
                 "shapes differ; pass ignore_mismatched_sizes=True to initialise these anew:\n  "
@@ -322,7 +356,7 @@ class Template:
 
     def layout_of_old_files(self, name: str, local_shapes: list[tuple[int, ...]]) -> Layout:
         """How files without a manifest, whose shapes are ``local_shapes``, divide the tensor ``name``."""
-        target = next(target for _, target in self.target_names({name: None}, None))
+        target = next(target for _, target in self.target_names([name], None))
         full = self.layouts.get(target)
         if full is None or full.dim is None or all(shape == full.shape for shape in local_shapes):
             return Layout(local_shapes[0])

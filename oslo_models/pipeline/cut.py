@@ -78,8 +78,12 @@ class Stage:
 
     def counts(self, name: str) -> bool:
         """Whether this stage is the first of those that hold the parameter, so that it is the one to count it."""
+        return self.shared.get(self.root(name), (self.index,))[0] == self.index
+
+    def root(self, name: str) -> str:
+        """The name by which the whole model knows a parameter, that it is tied to if it is."""
         whole = self.aliases.get(name, name)
-        return self.shared.get(self.tied.get(whole, whole), (self.index,))[0] == self.index
+        return self.tied.get(whole, whole)
 
     @property
     def is_last(self) -> bool:
@@ -264,7 +268,9 @@ def _replace_ends(model: nn.Module, plan: Plan, prefix: str, head: Entries, stag
         stack = _stack_of(key, prefix, stage.stacks, 0)
         if not _has(model, prefix + key):
             continue
-        ends = EndsDropout(model.get_submodule(prefix + key).p, stage.index == stack.first, stage.index == stack.last)
+        dropout = model.get_submodule(prefix + key)
+        assert isinstance(dropout, nn.Dropout)
+        ends = EndsDropout(dropout.p, stage.index == stack.first, stage.index == stack.last)
         model.set_submodule(prefix + key, ends)
     for key in plan.head:
         if stage.index != _stack_of(key, prefix, stage.stacks, -1).last and _has(model, prefix + key):

@@ -36,11 +36,10 @@ class Pipeline:
         self._signature = inspect.signature(forward)
         self._generates = False
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        root = {name: stage.tied.get(name, name) for name in (stage.aliases.get(n, n) for n in parameters)}
         self.tied: list[tuple[nn.Parameter, Axis]] = []
         for name, stages in sorted(stage.shared.items()):
             axis = self.mesh.stages(stages)  # every rank makes every group
-            here = [param for local, param in parameters.items() if root[stage.aliases.get(local, local)] == name]
+            here = [param for local, param in parameters.items() if stage.root(local) == name]
             if here:
                 self.tied.append((here[0], axis))
 
@@ -79,8 +78,8 @@ class Pipeline:
             raise ValueError("the batch has no rows: pass input_ids of shape [rows, length]")
         if rows % size:
             raise ValueError(
-                f"a batch of {rows} rows cannot be divided into micro-batches of micro_batch_size={size}; change one of "
-                "them (model.set_micro_batch_size)"
+                f"a batch of {rows} rows cannot be divided into micro-batches of micro_batch_size={size}; change one "
+                "of them (model.set_micro_batch_size)"
             )
 
         def part(x: Any, i: int) -> Any:

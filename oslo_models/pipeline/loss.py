@@ -54,8 +54,8 @@ def label_counts(batch: Mapping[str, Any], order: tuple[str, ...], shifted: bool
         if labels is None:
             continue
         if name in ("start_positions", "end_positions"):  # a position outside the sequence is ignored
-            length = (batch.get("input_ids") if batch.get("input_ids") is not None else batch["inputs_embeds"]).shape[1]
-            counts.append(int((labels < length).sum()))
+            tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+            counts.append(int((labels < tokens.shape[1]).sum()))
         elif labels.is_floating_point():
             counts.append(labels.numel())
         else:
@@ -79,6 +79,6 @@ class _Turn(torch.autograd.Function):
 def loss_object(value: Tensor, backward: Callable[[Tensor], None]) -> Tensor:
     """A scalar with ``value`` whose ``backward`` calls ``backward(gradient of the scalar)``.
 
-    Whatever the user computes from it before calling ``backward`` (a scale, a sum) reaches the function as the gradient.
+    Whatever the user computes from it before calling ``backward`` (a scale, a sum) reaches the function too.
     """
     return _Turn.apply(torch.zeros((), device=value.device, requires_grad=True), value.detach(), backward)

@@ -1,7 +1,7 @@
 """One-forward-one-backward behind the user's own loop.
 
-``for micro_output in model(**batch): micro_output.loss.backward()`` runs on every stage. Between two turns of the loop a
-stage does its next forward; in the loop's body the loss object's ``backward`` does the stage's next backward. At most
+``for micro_output in model(**batch): micro_output.loss.backward()`` runs on every stage. Between two turns of the loop
+a stage does its next forward; in the loop's body the loss object's ``backward`` does the stage's next backward. At most
 ``stages - stage`` micro-batches are alive on a stage. Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN
 Training" (PipeDream-Flush), 2021.
 """
@@ -9,7 +9,7 @@ Training" (PipeDream-Flush), 2021.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +53,7 @@ class Schedule:
 
     Args:
         runner: the stage.
-        tied: each parameter here that other stages hold too, with the axis of those stages; in the same order everywhere.
+        tied: each parameter here that other stages hold too, with the axis of those stages; in one order everywhere.
         micro_batches: the arguments of the forward for each micro-batch.
         counts: over how many targets each loss of the whole batch averages; empty without labels.
     """
@@ -93,8 +93,8 @@ class Schedule:
                 yield outputs.popleft()
                 if self.trains and self.backwards <= turn:
                     raise RuntimeError(
-                        f"loss.backward() of micro-batch {turn} was not called in the body of the loop; to evaluate, run "
-                        "the loop under torch.no_grad()"
+                        f"loss.backward() of micro-batch {turn} was not called in the body of the loop; to evaluate, "
+                        "run the loop under torch.no_grad()"
                     )
         except BaseException as error:
             if isinstance(error, GeneratorExit) and self._is_through():
@@ -134,22 +134,24 @@ class Schedule:
         if i != self.backwards:
             raise RuntimeError(f"backward of micro-batch {i} was called, and that of {self.backwards} is next")
         alive = self.alive.pop(i)
+        outputs: list[Tensor] = list(alive.leaving.values())
+        grads = [grad]
         if alive.loss is not None:
-            outputs, grads = [alive.loss], [grad.to(alive.loss.dtype)]
+            outputs = [alive.loss]
         else:
-            outputs, grads = list(alive.leaving.values()), self._take_back(i)
+            grads = self._take_back(i)
         leaves = list(alive.arrived.values())
         if self._quietly is not None and i < self.number - 1:
             found = torch.autograd.grad(outputs, [*leaves, *self._quietly], grads, allow_unused=True)
             for param, more in zip(self._quietly, found[len(leaves) :], strict=True):
                 if more is not None:
                     param.grad = more if param.grad is None else param.grad.add_(more)
-            returning = found[: len(leaves)]
+            returning: list[Tensor | None] = list(found[: len(leaves)])
         else:
             torch.autograd.backward(outputs, grads)
-            returning = tuple(leaf.grad for leaf in leaves)
-        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, returning, strict=True)]
-        self._pass_on(self.mesh.pp_back, self.stage.index - 1, grads)
+            returning = [leaf.grad for leaf in leaves]
+        back = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, returning, strict=True)]
+        self._pass_on(self.mesh.pp_back, self.stage.index - 1, back)
         self.backwards += 1
 
     def _unknown(self) -> Tensor:
