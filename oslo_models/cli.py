@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+from oslo_models import demo
 from oslo_models._version import __version__
 
 # torch takes seconds to import: only the functions that need it do so, and --help stays instant.
@@ -31,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        args.run(args)
+        code: int | None = args.run(args)
         sys.stdout.flush()
+        return code or 0
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
@@ -78,13 +80,9 @@ def make_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    add(
-        "demo",
-        _demo,
-        "see it work on this machine",
-        """\
-        Show on this machine, without downloads, that parallel models give what one process gives.""",
-    )
+    showing = add("demo", demo.run, "see it work: train, save, merge, reload, generate", demo.DESCRIPTION)
+    showing.epilog = demo.EPILOG
+    demo.add_arguments(showing)
 
     listing = add(
         "list",
@@ -135,8 +133,9 @@ def make_parser() -> argparse.ArgumentParser:
         _reshard,
         "write a checkpoint as split files at other sizes",
         """\
-        Write a checkpoint, split or merged, as split files for other parallel sizes. Needs one process; holds one
-        rank's part in memory. Loading does not need it: from_pretrained_with_parallel reshards as it reads.
+        Write a checkpoint, split or merged, as split files for other parallel sizes. Starts a process for each rank,
+        which holds that rank's part in memory. Loading does not need it: from_pretrained_with_parallel reshards as it
+        reads.
 
         examples:
           oslo-models reshard gpt2/ gpt2-tp4/ --tensor-parallel-size 4
@@ -169,10 +168,6 @@ def _size(text: str) -> int:
 def _one_line(error: BaseException) -> str:
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     return text or type(error).__name__
-
-
-def _demo(args: argparse.Namespace) -> None:
-    raise NotImplementedError("there is no demo yet")
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -238,8 +233,18 @@ def _bytes(count: float) -> str:
 
 
 def _merge(args: argparse.Namespace) -> None:
-    raise NotImplementedError("merge is not there yet")
+    from oslo_models.convert import convert
+
+    convert(args.directory, args.output, merging=True, safe_serialization=_SAFE[args.format])
+    print(f"{args.output}: a checkpoint that transformers loads")
 
 
 def _reshard(args: argparse.Namespace) -> None:
-    raise NotImplementedError("reshard is not there yet")
+    from oslo_models.convert import launch
+
+    sizes = args.tensor_parallel_size, args.pipeline_parallel_size
+    launch(args.directory, args.output, *sizes, _SAFE[args.format])
+    print(f"{args.output}: split files for tensor_parallel_size={sizes[0]}, pipeline_parallel_size={sizes[1]}")
+
+
+_SAFE = {None: None, "safetensors": True, "bin": False}

@@ -156,7 +156,8 @@ def from_pretrained(cls: type[ParallelModel], name: str | Path, arguments: Argum
     with agree(world, f"opening {directory}"):
         key_mapping = options.pop("key_mapping", None)
         template = Template(cls, config, options, mesh)
-        reader = open_checkpoint(directory, variant=variant, fallback_layout=template.layout_of_old_files)
+        old = {"fallback_layout": template.layout_of_old_files, "owner_stage": template.stage_of_old_files}
+        reader = open_checkpoint(directory, variant=variant, **old)
     try:
         verify_checkpoint(reader, world)
         with agree(world, f"reading {directory}"):
@@ -371,6 +372,20 @@ class Template:
         first = local_shapes[0]
         shape = (*first[: full.dim], edges[-1] * parts, *first[full.dim + 1 :])
         return Layout(shape, full.dim, tuple(ranges))
+
+    def stage_of_old_files(self, name: str, pp: int) -> int:
+        """The stage of ``pp`` on which files of OSLO 1.x, which hold all layers on every stage, hold the live ``name``.
+
+        There, each stage had the same number of blocks, and the last one what was left over as well.
+        """
+        target = next(target for _, target in self.target_names([name], None))
+        plan, prefix = self.model.plan(self.model.config), self.model._prefix()
+        for stack in plan.blocks:
+            if target.startswith(f"{prefix}{stack}."):
+                block = int(target.removeprefix(f"{prefix}{stack}.").partition(".")[0])
+                blocks = len(self.model.get_submodule(prefix + stack))
+                return min(block // max(blocks // pp, 1), pp - 1)
+        return 0 if target.rpartition(".")[0].removeprefix(prefix) in plan.embed else pp - 1
 
 
 class GrownSlice:

@@ -1,0 +1,1 @@
+"""What oslo_models costs and gains beside its peers: ``python -m benchmarks --help``."""

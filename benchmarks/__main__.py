@@ -1,0 +1,137 @@
+"""Run benchmark cases, show what they give, and append it to ``benchmarks/results.csv``."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.metadata
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import oslo_models
+from benchmarks.cases import CASES, Case
+from benchmarks.launch import ROOT, MeasurementError, launch
+from benchmarks.measure import UNITS, Result
+from benchmarks.peers import PEERS
+from benchmarks.table import FIELDS, RESULTS, number
+
+CHANGES = ("--", ".", ":!benchmarks/results.csv", ":!README.md")  # what makes a measurement one of no commit
+
+
+def main() -> int:
+    """Run what the command line asks for; the exit code is 1 when a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="show the cases and end")
+    parser.add_argument("--only", metavar="NAME", action="append", default=[], help="run only this case (repeatable)")
+    parser.add_argument("--repeat", metavar="N", type=int, default=3, help="runs of each peer, in turn (default: 3)")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=RESULTS, help="where rows are appended")
+    parser.add_argument("--smoke", action="store_true", help="tiny models, one run, nothing written: does it work?")
+    args = parser.parse_args()
+    if unknown := set(args.only) - CASES.keys():
+        parser.error(f"no case {', '.join(sorted(unknown))}; --list shows them")
+    if args.list:
+        for case in CASES.values():
+            print(f"{case.name:24} {case.what:36} {', '.join(case.peers)}")
+        return 0
+    load = os.getloadavg()[0]
+    if load > 0.5 and not args.smoke:
+        print(f"the machine is not quiet (load {load:.1f}): timings will not be worth much", file=sys.stderr)
+    stamp, failed = _stamp(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        for case in [CASES[name] for name in args.only or CASES]:
+            try:
+                rows = _rows(case, _measure(case, Path(folder), 1 if args.smoke else args.repeat, args.smoke))
+            except MeasurementError as error:
+                print(f"FAILED {error}", file=sys.stderr)
+                failed = 1
+                continue
+            if not args.smoke:
+                _append(args.out, [{**stamp, **row} for row in rows])
+    return failed
+
+
+def _measure(case: Case, folder: Path, repeat: int, smoke: bool) -> dict[str, list[Result]]:
+    """The results of every peer by repetition, the peers in turn (A B A B), so that drift of the machine cancels."""
+    print(f"{case.name}: {case.what}", flush=True)
+    case.prepare(folder, smoke)
+    results: dict[str, list[Result]] = {}
+    for name in case.peers:
+        if missing := PEERS[name].missing():
+            print(f"  {name}: left out, {' and '.join(missing)} not installed", flush=True)
+        else:
+            results[name] = []
+    for _ in range(repeat):
+        for name in results:
+            results[name].append(launch(case, PEERS[name], folder, smoke))
+    first, expected = next((name, found[0].check) for name, found in results.items())
+    for name, result in [(name, result) for name, found in results.items() for result in found]:
+        for mine, right in zip(result.check, expected, strict=True):
+            if not math.isclose(mine, right, rel_tol=case.tolerance):
+                raise MeasurementError(f"{case.name}: {name} computed {mine}, {first} {right}")
+    return results
+
+
+def _rows(case: Case, results: dict[str, list[Result]]) -> list[dict[str, Any]]:
+    """A row for every peer and metric; the references that runners compute are peers without processes."""
+    runs = {peer: [result.values for result in found] for peer, found in results.items()}
+    for found in results.values():
+        runs |= {name: [values] * len(found) for name, values in found[0].references.items()}
+    rows = []
+    for peer, metric in [(peer, metric) for peer, measured in runs.items() for metric in measured[0]]:
+        values, shape = [run[metric] for run in runs[peer]], ""
+        if peer in PEERS:
+            shape = f"{PEERS[peer].processes}x{PEERS[peer].threads}"
+        # of each repetition by itself, since the machine may drift
+        pairs = zip(values, [run.get(metric) for run in runs.get(case.baseline, [])], strict=False)
+        ratios = [mine / theirs for mine, theirs in pairs if theirs]
+        row = {
+            **{"case": case.name, "peer": peer, "processes x threads": shape, "metric": metric, "unit": UNITS[metric]},
+            **{"value": statistics.median(values), "min": min(values), "max": max(values), "repeats": len(values)},
+            **({"ratio": statistics.median(ratios), "ratio to": case.baseline} if ratios else {}),
+        }
+        rows.append({key: number(value) if isinstance(value, float) else value for key, value in row.items()})
+        ratio = f"{rows[-1]['ratio']} x {case.baseline}" if ratios else ""
+        print(f"  {peer:24}{metric:30}{rows[-1]['value']:>8} {row['unit']:10}{ratio}", flush=True)
+    return rows
+
+
+def _stamp() -> dict[str, str]:
+    """When, where and with what."""
+    versions = [f"python {platform.python_version()}, oslo_models {oslo_models.__version__}"]
+    for package in ("torch", "transformers", "deepspeed"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ":?")
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("status", "--porcelain", *CHANGES) else ""),
+        "machine": f"{cpu.split(':')[1].strip()}, {os.cpu_count()} cores",
+        "versions": ", ".join(versions),
+    }
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _append(path: Path, rows: list[dict[str, Any]]) -> None:
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

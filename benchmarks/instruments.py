@@ -1,0 +1,89 @@
+"""Instruments for one process: its peak memory (Linux), and the collectives that it takes part in."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class PeakMemory:
+    """Peaks of this process in MB (10^6 bytes), over what it held when this object was made.
+
+    ``peak memory`` is the growth of VmHWM: all pages, those of mapped files included, which the system may drop again.
+    ``peak anonymous memory`` is that of RssAnon, sampled every 2 ms: what stays until the process frees it.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._before = {name: _status(name) for name in ("VmRSS", "RssAnon")}
+        self.growth: dict[str, float] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Measure the peaks of a block."""
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew from VmRSS
+        peak, done = _status("RssAnon"), threading.Event()
+
+        def sample() -> None:
+            nonlocal peak
+            while not done.wait(0.002):
+                peak = max(peak, _status("RssAnon"))
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        try:
+            yield
+        finally:
+            done.set()
+            sampler.join()
+        peak = max(peak, _status("RssAnon"))
+        self.growth["peak memory"] = _status("VmHWM") - self._before["VmRSS"]
+        self.growth["peak anonymous memory"] = peak - self._before["RssAnon"]
+
+
+def _status(name: str) -> float:
+    """A line of ``/proc/self/status``, in MB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    raise OSError(f"/proc/self/status has no {name}: memory is measured on Linux only")
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives while it is entered, those of DTensor and of functional collectives included.
+
+    Attributes:
+        all_reduces, others: how many there were.
+        megabytes: what this rank put into them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_reduces, self.others, self.megabytes = 0, 0, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it becomes operations on plain tensors, which come here again
+        name = func.__name__.split(".")[0].strip("_")
+        if "c10d" in func.namespace and name not in ("wait_tensor", "wrap_tensor_autograd"):
+            if name.replace("_", "").startswith("allreduce"):
+                self.all_reduces += 1
+            else:
+                self.others += 1
+            tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+            self.megabytes += sum(tensor.nbytes for tensor in tensors) / 1e6
+        return func(*args, **(kwargs or {}))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,95 @@
+"""Starts the processes of one peer for one measurement, and hears what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.cases import CASES, Case
+from benchmarks.measure import Result
+from benchmarks.peers import PEERS, Peer
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 1800.0
+"""Seconds after which a measurement is given up."""
+COMMON = {
+    "CUDA_VISIBLE_DEVICES": "",  # all of this is about CPUs
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.getenv("PYTHONPATH")])]),
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+class MeasurementError(Exception):
+    """A process of a peer failed, or peers computed different things."""
+
+
+def launch(case: Case, peer: Peer, folder: Path, smoke: bool) -> Result:
+    """Measure once, in fresh processes; of what the ranks found, the worst counts.
+
+    Raises:
+        MeasurementError: a process failed or took too long.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on any free port
+    environment = {**os.environ, **COMMON, **peer.environment, "OMP_NUM_THREADS": str(peer.threads)}
+    if peer.processes > 1:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        environment |= {"WORLD_SIZE": str(peer.processes), "LOCAL_WORLD_SIZE": str(peer.processes)}
+        # the store runs already
+        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with tempfile.TemporaryDirectory() as results:
+        command = [sys.executable, "-m", "benchmarks.launch", case.name, peer.name, str(folder), results]
+        logs = [Path(results) / f"{rank}.log" for rank in range(peer.processes)]
+        processes = []
+        for rank, log in enumerate(logs):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if peer.processes > 1 else {}
+            with log.open("w") as out:
+                options = {"cwd": ROOT, "env": {**environment, **own}, "stdout": out, "stderr": out}
+                processes.append(subprocess.Popen([*command, *(["--smoke"] if smoke else [])], **options))
+        failed = _wait(processes)
+        if failed is not None:
+            raise MeasurementError(f"{case.name}: {peer.name}, rank {failed}:\n{logs[failed].read_text()[-3000:]}")
+        found = [Result(**json.loads(log.with_suffix(".json").read_text())) for log in logs]
+    slowest = min if "generation" in found[0].values else max
+    values = {metric: slowest(result.values[metric] for result in found) for metric in found[0].values}
+    return Result(values, found[0].check, found[0].references)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all have finished or one has failed, end the others, and return the rank that failed."""
+    deadline = time.monotonic() + LIMIT
+    try:
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            if time.monotonic() > deadline:
+                return codes.index(None)
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return next((rank for rank, code in enumerate(codes) if code), None)
+
+
+def main() -> None:
+    """One process of a measurement."""
+    name, peer, folder, results, *smoke = sys.argv[1:]
+    import torch
+    import transformers
+
+    torch.set_num_threads(PEERS[peer].threads)
+    transformers.utils.logging.disable_progress_bar()
+    result = CASES[name].run(PEERS[peer], Path(folder), bool(smoke))
+    (Path(results) / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(asdict(result)))
+
+
+if __name__ == "__main__":
+    main()

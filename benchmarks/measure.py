@@ -1,0 +1,137 @@
+"""What is measured: one function per kind of case, called in every process of a peer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import Peer
+
+# torch is imported by the processes that measure, not where the registry is only read.
+
+UNITS = {
+    "generation": "tokens/s",
+    "training step": "s",
+    "peak memory": "MB",
+    "peak anonymous memory": "MB",
+    "all-reduces a block, forward": "calls",
+    "all-reduces a block, backward": "calls",
+    "other collectives a block": "calls",
+    "payload a block": "MB",
+    "payload outside of blocks": "MB",
+}
+
+
+@dataclass
+class Result:
+    """What one process found.
+
+    Attributes:
+        values: by metric, in the units of ``UNITS``.
+        check: what all peers have to agree on.
+        references: values to compare with that are computed and not measured, by name and metric.
+    """
+
+    values: dict[str, float]
+    check: list[float] = field(default_factory=list)
+    references: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def generate(
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, prompt: int, new: int, timed: int
+) -> Result:
+    """Greedy generation, after one run to warm up; the median of ``timed`` runs."""
+    import torch
+
+    model = peer.load(cls, checkpoint).eval()
+    ids = _tokens(model, batch, prompt)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    seconds = []
+    for _ in range(timed + 1):
+        start = time.perf_counter()
+        out = model.generate(input_ids=ids, **options)
+        seconds.append(time.perf_counter() - start)
+    assert out.shape == (batch, prompt + new)
+    return Result({"generation": batch * new / statistics.median(seconds[1:])}, out[:, prompt:].flatten().tolist())
+
+
+def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int) -> Result:
+    """Forward, backward and AdamW, after one step to warm up; the median of ``timed`` steps."""
+    model, step = peer.trainer(peer.load, cls, checkpoint)
+    ids = _tokens(model, batch, length)
+    seconds, losses = [], []
+    for _ in range(timed + 1):
+        start = time.perf_counter()
+        losses.append(float(step(ids)))
+        seconds.append(time.perf_counter() - start)
+    return Result({"training step": statistics.median(seconds[1:])}, losses[:2])
+
+
+def load_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
+    """Peak memory of loading, weights touched, over that of a process that has loaded a tiny model before."""
+    from benchmarks.instruments import PeakMemory, local
+
+    peer.load(cls, tiny)
+    memory = PeakMemory()
+    with memory.watched():
+        for param in peer.load(cls, checkpoint).parameters():
+            local(param).detach().sum()
+    size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) / 1e6
+    return Result(memory.growth, [], {"checkpoint": dict.fromkeys(memory.growth, size)})
+
+
+def merge_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
+    """Peak memory while one merged checkpoint is saved, the model's own included."""
+    from safetensors import safe_open
+
+    from benchmarks.instruments import PeakMemory, local
+
+    merged = checkpoint.parent / f"merged-{peer.name}"
+    peer.save(peer.load(cls, tiny), merged)
+    memory = PeakMemory()
+    model = peer.load(cls, checkpoint)
+    shard = 0
+    for param in model.parameters():
+        part = local(param)
+        part.data = part.data.clone()  # memory of its own, if it was pages of the checkpoint's file
+        shard += part.nbytes
+    with memory.watched():
+        peer.save(model, merged)
+    with safe_open(next(checkpoint.glob("*.safetensors")), "pt") as file:
+        largest = max(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    bound = (shard + largest) / 1e6
+    return Result(memory.growth, [], {"shard + largest tensor": dict.fromkeys(memory.growth, bound)})
+
+
+def collectives(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int) -> Result:
+    """Collectives of a training step, counted with one and with two blocks: the difference is what a block costs.
+
+    Megatron-LM's figures are those of Shoeybi et al., 2019: two all-reduces of the hidden states each way.
+    """
+    from benchmarks.instruments import Collectives
+
+    counts = []
+    for blocks in (1, 2):
+        model = peer.load(cls, checkpoint, num_hidden_layers=blocks).train()
+        ids = _tokens(model, batch, length)
+        with Collectives() as forward:
+            loss = model(input_ids=ids, labels=ids).loss
+        with Collectives() as backward:
+            loss.backward()
+        both = (forward.others + backward.others, forward.megabytes + backward.megabytes)
+        counts.append((forward.all_reduces, backward.all_reduces, *both))
+    block = [two - one for one, two in zip(*counts, strict=True)]
+    values = dict(zip(list(UNITS)[4:], (*block, counts[0][-1] - block[-1]), strict=True))
+    hidden = batch * length * model.config.hidden_size * 4 / 1e6
+    return Result(values, [], {"Megatron-LM": dict(zip(values, (2, 2, 0, 4 * hidden), strict=False))})
+
+
+def _tokens(model: Any, batch: int, length: int) -> Any:
+    """The same random token ids in every process."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(model.config.vocab_size, (batch, length), generator=generator)

@@ -1,0 +1,114 @@
+"""Whom we are compared with: how each peer loads a checkpoint and makes a training step."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Step = Callable[[Any], Any]
+
+
+def _alone(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    import transformers as hf
+
+    return getattr(hf, cls).from_pretrained(checkpoint, **kwargs)
+
+
+def _native(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    from transformers import DistributedConfig
+
+    return _alone(cls, checkpoint, distributed_config=DistributedConfig(tp_size=2), **kwargs)
+
+
+def _ours(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    import oslo_models
+
+    return getattr(oslo_models, cls).from_pretrained_with_parallel(checkpoint, tensor_parallel_size=2, **kwargs)
+
+
+def _autotp(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    import deepspeed
+    import torch
+
+    split = {"tensor_parallel": {"tp_size": 2}, "dtype": torch.float32, "replace_with_kernel_inject": False}
+    return deepspeed.init_inference(_alone(cls, checkpoint, **kwargs), **split)
+
+
+def _adamw(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
+    import torch
+
+    model = load(cls, checkpoint).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(ids: Any) -> Any:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, step
+
+
+def _autotp_adamw(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
+    import deepspeed
+    import torch
+
+    model = deepspeed.tp_model_init(_alone(cls, checkpoint).train(), tp_size=2, dtype=torch.float32)
+    settings = {"train_micro_batch_size_per_gpu": 4, "tensor_parallel": {"autotp_size": 2}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+
+    def step(ids: Any) -> Any:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return model, step
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to run a model in parallel, or not.
+
+    Attributes:
+        load: ``load(cls, checkpoint, **kwargs)`` gives a model.
+        trainer: ``trainer(load, cls, checkpoint)`` gives a model and what makes one AdamW step from token ids.
+        needs: packages without which it is left out.
+    """
+
+    name: str
+    processes: int
+    threads: int
+    load: Callable[..., Any]
+    trainer: Callable[..., tuple[Any, Step]] = _adamw
+    needs: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def missing(self) -> list[str]:
+        """The packages that it needs and that are not installed."""
+        return [package for package in self.needs if importlib.util.find_spec(package) is None]
+
+    def save(self, model: Any, directory: Path) -> None:
+        """Save as a checkpoint that transformers loads."""
+        if hasattr(model, "save_pretrained_with_parallel"):
+            model.save_pretrained_with_parallel(directory, save_with_merging=True)
+        else:
+            model.save_pretrained(directory)
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        # two threads that spin while they wait steal from each other when anything else runs
+        Peer("transformers", 1, 2, _alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
+        Peer("transformers-tp2", 2, 1, _native, needs=("accelerate",)),
+        Peer("oslo_models-tp2", 2, 1, _ours),
+        # its all-reduce in shared memory is set up only when LOCAL_SIZE is there; without, it crashes
+        Peer("deepspeed-autotp", 2, 1, _autotp, _autotp_adamw, ("deepspeed", "ninja"), {"LOCAL_SIZE": "2"}),
+    )
+}

@@ -1,0 +1,46 @@
+"""What the files of a checkpoint are called."""
+
+from __future__ import annotations
+
+import re
+
+MANIFEST = "oslo_manifest.json"
+MERGED = ("model.safetensors", "pytorch_model.bin")
+"""Names of a merged checkpoint, in the order in which transformers prefers them."""
+
+_SPLIT = re.compile(r"pytorch_model_tp([=_])(\d+)_pp\1(\d+)\.(?:bin|safetensors)")
+
+
+class CheckpointError(OSError):
+    """A checkpoint is incomplete, damaged or mixed: names the file, what was expected and found, and the way out."""
+
+
+def with_variant(name: str, variant: str | None) -> str:
+    """The name as transformers spells it for a variant: ``model.fp16.safetensors``."""
+    if variant is None:
+        return name
+    stem, suffix = name.rsplit(".", 1)
+    return f"{stem}.{variant}.{suffix}"
+
+
+def index_name(name: str, variant: str | None) -> str:
+    return with_variant(f"{name}.index.json", variant)
+
+
+def split_name(tp_rank: int, pp_rank: int, safe: bool) -> str:
+    return f"pytorch_model_tp={tp_rank}_pp={pp_rank}.{'safetensors' if safe else 'bin'}"
+
+
+def split_position(name: str) -> tuple[int, int] | None:
+    """``(tp_rank, pp_rank)`` of a split file, in either spelling; ``None`` for any other name."""
+    match = _SPLIT.fullmatch(name)
+    return (int(match[2]), int(match[3])) if match else None
+
+
+def is_replaced_by_save(name: str, variant: str | None) -> bool:
+    """Whether the file belongs to the checkpoint that a save of this variant replaces."""
+    if variant is None and split_position(name):
+        return True
+    whole = re.sub(r"-\d{5}-of-\d{5}(?=\.\w+$)", "", name)
+    own = [name for merged in MERGED for name in (with_variant(merged, variant), index_name(merged, variant))]
+    return whole in [with_variant(MANIFEST, variant), *own]

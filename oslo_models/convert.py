@@ -1,0 +1,130 @@
+"""Turns a checkpoint into one of another form without building a model: split files of any sizes, or merged."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from oslo_models import registry
+from oslo_models.checkpoint import open_checkpoint, save_merged, save_split, verify_checkpoint
+from oslo_models.collectives import agree
+from oslo_models.layout import Layout
+from oslo_models.mesh import ParallelMesh, start_process_group, world_axis
+from oslo_models.models.loading import Template
+
+
+def convert(
+    directory: Path,
+    output: Path,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    merging: bool = False,
+    safe_serialization: bool | None = None,
+) -> None:
+    """Read a checkpoint, split at any sizes or merged, and write another; a collective of the ranks of these sizes.
+
+    Values and types stay bit for bit. A rank holds its part, when merging one tensor.
+
+    Args:
+        merging: write what transformers loads (with sizes of 1) instead of one file per rank.
+        safe_serialization: as in ``save_pretrained_with_parallel``.
+
+    Raises:
+        ValueError: the architecture is not in the zoo, or the sizes do not fit it.
+        OSError: ``directory`` cannot be read, or ``output`` not written.
+    """
+    start_process_group()
+    with agree(world_axis(), f"reading {directory}"):
+        config = AutoConfig.from_pretrained(directory)
+        cls: Any = registry.find((config.architectures or ["(no architecture in config.json)"])[0])
+        limit = cls.plan(config).limit()
+        if limit is not None and tensor_parallel_size > limit:
+            raise ValueError(f"tensor_parallel_size={tensor_parallel_size} is more than the {limit} attention heads")
+    mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size)
+    with agree(mesh.world, f"opening {directory}"):
+        template = Template(cls, config, {}, mesh)
+        reader = open_checkpoint(
+            directory, fallback_layout=template.layout_of_old_files, owner_stage=template.stage_of_old_files
+        )
+    try:
+        verify_checkpoint(reader, mesh.world)
+        with agree(mesh.world, f"reading {directory}"):
+            slices = template.slices(reader, None, False, None)
+            names = {local: template.names.get(local, local) for local in slices}
+            tensors: Mapping[str, Tensor] = _OnDemand({names[local]: part for local, part in slices.items()})
+            if not merging:
+                tensors = dict(tensors.items())
+        layouts = {name: template.layouts.get(name, Layout(tuple(tensors[name].shape))) for name in tensors}
+        save = save_merged if merging else save_split
+        save(
+            output,
+            tensors,
+            layouts,
+            mesh,
+            tied=template.model.all_tied_weights_keys,
+            files=lambda staging: _copy_configs(directory, staging),
+            metadata={"model_type": config.model_type, "architectures": [cls.__name__]},
+            safe_serialization=safe_serialization,
+        )
+    finally:
+        reader.close()
+
+
+def launch(
+    directory: Path, output: Path, tensor_parallel_size: int, pipeline_parallel_size: int, safe: bool | None
+) -> None:
+    """Run `convert` on as many processes of this machine as the sizes need.
+
+    Raises:
+        RuntimeError: the processes failed; they have said why.
+    """
+    ranks = tensor_parallel_size * pipeline_parallel_size
+    if ranks == 1:
+        convert(directory, output, safe_serialization=safe)
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    sizes = [str(tensor_parallel_size), str(pipeline_parallel_size), str(safe)]
+    done = subprocess.run(
+        [*command, "-m", __name__, str(directory), str(output), *sizes], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+
+
+class _OnDemand(Mapping[str, Tensor]):
+    """Tensors that are read when they are asked for, and not kept."""
+
+    def __init__(self, slices: Mapping[str, Any]) -> None:
+        self._slices = slices
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._slices[name][...]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+
+def _copy_configs(directory: Path, staging: Path) -> None:
+    for path in directory.glob("*.json"):
+        if not path.name.endswith(".index.json") and not path.name.startswith("oslo_manifest"):
+            shutil.copyfile(path, staging / path.name)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    source, target, tp, pp, safe_text = sys.argv[1:]
+    convert(
+        Path(source), Path(target), int(tp), int(pp), safe_serialization={"True": True, "False": False}.get(safe_text)
+    )

@@ -1,0 +1,57 @@
+"""``oslo-models demo``: a short run does all that a long one does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import transformers as hf
+
+from oslo_models import demo
+
+
+def options(output: Path, *arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return parser.parse_args(["--output", str(output), *arguments])
+
+
+def test_a_short_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], seed: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = demo.run(options(Path("demo"), "--steps", "3", "--seed", str(seed)))
+    out, err = capfd.readouterr()
+    assert code == 0, out + err
+    assert "3/3" in err and "Traceback" not in err and "Warning" not in err
+    for text in ("held-out loss", "rank 1", "whole model", "logits differ", "'def '"):
+        assert out.count(text) >= 1, out
+    assert out.count("held-out loss") == 1, "every rank speaks"
+    assert {path.name for path in tmp_path.iterdir()} == {"demo"}
+    files = {path.name for path in Path("demo").iterdir()}
+    assert {"split", "merged", "summary.json"} <= files <= {"split", "merged", "summary.json", "loss.png"}
+    summary = json.loads(Path("demo/summary.json").read_text())
+    before, after = summary["held_out"]
+    assert after < before < 6 and len(summary["losses"]) == 3
+    model = hf.AutoModelForCausalLM.from_pretrained("demo/merged")
+    assert f"{model.num_parameters():,}" in out
+
+
+def test_it_fails_when_logits_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def disagreeing(*args: object, **kwargs: object) -> subprocess.CompletedProcess[bytes]:
+        (tmp_path / "summary.json").write_text('{"largest_difference": %s}' % difference)
+        return subprocess.CompletedProcess([], code)
+
+    monkeypatch.setattr(subprocess, "run", disagreeing)
+    for difference, code, expected in (("0.0", 0, 0), ("0.1", 0, 1), ("NaN", 0, 1), ("0.0", 3, 3)):
+        assert demo.run(options(tmp_path)) == expected
+
+
+def test_mistakes_are_named_before_anything_starts(tmp_path: Path) -> None:
+    for arguments in (["-n", "9"], ["-n", "0"], ["--steps", "0"], ["--seed", "-1"]):
+        with pytest.raises(ValueError, match=arguments[1]):
+            demo.run(options(tmp_path / "demo", *arguments))
+    assert not (tmp_path / "demo").exists()

@@ -1,0 +1,189 @@
+"""The suite can fail: each of these mistakes, made on purpose in the workers, is caught by the test named beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_collectives
+import test_dropout
+import test_logits
+import test_outputs
+import test_parity
+import test_training
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pool import Pool, WorkerError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from oslo_models import collectives, init
+from oslo_models.layers import cross_entropy, linear, vocab
+from oslo_models.layout import Units
+from oslo_models.models import base, gpt2
+from oslo_models.plan import Column, Plan
+from oslo_models.rng import DividedStream
+
+Patch = pytest.MonkeyPatch
+
+
+def row_without_sum(patch: Patch) -> None:
+    patch.setattr(linear, "reduce_from", lambda axis, x: x)
+
+
+def column_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(linear, "copy_to", lambda axis, x: x)
+
+
+def head_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(vocab, "copy_to", lambda axis, x: x)
+
+
+def query_key_value_cut_as_one_matrix(patch: Patch) -> None:
+    right = gpt2.GPT2Parallel.plan.__func__
+
+    def plan(cls: Any, config: Any) -> Plan:
+        made: Plan = right(cls, config)
+        heads = Units(3 * config.n_head, config.n_embd // config.n_head)
+        made.blocks["h"]["attn.c_attn"] = Column(heads, transposed=True)  # type: ignore[index]
+        return made
+
+    patch.setattr(gpt2.GPT2Parallel, "plan", classmethod(plan))
+
+
+def bias_before_the_sum(patch: Patch) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.stream is not None:
+            self.stream.leave()
+        return collectives.reduce_from(self.tp, F.linear(x, self.weight, self.bias))
+
+    patch.setattr(linear.RowParallelLinear, "forward", forward)
+
+
+def key_values_without_sum_over_copies(patch: Patch) -> None:
+    class Identity:
+        @staticmethod
+        def apply(param: Tensor, *_: Any) -> Tensor:
+            return param
+
+    patch.setattr(linear, "_SumCopies", Identity)
+
+
+def gathered_gradient_summed(patch: Patch) -> None:
+    right = collectives._GatherFrom.backward
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        dist.all_reduce(grad := grad.clone())
+        return right(ctx, grad)
+
+    patch.setattr(collectives._GatherFrom, "backward", staticmethod(backward))
+
+
+def cross_entropy_without_common_maximum(patch: Patch) -> None:
+    def all_reduce(axis: Any, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        return x if op == dist.ReduceOp.MAX else collectives.all_reduce(axis, x, op)
+
+    patch.setattr(cross_entropy, "all_reduce", all_reduce)
+
+
+def gathered_logits_in_the_loss(patch: Patch) -> None:
+    patch.delitem(vocab._HANDLERS, F.cross_entropy)
+
+
+def a_copy_for_each_reader(patch: Patch) -> None:
+    patch.setattr(linear, "copy_to", lambda axis, x: collectives._CopyTo.apply(x, axis))
+
+
+def same_masks_on_divided_activations(patch: Patch) -> None:
+    patch.setattr(DividedStream, "enter", lambda self: None)
+
+
+def own_masks_on_replicated_activations(patch: Patch) -> None:
+    patch.setattr(DividedStream, "leave", lambda self: None)
+
+
+def a_stream_left_open_by_exceptions(patch: Patch) -> None:
+    right = torch.nn.Module.register_forward_hook
+
+    def register_forward_hook(self: Any, hook: Any, *, always_call: bool = False, **kwargs: Any) -> Any:
+        return right(self, hook, always_call=False, **kwargs)
+
+    patch.setattr(torch.nn.Module, "register_forward_hook", register_forward_hook)
+
+
+def norm_counts_copies(patch: Patch) -> None:
+    def counted(self: Any, name: str, grad: Any) -> list[Tensor]:
+        return [grad.to_local() if isinstance(grad, DTensor) else grad]
+
+    patch.setattr(base.ParallelModel, "_counted", counted)
+
+
+def overflow_kept_to_oneself(patch: Patch) -> None:
+    patch.setattr(base, "share_overflow", lambda *_: None)
+
+
+def every_rank_samples_for_itself(patch: Patch) -> None:
+    patch.setattr(base, "synchronize", lambda *_: None)
+
+
+def weights_drawn_in_parts(patch: Patch) -> None:
+    def dispatch(self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    patch.setattr(init.SeededByName, "__torch_dispatch__", dispatch)
+
+
+Caught = tuple[Callable[[Patch], None], Callable[..., None], dict[str, Any]]
+MUTANTS: list[Caught] = [
+    (row_without_sum, test_parity.test_every_head, {"variant": "gpt2", "n": 2}),
+    (column_without_sum_of_gradients, test_parity.test_every_head, {"variant": "gptj", "n": 2}),
+    (head_without_sum_of_gradients, test_parity.test_parameters_after_training, {"variant": "gpt_neo", "n": 2}),
+    (query_key_value_cut_as_one_matrix, test_parity.test_every_head, {"variant": "gpt2", "n": 2}),
+    (bias_before_the_sum, test_parity.test_every_head, {"variant": "bert", "n": 2}),
+    (key_values_without_sum_over_copies, test_parity.test_every_head, {"variant": "llama", "n": 3}),
+    (gathered_gradient_summed, test_outputs.test_gathered_logits_can_be_differentiated, {"variant": "t5"}),
+    (cross_entropy_without_common_maximum, test_logits.test_cross_entropy, {"n": 2, "scale": 1.0}),
+    (gathered_logits_in_the_loss, test_collectives.test_a_training_step, {"variant": "gpt2", "n": 2}),
+    (a_copy_for_each_reader, test_collectives.test_a_training_step, {"variant": "llama-untied", "n": 2}),
+    (same_masks_on_divided_activations, test_dropout.test_dropout, {"variant": "gpt2", "n": 2}),
+    (own_masks_on_replicated_activations, test_dropout.test_dropout, {"variant": "bert", "n": 2}),
+    (a_stream_left_open_by_exceptions, test_dropout.test_an_exception_amid_a_forward, {"variant": "gpt2"}),
+    (norm_counts_copies, test_training.test_clip_grad_norm, {"variant": "llama", "n": 3}),
+    (norm_counts_copies, test_training.test_data_parallel, {"variant": "llama-one-kv", "wrapper": "FSDP2"}),
+    (overflow_kept_to_oneself, test_training.test_an_overflow_of_one_rank_is_one_of_all, {"n": 2, "wrapper": "alone"}),
+    (every_rank_samples_for_itself, test_outputs.test_generation_with_left_padding, {"variant": "gpt2", "n": 2}),
+    (weights_drawn_in_parts, test_parity.test_a_seed_gives_the_same_weights_at_every_size, {"variant": "gpt2"}),
+]
+
+
+def with_mutant(make: Callable[[Patch], None], function: Callable[..., Any], *args: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        make(patch)
+        return function(*args)
+
+
+class MutantPool:
+    """A pool whose workers run everything with a mistake in the library."""
+
+    def __init__(self, pool: Pool, make: Callable[[Patch], None]) -> None:
+        self.pool, self.make = pool, make
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return self.pool.run(world_size, with_mutant, self.make, function, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("make", "test", "arguments"), MUTANTS, ids=[f"{make.__name__}-{test.__name__}" for make, test, _ in MUTANTS]
+)
+def test_is_caught(
+    pool: Pool, make: Callable[[Patch], None], test: Callable[..., None], arguments: dict[str, Any], seed: int
+) -> None:
+    """The test passes, and with the mutant it fails by an assertion."""
+    test(pool, **arguments, seed=seed)
+    with pytest.raises((AssertionError, WorkerError)) as caught:
+        test(MutantPool(pool, make), **arguments, seed=seed)
+    if isinstance(caught.value, WorkerError):
+        failures = list(caught.value.failures.values())
+        assert all("AssertionError" in failure for failure in failures), failures
