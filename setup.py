@@ -29,7 +29,7 @@ setup(
         "transformers>=5.17,<6",
         "huggingface_hub",
         "numpy",
-        "safetensors",
+        "safetensors>=0.8",
         "tqdm",
     ],
     extras_require={

@@ -1,7 +1,7 @@
-"""Kills saves at every system call that changes a file system, and looks at what is left.
+"""Kills saves at every system call that changes a file system, or fails these calls, and looks at what is left.
 
-Run as a script in a process of its own: it imports torch once and forks a child for each kill, which ptrace stops before
-each of its system calls. So a new way of writing cannot escape it. Prints one JSON object per scenario.
+Run as a script in a process of its own: it imports torch once and forks a child for each disturbance, which ptrace
+stops before each of its system calls, so that no way of writing can escape it. Prints one JSON object per scenario.
 """
 
 from __future__ import annotations

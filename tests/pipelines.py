@@ -27,7 +27,7 @@ DEPTH: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "gptj": {"n_layer": 4},
     "llama": {"num_hidden_layers": 4},
-    "t5": {"num_layers": 3, "num_decoder_layers": 4},
+    "t5": {"num_layers": 4, "num_decoder_layers": 3},
 }
 """Enough blocks for four stages."""
 

@@ -296,19 +296,21 @@ names = ["wte"] + [f"{kind}.{i}" for i in range(9) for kind in ("up", "down")]
 tensors = {name: torch.randn({"w": (5000, 1000), "u": (4000, 600), "d": (600, 4000)}[name[0]]) for name in names}
 cut = {name: Layout(tuple(t.shape)) for name, t in tensors.items()}
 total, largest = sum(t.nbytes for t in tensors.values()), max(t.nbytes for t in tensors.values())
-for how, save, safe in (("split", save_split, None), ("safe", save_split, True), ("bin", save_merged, False), ("merged", save_merged, None)):
+saves = {"split": (save_split, None), "safe": (save_split, True)}
+saves |= {"bin": (save_merged, False), "merged": (save_merged, None)}
+for how, (save, safe) in saves.items():
     start = watch()
     save(f"{folder}/{how}", tensors, cut, mesh, tied={}, safe_serialization=safe)
     print("saving", how, (status("VmHWM") - start) / largest, 1.3)
 del tensors
-for how in ("split", "safe", "bin", "merged"):
+for how in saves:
     start = watch()
     reader = open_checkpoint(f"{folder}/{how}")
     verify_checkpoint(reader, mesh.world)
-    kept = [
-        reader.read(name, Layout.divided(info.shape, int(name[0] == "d"), (Units(info.shape[int(name[0] == "d")]),), 2), 1)
-        for name, info in reader.tensors.items()
-    ]
+    kept = []
+    for name, info in reader.tensors.items():
+        dim = int(name.startswith("down"))
+        kept.append(reader.read(name, Layout.divided(info.shape, dim, (Units(info.shape[dim]),), 2), 1))
     print("reading", how, (status("VmHWM") - start) / total, (total / 2 + largest) / total + 0.01)
     reader.close()
     del kept, reader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 from pathlib import Path
 
@@ -40,14 +41,16 @@ def test_a_short_run(
     assert f"{model.num_parameters():,}" in out
 
 
-def test_it_fails_when_logits_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def disagreeing(*args: object, **kwargs: object) -> subprocess.CompletedProcess[bytes]:
-        (tmp_path / "summary.json").write_text('{"largest_difference": %s}' % difference)
+@pytest.mark.parametrize(("difference", "code", "expected"), [(0.0, 0, 0), (0.1, 0, 1), (math.nan, 0, 1), (0.0, 3, 3)])
+def test_it_fails_when_logits_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: float, code: int, expected: int
+) -> None:
+    def ended(*args: object, **kwargs: object) -> subprocess.CompletedProcess[bytes]:
+        (tmp_path / "summary.json").write_text(json.dumps({"largest_difference": difference}))
         return subprocess.CompletedProcess([], code)
 
-    monkeypatch.setattr(subprocess, "run", disagreeing)
-    for difference, code, expected in (("0.0", 0, 0), ("0.1", 0, 1), ("NaN", 0, 1), ("0.0", 3, 3)):
-        assert demo.run(options(tmp_path)) == expected
+    monkeypatch.setattr(subprocess, "run", ended)
+    assert demo.run(options(tmp_path)) == expected
 
 
 def test_mistakes_are_named_before_anything_starts(tmp_path: Path) -> None:

@@ -37,9 +37,6 @@ class Found:
 def find(source: Sequence[Path], variant: str | None) -> Found:
     """Find the checkpoint in a directory, or among the files named.
 
-    A manifest says which files make up the checkpoint. Without one, split files are taken before merged ones but have
-    to form a full grid, and merged ones are taken in transformers' order: safetensors, its index, ``.bin``, its index.
-
     Raises:
         FileNotFoundError: there is no checkpoint, or files of it are missing.
         CheckpointError: manifest or index are damaged, or do not fit to the files.

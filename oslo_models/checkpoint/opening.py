@@ -35,6 +35,9 @@ def open_checkpoint(
 ) -> CheckpointReader:
     """Open a checkpoint. Not a collective: call it on every rank, inside `agree`.
 
+    A manifest says which files make up the checkpoint. Without one, split files are taken before merged ones but have
+    to form a full grid, and merged ones are taken in transformers' order: safetensors, its index, ``.bin``, its index.
+
     Args:
         files_or_directory: a directory, one file, or the files of one checkpoint wherever they are.
         variant: as transformers' ``variant``.
@@ -45,8 +48,9 @@ def open_checkpoint(
         FileNotFoundError: there is no checkpoint, or files of it are missing and no manifest names them.
         CheckpointError: a file is damaged, missing or not one of this checkpoint.
     """
-    single = isinstance(files_or_directory, (str, os.PathLike))
-    source = [Path(path) for path in ([files_or_directory] if single else files_or_directory)]  # type: ignore
+    if isinstance(files_or_directory, (str, os.PathLike)):
+        files_or_directory = [files_or_directory]
+    source = [Path(path) for path in files_or_directory]
     while True:
         before = _identity(source)
         with ExitStack() as opened:

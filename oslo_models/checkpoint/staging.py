@@ -109,7 +109,10 @@ class _Staging:
         target = self.target
         if target.exists() and not target.is_dir():
             raise NotADirectoryError(f"cannot save to {target}: it is a file; name a directory")
+        missing = [folder for folder in target.parents if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            _sync(folder.parent)
         finish_interrupted_save(target)
         inside = False
         if target.exists():

@@ -107,7 +107,7 @@ class WeightsFile:
 
         They are those in which a view lies. Giving back pages of other memory would clear them, hence this care.
         """
-        address, inode = max(view.data_ptr() for view in self.views.values()), os.fstat(self.fd).st_ino
+        address, inode = max((view.data_ptr() for view in self.views.values()), default=0), os.fstat(self.fd).st_ino
         with suppress(FileNotFoundError), open("/proc/self/maps") as maps:
             for line in maps:
                 bounds, _, _, _, mapped, *_ = line.split()

@@ -402,6 +402,8 @@ def _resolving(forward: Any) -> Any:
 
     @functools.wraps(forward)
     def resolving(self: ParallelModel, *args: Any, **kwargs: Any) -> Any:
+        if self.mesh is not None:
+            args, kwargs = _on_device(self.mesh.device, args, kwargs)
         if self.pipeline is not None:
             return self.pipeline(args, kwargs)
         if self.mesh is None or self.mesh.tp.size == 1:
@@ -428,6 +430,22 @@ def _on_stage(forward: Any) -> Any:
     return on_stage
 
 
+def _on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call with their tensors on the model's device; a batch without rows is refused."""
+
+    def moved(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() > 0 and value.shape[0] == 0:
+            raise ValueError(f"the batch is empty: {name} has shape {tuple(value.shape)}")
+        return value if value.device == device else value.to(device)
+
+    return (
+        tuple(moved(f"argument {position}", value) for position, value in enumerate(args)),
+        {name: moved(name, value) for name, value in kwargs.items()},
+    )
+
+
 def _in_step(generate: Any) -> Any:
     """``generate`` with the ranks of the tp axis drawing from the same random state, so that they sample alike."""
 
@@ -435,6 +453,7 @@ def _in_step(generate: Any) -> Any:
     def in_step(self: ParallelModel, *args: Any, **kwargs: Any) -> Any:
         if self.mesh is not None:
             synchronize(self.mesh.model, self.mesh.device)
+            args, kwargs = _on_device(self.mesh.device, args, kwargs)
         if self.pipeline is None:
             return generate(self, *args, **kwargs)
         with self.pipeline.generating():

@@ -17,7 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from oslo_models.checkpoint import CheckpointReader, open_checkpoint, verify_checkpoint
+from oslo_models.checkpoint import CheckpointReader, finish_interrupted_save, open_checkpoint, verify_checkpoint
 from oslo_models.collectives import agree, broadcast_object, require_equal
 from oslo_models.divide import layouts_of
 from oslo_models.layout import Layout, Units
@@ -156,8 +156,12 @@ def from_pretrained(cls: type[ParallelModel], name: str | Path, arguments: Argum
     with agree(world, f"opening {directory}"):
         key_mapping = options.pop("key_mapping", None)
         template = Template(cls, config, options, mesh)
-        old = {"fallback_layout": template.layout_of_old_files, "owner_stage": template.stage_of_old_files}
-        reader = open_checkpoint(directory, variant=variant, **old)
+        reader = open_checkpoint(
+            directory,
+            variant=variant,
+            fallback_layout=template.layout_of_old_files,
+            owner_stage=template.stage_of_old_files,
+        )
     try:
         verify_checkpoint(reader, world)
         with agree(world, f"reading {directory}"):
@@ -215,6 +219,7 @@ def find_checkpoint(name: str | Path, variant: str | None, hub: dict[str, Any]) 
     """
     directory = Path(name)
     if directory.is_dir():
+        finish_interrupted_save(directory)
         return directory
     if directory.exists():
         raise OSError(f"{name} is a file; pass the directory that holds it, with its config.json")
