@@ -6,7 +6,6 @@ Source of the pairs: Shoeybi et al., "Megatron-LM", 2019, figure 3 (``f`` is `co
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return x.view_as(x)
+        return x.detach()  # no view: a view would keep its base alive, which remembers it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -75,19 +74,19 @@ def copy_to(axis: Axis, x: Tensor) -> Tensor:
 
     Siblings that read the same tensor (query, key and value; attention and MLP of a parallel residual; the
     cross-attentions of all decoder blocks) share one copy, so that their gradients are added up locally and summed
-    over the axis once. The copy is remembered on the tensor, weakly: forgetting it costs a second sum, never a result.
+    over the axis once. The copy is remembered on the tensor, unless that is a leaf: its graph would keep it alive.
     """
     if axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     if torch.compiler.is_compiling():
         return _CopyTo.apply(x, axis)
-    remembered: tuple[weakref.ref[Tensor], Axis, int] | None = getattr(x, "_oslo_copy", None)
+    if x.is_leaf:
+        return _CopyTo.apply(x, axis)
+    remembered: tuple[Tensor, Axis, int] | None = getattr(x, "_oslo_copy", None)
     if remembered is not None and remembered[1] is axis and remembered[2] == x._version:
-        copy = remembered[0]()
-        if copy is not None:
-            return copy
+        return remembered[0]
     copy = _CopyTo.apply(x, axis)
-    x._oslo_copy = (weakref.ref(copy), axis, x._version)  # type: ignore[attr-defined]
+    x._oslo_copy = (copy, axis, x._version)  # type: ignore[attr-defined]
     return copy
 
 

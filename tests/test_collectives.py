@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import zoo
 from pool import Pool
 from torch import Tensor
@@ -241,8 +242,10 @@ def check_shared_copies(n: int) -> None:
     assert copy_to(mesh.tp, x) is first
     assert copy_to(ParallelMesh(n).tp, x) is not first
     weight = torch.ones(4, requires_grad=True)
+    projection, hidden = torch.ones(3, 2, requires_grad=True), x.view(1, 2, 2) * 1
     with counting() as counts:  # as in a model, where nobody else keeps the copy
-        (weight * copy_to(mesh.tp, x) + 3 * copy_to(mesh.tp, x)).sum().backward()
+        query, key = F.linear(copy_to(mesh.tp, hidden), projection), F.linear(copy_to(mesh.tp, hidden), projection)
+        (query + key).sum().backward()
     assert dict(counts) == {("all_reduce", 4): 1}
     leaf = torch.ones(4, requires_grad=True)
     y = leaf * 1

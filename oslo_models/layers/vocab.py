@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from oslo_models.collectives import copy_to, gather_from, reduce_from
+from oslo_models.collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.layers.cross_entropy import vocab_parallel_cross_entropy
 from oslo_models.layout import Layout
 from oslo_models.mesh import Axis
@@ -71,8 +71,10 @@ class VocabParallelLogits(Tensor):
 
     def full(self) -> Tensor:
         """The full logits, ``[..., vocab]``, as a plain tensor on every rank."""
-        sizes = [stop - start for ((start, stop),) in self.words.ranges]
-        return gather_from(self.tp, self.local(), -1, sizes)
+        return gather_from(self.tp, self.local(), -1, self._sizes())
+
+    def _sizes(self) -> list[int]:
+        return [stop - start for ((start, stop),) in self.words.ranges]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.full().__deepcopy__(memo)
@@ -94,7 +96,12 @@ class VocabParallelLogits(Tensor):
             if func in _ELEMENTWISE and not any(isinstance(arg, Tensor) and arg.dim() for arg in args[1:]):
                 return logits._like(func(logits.local(), *args[1:], **kwargs))
         args, kwargs = tree_map(lambda arg: arg.full() if isinstance(arg, cls) else arg, (args, kwargs))
-        return func(*args, **kwargs)
+        version = args[0]._version if logits is not None else None
+        result = func(*args, **kwargs)
+        if logits is not None and args[0]._version != version:  # it worked in place
+            logits.local().copy_(scatter_to(logits.tp, args[0], -1, logits._sizes()))
+            return logits if result is args[0] else result
+        return result
 
     def _like(self, local: Tensor) -> VocabParallelLogits:
         return VocabParallelLogits.wrap(local, self.tp, self.words)

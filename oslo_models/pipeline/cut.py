@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,8 @@ class Received(PassOn):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden, self.hidden = self.hidden, None
-        return torch.zeros((), device=ids.device) if hidden is None else hidden
+        # The view is no leaf of the graph, so that its readers can share a copy of it.
+        return torch.zeros((), device=ids.device) if hidden is None else hidden.view_as(hidden)
 
 
 @dataclass
@@ -114,7 +116,7 @@ def cut(
             f"pipeline_parallel_size={count} is more than the {len(blocks)} blocks of {type(model).__name__}; use 1 to "
             f"{len(blocks)}"
         )
-    ranges = _ranges(model, plan, prefix, head, blocks, count, blocks_per_stage)
+    ranges = _ranges(layouts, prefix, head, blocks, count, blocks_per_stage)
     stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
     stacks = []
     for stack in plan.blocks:
@@ -161,8 +163,7 @@ def _tied_here(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ranges(
-    model: PreTrainedModel,
-    plan: Plan,
+    layouts: Mapping[str, Layout],
     prefix: str,
     head: Entries,
     blocks: Sequence[tuple[str, str]],
@@ -172,12 +173,14 @@ def _ranges(
     if blocks_per_stage is not None:
         ends = [sum(blocks_per_stage[: stage + 1]) for stage in range(count)]
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
-    costs = [
-        float(sum(param.numel() for param in model.get_submodule(f"{prefix}{stack}.{name}").parameters()))
-        for stack, name in blocks
-    ]
-    heads = [model.get_submodule(name) for name in head if not name.endswith((".weight", ".bias"))]
-    return partition(costs, count, after=float(sum(param.numel() for module in heads for param in module.parameters())))
+
+    def cost(modules: Iterable[str]) -> float:
+        """How many parameters the modules have on all ranks together: ranks of the tp axis have to cut alike."""
+        within = tuple(f"{module}." for module in modules)
+        return float(sum(prod(layout.shape) for name, layout in layouts.items() if name.startswith(within)))
+
+    costs = [cost([f"{prefix}{stack}.{name}"]) for stack, name in blocks]
+    return partition(costs, count, after=cost(name for name in head if not name.endswith((".weight", ".bias"))))
 
 
 def _stack_of(entry: str, prefix: str, stacks: Sequence[Stack], default: int) -> Stack:
