@@ -22,6 +22,7 @@ COMMON = {
     "CUDA_VISIBLE_DEVICES": "",  # all of this is about CPUs
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # DeepSpeed looks for ninja
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.getenv("PYTHONPATH")])]),
     "TRANSFORMERS_VERBOSITY": "error",
 }

@@ -88,6 +88,20 @@ class MPU:
     def is_pipeline_last_stage(self) -> bool:
         return self.mesh.pp.rank == self.mesh.pp.size - 1
 
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """The global ranks of the data-parallel group."""
+        return list(self.mesh.dp.ranks)
+
+    # The names of Megatron-core, by which DeepSpeed asks
+
+    get_tensor_model_parallel_group = get_tensor_parallel_group
+    get_tensor_model_parallel_world_size = get_tensor_parallel_world_size
+    get_tensor_model_parallel_rank = get_tensor_parallel_rank
+    get_tensor_model_parallel_src_rank = get_tensor_parallel_src_rank
+    get_pipeline_model_parallel_group = get_pipeline_parallel_group
+    get_pipeline_model_parallel_world_size = get_pipeline_parallel_world_size
+    get_pipeline_model_parallel_rank = get_pipeline_parallel_rank
+
     # Tensor-parallel collectives that autograd knows; see `oslo_models.collectives` ---------------------------------
 
     def broadcast(self, inputs: Tensor) -> Tensor:

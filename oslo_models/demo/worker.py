@@ -18,7 +18,7 @@ from oslo_models import GPT2LMHeadModel
 from oslo_models.collectives import gather_objects
 from oslo_models.demo import HEADS, TOLERANCE, add_arguments
 
-BATCH, LENGTH, LEARNING_RATE = 8, 128, 2e-3
+BATCH, LENGTH, LEARNING_RATE = 4, 128, 1e-3
 TEXT_LIMIT = 3_000_000
 """Characters of source text that are read."""
 PROMPT = "def "
@@ -75,7 +75,7 @@ class Demo:
         config = hf.GPT2Config(**sizes, **special, **no_dropout)
         self.model = GPT2LMHeadModel.from_config_with_parallel(config, tensor_parallel_size=self.size, seed=args.seed)
         self.rank, self.device = self.model.mesh.world.rank, self.model.mesh.device
-        self.optimizer = torch.optim.AdamW(self.model.gpu_parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(self.model.gpu_parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
 
     def say(self, *lines: str) -> None:
         """Print, once for all ranks."""
@@ -102,7 +102,7 @@ class Demo:
 
     def train(self, ids: Tensor) -> list[float]:
         """The training loop, written as for transformers; every rank sees the same batches."""
-        steps, warm_up = self.args.steps, 20
+        steps, warm_up = self.args.steps, 50
         generator = torch.Generator().manual_seed(self.args.seed)
 
         def rate(step: int) -> float:

@@ -274,6 +274,17 @@ class ParallelModel(PreTrainedModel):
             part.mul_(scale.to(part.dtype))
         return norm.to(local[0].dtype) if local else norm
 
+    def mark_parameters(self) -> None:
+        """Say on each parameter, by the attributes that DeepSpeed looks at, whether norms of gradients count it here.
+
+        As in `clip_grad_norm_`, but only whole: of key-value heads that ranks share in part, it counts too many.
+        """
+        assert self.mesh is not None
+        for name, param in self.named_parameters():
+            counts = self.stage is None or self.stage.counts(name)
+            param.ds_pipe_replicated = not counts
+            param.model_parallel = counts and bool(self.layouts[name].owned(self.mesh.tp.rank))
+
     def _counted(self, name: str, grad: Tensor) -> list[Tensor]:
         """The parts of a gradient that this rank counts when norms are summed over all ranks: each element once."""
         if self.mesh is None:

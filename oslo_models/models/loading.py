@@ -207,6 +207,7 @@ def _finish(model: ParallelModel, arguments: Arguments) -> ParallelModel:
     model.gather_logits = arguments.gather_logits
     model.micro_batch_size = arguments.micro_batch_size
     synchronize(model.mesh.tp, model.mesh.device)
+    model.mark_parameters()
     model.start_pipeline()
     return model
 

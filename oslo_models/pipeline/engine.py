@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from oslo_models.collectives import broadcast, receive, send
 from oslo_models.mesh import Axis
-from oslo_models.pipeline.cut import Stage
+from oslo_models.pipeline.cut import Stack, Stage
+from oslo_models.pipeline.deepspeed import Engine
 from oslo_models.pipeline.loss import label_counts
 from oslo_models.pipeline.runner import StageRunner
 from oslo_models.pipeline.schedule import Schedule
@@ -35,25 +37,24 @@ class Pipeline:
         self.runner = StageRunner(model, stage, forward)
         self._signature = inspect.signature(forward)
         self._generates = False
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.tied: list[tuple[nn.Parameter, Axis]] = []
-        for name, stages in sorted(stage.shared.items()):
-            axis = self.mesh.stages(stages)  # every rank makes every group
-            here = [param for local, param in parameters.items() if stage.root(local) == name]
-            if here:
-                self.tied.append((here[0], axis))
+        # Every rank makes every group.
+        self._shared = {name: self.mesh.stages(stages) for name, stages in sorted(stage.shared.items())}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        return self
+    def tied(self) -> list[tuple[nn.Parameter, Axis]]:
+        """Each parameter here that other stages hold too, as it is now (FSDP replaces parameters), and those stages."""
+        parameters = {self.stage.root(name): param for name, param in self.model.named_parameters()}
+        return [(parameters[name], axis) for name, axis in self._shared.items() if name in parameters]
 
     @torch.no_grad()
     def spread_tied(self) -> None:
         """Give what several stages hold the values of the first of them."""
-        for param, axis in self.tied:
+        for param, axis in self.tied():
             broadcast(axis, param.data)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A loop over micro-batches; inside ``generate``, one output."""
+        """A loop over micro-batches; inside ``generate``, one output; inside either, the forward of the stage."""
+        if self.runner.inside:
+            return self.runner.forward(kwargs)
         bound = self._signature.bind(self.model, *args, **kwargs).arguments
         batch = {**bound, **bound.get("kwargs", {})}
         batch.pop("self"), batch.pop("kwargs", None)
@@ -65,10 +66,17 @@ class Pipeline:
                 "the loop over the micro-batches of the last batch was left before its end, so its gradients are of no "
                 "use: set them to zero and go on with another batch"
             )
+        engine = Engine.around(self.model)
         order = type(self.model).loss_order
         shifted = type(self.model).__name__.endswith(("LMHeadModel", "ForCausalLM", "DoubleHeadsModel"))
         counts = label_counts(batch, order, shifted)
-        return iter(Schedule(self.runner, self.tied, self._micro_batches(batch), counts))
+        return self._loop(self._micro_batches(batch), counts, engine)
+
+    def _loop(self, micro_batches: list[dict[str, Any]], counts: list[int], engine: Engine | None) -> Iterator[Any]:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the call of the model gathered parameters; those for each micro-batch will again
+        yield from Schedule(self.runner, self.tied(), micro_batches, counts, engine)
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Cut everything that has a row per row of the batch; the rest goes to every micro-batch."""
@@ -105,26 +113,26 @@ class Pipeline:
         stack = self.stage.stacks[0]
         hidden = torch.empty(self.runner.shape(batch, 0), dtype=self.model.dtype, device=self.mesh.device)
         if stack.here:
-            self._relay_in(stack, hidden)
-            hidden = self.runner.run_stack(0, batch)
+            hidden = self.runner.run_stack(0, batch, self._relay_in(stack, hidden))
             self._relay_out(stack, hidden)
         return BaseModelOutput(last_hidden_state=broadcast(self.mesh.pp, hidden.contiguous(), src=stack.last))
 
     @torch.no_grad()
     def _step(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
         """The logits of the last positions, on every stage; caches stay where the blocks are."""
-        stack = self.stage.stacks[-1]
+        number = len(self.stage.stacks) - 1
+        stack = self.stage.stacks[number]
         wanted = batch.get("logits_to_keep")
         keep = wanted if isinstance(wanted, int) and wanted > 0 else 1
         output, past = None, batch.get("past_key_values")
-        rows, length, width = self.runner.shape(batch, len(self.stage.stacks) - 1)
+        rows, length, width = self.runner.shape(batch, number)
         if stack.here:
             hidden = torch.empty(rows, length, width, dtype=self.model.dtype, device=self.mesh.device)
-            self._relay_in(stack, hidden)
-            leaving, output = self.runner(batch, {})
+            arrived = self._relay_in(stack, hidden)
+            leaving, output = self.runner(batch, {} if arrived is None else {number: arrived})
             past = output.get("past_key_values") if hasattr(output, "get") else past
             if leaving:
-                self._relay_out(stack, leaving[len(self.stage.stacks) - 1])
+                self._relay_out(stack, leaving[number])
         if self.stage.is_last:
             assert output is not None
             logits = output.logits[:, -keep:].contiguous()
@@ -135,10 +143,10 @@ class Pipeline:
             logits=broadcast(self.mesh.pp, logits, src=self.stage.count - 1), past_key_values=past
         )
 
-    def _relay_in(self, stack: Any, hidden: Tensor) -> None:
-        if self.stage.index > stack.first:
-            stack.received.hidden = receive(self.mesh.pp, hidden, self.stage.index - 1)
+    def _relay_in(self, stack: Stack, hidden: Tensor) -> Tensor | None:
+        """What arrives from the stage before, in the place of ``hidden``; nothing where the stack begins."""
+        return receive(self.mesh.pp, hidden, self.stage.index - 1) if self.stage.index > stack.first else None
 
-    def _relay_out(self, stack: Any, hidden: Tensor) -> None:
+    def _relay_out(self, stack: Stack, hidden: Tensor) -> None:
         if self.stage.index < stack.last:
             send(self.mesh.pp, hidden.contiguous(), self.stage.index + 1)

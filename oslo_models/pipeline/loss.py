@@ -54,7 +54,8 @@ def label_counts(batch: Mapping[str, Any], order: tuple[str, ...], shifted: bool
         if labels is None:
             continue
         if name in ("start_positions", "end_positions"):  # a position outside the sequence is ignored
-            tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+            sides = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+            tokens = next(batch[side] for side in sides if batch.get(side) is not None)
             counts.append(int((labels < tokens.shape[1]).sum()))
         elif labels.is_floating_point():
             counts.append(labels.numel())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from oslo_models.pipeline.cut import EndsDropout, Stage
 
 Batch = Mapping[str, Any]
+EMBEDS = "inputs_embeds"
 
 
 class _StageDone(Exception):
@@ -26,28 +29,29 @@ class StageRunner:
     Args:
         model: the stage's part of the model.
         forward: transformers' forward of the model's class.
+
+    Attributes:
+        abandoned: whether the last loop was left before its end.
+        inside: whether a call of the model is one for a micro-batch.
     """
 
     def __init__(self, model: Any, stage: Stage, forward: Callable[..., Any]) -> None:
         self.model, self.stage, self._forward = model, stage, forward
         self._ends = [module for module in model.modules() if isinstance(module, EndsDropout)]
-        self.abandoned = False
+        self.abandoned = self.inside = False
         self._made: dict[int, Tensor] = {}
         here = [i for i, stack in enumerate(stage.stacks) if stack.here]
         for i in here:
             if stage.stacks[i].name:
                 leaves = i == here[-1] and not stage.is_last
-                model.get_submodule(stage.stacks[i].name).register_forward_hook(self._watch(i, leaves))
+                # A partial of a method, so that in a copy of the model it is one of the copy of this runner.
+                model.get_submodule(stage.stacks[i].name).register_forward_hook(partial(self._watch, i, leaves))
 
-    def _watch(self, stack: int, leaves: bool) -> Callable[..., None]:
+    def _watch(self, stack: int, leaves: bool, module: nn.Module, args: Any, output: Any) -> None:
         """A hook that notes what a stack made, and leaves the forward if the stage ends there."""
-
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._made[stack] = output[0]
-            if leaves:
-                raise _StageDone(output)
-
-        return hook
+        self._made[stack] = output[0]
+        if leaves:
+            raise _StageDone(output)
 
     def arriving(self) -> list[int]:
         """Which stacks' hidden states arrive from the stage before, in the order in which they travel."""
@@ -84,31 +88,51 @@ class StageRunner:
             stage, elsewhere that of the stack in which the stage ends.
         """
         batch = dict(batch)
-        finished = [i for i in arrived if self.stage.stacks[i].last < self.stage.index]
         for i, hidden in arrived.items():
-            received = self.stage.stacks[i].received
-            if i in finished:
+            if self.stage.stacks[i].last < self.stage.index:
                 batch["encoder_outputs"] = (hidden,)
-            elif received is not None:
-                received.hidden = hidden
+            else:
+                self._feed(i, batch, hidden)
         for dropout in self._ends:
             dropout.calls = 0
-        embeds = "inputs_embeds" if len(self.stage.stacks) == 1 else None
-        if embeds and batch.get(embeds) is not None and 0 in arrived:
-            batch[embeds] = arrived[0]
+        made, output = self._through_hooks(batch) if isinstance(self.model, FSDPModule) else self.forward(batch)
+        known = {**arrived, **made}
+        return {i: known[i] for i in self.leaving() if i in known}, output
+
+    def _through_hooks(self, batch: dict[str, Any]) -> Any:
+        """`forward` by way of a call of the model, around which FSDP gathers parameters and gives them away."""
+        self.inside = True
+        try:
+            return self.model(**batch)
+        finally:
+            self.inside = False
+
+    def forward(self, batch: dict[str, Any]) -> tuple[dict[int, Tensor], Any]:
+        """What the model's forward does for one micro-batch: the hidden states of each stack here, and the output."""
         self._made = {}
         try:
             output = self._forward(self.model, **batch)
         except _StageDone as done:
             output = done.output
-        made = self._made
+        made, self._made = self._made, {}
         if not self.stage.is_last and not made:  # the model is its only stack
             made = {0: output[0]}
-        known = {**arrived, **{i: hidden.flatten(0, -3) for i, hidden in made.items()}}
-        return {i: known[i] for i in self.leaving() if i in known}, output
+        return {i: hidden.flatten(0, -3) for i, hidden in made.items()}, output
 
-    def run_stack(self, stack: int, batch: Batch) -> Tensor:
+    def _feed(self, stack: int, batch: dict[str, Any], hidden: Tensor) -> None:
+        """Put what arrived where the stack looks for its embedded tokens."""
+        embeds = f"decoder_{EMBEDS}" if stack == len(self.stage.stacks) - 1 > 0 else EMBEDS
+        received = self.stage.stacks[stack].received
+        if batch.get(embeds) is not None:
+            batch[embeds] = hidden
+        elif received is not None:
+            received.hidden = hidden
+
+    def run_stack(self, stack: int, batch: dict[str, Any], arrived: Tensor | None) -> Tensor:
         """Run one stack by itself (the encoder, before tokens are generated) and return its hidden states."""
+        batch = dict(batch)
+        if arrived is not None:
+            self._feed(stack, batch, arrived)
         for dropout in self._ends:
             dropout.calls = 0
         try:

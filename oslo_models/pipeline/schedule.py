@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 from oslo_models.collectives import all_reduce, post_send, receive
 from oslo_models.mesh import Axis
 from oslo_models.overflow import share_overflow_now
+from oslo_models.pipeline.deepspeed import Engine
 from oslo_models.pipeline.loss import ShareOfBatch, loss_object
 from oslo_models.pipeline.runner import StageRunner
 
@@ -56,6 +57,7 @@ class Schedule:
         tied: each parameter here that other stages hold too, with the axis of those stages; in one order everywhere.
         micro_batches: the arguments of the forward for each micro-batch.
         counts: over how many targets each loss of the whole batch averages; empty without labels.
+        engine: the DeepSpeed engine that wraps the model, if one does.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Schedule:
         tied: list[tuple[nn.Parameter, Axis]],
         micro_batches: list[dict[str, Any]],
         counts: list[int],
+        engine: Engine | None = None,
     ) -> None:
         self.runner, self.tied, self.micro_batches, self.counts = runner, tied, micro_batches, counts
         self.stage, self.mesh = runner.stage, runner.model.mesh
@@ -78,12 +81,15 @@ class Schedule:
         # DDP sums over the replicas when the gradients of its parameters arrive. Only those of the last micro-batch go
         # that way; the ones before are added up without its notice.
         by_fsdp = any(isinstance(param, DTensor) for param in parameters)
-        self._quietly = parameters if self.mesh.dp.size > 1 and not by_fsdp else None
+        self._quietly = parameters if self.mesh.dp.size > 1 and not by_fsdp and engine is None else None
+        self.engine = engine if self.trains else None
+        self._kept: list[Tensor | None] = []
+        self._finished = False
 
     def __iter__(self) -> Iterator[Any]:
         outputs: deque[Any] = deque()
-        kept = [param.grad for param, _ in self.tied]
         if self.trains:
+            self._kept = [param.grad for param, _ in self.tied]
             for param, _ in self.tied:
                 param.grad = None
         try:
@@ -98,12 +104,12 @@ class Schedule:
                     )
         except BaseException as error:
             if isinstance(error, GeneratorExit) and self._is_through():
-                self._finish(kept)
+                self._finish()
                 return
             self._drain()
-            self._finish(kept, abandoned=True)
+            self._finish(abandoned=True)
             raise
-        self._finish(kept)
+        self._finish()
 
     def _is_through(self) -> bool:
         return self.forwards == self.number and (not self.trains or self.backwards == self.number)
@@ -140,6 +146,8 @@ class Schedule:
             outputs = [alive.loss]
         else:
             grads = self._take_back(i)
+        if self.engine is not None:
+            self.engine.wait_for_last(is_last=i == self.number - 1)
         leaves = list(alive.arrived.values())
         if self._quietly is not None and i < self.number - 1:
             found = torch.autograd.grad(outputs, [*leaves, *self._quietly], grads, allow_unused=True)
@@ -153,6 +161,8 @@ class Schedule:
         back = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, returning, strict=True)]
         self._pass_on(self.mesh.pp_back, self.stage.index - 1, back)
         self.backwards += 1
+        if self.engine is not None and self.backwards == self.number:
+            self._finish()  # at once: when this backward ends, the engine sums gradients over the replicas
 
     def _unknown(self) -> Tensor:
         """The loss of a micro-batch until the last stage tells it, in the precision that losses have."""
@@ -207,8 +217,13 @@ class Schedule:
     def _zeros(self, i: int, stacks: list[int]) -> list[Tensor]:
         return [self._empty(i, stack).zero_() for stack in stacks]
 
-    def _finish(self, kept: list[Tensor | None], abandoned: bool = False) -> None:
-        """Sum the gradients of what several stages hold, and let every stage know the losses and who gave up."""
+    def _finish(self, abandoned: bool = False) -> None:
+        """Sum the gradients of what several stages hold, and let every stage know the losses and who gave up. Once."""
+        if self._finished:
+            return
+        self._finished = True
+        if self.engine is not None:
+            self.engine.wait_for_last(is_last=True)
         while self._sends:
             self._sends.popleft()[0].wait()
         report = torch.zeros(self.number + self.stage.count, dtype=torch.float64, device=self.mesh.device)
@@ -218,7 +233,7 @@ class Schedule:
         all_reduce(self.mesh.pp, report)
         left = report[self.number :].nonzero().flatten().tolist()
         if self.trains:
-            for (param, axis), before in zip(self.tied, kept, strict=True):
+            for (param, axis), before in zip(self.tied, self._kept, strict=True):
                 if not left:
                     self._sum_over_stages(param, axis)
                 if before is not None:
@@ -238,7 +253,7 @@ class Schedule:
 
     @staticmethod
     def _sum_over_stages(param: nn.Parameter, axis: Axis) -> None:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        grad = param.grad
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        if param.requires_grad:  # an optimizer may go on without a gradient where there is none
+            param.grad = grad
         all_reduce(axis, grad.to_local() if isinstance(grad, DTensor) else grad)
