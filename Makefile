@@ -37,7 +37,8 @@ format: $(READY)
 	$(BIN)/ruff format --quiet .
 
 bench: $(READY)
-	for script in $(wildcard benchmarks/*.py); do $(BIN)/python $$script || exit 1; done
+	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks.table --write README.md
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

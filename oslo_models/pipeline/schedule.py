@@ -240,12 +240,12 @@ class Schedule:
                     param.grad = before if param.grad is None else param.grad.add_(before)
             if not left:
                 share_overflow_now(self.runner.model.parameters, self.mesh.model)
-        if not self.stage.is_last:
+        if not self.stage.is_last and not left:
             for loss, value in zip(self._losses, report, strict=False):
                 loss.data.copy_(value)
-        if abandoned:
-            self.runner.abandoned = True
-        elif left:
+        # The next call raises on every rank, those too that raise now: so all go on with the same batch after it.
+        self.runner.abandoned = bool(left)
+        if left and not abandoned:
             raise RuntimeError(
                 f"stage {left} left the loop over micro-batches before its end; the gradients of this batch are of no "
                 "use: set them to zero and go on with another batch"
