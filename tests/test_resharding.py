@@ -1,0 +1,96 @@
+"""A model's checkpoints at other tensor-parallel sizes than those they were saved at, bit for bit, for every class."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import zoo
+from pool import Pool
+from torch import Tensor
+
+from oslo_models import registry
+
+VARIANTS = ["bert", "gpt2", "gpt_neo", "gptj", "llama", "llama-9-heads", "llama-one-kv", "t5", "t5-gated-untied"]
+
+
+def load_and_save(source: Path, target: Path, tp: int, variant: str) -> None:
+    """Load every class from ``source``, compare with the original, save split and merged below ``target``."""
+    for name in zoo.heads(variant):
+        cls = registry.find(name)
+        model = cls.from_pretrained_with_parallel(source / name, tensor_parallel_size=tp)  # type: ignore[attr-defined]
+        original: dict[str, Tensor] = torch.load(source.parent / "original" / f"{name}.pt")
+        for key, param in model.named_parameters(remove_duplicate=False):
+            assert torch.equal(param.detach(), model.layouts[key].shard(original[key], model.mesh.tp.rank)), (name, key)
+        share = [math.prod(model.layouts[key].local_shape(model.mesh.tp.rank)) for key, _ in model.named_parameters()]
+        assert sum(param.numel() for param in model.parameters()) == sum(share)
+        model.save_pretrained_with_parallel(target / name)
+        model.save_pretrained_with_parallel(target.parent / f"{target.name}-merged" / name, save_with_merging=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_saved_at_four_loads_at_one_two_and_three(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
+    (tmp_path / "original").mkdir()
+    for name in zoo.heads(variant):
+        torch.manual_seed(seed)
+        model = zoo.original(name)(zoo.config(variant))
+        for param in model.parameters():
+            param.data.add_(torch.randn_like(param) * 0.1)
+        model.save_pretrained(tmp_path / "whole" / name)
+        torch.save(model.state_dict(), tmp_path / "original" / f"{name}.pt")
+    pool.run(4, load_and_save, tmp_path / "whole", tmp_path / "four", 4, variant)
+    for tp in (1, 2, 3):
+        pool.run(tp, load_and_save, tmp_path / "four", tmp_path / f"at-{tp}", tp, variant)
+    for merged in ("four-merged", "at-1-merged", "at-2-merged", "at-3-merged"):
+        for name in zoo.heads(variant):
+            expected = safetensors.torch.load_file(tmp_path / "whole" / name / "model.safetensors")
+            found = safetensors.torch.load_file(tmp_path / merged / name / "model.safetensors")
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in expected), (merged, name)
+            _, info = zoo.original(name).from_pretrained(tmp_path / merged / name, output_loading_info=True)
+            assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+
+
+def _grow(directory: Path, size: int) -> tuple[Tensor, Tensor]:
+    cls = registry.find("LlamaForCausalLM")
+    model = cls.from_pretrained_with_parallel(  # type: ignore[attr-defined]
+        directory, tensor_parallel_size=torch.distributed.get_world_size(), resize_token_embeddings=size
+    )
+    merged = directory.parent / f"grown-{torch.distributed.get_world_size()}"
+    model.save_pretrained_with_parallel(merged, save_with_merging=True)
+    tensors = safetensors.torch.load_file(merged / "model.safetensors")
+    assert model.config.vocab_size == size
+    return tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+
+
+def test_a_grown_vocabulary_is_the_same_at_every_size(pool: Pool, tmp_path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = zoo.original("LlamaForCausalLM")(zoo.config("llama-untied"))
+    model.save_pretrained(tmp_path / "whole")
+    for ranks in (1, 2, 3):
+        for embedding, head in pool.run(ranks, _grow, tmp_path / "whole", 110):
+            for grown, old in ((embedding, model.model.embed_tokens.weight), (head, model.lm_head.weight)):
+                assert torch.equal(grown[:101], old)
+                torch.testing.assert_close(grown[101:], old.mean(0).expand(9, -1), rtol=1e-6, atol=1e-7)
+
+
+def _seeded(sizes: dict[str, int]) -> dict[str, Tensor]:
+    cls = registry.find("T5ForConditionalGeneration")
+    model = cls.from_config_with_parallel(zoo.config("t5"), seed=7, **sizes)  # type: ignore[attr-defined]
+    aliases = model.stage.aliases if model.stage else {}
+    return {
+        aliases.get(name, name): (model.layouts[name], model.mesh.tp.rank, param.detach().clone())  # type: ignore[misc]
+        for name, param in model.named_parameters()
+    }
+
+
+def test_a_seed_gives_the_same_weights_at_every_size(pool: Pool) -> None:
+    (whole,) = pool.run(1, _seeded, {})
+    for tp, pp in ((2, 1), (3, 1), (1, 2), (2, 2), (1, 4)):
+        for part in pool.run(tp * pp, _seeded, {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}):
+            for name, (layout, rank, local) in part.items():
+                full = whole.get(name, whole["shared.weight"])[2]  # on later stages the head bears its own name
+                assert torch.equal(layout.shard(full, rank), local), (tp, pp, name)
