@@ -37,6 +37,7 @@ format: $(READY)
 	$(BIN)/ruff format --quiet .
 
 bench: $(READY)
+	$(PIP) --no-build-isolation --editable '.[bench]'
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(BIN)/python -m benchmarks.table --write README.md
 

@@ -33,6 +33,7 @@ setup(
         "tqdm",
     ],
     extras_require={
+        "bench": ["accelerate"],  # what transformers needs for its own tensor parallelism, a peer
         "demo": ["matplotlib"],
         "dev": ["hypothesis", "mypy", "pytest", "ruff", "setuptools", "wheel"],
     },

@@ -8,6 +8,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     if load > 0.5 and not args.smoke:
         print(f"the machine is not quiet (load {load:.1f}): timings will not be worth much", file=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and checkpoints go with this one
     stamp, failed = _stamp(), 0
     with tempfile.TemporaryDirectory() as folder:
         for case in [CASES[name] for name in args.only or CASES]:

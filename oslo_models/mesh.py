@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
@@ -93,8 +94,10 @@ class ParallelMesh:
         shape = (pp, world_size // (tp * pp), tp)
         self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
         self.pp, self.dp, self.tp = (self._axis(self.device_mesh, name) for name in ("pp", "dp", "tp"))
+        self.pp_back = self.pp
+        if pp > 1:  # torch's mesh may take the group of the world, in which the messages of two models would mix
+            self.pp, self.pp_back = (self.stages(tuple(range(pp)), name) for name in ("pp", "pp_back"))
         self.model = self._model_axis()
-        self.pp_back = self.stages(tuple(range(pp)), "pp_back") if pp > 1 else self.pp
         atexit.register(_forget_groups, weakref.ref(self))
 
     @staticmethod
@@ -160,7 +163,7 @@ def start_process_group(needed: int = 1) -> torch.device:
     if dist.is_initialized():
         return device
     if launched:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **_store_of_restart())
         atexit.register(_end_process_group)
     elif needed > 1:
         raise RuntimeError(
@@ -168,6 +171,22 @@ def start_process_group(needed: int = 1) -> torch.device:
             f"`torchrun --nproc-per-node={needed} your_script.py`, or pass deploy=True to serve from plain Python"
         )
     return device
+
+
+def _store_of_restart() -> dict[str, Any]:
+    """After a restart by torchrun, a place of its own in the launcher's store, as arguments of `init_process_group`.
+
+    The launcher keeps one store for all attempts, with the addresses of processes that are dead
+    (https://github.com/pytorch/pytorch/issues/135712). Attempts are counted per node, so this is for one node only;
+    for several there is ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
+    """
+    env = os.environ
+    attempt, one_node = env.get("TORCHELASTIC_RESTART_COUNT", "0"), env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
+    if attempt == "0" or not one_node or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    world_size = int(env["WORLD_SIZE"])
+    store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), world_size, is_master=False)
+    return {"store": PrefixStore(f"attempt {attempt}", store), "rank": int(env["RANK"]), "world_size": world_size}
 
 
 def _forget_groups(mesh: weakref.ref[ParallelMesh]) -> None:

@@ -1,4 +1,4 @@
-"""Training under a DeepSpeed engine is the same training without it: losses, norms and parameters, with every ZeRO stage.
+"""Training under a DeepSpeed engine is the same training without it: losses, norms, parameters, with every ZeRO stage.
 
 DeepSpeed clips gradients to a norm of 1 unless it is told otherwise, so each case also tests that the engine counts
 what is divided, replicated or tied right.

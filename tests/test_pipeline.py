@@ -37,7 +37,9 @@ def test_every_architecture_can_be_cut_in_four() -> None:
 
 @lru_cache(maxsize=64)
 def reference(variant: str, name: str, seed: int) -> Case:
-    return case(name, pipelines.config(variant), seed, optimizers=pipelines.STEPS if name == zoo.lm_head(variant) else ())
+    return case(
+        name, pipelines.config(variant), seed, optimizers=pipelines.STEPS if name == zoo.lm_head(variant) else ()
+    )
 
 
 def check_cases(cases: list[Case], tp: int, pp: int) -> None:
@@ -69,7 +71,10 @@ def test_every_head(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> No
 
 VARIATIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     # problem types and ways of passing a batch that the batches of every class do not show
-    "regression": [("GPT2ForSequenceClassification", {"num_labels": 1}), ("T5ForSequenceClassification", {"num_labels": 1})],
+    "regression": [
+        ("GPT2ForSequenceClassification", {"num_labels": 1}),
+        ("T5ForSequenceClassification", {"num_labels": 1}),
+    ],
     "several labels": [(f"{name}ForSequenceClassification", {"num_labels": 3}) for name in ("Bert", "GPT2", "T5")],
     "embeddings": [("GPT2LMHeadModel", {}), ("LlamaForCausalLM", {}), ("BertForMaskedLM", {})],
     "embeddings of T5": [("T5ForConditionalGeneration", {})],

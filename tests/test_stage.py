@@ -117,7 +117,9 @@ def blocks_of(model: Any) -> list[str]:
     """The names of all blocks, in the order of a forward."""
     plan, prefix = model.plan(model.config), model._prefix()
     return [
-        f"{prefix}{stack}.{name}" for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
+        f"{prefix}{stack}.{name}"
+        for stack in plan.blocks
+        for name, _ in model.get_submodule(prefix + stack).named_children()
     ]
 
 
@@ -162,7 +164,9 @@ def test_every_parameter_is_where_it_belongs(variant: str, name: str) -> None:
             owners.setdefault(tied.get(full, full), set()).update(expected_stages(model, full, ranges))
         for index, (part, stage) in enumerate(parts):
             assert (stage.index, stage.count, stage.ranges) == (index, count, ranges)
-            here = {stage.aliases.get(local, local): param for local, param in part.named_parameters(remove_duplicate=False)}
+            here = {
+                stage.aliases.get(local, local): param for local, param in part.named_parameters(remove_duplicate=False)
+            }
             assert here.keys() == {full for full in shapes if index in expected_stages(model, full, ranges)}
             assert {full: tuple(param.shape) for full, param in here.items()} == {full: shapes[full] for full in here}
             assert stage.shared == {root: tuple(sorted(on)) for root, on in owners.items() if len(on) > 1}

@@ -2,6 +2,7 @@
 
 from oslo_models.checkpoint.names import CheckpointError
 from oslo_models.checkpoint.opening import inspect_checkpoint, open_checkpoint, verify_checkpoint
+from oslo_models.checkpoint.optimizer import load_optimizer, save_optimizer
 from oslo_models.checkpoint.reader import CheckpointReader, LazySlice
 from oslo_models.checkpoint.staging import finish_interrupted_save
 from oslo_models.checkpoint.weights import TensorInfo
@@ -14,8 +15,10 @@ __all__ = [
     "TensorInfo",
     "finish_interrupted_save",
     "inspect_checkpoint",
+    "load_optimizer",
     "open_checkpoint",
     "save_merged",
+    "save_optimizer",
     "save_split",
     "verify_checkpoint",
 ]

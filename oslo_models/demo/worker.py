@@ -167,8 +167,9 @@ class Demo:
         """Let the parallel model write, with transformers' own ``generate``."""
         ids = tokenizer(PROMPT, add_special_tokens=False, return_tensors="pt").to(self.device)
         torch.manual_seed(self.args.seed)
-        out = self.model.generate(**ids, max_new_tokens=200, do_sample=True, temperature=0.7, top_p=0.9)
-        self.say(f"\nit writes, after {PROMPT!r}:", tokenizer.decode(out[0], skip_special_tokens=True), "")
+        out = self.model.generate(**ids, max_new_tokens=200, do_sample=True, temperature=0.9)
+        text = tokenizer.decode(out[0], skip_special_tokens=True).rstrip()
+        self.say(f"\nit writes, after {PROMPT!r} (more --steps, better Python):", text, "")
 
     def draw(self, losses: list[float], before: float, after: float) -> None:
         """The loss curve as an image, if matplotlib is there."""

@@ -365,6 +365,35 @@ class ParallelModel(PreTrainedModel):
             **kwargs,
         )
 
+    def save_optimizer(self, optimizer: torch.optim.Optimizer, save_directory: str | Path, **state: Any) -> None:
+        """Save what training needs beside the weights: the optimizer and the random states of all ranks; collective.
+
+        The directory may be that of the model's checkpoint; then save the model first. As with the model, what was
+        there stays until everything is written.
+
+        Args:
+            state: what else `load_optimizer` is to return: ``step=100``, ``scheduler=scheduler.state_dict()``; numbers,
+                strings, tensors, and lists and dictionaries of them. Each rank gets its own back.
+
+        Raises:
+            ValueError: ``state`` holds what cannot be read back.
+            OSError: the directory cannot be written.
+        """
+        checkpoint.save_optimizer(save_directory, optimizer, self.mesh or ParallelMesh(), state)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str | Path) -> dict[str, Any]:
+        """Go on where `save_optimizer` was called, with the same sizes; collective. The last call before training.
+
+        Returns:
+            The ``state`` that was saved.
+
+        Raises:
+            FileNotFoundError: there is no optimizer state.
+            ValueError: it is of other parallel sizes, or of another optimizer.
+            OSError: a file of it is damaged (``CheckpointError``, which names it).
+        """
+        return checkpoint.load_optimizer(directory, optimizer, self.mesh or ParallelMesh())
+
     def _write_config(self, directory: Path) -> None:
         config = type(self.config).from_dict(self.config.to_dict())
         config.dtype, config.architectures = self.dtype, [type(self).__name__]

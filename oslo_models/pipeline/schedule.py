@@ -72,7 +72,7 @@ class Schedule:
         self.stage, self.mesh = runner.stage, runner.model.mesh
         self.number = len(micro_batches)
         parameters = [param for param in runner.model.parameters() if param.requires_grad]
-        self.trains = torch.is_grad_enabled() and bool(counts) and bool(parameters)
+        self.trains = torch.is_grad_enabled() and bool(counts)  # as on all stages, whether this one's parameters do
         self.ahead = min(self.number, self.stage.count - 1 - self.stage.index) if self.trains else 0
         self.arrivals = self.forwards = self.returns = self.backwards = 0
         self.alive: dict[int, _Alive] = {}
@@ -83,15 +83,14 @@ class Schedule:
         by_fsdp = any(isinstance(param, DTensor) for param in parameters)
         self._quietly = parameters if self.mesh.dp.size > 1 and not by_fsdp and engine is None else None
         self.engine = engine if self.trains else None
-        self._kept: list[Tensor | None] = []
         self._finished = False
 
     def __iter__(self) -> Iterator[Any]:
         outputs: deque[Any] = deque()
         if self.trains:
-            self._kept = [param.grad for param, _ in self.tied]
-            for param, _ in self.tied:
-                param.grad = None
+            for param, axis in self.tied:
+                if axis.rank > 0:  # every copy has the gradient of loops before; the sum over the stages counts it once
+                    param.grad = None
         try:
             for turn in range(self.number):
                 while self.forwards < min(self.number, turn + self.ahead + 1):
@@ -149,12 +148,17 @@ class Schedule:
         if self.engine is not None:
             self.engine.wait_for_last(is_last=i == self.number - 1)
         leaves = list(alive.arrived.values())
-        if self._quietly is not None and i < self.number - 1:
+        returning: list[Tensor | None] = []
+        trained = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
+        outputs, grads = [x for x, _ in trained], [g for _, g in trained]
+        if not trained:  # the first stage, frozen
+            pass
+        elif self._quietly is not None and i < self.number - 1:
             found = torch.autograd.grad(outputs, [*leaves, *self._quietly], grads, allow_unused=True)
             for param, more in zip(self._quietly, found[len(leaves) :], strict=True):
                 if more is not None:
                     param.grad = more if param.grad is None else param.grad.add_(more)
-            returning: list[Tensor | None] = list(found[: len(leaves)])
+            returning = list(found[: len(leaves)])
         else:
             torch.autograd.backward(outputs, grads)
             returning = [leaf.grad for leaf in leaves]
@@ -232,14 +236,10 @@ class Schedule:
         report[self.number + self.stage.index] = float(abandoned)
         all_reduce(self.mesh.pp, report)
         left = report[self.number :].nonzero().flatten().tolist()
-        if self.trains:
-            for (param, axis), before in zip(self.tied, self._kept, strict=True):
-                if not left:
-                    self._sum_over_stages(param, axis)
-                if before is not None:
-                    param.grad = before if param.grad is None else param.grad.add_(before)
-            if not left:
-                share_overflow_now(self.runner.model.parameters, self.mesh.model)
+        if self.trains and not left:
+            for param, axis in self.tied:
+                self._sum_over_stages(param, axis)
+            share_overflow_now(self.runner.model.parameters, self.mesh.model)
         if not self.stage.is_last and not left:
             for loss, value in zip(self._losses, report, strict=False):
                 loss.data.copy_(value)
