@@ -1,4 +1,4 @@
-"""The loop over micro-batches: what users do in it, what travels, how much is alive, and what happens when it breaks."""
+"""The loop over micro-batches: what users do in it, what travels, what is alive, what happens when it breaks."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_half_precision(pool: Pool, variant: str, tp: int, dtype: torch.dtype, s
 
 
 def overflow_on_one_rank(given: Case, bad_rank: int) -> tuple[list[float], list[bool]]:
-    """The scales after each of three steps, and which steps changed the parameters; one rank overflows in the second."""
+    """The scales after three steps, and which steps changed the parameters; one rank overflows in the second."""
     cls: Any = registry.find(given.name)
     model = cls.from_config_with_parallel(given.config, 2, 2, seed=3)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=8.0)

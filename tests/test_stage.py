@@ -205,7 +205,7 @@ def test_stages_are_as_even_as_blocks_allow(variant: str, name: str) -> None:
             part, stage = make_stage(name, model.config, index, count)
             assert max(weights(costs, stage.ranges, 0, after)) == least
             start, stop = stage.ranges[index]
-            assert [block for block in blocks_of(part)] == blocks[start:stop]
+            assert list(blocks_of(part)) == blocks[start:stop]
             for stack in model.plan(model.config).blocks:
                 for number, block in enumerate(part.get_submodule(part._prefix() + stack)):
                     seen = {

@@ -115,7 +115,8 @@ class Pipeline:
         if stack.here:
             hidden = self.runner.run_stack(0, batch, self._relay_in(stack, hidden))
             self._relay_out(stack, hidden)
-        return BaseModelOutput(last_hidden_state=broadcast(self.mesh.pp, hidden.contiguous(), src=stack.last))
+        hidden = hidden.to(self.model.dtype).contiguous()
+        return BaseModelOutput(last_hidden_state=broadcast(self.mesh.pp, hidden, src=stack.last))
 
     @torch.no_grad()
     def _step(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
@@ -135,7 +136,7 @@ class Pipeline:
                 self._relay_out(stack, leaving[number])
         if self.stage.is_last:
             assert output is not None
-            logits = output.logits[:, -keep:].contiguous()
+            logits = output.logits[:, -keep:].to(self.model.dtype).contiguous()  # autocast may have made it another
         else:
             vocab = self.model.config.vocab_size
             logits = torch.empty(rows, min(keep, length), vocab, dtype=self.model.dtype, device=self.mesh.device)
@@ -149,4 +150,4 @@ class Pipeline:
 
     def _relay_out(self, stack: Stack, hidden: Tensor) -> None:
         if self.stage.index < stack.last:
-            send(self.mesh.pp, hidden.contiguous(), self.stage.index + 1)
+            send(self.mesh.pp, hidden.to(self.model.dtype).contiguous(), self.stage.index + 1)
