@@ -194,8 +194,11 @@ def _inspect(args: argparse.Namespace) -> None:
         print(json.dumps(found, indent=1))
         return
     manifest = found["manifest"] or {}
-    sizes = f", tensor_parallel_size={found['tp']}, pipeline_parallel_size={found['pp']}"
-    print(f"{args.directory}: {found['kind']} checkpoint{sizes if found['kind'] == 'split' else ''}")
+    if found["split"]:
+        tp, pp = found["split"]
+        print(f"{args.directory}: split checkpoint, tensor_parallel_size={tp}, pipeline_parallel_size={pp}")
+    else:
+        print(f"{args.directory}: merged checkpoint")
     if manifest.get("architectures"):
         print(f"  architecture: {', '.join(manifest['architectures'])}")
     if manifest.get("versions"):

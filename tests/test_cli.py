@@ -58,7 +58,7 @@ def test_inspect_a_split_checkpoint(split: Path, capsys: pytest.CaptureFixture[s
     assert "GPT2LMHeadModel" in shown
     assert "pytorch_model_tp=0_pp=0.bin" in shown and "2 tensors, 16 elements, float32" in shown
     assert cli.main(["inspect", str(split), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tp"] == 2
+    assert json.loads(capsys.readouterr().out)["split"] == [2, 1]
 
 
 def test_inspect_finds_damage(split: Path, capsys: pytest.CaptureFixture[str]) -> None:
