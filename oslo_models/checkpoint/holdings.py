@@ -50,12 +50,15 @@ def gather_tables(
         ValueError: on every rank, when a tensor does not have the shape that its layout gives the rank.
     """
     table: Table = {}
+    originals: dict[str, str] = {}
+    for name in sorted(tensors, key=lambda name: name in tied):  # on a stage without it, another of its names stands in
+        originals.setdefault(tied.get(name, name), name)
     with agree(mesh.world, doing):
         for name, tensor in tensors.items():
             if name not in layouts or tuple(tensor.shape) != layouts[name].local_shape(mesh.tp.rank):
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, which is not a part of {layouts.get(name)}")
-            original = tied.get(name)
-            shares = original is not None and original in tensors and _same_memory(tensor, tensors[original])
+            original = originals[tied.get(name, name)]
+            shares = original != name and _same_memory(tensor, tensors[original])
             table[name] = Held(layouts[name], tensor.dtype, mesh.pp.rank, original if shares else None)
     stages = gather_objects(mesh.world, table if mesh.tp.rank == mesh.dp.rank == 0 else {})
     return table, [stage for stage in stages if stage]
