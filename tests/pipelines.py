@@ -136,6 +136,7 @@ class Case:
 
     Attributes:
         batches: for each step of an optimizer the batch of each replica.
+        norm: that of all gradients together.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Case:
     loss: list[Tensor]
     gradients: dict[str, Tensor | None]
     trained: dict[str, Weights] = field(default_factory=dict)
+    norm: float = float("nan")
 
 
 STEPS = {"SGD": 1, "AdamW": 3}
@@ -167,7 +169,8 @@ def case(
     model = whole(name, config, seed)
     weights = full_parameters(model)
     loss = take_reference_step(model, batches[0])
-    made = Case(name, config, batches, weights, loss, full_gradients(model))
+    norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None]).item()
+    made = Case(name, config, batches, weights, loss, full_gradients(model), norm=norm)
     for optimizer in optimizers:
         model = whole(name, config, seed)
         stepper = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)

@@ -175,6 +175,8 @@ def check_replicas(wrapper: str, given: Case, tp: int, pp: int) -> None:
             if step == 0:
                 lines += differ("loss", loss, given.loss[model.mesh.dp.rank], TOLERANCE)
                 lines += differ_in_gradients(model, given.gradients)
+                norm = model.clip_grad_norm_(1e9)
+                lines += differ("norm", norm, torch.tensor(given.norm, dtype=norm.dtype), TOLERANCE)
             stepper.step()
         lines += differ_in_stage(model, f"{optimizer}:", stage_parameters(model), expected, TOLERANCE)
     assert not lines, "\n".join(lines)

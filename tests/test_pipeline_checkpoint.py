@@ -22,7 +22,7 @@ VARIANTS = [
     *("bert", "gpt2", "gpt_neo", "gptj", "llama", "t5"),
     *("bert-untied", "gpt2-untied", "gpt_neo-untied", "gptj-tied", "llama-untied", "llama-one-kv", "t5-gated-untied"),
 ]
-SIZES = [(1, 1), (1, 4), (3, 1), (4, 1), (3, 2)]
+SIZES = [(1, 1), (1, 4), (3, 1), (4, 1)]
 
 
 def save_whole(name: str, config: PreTrainedConfig, seed: int, folder: Path) -> dict[str, Tensor]:
@@ -85,12 +85,13 @@ def test_any_division_loads_any_other(pool: Pool, tmp_path: Path, variant: str, 
     name, config = zoo.lm_head(variant), pipelines.config(variant)
     weights = save_whole(name, config, seed, tmp_path / "whole")
     pool.run(4, load_and_save, name, tmp_path / "whole", tmp_path / "2x2", 2, 2, weights, None)
-    for tp, pp in SIZES:
+    sizes = SIZES if variant in registry.ARCHITECTURES else [(1, 4)]
+    for tp, pp in sizes:
         pool.run(tp * pp, load_and_save, name, tmp_path / "2x2", tmp_path / f"{tp}x{pp}", tp, pp, weights, None)
-    pool.run(4, load_and_save, name, tmp_path / "1x4", tmp_path / "again", 2, 2, weights, True)
+    pool.run(3, load_and_save, name, tmp_path / "1x4", tmp_path / "again", 3, 1, weights, True)
     pool.run(2, load_and_save, name, tmp_path / "again", tmp_path / "at-last", 1, 2, weights, None)
     whole = (tmp_path / "whole" / "model.safetensors").read_bytes()
-    for made in ["2x2", *(f"{tp}x{pp}" for tp, pp in SIZES), "again", "at-last"]:
+    for made in ["2x2", *(f"{tp}x{pp}" for tp, pp in sizes), "again", "at-last"]:
         merged = tmp_path / f"{made}-merged"
         assert (merged / "model.safetensors").read_bytes() == whole, made
     model, info = zoo.original(name).from_pretrained(merged, output_loading_info=True)
@@ -114,7 +115,7 @@ def parts(name: str, tp: int, pp: int, source: Any, options: dict[str, Any]) -> 
 def check_sizes(pool: Pool, name: str, source: Any, options: dict[str, Any]) -> dict[str, Tensor]:
     """The model is the same at all sizes; returns its parameters."""
     whole = {key: part for key, _, _, part in parts(name, 1, 1, source, options)}
-    for tp, pp in ((1, 2), (1, 4), (2, 2), (3, 2)):
+    for tp, pp in ((1, 4), (2, 2), (3, 2)):
         found: set[str] = set()
         for held in pool.run(tp * pp, parts, name, tp, pp, source, options):
             for key, layout, rank, part in held:
