@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("oslo-demo"),
         help="where all files go (default: %(default)s)",
     )
-    add("--steps", metavar="N", type=int, default=600, help="training steps (default: %(default)s)")
+    add("--steps", metavar="N", type=int, default=300, help="training steps (default: %(default)s)")
     ranks = f"over how many processes each layer is divided: 1 to {HEADS}, the attention heads (default: %(default)s)"
     add("--tensor-parallel-size", "-n", metavar="N", type=int, default=2, help=ranks)
     add("--seed", metavar="N", type=int, default=0, help="another seed, another model (default: %(default)s)")
