@@ -34,6 +34,7 @@ setup(
     ],
     extras_require={
         "bench": ["accelerate"],  # what transformers needs for its own tensor parallelism, a peer
+        "deepspeed": ["deepspeed>=0.19,<0.20"],
         "demo": ["matplotlib"],
         "dev": ["hypothesis", "mypy", "pytest", "ruff", "setuptools", "wheel"],
     },

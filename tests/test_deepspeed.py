@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def make(name: str, config: PreTrainedConfig, tp: int, pp: int) -> Any:
 
 def with_engine(model: Any, config: dict[str, Any]) -> Any:
     """As documented, without what DeepSpeed would compile for this machine, and without what it says."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     warnings.simplefilter("ignore")
@@ -214,7 +216,7 @@ def test_a_loop_that_is_left(pool: Pool) -> None:
 
 
 def check_checkpoint(config: PreTrainedConfig, tp: int, pp: int, batches: list[Batch], folder: Path) -> None:
-    """DeepSpeed's own checkpoint, which has a file for each rank of the model."""
+    """DeepSpeed's own checkpoint, which has a file for each rank of the model, and ours."""
     engine = with_engine(make("GPT2LMHeadModel", config, tp, pp), zero(1, **ADAMW))
     own = own_batches(engine.module, batches)
     engine_step(engine, own[:1])
@@ -224,9 +226,15 @@ def check_checkpoint(config: PreTrainedConfig, tp: int, pp: int, batches: list[B
     again.load_checkpoint(folder)
     found = engine_step(again, own[1:])
     assert found == expected
+    engine.module.save_pretrained_with_parallel(folder / "weights")
+    cls: Any = registry.find("GPT2LMHeadModel")
+    loaded = cls.from_pretrained_with_parallel(folder / "weights", tp, pp)
+    for (name, param), trained in zip(loaded.named_parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(param, trained), name
 
 
 def test_checkpoint_of_deepspeed(pool: Pool, tmp_path: Path, seed: int) -> None:
     config = zoo.config("gpt2")
     batches = [pipelines.batch("GPT2LMHeadModel", config, seed + step, 2 * ROWS, torch.float32) for step in range(3)]
-    pool.run(4, check_checkpoint, config, 1, 2, batches, tmp_path, env=True)
+    for tp, pp in ((2, 1), (1, 2)):
+        pool.run(4, check_checkpoint, config, tp, pp, batches, tmp_path / f"{tp} {pp}", env=True)
