@@ -1,0 +1,237 @@
+// All-reduce and all-gather between the processes of one host, through memory that they share.
+//
+// Every rank has two slots and a counter. In one exchange each rank fills a slot, raises its counter and waits until the
+// counters of all others have come as far; then every rank reads all slots. The slots are taken in turn: whoever fills
+// one again has seen all others at the exchange in between, thus past the reading of the older one. Sums are formed in
+// the order of the ranks, so that all ranks get the same bits.
+
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int kSpins = 2000;          // some 20 us on a core of one's own
+constexpr int kYields = 200;          // then let others run
+constexpr long kPatience = 100000000; // ns asleep before the caller may look at signals, time and the peer
+constexpr int kClosed = 1 << 30;      // what a call without a region returns
+
+struct alignas(64) Rank {
+    std::atomic<uint32_t> posted;   // exchanges that this rank has filled a slot for
+    std::atomic<uint32_t> sleepers; // ranks that sleep until `posted` changes
+    uint64_t call[2];               // what the slot belongs to, to find calls that do not match
+};
+
+struct Region {
+    char* memory;
+    int64_t slot, length;
+    int fd, rank, size;
+    uint32_t exchanges = 0;
+    int64_t offset = 0;  // bytes of the current call that are done: a call may be left and taken up again
+    bool posted = false; // whether this rank has filled its slot for the bytes at `offset`
+
+    Rank& state(int peer) { return reinterpret_cast<Rank*>(memory)[peer]; }
+    char* part(int peer) { return memory + size * sizeof(Rank) + (2 * peer + (exchanges & 1)) * slot; }
+};
+
+long futex(std::atomic<uint32_t>& word, int op, uint32_t value, const timespec* timeout) {
+    return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), op, value, timeout, nullptr, 0);
+}
+
+void post(Rank& state, uint32_t exchange) {
+    state.posted.store(exchange);
+    if (state.sleepers.load()) futex(state.posted, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+bool reached(Rank& state, uint32_t exchange) {
+    return static_cast<int32_t>(state.posted.load(std::memory_order_acquire) - exchange) >= 0;
+}
+
+bool wait(Rank& state, uint32_t exchange) {
+    for (int i = 0; i < kSpins; ++i) {
+        if (reached(state, exchange)) return true;
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+    for (int i = 0; i < kYields; ++i) {
+        if (reached(state, exchange)) return true;
+        sched_yield();
+    }
+    state.sleepers.fetch_add(1);
+    const uint32_t seen = state.posted.load();
+    const timespec patience{0, kPatience};
+    if (!reached(state, exchange)) futex(state.posted, FUTEX_WAIT, seen, &patience);
+    state.sleepers.fetch_sub(1);
+    return reached(state, exchange);
+}
+
+// Fill the own slot and wait for those of the others: 0, or 1 + the rank that is not there yet, or -1 - the rank whose
+// call is another one.
+int exchange(Region& region, const char* data, int64_t bytes, uint64_t call) {
+    if (!region.posted) {
+        ++region.exchanges;
+        std::memcpy(region.part(region.rank), data, bytes);
+        Rank& own = region.state(region.rank);
+        own.call[region.exchanges & 1] = call;
+        post(own, region.exchanges);
+        region.posted = true;
+    }
+    for (int peer = 0; peer < region.size; ++peer)
+        if (!wait(region.state(peer), region.exchanges)) return 1 + peer;
+    for (int peer = 0; peer < region.size; ++peer)
+        if (region.state(peer).call[region.exchanges & 1] != call) return -1 - peer;
+    region.posted = false;
+    return 0;
+}
+
+struct BFloat16 {
+    uint16_t bits;
+    operator float() const {
+        const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+        float value;
+        std::memcpy(&value, &wide, sizeof value);
+        return value;
+    }
+    BFloat16() = default;
+    BFloat16(float value) { // to nearest, ties to even
+        uint32_t wide;
+        std::memcpy(&wide, &value, sizeof wide);
+        bits = value != value ? 0x7fc0 : (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+    }
+};
+
+template <typename T, typename Sum, bool kMax>
+void combine(Region& region, void* out, int64_t bytes) {
+    constexpr int64_t kBlock = 1024; // stays in the first-level cache
+    const int64_t count = bytes / sizeof(T);
+    T* to = static_cast<T*>(out);
+    for (int64_t first = 0; first < count; first += kBlock) {
+        const int64_t n = count - first < kBlock ? count - first : kBlock;
+        Sum sum[kBlock];
+        for (int peer = 0; peer < region.size; ++peer) {
+            const T* from = reinterpret_cast<const T*>(region.part(peer)) + first;
+            if (peer == 0)
+                for (int64_t i = 0; i < n; ++i) sum[i] = from[i];
+            else if (kMax)
+                for (int64_t i = 0; i < n; ++i) sum[i] = sum[i] < Sum(from[i]) ? Sum(from[i]) : sum[i];
+            else
+                for (int64_t i = 0; i < n; ++i) sum[i] += Sum(from[i]);
+        }
+        for (int64_t i = 0; i < n; ++i) to[first + i] = T(sum[i]);
+    }
+}
+
+using Combine = void (*)(Region&, void*, int64_t);
+
+template <bool kMax>
+Combine combine_of(int dtype) {
+    switch (dtype) {
+        case 0: return combine<float, float, kMax>;
+        case 1: return combine<double, double, kMax>;
+        case 2: return combine<BFloat16, float, kMax>;
+        default: return combine<_Float16, float, kMax>;
+    }
+}
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+} // namespace
+
+extern "C" {
+
+// A file of shared memory without a name, for `size` ranks with slots of `slot` bytes: its descriptor, or -errno.
+int oslo_shm_create(int size, int64_t slot) {
+    const int fd = memfd_create("oslo-all-reduce", MFD_CLOEXEC);
+    if (fd < 0) return -errno;
+    if (ftruncate(fd, size * (static_cast<int64_t>(sizeof(Rank)) + 2 * slot)) == 0) return fd;
+    const int error = errno;
+    close(fd);
+    return -error;
+}
+
+// Map the file and mark this rank as alive in it, for as long as the process lives. Owns `fd`. Null on failure.
+void* oslo_shm_open(int fd, int rank, int size, int64_t slot) {
+    const int64_t length = size * (static_cast<int64_t>(sizeof(Rank)) + 2 * slot);
+    void* memory = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    // A lock ends with its process, however that ends, and children do not inherit it.
+    struct flock lock = {};
+    lock.l_type = F_WRLCK;
+    lock.l_start = rank;
+    lock.l_len = 1;
+    if (memory == MAP_FAILED || fcntl(fd, F_SETLK, &lock) != 0) {
+        if (memory != MAP_FAILED) munmap(memory, length);
+        close(fd);
+        return nullptr;
+    }
+    Region* region = new Region;
+    region->memory = static_cast<char*>(memory);
+    region->slot = slot;
+    region->length = length;
+    region->fd = fd;
+    region->rank = rank;
+    region->size = size;
+    return region;
+}
+
+void oslo_shm_close(void* handle) {
+    Region* region = static_cast<Region*>(handle);
+    munmap(region->memory, region->length);
+    close(region->fd);
+    delete region;
+}
+
+// Whether the process of the rank still has the region open.
+int oslo_shm_alive(void* handle, int peer) {
+    struct flock lock = {};
+    lock.l_type = F_WRLCK;
+    lock.l_start = peer;
+    lock.l_len = 1;
+    return fcntl(static_cast<Region*>(handle)->fd, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+// Reduce `bytes` bytes at `data` over the ranks, in place. 0 when done; 1 + rank when that rank keeps this one waiting:
+// call again with the same arguments to go on; -1 - rank when that rank is in another call.
+int oslo_shm_all_reduce(void* handle, void* data, int64_t bytes, int dtype, int max) {
+    if (!handle) return kClosed;
+    Region& region = *static_cast<Region*>(handle);
+    char* bytes_of = static_cast<char*>(data);
+    const Combine combine = max ? combine_of<true>(dtype) : combine_of<false>(dtype);
+    const uint64_t call = static_cast<uint64_t>(bytes) << 8 | (1 + 2 * dtype + max);
+    for (int64_t& done = region.offset; done < bytes;) {
+        const int64_t n = least(region.slot, bytes - done);
+        if (const int error = exchange(region, bytes_of + done, n, call)) return error;
+        combine(region, bytes_of + done, n);
+        done += n;
+    }
+    region.offset = 0;
+    return 0;
+}
+
+// Put the `bytes` bytes that each rank has at `data` behind one another at `out`. Results as above.
+int oslo_shm_all_gather(void* handle, const void* data, void* out, int64_t bytes) {
+    if (!handle) return kClosed;
+    Region& region = *static_cast<Region*>(handle);
+    for (int64_t& done = region.offset; done < bytes;) {
+        const int64_t n = least(region.slot, bytes - done);
+        if (const int error = exchange(region, static_cast<const char*>(data) + done, n, static_cast<uint64_t>(bytes) << 8))
+            return error;
+        for (int peer = 0; peer < region.size; ++peer)
+            std::memcpy(static_cast<char*>(out) + peer * bytes + done, region.part(peer), n);
+        done += n;
+    }
+    region.offset = 0;
+    return 0;
+}
+
+} // extern "C"

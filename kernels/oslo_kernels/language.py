@@ -1,0 +1,48 @@
+"""Triton where it is installed: importing an operation works without it, launching a kernel does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["jit", "launch", "power_of_two", "rows_of", "strips", "tl", "triton", "wide"]
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton, tl = None, SimpleNamespace(constexpr=int)
+
+jit: Callable[..., Any] = triton.jit if triton is not None else lambda kernel: kernel
+
+
+def power_of_two(size: int, limit: int) -> int:
+    """The smallest power of two that is not below ``size``, at most ``limit``."""
+    return min(limit, 1 << max(0, size - 1).bit_length())
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers of ``dtype`` are computed with."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """``x`` as a matrix of its last dimension, whose elements lie side by side; a copy only if they do not."""
+    matrix = x.reshape(-1, x.shape[-1])
+    return matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def strips(rows: int) -> int:
+    """Among how many programs rows are shared out where each sums over its own."""
+    return max(1, min(256, rows // 4))
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+    """Launch a kernel on the device and the current stream of the first tensor."""
+    device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
+    with torch.cuda.device(device.index if device.type == "cuda" else -1):
+        kernel[grid](*arguments, num_warps=num_warps, **constants)

@@ -1,0 +1,114 @@
+"""Bans tokens that would repeat an n-gram: sets their scores to minus infinity, in place.
+
+Compiled for CPU and GPU from one source where there is a compiler; in Triton or plain torch elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_kernels.build import BuildError, load
+from oslo_kernels.language import jit, launch, power_of_two, tl, triton
+
+_MINUS_INFINITY = {
+    torch.float32: 0xFF800000,
+    torch.float64: 0xFFF0000000000000,
+    torch.bfloat16: 0xFF80,
+    torch.float16: 0xFC00,
+}
+
+
+def block_repeats_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tensor | None = None) -> Tensor:
+    """Ban every token with which a row of ``ids`` would end in an n-gram that its source has. Returns ``scores``.
+
+    Args:
+        scores_RV: scores of the next token of each row, of any floating type; changed in place.
+        ids_RL: int64; what each row has so far. Shorter rows than ``size - 1`` ban nothing.
+        size: of an n-gram, at least 1.
+        source_SL: int64; where n-grams are looked for; row ``r`` of ``ids`` has row ``r // (R // S)`` of it. ``None``:
+            in ``ids`` themselves. Tokens of it that have no score are passed over.
+    """
+    source_SL = ids_RL if source_SL is None else source_SL
+    if ids_RL.shape[1] < size - 1 or source_SL.shape[1] < size or not len(ids_RL):
+        return scores_RV
+    run = _compiled(scores_RV.device.type)
+    whole_rows = all(x.stride(-1) == 1 for x in (scores_RV, ids_RL, source_SL))
+    if run is not None and whole_rows and scores_RV.dtype in _MINUS_INFINITY:
+        run(scores_RV, ids_RL, size, source_SL)
+    elif scores_RV.is_cuda and triton is not None:
+        _in_triton(scores_RV, ids_RL, size, source_SL)
+    else:
+        reference_(scores_RV, ids_RL, size, source_SL)
+    return scores_RV
+
+
+def reference_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tensor) -> None:
+    """`block_repeats_` in plain torch, without waiting for the device."""
+    rows, vocab = scores_RV.shape
+    source_RL = source_SL.repeat_interleave(rows // len(source_SL), 0)
+    windows_RWn = source_RL.unfold(1, size, 1)
+    prefix_R1n = ids_RL[:, ids_RL.shape[1] - size + 1 :].unsqueeze(1)
+    last_RW = windows_RWn[..., -1]
+    hits_RW = (windows_RWn[..., :-1] == prefix_R1n).all(-1) & (last_RW >= 0) & (last_RW < vocab)
+    banned_RV = torch.zeros((rows, vocab + 1), dtype=torch.bool, device=scores_RV.device)
+    banned_RV.scatter_(1, last_RW.masked_fill(~hits_RW, vocab), True)  # what bans nothing goes to a spare column
+    scores_RV.masked_fill_(banned_RV[:, :vocab], float("-inf"))
+
+
+@cache
+def _compiled(device: str) -> Any:
+    """The function for a type of device, or nothing where it cannot be compiled."""
+    try:
+        function = load("ngrams.cpp", cuda=device == "cuda").oslo_block_repeats
+    except (BuildError, OSError):
+        return None
+    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
+
+    def run(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tensor) -> None:
+        values = (
+            *(scores_RV.data_ptr(), ids_RL.data_ptr(), source_SL.data_ptr()),
+            *(scores_RV.stride(0), ids_RL.stride(0), source_SL.stride(0)),
+            *(len(ids_RL), ids_RL.shape[1], source_SL.shape[1], len(ids_RL) // len(source_SL), scores_RV.shape[1]),
+            *(size, scores_RV.element_size(), _MINUS_INFINITY[scores_RV.dtype]),
+            torch.cuda.current_stream(scores_RV.device).cuda_stream if scores_RV.is_cuda else 0,
+        )
+        with torch.cuda.device(scores_RV.device if scores_RV.is_cuda else -1):
+            error = function((ctypes.c_uint64 * len(values))(*values))
+        if error:
+            raise RuntimeError(f"the n-gram kernel was not launched: CUDA error {error}")
+
+    return run
+
+
+@jit
+def block_repeats_kernel(
+    scores_ptr, ids_ptr, source_ptr, scores_stride, ids_stride, source_stride, length, windows, group, vocab,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    starts = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = source_ptr + (row // group) * source_stride + starts
+    prefix = ids_ptr + row * ids_stride + length - (SIZE - 1)
+    hits = starts < windows
+    for i in tl.static_range(SIZE - 1):
+        hits &= tl.load(source + i, mask=starts < windows, other=-1) == tl.load(prefix + i)
+    last = tl.load(source + (SIZE - 1), mask=hits, other=-1)
+    tl.store(scores_ptr + row * scores_stride + last, float("-inf"), mask=hits & (last >= 0) & (last < vocab))
+
+
+def _in_triton(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tensor) -> None:
+    ids_RL, source_SL = ids_RL.contiguous(), source_SL.contiguous()
+    scores = scores_RV if scores_RV.stride(-1) == 1 else scores_RV.contiguous()
+    windows = source_SL.shape[1] - size + 1
+    block = power_of_two(windows, 1024)
+    sizes = (ids_RL.shape[1], windows, len(ids_RL) // len(source_SL), scores.shape[1])
+    strides = (scores.stride(0), ids_RL.stride(0), source_SL.stride(0))
+    grid = (len(ids_RL), -(-windows // block))
+    launch(block_repeats_kernel, grid, scores, ids_RL, source_SL, *strides, *sizes, SIZE=size, BLOCK=block)
+    if scores is not scores_RV:
+        scores_RV.copy_(scores)
