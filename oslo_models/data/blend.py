@@ -1,0 +1,98 @@
+"""`DatasetBlender`: several datasets as one, each with its share at every moment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from oslo_kernels.blending import blend
+
+PRECISION = 1 << 61
+"""What the weights are rounded to parts of."""
+
+
+class DatasetBlender(Dataset[Any]):
+    """Samples of several datasets in turn: after ``k`` of them, one of weight ``w`` has given ``w * k``, up or down.
+
+    The length is that of all datasets together. A dataset whose weight asks for more samples than it has begins again.
+
+    Args:
+        datasets: any number of datasets with a length.
+        weights: of each, not negative; they need not sum up to 1. By default the lengths, so that each sample of each
+            dataset comes once.
+
+    Raises:
+        ValueError: no datasets, weights that do not fit, or a dataset without samples that has a weight.
+    """
+
+    def __init__(self, datasets: Sequence[Any], weights: Sequence[float] | None = None) -> None:
+        self.datasets = list(datasets)
+        self._lengths = [len(dataset) for dataset in self.datasets]
+        if weights is not None and len(weights) != len(self.datasets):
+            raise ValueError(f"{len(weights)} weights for {len(self.datasets)} datasets")
+        if not sum(self._lengths):
+            raise ValueError(f"nothing to blend: {len(self.datasets)} datasets with no samples")
+        self._shares = _shares(self._lengths if weights is None else weights)
+        for number, (share, length) in enumerate(zip(self._shares, self._lengths, strict=True)):
+            if share and not length:
+                raise ValueError(f"dataset {number} has a weight and no samples; leave it out or give it the weight 0")
+        self._places: tuple[NDArray[Any], NDArray[Any]] | None = None
+
+    def _blended(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        if self._places is None:  # after it was made or sent to another process
+            dataset, sample = blend(np.array(self._shares, np.int64), len(self))
+            self._places = dataset.astype(np.min_scalar_type(len(self.datasets) - 1)), sample
+        return self._places
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_places": None}
+
+    def __len__(self) -> int:
+        return sum(self._lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        which, sample = self.place(index)
+        return self.datasets[which][sample]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The dataset from which a sample comes, and its index there."""
+        datasets, samples = self._places or self._blended()
+        if not -len(datasets) <= index < len(datasets):
+            raise IndexError(f"sample {index} of a dataset of {len(datasets)}")
+        which = int(datasets[index])
+        return which, int(samples[index]) % self._lengths[which]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order of the samples depends on; where training stands, a sampler or a loader knows."""
+        states = [dataset.state_dict() if hasattr(dataset, "state_dict") else None for dataset in self.datasets]
+        return {"shares": self._shares, "lengths": self._lengths, "datasets": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See that this is the blend that the state is from.
+
+        Raises:
+            ValueError: the weights or the datasets are others.
+        """
+        for key, what in (("shares", "weights"), ("lengths", "datasets of other lengths")):
+            if state[key] != self.state_dict()[key]:
+                raise ValueError(f"the saved state is of a blend with other {what}")
+        for dataset, saved in zip(self.datasets, state["datasets"], strict=True):
+            if saved is not None:
+                dataset.load_state_dict(saved)
+
+
+def _shares(weights: Sequence[float]) -> list[int]:
+    """Weights as whole numbers in the same proportion, as closely as 61 bits can say it."""
+    if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not sum(weights):
+        raise ValueError(f"weights={list(weights)} are not numbers of at least 0, one of them more than that")
+    if all(isinstance(weight, int) for weight in weights) and sum(weights) < PRECISION:
+        return [int(weight) for weight in weights]
+    exact = [Fraction(weight) for weight in weights]
+    whole = sum(exact)
+    return [max(round(weight * PRECISION / whole), 1) if weight else 0 for weight in exact]

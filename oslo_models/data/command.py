@@ -1,0 +1,119 @@
+"""``oslo-models preprocess``: its options, and how they become a `DatasetPreprocessor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+# transformers takes a second to import: the command line asks this file for its options only.
+
+DESCRIPTION = """\
+Turn texts into a binarised dataset: NAME.bin holds the tokens, NAME.idx says where each document lies. The files are
+those of Megatron-LM, NeMo and GPT-NeoX, and what oslo_models.DatasetForCausalLM reads. Input may be of any size: it is
+streamed, over all cores. When the command is interrupted or killed, run it again: it goes on from where it was.
+
+Inputs are told by their endings:
+  .txt                 each line is a document, its line break included
+  .jsonl               each line is a JSON object; --text-key names the text in it
+  .parquet             a table; --text-key names the column (needs pyarrow)
+  .txt.gz, .jsonl.zst  and so on: compressed (.zst needs zstandard)"""
+EPILOG = """\
+examples:
+  oslo-models preprocess wiki.txt --tokenizer gpt2 --output data/wiki
+  oslo-models preprocess part-*.jsonl.gz --tokenizer ./tokenizer.json --eod '<|endoftext|>' --output data/web
+  oslo-models preprocess code.parquet --text-key content --tokenizer ./llama --skip-malformed --output data/code
+
+Then, in Python:
+  from oslo_models import DatasetForCausalLM
+  dataset = DatasetForCausalLM("data/wiki", max_seq_length=1024, end_weight=0.9)"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("inputs", metavar="INPUT", nargs="+", type=Path, help="a file; several become one dataset, in this order")
+    add("--output", "-o", metavar="NAME", required=True, help="path of the dataset, without .bin and .idx")
+    add("--tokenizer", "-t", metavar="NAME", required=True, help="a directory, a tokenizer.json, or a name on the hub")
+    add("--text-key", metavar="KEY", default="text", help="key or column of the text (default: %(default)s)")
+    add("--eod", metavar="TOKEN", help="the token after each document (default: the end of sequence, or the separator)")
+    add("--no-eod", action="store_true", help="put no token after documents")
+    add(
+        "--skip-malformed",
+        action="store_true",
+        help="leave out lines that cannot be read, and name them (default: stop)",
+    )
+    add("--workers", metavar="N", type=int, default=None, help="processes that tokenise (default: one for each core)")
+    add("--chunk-size", metavar="N", type=int, default=1024, help="documents for a process at once (default: 1024)")
+    formats = "mmap: Megatron's of today; lazy, cached: the older one of fairseq (default: mmap)"
+    add("--format", choices=("mmap", "lazy", "cached"), default="mmap", help=formats)
+    add("--dtype", help="of the tokens (default: uint16 if the vocabulary is below 65500, else int32)")
+    add("--restart", action="store_true", help="begin anew, whatever an interrupted run has left")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Preprocess.
+
+    Raises:
+        ValueError: an option does not fit, or an input cannot be read.
+        OSError: there is no such file.
+    """
+    from oslo_models.data import DatasetPreprocessor
+
+    if missing := [str(path) for path in args.inputs if not path.is_file()]:
+        raise FileNotFoundError(f"no file {', '.join(missing)}")
+    if args.eod is not None and args.no_eod:
+        raise ValueError("--eod and --no-eod exclude each other")
+    tokenizer = _tokenizer(args.tokenizer)
+    preprocessor = DatasetPreprocessor(
+        *(tokenizer, args.chunk_size, args.format, not args.no_eod, _eod(tokenizer, args.eod), args.workers),
+        dtype=args.dtype,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = _show  # until the block ends
+        done = preprocessor.preprocess(_texts(args), args.output, resume=not args.restart)
+    print(
+        f"{args.output}.bin, {args.output}.idx: {done.documents:,} documents, {done.tokens:,} tokens, "
+        f"{preprocessor.dtype}; {done.inputs - done.documents:,} documents without tokens were left out"
+    )
+
+
+def _texts(args: argparse.Namespace) -> Iterator[str]:
+    from oslo_models.data import open_documents
+
+    on_error = "skip" if args.skip_malformed else "stop"
+    # opened here, so that an ending that is not known is said before anything is done
+    return chain.from_iterable([open_documents(path, args.text_key, on_error) for path in args.inputs])
+
+
+def _tokenizer(name: str) -> Any:
+    import transformers as hf
+
+    if Path(name).is_file():
+        return hf.PreTrainedTokenizerFast(tokenizer_file=name)
+    return hf.AutoTokenizer.from_pretrained(name)
+
+
+def _eod(tokenizer: Any, token: str | None) -> int | None:
+    if token is None:
+        return None
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    if token not in vocabulary:
+        raise ValueError(f"--eod {token!r} is no token of the tokenizer")
+    return vocabulary[token]
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: str | None = None,
+) -> None:
+    print(f"oslo-models preprocess: {str(message).split('; on_error')[0]}", file=sys.stderr)

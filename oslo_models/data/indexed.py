@@ -1,0 +1,277 @@
+"""The files of a binarised dataset: ``.bin`` (all tokens, one after another) and ``.idx`` (where each sequence lies).
+
+`IndexedDataset` reads both formats of Megatron, `write_index` writes them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Megatron's codes. The older Megatron and OSLO wrote float64 under 7: the size of the .bin file tells which it is.
+DTYPES = dict(enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), start=1))
+CODES = {name: code for code, name in DTYPES.items()}
+IMPLS = ("mmap", "lazy", "cached")
+MMAP_MAGIC, LEGACY_MAGIC = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
+CHUNK = 1 << 18
+"""How many entries of an index are handled at once."""
+
+
+class Index(NamedTuple):
+    """What an ``.idx`` file says.
+
+    Attributes:
+        dtype: of the tokens.
+        lengths: [sequences] tokens of each.
+        starts: [sequences] where each begins in the ``.bin`` file, in bytes or in tokens.
+        unit: the bytes that ``starts`` counts in.
+        ends: (offset in the file, count) of the int64 array that says with which sequence each document begins.
+    """
+
+    dtype: np.dtype[Any]
+    lengths: NDArray[Any]
+    starts: NDArray[np.int64]
+    unit: int
+    ends: tuple[int, int]
+
+
+class IndexedDataset:
+    """The token sequences of ``name.bin`` and ``name.idx``, of either format.
+
+    Args:
+        name: path of the files without their endings.
+        impl: how tokens are read: ``mmap`` maps the file, ``lazy`` reads from it each time, ``cached`` loads all of it.
+
+    Attributes:
+        dtype: of the tokens.
+        lengths: [sequences] tokens of each.
+        stride: what the begins of documents count for a token.
+
+    Raises:
+        ValueError: the files are no such dataset, or do not belong together.
+    """
+
+    def __init__(self, name: str | os.PathLike[str], impl: str = "mmap") -> None:
+        check_impl(impl)
+        self.name, self.impl = os.fspath(name), impl
+        index_path, data_path = self.name + ".idx", self.name + ".bin"
+        index = _read_index(index_path)
+        size = os.path.getsize(data_path)
+        tokens = int(index.lengths[-1]) if len(index.lengths) else 0
+        last = int(index.starts[-1]) if len(index.starts) else 0
+        if index.dtype == np.float32 and last + tokens * 8 == size:  # as the older writers counted
+            index = index._replace(dtype=np.dtype("<f8"))
+        itemsize = index.dtype.itemsize
+        end = last * index.unit + tokens * itemsize
+        if size < end:
+            raise ValueError(
+                f"{data_path} has {size} bytes, but {index_path} speaks of {end}: it was cut short or belongs to "
+                "another index; preprocess the data again"
+            )
+        self.dtype, self.lengths = index.dtype, index.lengths
+        self._starts, self.stride = index.starts, itemsize // index.unit
+        self._ends = index.ends
+        self._tokens: NDArray[Any] | None = None
+        self._file: int | None = None
+        if impl == "cached":
+            self._tokens = np.fromfile(data_path, self.dtype)
+        elif impl == "mmap":
+            self._tokens = map_file(data_path, self.dtype)
+        else:
+            self._file = os.open(data_path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:
+            os.close(self._file)  # type: ignore[arg-type]
+            self._file = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.impl)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self.get(i) for i in range(*index.indices(len(self)))]
+        return self.get(index)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """The tokens of a sequence, or ``length`` of them from ``offset`` on; not to be written to."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} of a dataset of {len(self)} sequences")
+        have = int(self.lengths[index])
+        length = have - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > have:
+            raise IndexError(f"tokens {offset} to {offset + length} of sequence {index}, which has {have}")
+        return self.read(int(self._starts[index]) // self.stride + offset, length)
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """``count`` tokens from the ``start``-th of the file on."""
+        if self._tokens is not None:
+            return self._tokens[start : start + count]
+        assert self._file is not None
+        itemsize = self.dtype.itemsize
+        return np.frombuffer(os.pread(self._file, count * itemsize, start * itemsize), self.dtype)
+
+    def documents(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Where each document begins (divided by ``stride``: which token of the file) and how many tokens it has.
+
+        A document is what the index says it is. Where it says nothing of use (older Megatrons left it incomplete when
+        they merged files), every sequence is one.
+        """
+        offset, count = self._ends
+        path, sequences = self.name + ".idx", len(self.lengths)
+        if count == 0 or int(np.fromfile(path, "<i8", 1, offset=offset + 8 * (count - 1))[0]) != sequences:
+            return self._starts, self.lengths
+        if count == sequences + 1 and all(
+            np.array_equal(np.fromfile(path, "<i8", stop - start, offset=offset + 8 * start), np.arange(start, stop))
+            for start, stop in _chunks(count)
+        ):
+            return self._starts, self.lengths
+        bounds = np.fromfile(path, "<i8", count, offset=offset)
+        before = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[bounds]
+        starts = np.append(self._starts, 0)[bounds[:-1]]
+        return starts, np.diff(before)
+
+
+def check_impl(impl: str) -> None:
+    """Refuse what is no way to store and read tokens."""
+    if impl not in IMPLS:
+        raise ValueError(f"binarization_impl={impl!r} is not one of {', '.join(IMPLS)}")
+
+
+def map_file(path: str | os.PathLike[str], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A file as an array that is read when it is looked at."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size // dtype.itemsize
+        if not size:
+            return np.empty(0, dtype)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype, size)
+
+
+def _read_index(path: str) -> Index:
+    with open(path, "rb") as file:
+        head = file.read(72)
+        size = os.fstat(file.fileno()).st_size
+    try:
+        if head.startswith(MMAP_MAGIC):
+            return _mmap_index(path, head, size)
+        if head.startswith(LEGACY_MAGIC):
+            return _legacy_index(path, head, size)
+    except (struct.error, KeyError):
+        pass
+    raise ValueError(f"{path} is not the index of a dataset: it begins with {head[:34]!r}")
+
+
+def _mmap_index(path: str, head: bytes, size: int) -> Index:
+    version, code, sequences, ends = struct.unpack_from("<QBQQ", head, len(MMAP_MAGIC))
+    start = 34
+    _check(path, version, start + 12 * sequences + 8 * ends, size)
+    content = map_file(path, np.dtype(np.uint8))
+    lengths = content[start : start + 4 * sequences].view("<i4")
+    starts = content[start + 4 * sequences : start + 12 * sequences].view("<i8")
+    return Index(np.dtype(DTYPES[code]).newbyteorder("<"), lengths, starts, 1, (start + 12 * sequences, ends))
+
+
+def _legacy_index(path: str, head: bytes, size: int) -> Index:
+    version, code, itemsize, sequences, sizes, ends = struct.unpack_from("<6Q", head, len(LEGACY_MAGIC))
+    start = 56
+    _check(path, version, start + 8 * (2 * (sequences + 1) + sizes + ends), size)
+    if sizes != sequences:
+        raise ValueError(f"{path}: {sequences} items with {sizes} dimensions; only sequences of tokens can be read")
+    content = map_file(path, np.dtype(np.int64).newbyteorder("<"))
+    begin = start // 8 + sequences + 1  # after the offsets of the dimensions, which are 0, 1, 2, ... for sequences
+    name = {6: f"float{8 * itemsize}", 7: f"float{8 * itemsize}"}.get(code) or DTYPES[code]
+    dtype = np.dtype(name).newbyteorder("<")
+    if dtype.itemsize != itemsize:
+        raise ValueError(f"{path}: tokens of dtype code {code} do not have {itemsize} bytes")
+    starts = content[begin : begin + sequences]
+    lengths = content[begin + sequences + 1 : begin + 2 * sequences + 1]
+    return Index(dtype, lengths, starts, itemsize, (8 * (begin + 2 * sequences + 1), ends))
+
+
+def _check(path: str, version: int, expected: int, size: int) -> None:
+    if version != 1:
+        raise ValueError(f"{path}: version {version} of the format; only 1 can be read")
+    if size < expected:
+        raise ValueError(f"{path} has {size} of {expected} bytes: it was cut short; preprocess the data again")
+
+
+def write_index(
+    path: str | os.PathLike[str],
+    lengths: NDArray[Any],
+    dtype: np.dtype[Any] | str,
+    impl: str = "mmap",
+    ends: NDArray[Any] | None = None,
+) -> None:
+    """Write the ``.idx`` file of sequences that lie one after another in their ``.bin`` file; memory is constant.
+
+    Args:
+        path: the file.
+        lengths: [sequences] tokens of each.
+        dtype: of the tokens.
+        impl: ``mmap`` for Megatron's format of today (MMIDIDX), the others for that of fairseq (TNTIDX).
+        ends: [documents + 1] with which sequence each document begins; by default every sequence is one.
+    """
+    check_impl(impl)
+    dtype = np.dtype(dtype)
+    if dtype.name not in CODES:
+        raise ValueError(f"dtype={dtype.name!r} is not one of {', '.join(CODES)}")
+    count, code = len(lengths), CODES[dtype.name]
+    ends_count = count + 1 if ends is None else len(ends)
+    with open(path, "wb") as file:
+        if impl == "mmap":
+            file.write(MMAP_MAGIC + struct.pack("<QBQQ", 1, code, count, ends_count))
+            for start, stop in _chunks(count):
+                lengths[start:stop].astype("<i4").tofile(file)
+            for offsets in _offsets(lengths):
+                (offsets[:-1] * dtype.itemsize).tofile(file)
+        else:
+            # code 7 was float64 there
+            code = {"float32": 6, "float64": 7}.get(dtype.name, code)
+            file.write(LEGACY_MAGIC + struct.pack("<6Q", 1, code, dtype.itemsize, count, count, ends_count))
+            _write_range(file, count + 1)
+            file.write(struct.pack("<q", 0))
+            for offsets in _offsets(lengths):
+                offsets[1:].tofile(file)
+            for start, stop in _chunks(count):
+                lengths[start:stop].astype("<i8").tofile(file)
+        if ends is None:
+            _write_range(file, ends_count)
+        else:
+            ends.astype("<i8").tofile(file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _chunks(count: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + CHUNK, count)) for start in range(0, count, CHUNK))
+
+
+def _offsets(lengths: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
+    """The tokens before each sequence, in chunks; each begins with the last of the chunk before."""
+    offset = 0
+    for start, stop in _chunks(len(lengths)):
+        offsets = np.empty(stop - start + 1, "<i8")
+        offsets[0] = offset
+        np.cumsum(lengths[start:stop], dtype=np.int64, out=offsets[1:])
+        offsets[1:] += offset
+        offset = int(offsets[-1])
+        yield offsets
+
+
+def _write_range(file: Any, count: int) -> None:
+    for start, stop in _chunks(count):
+        np.arange(start, stop, dtype="<i8").tofile(file)
+
+
+def total(lengths: NDArray[Any]) -> int:
+    """The sum, in constant memory."""
+    return sum(int(lengths[start:stop].sum(dtype=np.int64)) for start, stop in _chunks(len(lengths)))

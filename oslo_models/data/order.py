@@ -1,0 +1,159 @@
+"""Which tokens are in which sample: the order of documents and samples, as arrays in files that processes share.
+
+The order is that of OSLO 1 and Megatron-LM, number for number.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHUNK = 1 << 17
+"""How many documents are handled at once."""
+
+
+class Order(NamedTuple):
+    """The samples of a split.
+
+    Attributes:
+        documents: [documents] in the order in which they are put one after another.
+        bounds: [samples + 1, 2] position in ``documents`` and token in it where each sample begins, and the last ends.
+        shuffle: [samples] which of these samples comes when.
+    """
+
+    documents: NDArray[Any]
+    bounds: NDArray[Any]
+    shuffle: NDArray[Any]
+
+
+class Split(NamedTuple):
+    """What an order depends on: documents ``start`` to ``stop`` of a dataset, cut every ``stride`` tokens."""
+
+    start: int
+    stop: int
+    stride: int
+    seed: int
+
+    def key(self, lengths: NDArray[Any]) -> str:
+        """A name that is different whenever an order would be."""
+        digest = hashlib.blake2b(json.dumps(["order 1", *self]).encode(), digest_size=12)
+        for part in _chunks(lengths, self.start, self.stop):
+            digest.update(part.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+def open_order(folder: Path, name: str, split: Split, lengths: NDArray[Any]) -> Order:
+    """Read an order, after building it where no process has done so.
+
+    Args:
+        folder: where orders are kept.
+        name: begins the name of this one, for people.
+        lengths: [documents of the dataset] tokens of each.
+
+    Raises:
+        ValueError: the documents hold less than one sample, or the folder cannot be written.
+    """
+    path = folder / f"{name}_{split.key(lengths)}"
+    if not path.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _locked(folder):
+                if not path.exists():
+                    _build(folder, path, split, lengths)
+        except (PermissionError, OSError) as error:
+            if path.exists():
+                return _read(path)
+            raise ValueError(f"the index of samples cannot be written to {folder} ({error}); pass cache_dir") from error
+    return _read(path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process build while the others wait. Where a file system knows no locks, all build and one wins."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> Order:
+    arrays = (np.load(path / f"{field}.npy", mmap_mode="r").view(np.ndarray) for field in Order._fields)
+    return Order(*arrays)
+
+
+def _build(folder: Path, path: Path, split: Split, lengths: NDArray[Any]) -> None:
+    scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder))
+    try:
+        scratch.chmod(0o777 & ~_umask(folder))
+        build(scratch, split, lengths)
+        try:
+            scratch.rename(path)
+        except OSError:
+            if not path.exists():  # otherwise another process was faster, with the same content
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _umask(folder: Path) -> int:
+    """What a folder that was made here does not allow; mkdtemp allows nothing to others."""
+    return ~folder.stat().st_mode & 0o777
+
+
+def build(folder: Path, split: Split, lengths: NDArray[Any]) -> None:
+    """Write an order; besides the documents, no array is ever held as a whole."""
+    tokens = sum(int(part.sum(dtype=np.int64)) for part in _chunks(lengths, split.start, split.stop))
+    samples = (tokens - 1) // split.stride
+    if samples < 1:
+        raise ValueError(
+            f"documents {split.start} to {split.stop} have {tokens} tokens, less than one sample of "
+            f"{split.stride + 1}; use a smaller max_seq_length or a wider range"
+        )
+    rng = np.random.RandomState(split.seed)
+    small = len(lengths) <= np.iinfo(np.int32).max
+    documents = np.arange(split.start, split.stop, dtype=np.int32 if small else np.int64)
+    rng.shuffle(documents)
+    np.save(folder / "documents.npy", documents)
+    _write_bounds(folder / "bounds.npy", documents, lengths, split.stride, samples)
+    del documents
+    shuffle = np.arange(samples, dtype=np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64)
+    rng.shuffle(shuffle)
+    np.save(folder / "shuffle.npy", shuffle)
+
+
+def _write_bounds(path: Path, documents: NDArray[Any], lengths: NDArray[Any], stride: int, samples: int) -> None:
+    """Sample ``k`` begins with token ``k * stride`` of all documents together: find that token's document."""
+    dtype = documents.dtype
+    with path.open("wb") as file:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (samples + 1, 2)}
+        np.lib.format.write_array_header_1_0(file, header)
+        before = 0
+        for start in range(0, len(documents), CHUNK):
+            ends = before + np.cumsum(lengths[documents[start : start + CHUNK]], dtype=np.int64)
+            first, last = -(-before // stride), min((int(ends[-1]) - 1) // stride, samples)
+            tokens = np.arange(first, last + 1, dtype=np.int64) * stride
+            which = np.searchsorted(ends, tokens, side="right")
+            bounds = np.empty((len(tokens), 2), dtype)
+            bounds[:, 0] = start + which
+            bounds[:, 1] = tokens - np.where(which > 0, ends[which - 1], before)
+            bounds.tofile(file)
+            before = int(ends[-1])
+
+
+def _chunks(lengths: NDArray[Any], start: int, stop: int) -> Iterator[NDArray[Any]]:
+    for begin in range(start, stop, CHUNK):
+        yield lengths[begin : min(begin + CHUNK, stop)]

@@ -1,0 +1,182 @@
+"""`DatasetPreprocessor`: texts become a binarised dataset, in constant memory, and after a crash from where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from oslo_models.data import sources
+from oslo_models.data.encoding import Encoder, Pool
+from oslo_models.data.indexed import CODES, check_impl
+from oslo_models.data.output import Output, Progress
+
+CHARACTERS = 1 << 20
+"""Where a chunk ends at the latest, so that a process never holds much, however long documents are."""
+COMMIT_SECONDS = 5.0
+"""How much work a crash may cost."""
+UINT16_BELOW = 65500
+"""The vocabulary from which on Megatron uses int32."""
+
+
+class DatasetPreprocessor:
+    """Tokenises documents and writes them as ``name.bin`` and ``name.idx``, which Megatron reads too.
+
+    Args:
+        tokenizer: of transformers. Fast ones encode whole chunks without Python in between.
+        chunk_size: the documents that are given to a process at once, at most.
+        binarization_impl: ``mmap`` writes Megatron's format of today, ``lazy`` and ``cached`` the older one of fairseq.
+        append_eod: whether a token marks the end of each document.
+        eod_token_id: which one; by default the tokenizer's end of sequence, or its separator.
+        num_workers: processes that tokenise; by default one for each core, with 0 it is done in this process.
+        dtype: of the stored tokens; by default ``uint16`` if the vocabulary has less than 65500 words, else ``int32``.
+
+    Raises:
+        ValueError: arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        chunk_size: int = 1024,
+        binarization_impl: str = "mmap",
+        append_eod: bool = True,
+        eod_token_id: int | None = None,
+        num_workers: int | None = None,
+        *,
+        dtype: str | None = None,
+    ) -> None:
+        check_impl(binarization_impl)
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size} is not at least 1")
+        if num_workers is not None and num_workers < 0:
+            raise ValueError(f"num_workers={num_workers} is not at least 0")
+        if dtype is not None and dtype not in CODES:
+            raise ValueError(f"dtype={dtype!r} is not one of {', '.join(CODES)}")
+        if append_eod and eod_token_id is None:
+            ends = (getattr(tokenizer, name, None) for name in ("eos_token_id", "sep_token_id"))
+            eod_token_id = next((end for end in ends if end is not None), None)
+            if eod_token_id is None:
+                raise ValueError(
+                    "append_eod=True needs eod_token_id: the tokenizer has no eos_token and no sep_token; "
+                    "pass an id, or append_eod=False"
+                )
+        self.tokenizer, self.chunk_size, self.binarization_impl = tokenizer, chunk_size, binarization_impl
+        self.append_eod, self.eod_token_id = append_eod, eod_token_id
+        self.num_workers = len(os.sched_getaffinity(0)) if num_workers is None else num_workers
+        words = max([eod_token_id or 0, *tokenizer.get_vocab().values()]) + 1
+        self.dtype = dtype or ("uint16" if words < UINT16_BELOW else "int32")
+
+    def preprocess(
+        self,
+        iterable: Iterable[Any],
+        save_file_name: str | os.PathLike[str],
+        log_interval: int = 1000,
+        *,
+        text_key: str = "text",
+        resume: bool = True,
+    ) -> Progress:
+        """Write ``save_file_name.bin`` and ``.idx``. Documents without tokens are left out.
+
+        The files appear when they are complete. Until then everything is in ``save_file_name.partial``; after a crash,
+        the same call goes on from there and writes, byte for byte, what it would have written.
+
+        Args:
+            iterable: texts, such as an open file, whose lines are documents; rows with the column ``text_key``; or a
+                dataset of Hugging Face. Read once, and never far ahead.
+            save_file_name: the path without endings.
+            log_interval: documents between two updates of the progress bar; 0 shows none.
+            text_key: the key of rows.
+            resume: whether to go on where an earlier call was interrupted, if one was.
+
+        Returns:
+            How many documents and tokens were written.
+
+        Raises:
+            ValueError: something that is no text; another input or tokenizer than before the interruption; or another
+                process that writes the same files.
+        """
+        encoder = Encoder(self.tokenizer, self.eod_token_id if self.append_eod else None, self.dtype)
+        settings = {"tokenizer": encoder.fingerprint(), "eod": encoder.end, "impl": self.binarization_impl}
+        with Output(os.fspath(save_file_name), self.dtype, settings, resume) as output:
+            texts = sources.texts_of(iterable, text_key)
+            digest = self._skip(texts, output)
+            pool = Pool(encoder, self.num_workers)
+            try:
+                self._write(pool.encode(self._chunks(texts)), output, digest, log_interval)
+            finally:
+                pool.close()
+            output.finish(self.binarization_impl)
+            return output.progress
+
+    def _skip(self, texts: Iterator[str], output: Output) -> Any:
+        """Read what was written before the interruption, and see that it is the same."""
+        digest, done = hashlib.blake2b(digest_size=16), output.progress.inputs
+        count = 0
+        for text in islice(texts, done):
+            count += 1
+            digest.update(_bytes(text))
+        if done and (count, digest.hexdigest()) != (done, output.progress.digest):
+            raise ValueError(
+                f"{output.folder} holds the first {done} documents of another input than this one; "
+                "delete it or pass resume=False to begin anew"
+            )
+        return digest
+
+    def _chunks(self, texts: Iterator[str]) -> Iterator[list[str]]:
+        chunk, characters = [], 0
+        for text in texts:
+            chunk.append(text)
+            characters += len(text)
+            if len(chunk) == self.chunk_size or characters >= CHARACTERS:
+                yield chunk
+                chunk, characters = [], 0
+        if chunk:
+            yield chunk
+
+    def _write(self, encoded: Iterable[Any], output: Output, digest: Any, log_interval: int) -> None:
+        start, before, committed = time.monotonic(), output.progress.tokens, time.monotonic()
+        options = {
+            "unit": " documents",
+            "unit_scale": True,
+            "dynamic_ncols": True,
+            "smoothing": 0,
+            "disable": not log_interval,
+        }
+        with tqdm(desc=os.path.basename(output.name), initial=output.progress.inputs, **options) as bar:
+            shown = 0
+            for chunk, (lengths, tokens) in encoded:
+                for text in chunk:
+                    digest.update(_bytes(text))
+                output.append(len(chunk), lengths, tokens)
+                now, shown = time.monotonic(), shown + len(chunk)
+                if now - committed >= COMMIT_SECONDS:
+                    output.commit(digest.hexdigest())
+                    committed = now
+                if log_interval and shown >= log_interval:
+                    speed = (output.progress.tokens - before) / max(now - start, 1e-9)
+                    bar.set_postfix_str(f"{tqdm.format_sizeof(speed)} tokens/s", refresh=False)
+                    bar.update(shown)
+                    shown = 0
+            bar.update(shown)
+        output.commit(digest.hexdigest())
+
+    @staticmethod
+    def open_jsonl(file: str | os.PathLike[str], json_key: str, on_error: str = "stop") -> Iterator[str]:
+        """The texts under ``json_key`` in a file with a JSON object on each line (``.gz`` and ``.zst`` too).
+
+        ``.jsonl`` is added to a name that is no file without it. A line that is no such object is named:
+        ``on_error="stop"`` raises ValueError, ``"skip"`` warns and goes on.
+        """
+        return sources.open_jsonl(file, json_key, on_error)
+
+
+def _bytes(text: str) -> bytes:
+    """Text as bytes that begin with their length, so that joined texts stay different."""
+    data = text.encode("utf-8", "surrogatepass")
+    return len(data).to_bytes(8, "little") + data

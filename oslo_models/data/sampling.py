@@ -1,0 +1,126 @@
+"""`DistributedProxySampler`: what another sampler draws, divided over the replicas."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, Sampler
+
+
+class DistributedProxySampler(DistributedSampler[Any]):
+    """Divides what ``sampler`` draws over the replicas, as `DistributedSampler` divides a dataset.
+
+    All replicas see the same draw of an epoch: it is made with random states that depend on ``seed`` and the epoch
+    (a sampler with a generator of its own uses that one, which has to be seeded alike on all replicas). Call
+    ``set_epoch`` before each epoch; `InfiniteDataLoader` does.
+
+    Args:
+        sampler: what is divided; drawn as a whole at the begin of an epoch.
+        num_replicas: over how many; by default the processes of ``torch.distributed``, or 1 without it.
+        rank: which of them this is.
+        shuffle: whether the order of what was drawn is shuffled once more.
+        seed: of the shuffling; the same on all replicas.
+        drop_last: whether what is left over is dropped; otherwise some of the first are repeated, so that all replicas
+            have the same number.
+        mpu: ``model.mpu`` of a parallel model, instead of ``num_replicas`` and ``rank``: the ranks that hold parts of a
+            replica draw the same.
+
+    Raises:
+        ValueError: arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        mpu: Any = None,
+    ) -> None:
+        if mpu is not None:
+            if num_replicas is not None or rank is not None:
+                raise ValueError("mpu says num_replicas and rank: give either mpu or these")
+            num_replicas, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+        distributed = dist.is_available() and dist.is_initialized()
+        if num_replicas is None:
+            num_replicas = dist.get_world_size() if distributed else 1
+        if rank is None:
+            rank = dist.get_rank() if distributed else 0
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"rank={rank} is not 0 to {num_replicas - 1}, the replicas")
+        super().__init__(sampler, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+        self.sampler = sampler
+        self._start = self._done = 0
+        self._drawn_with: torch.Tensor | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next iteration."""
+        if epoch != self.epoch:
+            self._start = self._done = 0
+        super().set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._start = self._start, 0
+        self._done = start
+        drawn = self._draw()
+        order: Any = range(len(drawn))
+        if self.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
+            order = torch.randperm(len(drawn), generator=generator).numpy()
+        left = (len(drawn) - start) % self.num_replicas if drawn else 0
+        stop = len(drawn) - left if self.drop_last or not left else len(drawn) + self.num_replicas - left
+        for place in range(start + self.rank, stop, self.num_replicas):
+            self._done += self.num_replicas
+            yield drawn[int(order[place % len(drawn)])]
+
+    def _draw(self) -> Sequence[Any]:
+        generator = getattr(self.sampler, "generator", None)
+        if generator is not None:
+            if self._drawn_with is not None and self._done:  # goes on with an epoch that was begun before
+                generator.set_state(self._drawn_with)
+            self._drawn_with = generator.get_state()
+        with _seeded(self.seed + self.epoch):
+            iterator = iter(self.sampler)
+            first = list(islice(iterator, 1))
+            if first and isinstance(first[0], int):
+                return array("q", chain(first, iterator))
+            return [*first, *iterator]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the replicas stand in the epoch, if all have drawn as many as this one.
+
+        A `DataLoader` with workers draws ahead of what it gives: there, keep the state of an `InfiniteDataLoader`.
+        """
+        return {"epoch": self.epoch, "done": self._done, "generator": self._drawn_with}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next iteration go on from there, over any number of replicas."""
+        self.epoch, self._drawn_with = state["epoch"], state["generator"]
+        self._start = self._done = state["done"]
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Give the random states on the CPU values that depend on ``seed`` alone, for a while."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
