@@ -1,0 +1,131 @@
+"""Calls of `generate` that wait together are computed together, if they ask for the same thing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_models.deploy.engine import Engine
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A call that may share a batch with others whose ``key`` is the same."""
+
+    key: str
+    ids: Tensor  # [B, L], as the mask
+    mask: Tensor
+    kwargs: dict[str, Any]
+    settings: Mapping[str, Any]
+    generation_config: Any
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+    error: BaseException | None = None
+
+
+class Batcher:
+    """Joins calls of several threads.
+
+    Only greedy decoding from token ids, with nothing but numbers as settings, is joined: there a row's tokens do not
+    depend on the other rows. The first call that comes when nobody computes leads: it waits for others, computes for
+    all, and hands the results out.
+
+    Args:
+        config: of the model.
+        max_batch_size: rows that are computed together; 1 switches joining off.
+        batch_wait_ms: how long the first waits for others, in milliseconds.
+    """
+
+    def __init__(self, engine: Engine, config: Any, max_batch_size: int, batch_wait_ms: float) -> None:
+        self.engine, self.config = engine, config
+        self.size, self.wait = max_batch_size, batch_wait_ms / 1000
+        self._waiting: list[_Waiting] = []
+        self._lock = threading.Lock()
+        self._computing = threading.Lock()
+        self._enough = threading.Event()
+
+    def generate(self, kwargs: dict[str, Any], options: Mapping[str, Any], defaults: Any) -> Any:
+        """One call; see `Deployment.generate`. ``defaults``: the model's generation config as it is now."""
+        call = self._join(kwargs, options, defaults) if self.size > 1 else None
+        if call is None:
+            return self.engine.call("generate", (), kwargs, **options)
+        with self._lock:
+            self._waiting.append(call)
+            if sum(len(other.ids) for other in self._waiting) >= self.size:
+                self._enough.set()
+        with self._computing:  # whoever gets in first computes for all that wait by then
+            if not call.done.is_set():
+                self._lead(call)
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    def _join(self, kwargs: dict[str, Any], options: Mapping[str, Any], defaults: Any) -> _Waiting | None:
+        """The call as one that can be joined with others, if it is."""
+        if any(options[name] is not None for name in ("streamer", "timeout", "seed")):
+            return None
+        rest = dict(kwargs)
+        ids, mask = rest.pop("input_ids", rest.pop("inputs", None)), rest.pop("attention_mask", None)
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or len(ids) > self.size:
+            return None
+        if not all(isinstance(value, (int, float, bool, type(None))) for value in rest.values()):
+            return None
+        settings = {**vars(defaults), **rest}
+        if settings["do_sample"] or (settings["num_beams"] or 1) > 1 or settings["return_dict_in_generate"]:
+            return None
+        if mask is None or rest.get("max_new_tokens") is None or self.config.is_encoder_decoder:
+            return None
+        key = repr((sorted(rest.items()), defaults))
+        return _Waiting(key, ids.cpu(), mask.cpu(), rest, settings, options["generation_config"])
+
+    def _lead(self, call: _Waiting) -> None:
+        deadline = time.monotonic() + self.wait
+        if sum(len(other.ids) for other in self._waiting) < self.size:
+            self._enough.wait(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._enough.clear()
+            batch, rows = [call], len(call.ids)
+            for other in self._waiting:
+                if other is not call and other.key == call.key and rows + len(other.ids) <= self.size:
+                    batch.append(other)
+                    rows += len(other.ids)
+            for member in batch:
+                self._waiting.remove(member)
+        try:
+            self._compute(batch)
+        except BaseException as error:  # noqa: BLE001  every caller gets it
+            for member in batch:
+                member.error = error
+        for member in batch:
+            member.done.set()
+
+    def _compute(self, batch: list[_Waiting]) -> None:
+        first = batch[0]
+        pad, ends = first.settings["pad_token_id"], first.settings["eos_token_id"]
+        length = max(call.ids.shape[1] for call in batch)
+        ids_BL = torch.cat([_pad_left(call.ids, length, pad or 0) for call in batch])
+        mask_BL = torch.cat([_pad_left(call.mask, length, 0) for call in batch])
+        kwargs = {"input_ids": ids_BL, "attention_mask": mask_BL, **first.kwargs}
+        out_BL = self.engine.call("generate", (), kwargs, generation_config=first.generation_config)
+        parts = out_BL[:, length:].split([len(call.ids) for call in batch])
+        for call, new_BL in zip(batch, parts, strict=True):
+            call.result = torch.cat((call.ids, new_BL[:, : _own_length(new_BL, ends)]), 1)
+
+
+def _own_length(new_BL: Tensor, ends: Any) -> int:
+    """How many tokens the rows would have got by themselves: until the last of them has ended."""
+    if ends is None:
+        return new_BL.shape[1]
+    ended_BL = torch.isin(new_BL, torch.as_tensor(ends))
+    count_B = torch.where(ended_BL.any(1), ended_BL.int().argmax(1) + 1, new_BL.shape[1])
+    return int(count_B.max())
+
+
+def _pad_left(x_BL: Tensor, length: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(x_BL, (length - x_BL.shape[1], 0), value=value)

@@ -1,0 +1,293 @@
+"""Calls workers on behalf of any number of threads, and turns whatever goes wrong into an exception of the caller's."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import random
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from oslo_models.deploy.executor import ProcessExecutor, encode
+from oslo_models.deploy.messages import (
+    Cancel,
+    Failure,
+    Join,
+    Listening,
+    Ping,
+    Pong,
+    Ready,
+    Reply,
+    Request,
+    Setup,
+    Streamed,
+)
+
+GRACE = 5.0
+"""Seconds that the other ranks get to answer when one has raised; they may wait for it in a collective for ever."""
+
+
+class EngineError(RuntimeError):
+    """The workers have died, hang, or were closed; `restart()` of the model starts others."""
+
+
+class _RemoteTraceback(Exception):
+    """Where a worker raised: the cause of the exception that the caller gets."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class _Call:
+    """One call, from the side that waits for it."""
+
+    def __init__(self, number: int, ranks: int) -> None:
+        self.number = number
+        self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.waiting = set(range(ranks))
+        self.results: dict[int, Any] = {}
+        self.failure: tuple[int, Failure] | None = None
+        self.deadline = float("inf")
+
+
+class Engine:
+    """The workers of one model. Made ready by `start`; any thread may `call`.
+
+    Attributes:
+        devices: where each rank computes.
+    """
+
+    def __init__(self, ranks: int, threads: int, make: bytes) -> None:
+        self.ranks, self._threads, self._make = ranks, threads, make
+        self.devices: list[str] = []
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Call] = {}
+        self._pongs: dict[int, tuple[float, Pong]] = {}
+        self._number, self._pid = 0, os.getpid()
+        self._broken: str | None = "it was not started"
+        self._executor: ProcessExecutor | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        return self._executor.pids if self._executor else []
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the workers and wait until each has loaded its part.
+
+        Raises:
+            EngineError: one died.
+            Exception: what a worker raised while it loaded.
+        """
+        executor = self._executor = ProcessExecutor(self.ranks)
+        try:
+            for rank in range(self.ranks):
+                executor.send(rank, Setup(rank, self.ranks, self._threads, list(sys.path), self._make))
+            devices: dict[int, str] = {}
+            failure: tuple[int, Failure] | None = None
+            deadline = float("inf")
+            while len(devices) < self.ranks and time.monotonic() < deadline:
+                for rank, message in executor.receive(min(1.0, max(0.0, deadline - time.monotonic()))):
+                    if isinstance(message, Listening):
+                        for other in range(1, self.ranks):
+                            executor.send(other, Join(message.port))
+                    elif isinstance(message, Ready):
+                        devices[rank] = message.device
+                    elif isinstance(message, Failure):
+                        failure = failure or (rank, message)
+                        raise _raised(*failure, "while loading")
+                    elif message is None:
+                        raise EngineError(f"{executor.obituary(rank)} while the model was loaded")
+        except BaseException:
+            executor.kill()
+            raise
+        self.devices = [devices[rank] for rank in range(self.ranks)]
+        self._broken, self._calls = None, {}
+        threading.Thread(target=self._collect, args=(executor,), daemon=True, name="oslo-deploy").start()
+
+    def restart(self) -> None:
+        """End the workers and start others. Raises what `start` does."""
+        self.close("it is being restarted")
+        self.start()
+
+    def close(self, why: str = "it was closed") -> None:
+        """End the workers. Calls that wait raise; so do later ones."""
+        if self._pid != os.getpid():  # a forked child: they belong to its parent
+            return
+        self._break(why)
+
+    def _break(self, why: str) -> None:
+        with self._lock:
+            executor, self._executor = self._executor, None
+            self._broken = self._broken or why
+            calls, self._calls = list(self._calls.values()), {}
+        if executor is not None:
+            executor.kill()  # before anybody hears of it: who looks for survivors then finds none
+        for call in calls:
+            call.events.put(("raise", EngineError(f"the deployed model cannot answer: {self._broken}")))
+
+    # Calling ----------------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        streamer: Any = None,
+        timeout: float | None = None,
+        seed: int | None = None,
+        generation_config: Any = None,
+        gather: bool = False,
+    ) -> Any:
+        """Call a method of the model on all ranks, and return what it returns; with ``gather``, on each of them.
+
+        Args:
+            streamer: gets the tokens of `generate` in this thread, as they come.
+            timeout: seconds to wait.
+
+        Raises:
+            TimeoutError: it took longer; the call is cancelled.
+            EngineError: the workers died or hang.
+            Exception: what the workers raised, with their traceback as its cause.
+        """
+        if self._pid != os.getpid():
+            raise EngineError("this process was forked from the one that deployed the model; deploy it here")
+        seed = random.SystemRandom().randrange(2**32) if seed is None else seed
+        with self._lock:
+            self._number += 1
+            number = self._number
+        request = Request(number, method, args, kwargs or {}, seed, streamer is not None, gather, generation_config)
+        try:
+            data = encode(request, number)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"an argument of {method} cannot be sent to the workers: {error}; functions and classes have to be "
+                "importable by name (not lambdas, nor defined inside a function or in the script itself)"
+            ) from error
+        call = _Call(number, self.ranks)
+        with self._lock:  # all ranks get all calls in one order
+            if self._executor is None:
+                raise EngineError(f"the deployed model cannot answer: {self._broken}; model.restart() starts it again")
+            self._calls[number] = call
+            self._executor.broadcast(data)
+        results = self._wait(call, streamer, timeout)
+        return results if gather else next((result for result in results if result is not None), None)
+
+    def _wait(self, call: _Call, streamer: Any, timeout: float | None) -> list[Any]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        ended = False
+        try:
+            while True:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                kind, value = call.events.get(timeout=left)
+                if kind == "stream":
+                    ended = value is None
+                    streamer.end() if ended else streamer.put(value)
+                elif kind == "raise":
+                    raise value
+                else:
+                    return value
+        except queue.Empty:
+            self._cancel(call)
+            raise TimeoutError(f"no answer within timeout={timeout:g} s; the call was cancelled") from None
+        except BaseException:
+            self._cancel(call)
+            if streamer is not None and not ended:
+                with suppress(Exception):
+                    streamer.end()  # whoever reads it in another thread is not to wait for ever
+            raise
+
+    def _cancel(self, call: _Call) -> None:
+        with self._lock:
+            if call.number in self._calls and self._executor is not None:
+                self._executor.broadcast(encode(Cancel(call.number)))
+
+    def health(self, timeout: float = 2.0) -> dict[str, Any]:
+        """Ask every worker whether it lives.
+
+        Returns:
+            ``healthy``, ``reason`` (why not), and ``ranks``: of each its ``pid``, ``device``, ``busy`` (seconds in its
+            present call, ``None`` when it waits for one) and ``answered`` (whether it did, in time).
+        """
+        executor, asked = self._executor, time.monotonic()
+        if executor is None:
+            return {"healthy": False, "reason": self._broken, "ranks": []}
+        with self._lock:
+            executor.broadcast(encode(Ping()))
+        while time.monotonic() < asked + timeout and self._executor is executor:
+            if all(self._pongs.get(rank, (0.0,))[0] > asked for rank in range(self.ranks)):
+                break
+            time.sleep(0.005)
+        ranks = []
+        for rank, (pid, device) in enumerate(zip(executor.pids, self.devices, strict=True)):
+            when, pong = self._pongs.get(rank, (0.0, Pong()))
+            ranks.append({"pid": pid, "device": device, "busy": pong.busy, "answered": when > asked})
+        silent = [rank for rank, entry in enumerate(ranks) if not entry["answered"]]
+        reason = self._broken or (f"ranks {silent} did not answer within {timeout:g} s" if silent else None)
+        return {"healthy": reason is None, "reason": reason, "ranks": ranks}
+
+    def memory(self, kind: str) -> dict[str, int]:
+        """Bytes that are ``"allocated"`` or ``"reserved"``, by device; on CPU the resident memory of each worker."""
+        return dict(self.call("memory", (kind,), gather=True))
+
+    # Collecting -------------------------------------------------------------------------------------------------------
+
+    def _collect(self, executor: ProcessExecutor) -> None:
+        """Hear the workers, in a thread of its own, until they end."""
+        while self._executor is executor:
+            late = [call for call in list(self._calls.values()) if call.deadline < time.monotonic()]
+            if late:
+                assert late[0].failure is not None
+                rank, failure = late[0].failure
+                missing = sorted(late[0].waiting)
+                late[0].events.put(("raise", _raised(rank, failure, "while the others went on")))
+                self._break(f"rank {rank} raised {failure.error!r} and ranks {missing} did not end the same call")
+                return
+            try:
+                for rank, message in executor.receive(1.0 if not self._calls else 0.2):
+                    if message is None:
+                        if self._executor is executor:
+                            self._break(executor.obituary(rank))
+                        return
+                    self._take(rank, message)
+            except (OSError, ValueError):  # the connections were closed in another thread
+                return
+
+    def _take(self, rank: int, message: Any) -> None:
+        if isinstance(message, Pong):
+            self._pongs[rank] = time.monotonic(), message
+            return
+        call = self._calls.get(message.number)
+        if call is None:
+            return
+        if isinstance(message, Streamed):
+            call.events.put(("stream", message.value))
+            return
+        call.waiting.discard(rank)
+        if isinstance(message, Failure):
+            call.failure = call.failure or (rank, message)
+            call.deadline = min(call.deadline, time.monotonic() + GRACE)
+        elif isinstance(message, Reply):
+            call.results[rank] = message.result
+        if not call.waiting:
+            del self._calls[call.number]
+            if call.failure is not None:
+                call.events.put(("raise", _raised(*call.failure, "")))
+            else:
+                call.events.put(("return", [call.results[rank] for rank in range(self.ranks)]))
+
+
+def _raised(rank: int, failure: Failure, when: str) -> BaseException:
+    """The exception of a worker, as its caller gets it."""
+    error = failure.error
+    note = f"raised by rank {rank} of the deployed model {when}".rstrip()
+    if isinstance(error, Exception):
+        error.__cause__ = _RemoteTraceback(f"{note}:\n{failure.text}")
+        return error
+    return EngineError(f"{note}: {failure.text}")

@@ -1,0 +1,126 @@
+"""What the application and its workers say to each other: pickled messages, one for each line of a conversation."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setup:
+    """To a worker, first: who it is and what to load.
+
+    Attributes:
+        path: where the application imports from.
+        make: constructs the model: ``(class, name of its constructor, arguments, keyword arguments)``, pickled apart,
+            so that a class that cannot be imported is reported as any other failure of loading.
+    """
+
+    rank: int
+    world_size: int
+    threads: int
+    path: list[str]
+    make: bytes
+
+
+@dataclass(frozen=True)
+class Join:
+    """To a worker, when rank 0 has said where it listens."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """To every worker: call a method of the model.
+
+    Attributes:
+        seed: for all random generators, before the call.
+        stream: send the tokens as they come.
+        gather: every rank answers.
+        generation_config: replaces that of the model, if the application has changed its own.
+    """
+
+    number: int
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    seed: int
+    stream: bool = False
+    gather: bool = False
+    generation_config: Any = None
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """To every worker: end a call of `generate` at the next token."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Ping:
+    """To a worker, which answers at any time."""
+
+
+@dataclass(frozen=True)
+class Listening:
+    """From rank 0: where the others find it."""
+
+    port: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From a worker: the model is loaded."""
+
+    device: str
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """From the rank that answers: what `generate` gave to its streamer; ``None`` at the end."""
+
+    number: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Reply:
+    """From a worker: a call has ended; ``result`` from the rank that answers only."""
+
+    number: int
+    result: Any = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """From a worker: a call, or loading (number -1), has raised."""
+
+    number: int
+    error: BaseException
+    text: str
+
+
+@dataclass(frozen=True)
+class Pong:
+    """From a worker.
+
+    Attributes:
+        busy: seconds since it began what it does now; ``None`` when it waits for work.
+    """
+
+    busy: float | None = None
+    progress: int = field(default=0)
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error, or one of the nearest ancestor type that can be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:  # noqa: BLE001  pickling may raise anything
+        kinds = (kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+        return next(kinds)(str(error))

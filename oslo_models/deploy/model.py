@@ -1,0 +1,296 @@
+"""What ``deploy=True`` returns: an object of the zoo's class that has no weights and passes its calls on to workers."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from oslo_models.deploy.batching import Batcher
+from oslo_models.deploy.engine import Engine
+from oslo_models.mesh import check_size
+from oslo_models.models.loading import (
+    HUB_ARGUMENTS,
+    Arguments,
+    find_checkpoint,
+    parse_dtype,
+    read_config,
+    read_generation_config,
+)
+
+if TYPE_CHECKING:
+    from oslo_models.models.base import ParallelModel
+
+
+class Deployment:
+    """The half of a deployed model that is not its class: every call goes to the workers.
+
+    ``generate`` and calls of the model take what transformers takes, and beside it ``timeout`` (seconds; then a
+    ``TimeoutError``, and the call is cancelled) and ``seed`` (of what is drawn at random). Any number of threads may
+    call. Nothing can be trained.
+    """
+
+    config: Any
+    generation_config: Any
+
+    def _begin(self, config: Any, generation_config: Any, engine: Engine, batcher: Batcher, remake: Any) -> None:
+        nn.Module.__init__(self)  # type: ignore[arg-type]  # the other half is a module
+        self.config, self.generation_config = config, generation_config
+        self._sent = copy.deepcopy(generation_config)
+        self._engine, self._batcher, self._remake = engine, batcher, remake
+        self.training = False
+        self._finalizer = weakref.finalize(self, engine.close)
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        timeout: float | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers' ``generate``; the tokens are on the CPU.
+
+        Raises:
+            TimeoutError: no answer within ``timeout`` seconds.
+            EngineError: the workers died, hang or were closed.
+            ValueError: an argument cannot be sent, or is wrong in the eyes of transformers.
+        """
+        if inputs is not None:
+            kwargs["inputs"] = inputs
+        if generation_config is not None:
+            kwargs["generation_config"] = generation_config
+        changed = None if self.generation_config == self._sent else self.generation_config
+        options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
+        return self._batcher.generate(kwargs, options, self.generation_config)
+
+    @torch.no_grad()
+    def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:
+        """As transformers' ``forward``, without a graph; caches of keys and values stay with the workers."""
+        return self._engine.call("forward", args, kwargs, timeout=timeout, seed=seed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def fuse(self, *args: Any, **kwargs: Any) -> Any:
+        """As `ParallelModel.fuse`, in the workers."""
+        self._engine.call("fuse", args, kwargs)
+        return self
+
+    def unfuse(self) -> Any:
+        self._engine.call("unfuse")
+        return self
+
+    def fusion_report(self) -> Any:
+        return self._engine.call("fusion_report")
+
+    def save_pretrained_with_parallel(self, *args: Any, **kwargs: Any) -> None:
+        """As `ParallelModel.save_pretrained_with_parallel`: the workers write what they hold."""
+        self._engine.call("save_pretrained_with_parallel", args, kwargs)
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    def health(self, timeout: float = 2.0) -> dict[str, Any]:
+        """Whether the workers live; see `Engine.health`."""
+        return self._engine.health(timeout)
+
+    def restart(self) -> None:
+        """End the workers and start others, which load the model again."""
+        self._engine.restart()
+
+    def close(self) -> None:
+        """End the workers. The object is of no use afterwards, but for `restart`."""
+        self._engine.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def memory_allocated(self) -> dict[str, int]:
+        """Bytes that tensors take, by device; on CPU the resident memory of the worker."""
+        return self._engine.memory("allocated")
+
+    def memory_reserved(self) -> dict[str, int]:
+        """Bytes that are held for tensors, by device; on CPU the resident memory of the worker."""
+        return self._engine.memory("reserved")
+
+    memory_cached = memory_chached = memory_reserved  # the latter as parallelformers' documents spell it
+
+    # As a module ------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._engine.devices[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.config.dtype or torch.get_default_dtype()
+
+    def train(self, mode: bool = True) -> Any:
+        if mode:
+            raise RuntimeError("a deployed model cannot be trained; construct it without deploy=True, under torchrun")
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """End the workers and return the whole model, in this process, where ``nn.Module.to`` would bring it."""
+        self.close()
+        return self._remake().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> Any:
+        """`to` the GPU."""
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def cpu(self) -> Any:
+        """`to` the CPU."""
+        return self.to("cpu")
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return iter(())
+
+    def __repr__(self) -> str:
+        where = ", ".join(dict.fromkeys(self._engine.devices))
+        return f"{type(self).__name__}(deployed on {self._engine.ranks} processes: {where})"
+
+
+def deploy(
+    cls: type[ParallelModel], constructor: str, source: Any, arguments: Arguments, kwargs: dict[str, Any]
+) -> Any:
+    """Start workers that construct the model, and return what stands for it here.
+
+    Args:
+        constructor: the name of the class method that the workers call with ``source`` and the arguments.
+
+    Raises:
+        ValueError: an argument is wrong, or the class or an argument cannot be sent to the workers.
+        EngineError: a worker died while it loaded.
+        Exception: what a worker raised while it loaded.
+    """
+    arguments.check(kwargs)
+    kwargs = {key: value for key, value in kwargs.items() if key != "deployment"}
+    serving = Serving(**{field.name: kwargs.pop(field.name) for field in fields(Serving) if field.name in kwargs})
+    ranks = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+    serving.check(ranks)
+    if constructor == "from_config_with_parallel" and arguments.seed is None:  # the same weights after a restart
+        arguments = replace(arguments, seed=random.SystemRandom().randrange(2**31))
+    config, generation_config = _look_at(cls, source, arguments, kwargs)
+    kwargs |= {field.name: getattr(arguments, field.name) for field in fields(arguments)} | {"deploy": False}
+    if cls.__module__ == "__main__":
+        raise ValueError(
+            f"{cls.__name__} is defined in the script itself; put it into a module that workers can import"
+        )
+    try:
+        make = pickle.dumps((cls, constructor, (source,), kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
+        ) from error
+    engine = Engine(ranks, max(1, _cores() // ranks), make)
+    engine.start()
+    kind: Any = type(cls.__name__, (Deployment, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    model = object.__new__(kind)
+    batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
+    model._begin(config, generation_config, engine, batcher, _Remake(cls, constructor, source, kwargs))
+    if serving.verbose:
+        _show(engine, serving.verbose)
+    return model
+
+
+def _look_at(
+    cls: type[ParallelModel], source: Any, arguments: Arguments, kwargs: Mapping[str, Any]
+) -> tuple[PreTrainedConfig, GenerationConfig | None]:
+    """The configurations of a model that is constructed elsewhere, once its arguments have been checked.
+
+    Args:
+        source: a configuration, or the name or directory of a checkpoint.
+    """
+    arguments.check(kwargs)
+    options = dict(kwargs)
+    parse_dtype(options)
+    if isinstance(source, PreTrainedConfig):
+        config, generation_config = copy.deepcopy(source), None
+    else:
+        hub = {key: options.pop(key) for key in HUB_ARGUMENTS if key in options}
+        variant, subfolder = options.pop("variant", None), options.pop("subfolder", "")
+        directory = find_checkpoint(source, variant, hub) / subfolder
+        config, generation_config = read_config(cls, directory, options), read_generation_config(directory)
+    arguments.check_config(cls, config)
+    if generation_config is None and cls.can_generate():
+        generation_config = GenerationConfig.from_model_config(config)
+    return config, generation_config
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The arguments of the constructors that only ``deploy=True`` knows.
+
+    Attributes:
+        deploy_backend: how workers are started; ``"process"`` on this host.
+        max_batch_size: rows of `generate` that are computed together when several threads ask for the same.
+        batch_wait_ms: how long the first of them waits for others, in milliseconds.
+        verbose: ``"simple"`` or ``"detail"`` prints memory by device.
+    """
+
+    deploy_backend: str = "auto"
+    max_batch_size: int = 8
+    batch_wait_ms: float = 2.0
+    verbose: str | bool | None = None
+
+    def check(self, ranks: int) -> None:
+        """Raise ``ValueError`` for what is wrong."""
+        if self.deploy_backend not in ("auto", "process"):
+            raise ValueError(f"deploy_backend={self.deploy_backend!r} is not available; use 'auto' or 'process'")
+        check_size("max_batch_size", self.max_batch_size)
+        if not isinstance(self.batch_wait_ms, (int, float)) or self.batch_wait_ms < 0:
+            raise ValueError(f"batch_wait_ms must be a number of at least 0, got {self.batch_wait_ms!r}")
+        if self.verbose not in (None, False, True, "simple", "detail"):
+            raise ValueError(f"verbose must be None, 'simple' or 'detail', got {self.verbose!r}")
+        if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+            raise ValueError("deploy=True starts its own processes; start the script with python, without torchrun")
+        devices = torch.cuda.device_count()
+        if devices and ranks > devices:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+            raise ValueError(
+                f"tensor_parallel_size x pipeline_parallel_size = {ranks} is more than the {devices} GPUs that are "
+                f"visible here (CUDA_VISIBLE_DEVICES is {visible})"
+            )
+
+
+class _Remake:
+    """Constructs the whole model in this process."""
+
+    def __init__(self, cls: Any, constructor: str, source: Any, kwargs: dict[str, Any]) -> None:
+        self._make, self._source = getattr(cls, constructor), source
+        self._kwargs = {**kwargs, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+
+    def __call__(self) -> Any:
+        return self._make(self._source, **self._kwargs).eval()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _show(engine: Engine, verbose: str | bool) -> None:
+    if verbose == "detail":
+        for device, summary in engine.memory("summary").items():
+            print(f"{device}:\n{summary}")
+    else:
+        for device, bytes_held in engine.memory("allocated").items():
+            print(f"{device}: {bytes_held / 1e6:,.0f} MB")

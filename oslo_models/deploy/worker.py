@@ -1,0 +1,228 @@
+"""The process that computes one rank of a deployed model. It ends when the connection to the application does.
+
+Started as ``python -m oslo_models.deploy.worker FD``: not by `multiprocessing`, which would run the application's own
+script again and so ask it for a ``__main__`` guard.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from oslo_models.deploy.messages import (
+    Cancel,
+    Failure,
+    Join,
+    Listening,
+    Ping,
+    Pong,
+    Ready,
+    Reply,
+    Request,
+    Setup,
+    Streamed,
+    portable,
+)
+
+
+class Worker:
+    """One rank: what it was asked, what it is doing, and the model."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.cancelled: set[int] = set()
+        self.since: float | None = time.monotonic()
+        self.progress = 0
+        self.model: Any = None
+        self._sending = threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def send(self, message: object) -> None:
+        data = pickle.dumps(message)
+        with self._sending:
+            self.connection.send_bytes(data)
+
+    def _listen(self) -> None:
+        """Hear the application while the main thread computes; its silence for ever is the end."""
+        while True:
+            try:
+                data = self.connection.recv_bytes()
+            except (EOFError, OSError):
+                os._exit(0)
+            try:
+                message = pickle.loads(data[8:])
+            except Exception as error:  # noqa: BLE001  a class that cannot be imported here
+                message = error
+            if isinstance(message, Ping):
+                self.send(Pong(self.since and time.monotonic() - self.since, self.progress))
+            elif isinstance(message, Cancel):
+                self.cancelled.add(message.number)
+            else:
+                self.inbox.put((message, int.from_bytes(data[:8], "little")))
+
+    def run(self) -> None:
+        setup, _ = self.inbox.get()
+        self.rank = setup.rank
+        sys.path[:] = setup.path
+        try:
+            self._load(setup)
+        except BaseException as error:  # noqa: BLE001  everything is reported
+            self.send(Failure(-1, portable(error), traceback.format_exc()))
+            return
+        self.answers = setup.rank == self.model.mesh.tp.size * (self.model.mesh.pp.size - 1)
+        self.send(Ready(str(self.model.device)))
+        while True:
+            self.since = None
+            message, number = self.inbox.get()
+            self.since = time.monotonic()
+            self._answer(message, number)
+
+    def _load(self, setup: Setup) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        torch.set_num_threads(setup.threads)
+        torch.set_grad_enabled(False)
+        if setup.world_size > 1:
+            if setup.rank == 0:
+                store = TCPStore("127.0.0.1", 0, setup.world_size, is_master=True, wait_for_workers=False)
+                self.send(Listening(store.port))
+            else:
+                join, _ = self.inbox.get()
+                assert isinstance(join, Join)
+                store = TCPStore("127.0.0.1", join.port, setup.world_size, is_master=False)
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.world_size)
+        cls, constructor, args, kwargs = pickle.loads(setup.make)
+        self.model = getattr(cls, constructor)(*args, **kwargs).eval()
+
+    def _answer(self, request: Request | Exception, number: int) -> None:
+        if isinstance(request, Exception):
+            self.send(Failure(number, portable(request), "".join(traceback.format_exception(request))))
+            return
+        try:
+            result = self._call(request)
+            self.send(Reply(request.number, result if self.answers or request.gather else None))
+        except BaseException as error:  # noqa: BLE001  everything is reported
+            self.send(Failure(request.number, portable(error), traceback.format_exc()))
+        self.cancelled.discard(request.number)
+
+    def _call(self, request: Request) -> Any:
+        from transformers import set_seed
+
+        set_seed(request.seed)
+        if request.generation_config is not None:
+            self.model.generation_config = request.generation_config
+        kwargs = dict(request.kwargs)
+        if request.method == "memory":
+            return self._memory(*request.args)
+        if request.method == "generate":
+            return _plain(self._generate(request, kwargs))
+        if request.method == "forward":
+            return _plain(self._forward(request.args, kwargs))
+        result = getattr(self.model, request.method)(*request.args, **kwargs)
+        return None if result is self.model else _plain(result)
+
+    def _generate(self, request: Request, kwargs: dict[str, Any]) -> Any:
+        from transformers import StoppingCriteriaList
+
+        criteria = [*(kwargs.pop("stopping_criteria", None) or []), self._stops(request.number)]
+        if request.stream:  # on every rank, so that whatever transformers says to a streamer it says on all
+            send = partial(self._stream, request.number) if self.answers else lambda value: None
+            kwargs["streamer"] = _Relay(send)
+        kwargs = _on_device(kwargs, self.model.device)
+        args = _on_device(request.args, self.model.device)
+        return self.model.generate(*args, **kwargs, stopping_criteria=StoppingCriteriaList(criteria))
+
+    def _stream(self, number: int, value: Any) -> None:
+        self.send(Streamed(number, value))
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch import Tensor
+
+        args, kwargs = (_on_device(given, self.model.device) for given in (args, kwargs))
+        if not self.model.is_pipeline_parallelized():
+            return self.model(*args, **kwargs)
+        rows = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
+        self.model.set_micro_batch_size(rows[0] if rows else 1)
+        (output,) = self.model(*args, **kwargs)
+        return output
+
+    def _memory(self, kind: str) -> tuple[str, Any]:
+        """What this rank's device holds: bytes, or a text."""
+        import torch
+
+        device = self.model.device
+        if device.type == "cuda":
+            measure = {"allocated": torch.cuda.memory_allocated, "reserved": torch.cuda.memory_reserved}
+            return str(device), measure.get(kind, torch.cuda.memory_summary)(device)
+        status = Path("/proc/self/status").read_text()
+        resident = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:"))
+        return f"cpu:{self.rank}", status if kind == "summary" else resident
+
+    def _stops(self, number: int) -> Callable[..., Any]:
+        """A stopping criterion: the application has cancelled the call. All ranks see it at the same token."""
+        import torch
+
+        from oslo_models.collectives import all_reduce
+
+        def stops(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            self.progress += 1
+            # One rank may have heard of it a token before the others.
+            flag = all_reduce(self.model.mesh.model, torch.tensor([float(number in self.cancelled)]))
+            return torch.full((len(input_ids),), bool(flag), device=input_ids.device)
+
+        return stops
+
+
+class _Relay:
+    """A streamer that sends what it is given."""
+
+    def __init__(self, send: Callable[[Any], Any]) -> None:
+        self._send = send
+
+    def put(self, value: Any) -> None:
+        self._send(value.cpu())
+
+    def end(self) -> None:
+        self._send(None)
+
+
+def _plain(result: Any) -> Any:
+    """The result as it can be sent: tensors on the CPU, without caches, which stay here."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+    from transformers.utils import ModelOutput
+
+    if isinstance(result, ModelOutput):
+        result = type(result)(**{key: value for key, value in result.items() if key != "past_key_values"})
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), result)
+
+
+def _on_device(values: Any, device: Any) -> Any:
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), values)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application, which decides what it means
+    Worker(Connection(int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()
