@@ -1,0 +1,183 @@
+"""What `model.fuse()` changes: fused and unfused, in turn, in the same processes."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Result, tokens
+from benchmarks.peers import Peer
+
+# torch is imported by the processes that measure, not where the registry is only read.
+
+_COMMON = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+_GPT = {"n_embd": 512, "n_layer": 4, "n_head": 8}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    # a class of each architecture, small enough that six of them are measured in minutes
+    "bert": ("BertLMHeadModel", {**_COMMON, "intermediate_size": 2048, "is_decoder": True}),
+    "gpt2": ("GPT2LMHeadModel", _GPT),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "attention_types": [[["global", "local"], 2]]},
+    ),
+    "gptj": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 32}),
+    "llama": ("LlamaForCausalLM", {**_COMMON, "intermediate_size": 1376, "vocab_size": 32000}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"d_model": 512, "num_layers": 4, "d_ff": 1024, "pad_token_id": 0, "decoder_start_token_id": 0},
+    ),
+}
+_ENDLESS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def _family(name: str, processes: int, smoke: bool) -> Any:
+    """A model with random weights and without dropout."""
+    import oslo_models
+
+    cls, sizes = FAMILIES[name]
+    zoo = getattr(oslo_models, cls)
+    config = zoo.config_class(**{**_ENDLESS, **sizes, **({"vocab_size": 512} if smoke else {})})
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return zoo.from_config_with_parallel(config, tensor_parallel_size=processes, seed=0)
+
+
+def _in_turn(runs: dict[str, Callable[[], Any]], timed: int) -> dict[str, float]:
+    """The median seconds of each, one after the other in every round, after one round to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(timed + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(found[1:]) for name, found in seconds.items()}
+
+
+def _compare(metric: str, runs: dict[str, Callable[[], Any]], timed: int, scale: float = 1e3) -> Result:
+    """A result of what is called ``"fused"``, in milliseconds unless scaled otherwise, with the rest as references."""
+    found = _in_turn(runs, timed)
+    others = {name: {metric: seconds * scale} for name, seconds in found.items() if name != "fused"}
+    return Result({metric: found["fused"] * scale}, [], others)
+
+
+def loss(
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, vocab: int, hidden: int, timed: int
+) -> Result:
+    """Head and cross entropy, forward and backward: time, and peak memory over what was there before."""
+    import torch
+    import torch.nn.functional as F
+
+    from benchmarks.instruments import PeakMemory
+    from oslo_models.collectives import copy_to
+    from oslo_models.layers.cross_entropy import Words
+    from oslo_models.layers.linear_cross_entropy import linear_cross_entropy
+    from oslo_models.layers.vocab import VocabParallelLogits
+    from oslo_models.layout import Layout, Units
+    from oslo_models.mesh import ParallelMesh
+
+    torch.manual_seed(0)
+    tp = ParallelMesh(peer.processes).tp
+    words = Layout.divided((vocab, hidden), 0, (Units(vocab),), tp.size)
+    ((start, stop),) = words.ranges[tp.rank]
+    states, target = torch.randn(rows, hidden, requires_grad=True), torch.randint(vocab, (rows,))
+    weight = (0.02 * torch.randn(stop - start, hidden)).requires_grad_()
+
+    def fused() -> None:
+        total = linear_cross_entropy(copy_to(tp, states), weight, None, target, Words(tp, (start, stop), vocab))
+        (total / rows).backward()
+        states.grad = weight.grad = None
+
+    def unfused() -> None:
+        logits = F.linear(copy_to(tp, states), weight)
+        F.cross_entropy(VocabParallelLogits.wrap(logits, tp, words) if tp.size > 1 else logits, target).backward()
+        del logits
+        states.grad = weight.grad = None
+
+    runs: dict[str, Callable[[], Any]] = {"fused": fused, "unfused": unfused}
+    result = _compare("head and loss", runs, timed)
+    for name, run in runs.items():
+        ctypes.CDLL(None).malloc_trim(0)  # memory that the C library kept from before would hide what is needed
+        memory = PeakMemory()
+        with memory.watched():
+            run()
+        values = result.values if name == "fused" else result.references[name]
+        values["peak memory"] = memory.growth["peak memory"]
+    return result
+
+
+def mlp(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, hidden: int, timed: int) -> Result:
+    """The forward pass of GPT-2's MLP."""
+    import torch
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    from oslo_models.fusion import TanhGELU
+
+    models = {name: GPT2MLP(4 * hidden, GPT2Config(n_embd=hidden)).eval() for name in ("fused", "unfused")}
+    models["fused"].act.__class__ = TanhGELU
+    x = torch.randn(rows, hidden)
+    with torch.no_grad():
+        return _compare("MLP", {name: (lambda model=model: model(x)) for name, model in models.items()}, timed)
+
+
+def adamw(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: int) -> Result:
+    """A step of AdamW over the parameters of GPT-2."""
+    import torch
+
+    model = peer.load(cls, checkpoint)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    steppers = {"fused": model.fused_adamw(), "unfused": torch.optim.AdamW(model.parameters())}
+    return _compare("optimizer step", {name: stepper.step for name, stepper in steppers.items()}, timed)
+
+
+def blocking(
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, vocab: int, timed: int
+) -> Result:
+    """What ``no_repeat_ngram_size=3`` adds to a step of generation, in place and as transformers does it."""
+    import torch
+    from transformers import NoRepeatNGramLogitsProcessor
+
+    from oslo_models.ngrams import FusedNoRepeatNGram
+
+    ids, scores = torch.randint(vocab, (batch, length)), torch.randn(batch, vocab)
+    runs = {"fused": FusedNoRepeatNGram(3, in_place=True), "unfused": NoRepeatNGramLogitsProcessor(3)}
+    given = {name: (lambda processor=processor: processor(ids, scores)) for name, processor in runs.items()}
+    return _compare("n-gram blocking", given, timed, scale=1e6)
+
+
+def training(
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, family: str, batch: int, length: int, timed: int
+) -> Result:
+    """Forward and backward of a small model."""
+    model = _family(family, peer.processes, length < 64).train()
+    ids = tokens(model, batch, length)
+
+    def run(prepare: Callable[[], Any]) -> None:
+        prepare()
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    runs = {"fused": lambda: run(model.fuse), "unfused": lambda: run(model.unfuse)}
+    return _compare("forward and backward", runs, timed)
+
+
+def generation(
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, family: str, batch: int, length: int, new: int, timed: int
+) -> Result:
+    """Greedy generation by a small model, n-grams blocked."""
+    model = _family(family, peer.processes, length < 16).eval()
+    ids = tokens(model, batch, length)
+    options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+
+    def run(fused: bool) -> None:
+        (model.fuse if fused else model.unfuse)()
+        more = {"fused_no_repeat_ngram_blocking": True} if fused else {}
+        model.generate(input_ids=ids, no_repeat_ngram_size=3, **options, **more)
+
+    return _compare("generation of a text", {"fused": lambda: run(True), "unfused": lambda: run(False)}, timed)

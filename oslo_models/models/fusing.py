@@ -1,0 +1,117 @@
+"""`FusableModel`: the methods of a model that are about fusion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from oslo_models import registry
+from oslo_models.collectives import gather_objects, require_equal
+from oslo_models.fusion import Fusion, FusionReport, choose_backend, sites
+from oslo_models.mesh import ParallelMesh
+from oslo_models.ngrams import fuse_processors
+
+
+class FusableModel(PreTrainedModel):
+    """What `ParallelModel` can do to be faster than transformers' code as it is."""
+
+    mesh: ParallelMesh | None = None
+    gather_logits: bool | None = None
+    _fusion: Fusion | None = None
+    _fuses_ngrams: bool = False
+
+    def fuse(self, modules: list[type] | None = None, backend: str = "auto") -> Any:
+        """Swap modules of this model, in place, for faster ones that compute the same but for rounding.
+
+        Only what gains on this device is swapped; `fusion_report` says what that was. Names and values of parameters
+        stay, and `unfuse` brings everything back. In training with labels, ``output.logits`` is then ``None`` (as with
+        tensor parallelism) unless ``gather_logits=True``: the loss is computed without them. Under ``torch.compile``
+        plain expressions run instead, which it fuses by itself. Every rank of the model calls it.
+
+        Args:
+            modules: classes of layers, such as ``[GPT2MLP, GPT2Attention]``, in which to swap; ``None``: everywhere.
+            backend: ``"triton"``, ``"apex"`` (NVIDIA's), ``"torch"``, or ``"auto"``: the fastest that is there.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ValueError: the model has no such class, or the backend cannot be used; nothing is changed then.
+        """
+        if modules is not None and not (isinstance(modules, list) and all(isinstance(cls, type) for cls in modules)):
+            raise ValueError(f"modules must be a list of classes such as [GPT2MLP], or None, got {modules!r}")
+        names = None if modules is None else sorted(cls.__name__ for cls in modules)
+        if self.mesh is not None:
+            require_equal(self.mesh.model, {"modules": names, "backend": backend}, "arguments of fuse")
+        chosen = choose_backend(backend, self.device)
+        found = list(self._fusion.sites if self._fusion is not None else sites(self, chosen))
+        known = {cls for site in found for cls in site.classes} | set(type(self).__mro__)
+        offered = self._layer_names({cls.__name__ for site in found for cls in site.classes})
+        if unknown := [cls.__name__ for cls in modules or () if cls not in known and cls.__name__ not in offered]:
+            raise ValueError(f"{type(self).__name__} has no {', '.join(unknown)} to fuse in; it has {sorted(offered)}")
+        if self._fusion is None:
+            self._fusion = Fusion(chosen)
+        elif self._fusion.backend != chosen:
+            raise ValueError(f"the model is fused with backend={self._fusion.backend!r}: call unfuse() first")
+        self._fusion.apply(self, found, None if modules is None else self._with_own_classes(set(modules)))
+        return self
+
+    def unfuse(self) -> Any:
+        """Undo `fuse`: from here on results are those from before it, bit for bit. Returns the model itself."""
+        if self._fusion is not None:
+            self._fusion.undo()
+            self._fusion = None
+        return self
+
+    def fusion_report(self) -> FusionReport:
+        """What `fuse` swapped or left as it is, and why; before `fuse`, what it would find. ``print`` shows a table."""
+        fusion = self._fusion
+        if fusion is None:
+            fusion = Fusion(choose_backend("auto", self.device))
+            fusion.apply(self, sites(self, fusion.backend), set())
+        return fusion.report()
+
+    def fused_adamw(self, **options: Any) -> torch.optim.AdamW:
+        """``torch.optim.AdamW`` over this rank's parameters in torch's fused form: one pass instead of a dozen.
+
+        Args:
+            **options: those of ``torch.optim.AdamW``.
+        """
+        return torch.optim.AdamW(self.parameters(), fused=True, **options)
+
+    def defer_logits(self) -> bool:
+        """Say to heads whether logits are asked for in the forward that begins, or a loss without them."""
+        heads = self._fusion.heads() if self._fusion is not None else ()
+        deferring = torch.is_grad_enabled() if self.gather_logits is None else not self.gather_logits
+        for head in heads:
+            head.deferring = deferring
+        return deferring and bool(heads)
+
+    def _layer_names(self, here: set[str]) -> set[str]:
+        """The names of all classes by which modules of the model can be selected, whatever is on this rank."""
+        exported = registry.names(self.config.model_type) if self.config.model_type in registry.ARCHITECTURES else []
+        layers = {name for name in exported if name.endswith(("Attention", "MLP", "Block", "Layer"))}
+        everywhere = [here] if self.mesh is None else gather_objects(self.mesh.model, sorted(here))
+        return layers.union(*everywhere)
+
+    def _with_own_classes(self, modules: set[type]) -> set[type]:
+        """``modules``, and this model's own class if they name the one of transformers that it is made from."""
+        return modules | {type(self)} if modules.intersection(type(self).__mro__) else modules
+
+    # Generation -------------------------------------------------------------------------------------------------------
+
+    def fuse_ngram_blocking(self, wanted: bool | None) -> None:
+        """Whether the ``generate`` that begins blocks repeated n-grams by `oslo_kernels.ngrams`."""
+        if wanted is None:
+            wanted = getattr(self.config, "fused_no_repeat_ngram_blocking", False)
+        self._fuses_ngrams = bool(wanted)
+
+    def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)
+        if self._fuses_ngrams:
+            in_place = not (generation_config.output_logits and generation_config.return_dict_in_generate)
+            encoder_ids = kwargs.get("encoder_input_ids", args[1] if len(args) > 1 else None)
+            return fuse_processors(processors, encoder_ids, in_place)
+        return processors
