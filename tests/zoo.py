@@ -39,6 +39,9 @@ _T5: dict[str, Any] = {
     "decoder_start_token_id": 0,
 }
 
+FOUNDING = ("bert", "gpt2", "gpt_neo", "gptj", "llama", "t5")
+"""The model types of `VARIANTS`, on which everything is tested; those of `MORE` get the tests of test_zoo.py."""
+
 VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     # the main variant of each architecture bears its name
     "bert": ("bert", _BERT),
@@ -60,10 +63,99 @@ VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "t5-gated-untied": ("t5", {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 }
 
+_KV: dict[str, Any] = {key: value for key, value in _LLAMA.items() if key != "head_dim"}
+_WINDOW: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+_SIZE: dict[str, Any] = {key: value for key, value in _BERT.items() if key != "intermediate_size"}
+
+_BART: dict[str, Any] = {
+    **{"d_model": 24, "encoder_attention_heads": 6, "decoder_attention_heads": 4, "max_position_embeddings": 32},
+    **{"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 35, "decoder_ffn_dim": 33},
+    **{"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    **{"decoder_start_token_id": 2, "scale_embedding": True, "forced_eos_token_id": None},
+}
+
+MORE: dict[str, Mapping[str, Any]] = {
+    "arcee": _LLAMA,
+    "bart": _BART,
+    "bert-generation": {**_BERT, "is_decoder": True},
+    "blenderbot": _BART,
+    "blenderbot-small": _BART,
+    "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 6},
+    "camembert": _BERT,
+    "codegen": {**_GPTJ, "n_embd": 48, "n_head": 12},
+    "cohere": {**_KV, "use_qk_norm": True},
+    "cohere2": {**_KV, **_WINDOW},
+    "ctrl": {"n_embd": 24, "n_head": 6, "dff": 35, "n_layer": 2, "n_positions": 32},
+    "cwm": {**_LLAMA, **_WINDOW},
+    "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
+    "electra": {**_BERT, "embedding_size": 20},
+    "ernie4_5": _LLAMA,
+    "exaone4": {**_KV, **_WINDOW},
+    "falcon": {**_KV, "num_kv_heads": 2, "new_decoder_architecture": True},
+    "gemma": _LLAMA,
+    "gemma2": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
+    "gemma3_text": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
+    "glm": {**_LLAMA, "head_dim": 8},
+    "glm4": {**_LLAMA, "head_dim": 8},
+    "gpt_bigcode": _GPT2,
+    "gpt_neox": _BERT,
+    "granite": {**_KV, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "helium": {**_LLAMA, "head_dim": 4},
+    "hunyuan_v1_dense": _LLAMA,
+    "layoutlm": _BERT,
+    "m2m_100": _BART,
+    "marian": _BART,
+    "mbart": _BART,
+    "megatron-bert": _BERT,
+    "ministral": {**_LLAMA, **_WINDOW},
+    "mistral": {**_LLAMA, "sliding_window": 4},
+    "mpnet": _BERT,
+    "mpt": {"d_model": 24, "n_heads": 6, "n_layers": 2, "max_seq_len": 32, "expansion_ratio": 2},
+    "mt5": _T5,
+    "nemotron": {**_LLAMA, "head_dim": 4},
+    "olmo": _KV,
+    "olmo2": _KV,
+    "olmo3": {**_KV, **_WINDOW},
+    "openai-gpt": _GPT2,
+    "opt": {**_SIZE, "ffn_dim": 35, "word_embed_proj_dim": 20},
+    "pegasus": _BART,
+    "phi": {**_BERT, "qk_layernorm": True},
+    "phi3": _KV,
+    "qwen2": _KV,
+    "qwen3": _LLAMA,
+    "roberta": _BERT,
+    "seed_oss": _LLAMA,
+    "smollm3": {**_KV, "no_rope_layers": [1, 0]},
+    "stablelm": _KV,
+    "starcoder2": _KV,
+    "umt5": _T5,
+    "vaultgemma": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
+    "xglm": {"d_model": 24, "ffn_dim": 35, "num_layers": 2, "attention_heads": 6, "max_position_embeddings": 32},
+    "xlm-roberta": _BERT,
+}
+
+ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
+    # other configurations of the types of `MORE`, which divide in another way
+    "falcon-one-kv": ("falcon", _KV),
+    "falcon-alibi": ("falcon", {**MORE["falcon"], "alibi": True}),
+    "falcon-in-turn": ("falcon", {**_KV, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
+    "gpt_bigcode-many-kv": ("gpt_bigcode", {**_GPT2, "multi_query": False}),
+    "gpt_neox-in-turn": ("gpt_neox", {**_BERT, "use_parallel_residual": False, "tie_word_embeddings": True}),
+    "olmo2-many-kv": ("olmo2", {**_KV, "num_key_value_heads": 6}),
+    "opt-plain": ("opt", {**_SIZE, "ffn_dim": 35, "do_layer_norm_before": False}),
+    "stablelm-parallel": ("stablelm", {**_KV, "use_parallel_residual": True, "use_qkv_bias": True}),
+}
+
+LEFT_OUT: dict[str, set[str]] = {
+    # of images too
+    "gemma3_text": {"Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification", "Gemma3Model"},
+}
+"""Classes that transformers has in the module of a model type and the zoo does not."""
+
 
 def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConfig:
     """A configuration; all of its dropout rates are ``dropout``."""
-    model_type, values = VARIANTS[variant]
+    model_type, values = {**VARIANTS, **ODD}.get(variant) or (variant, MORE[variant])
     made = CONFIG_MAPPING[model_type](**{**TOKENS, **values, **changes})
     made.classifier_dropout = dropout  # else 0.1 where a configuration does not know it
     for key, value in made.to_dict().items():
@@ -74,7 +166,8 @@ def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConf
 
 def heads(variant: str) -> list[str]:
     """The names of all classes of the architecture."""
-    return list(registry.model_classes(VARIANTS[variant][0]))
+    model_type, _ = {**VARIANTS, **ODD}.get(variant, (variant, {}))
+    return list(registry.model_classes(model_type))
 
 
 def lm_heads(variant: str) -> list[str]:
@@ -86,6 +179,8 @@ def lm_heads(variant: str) -> list[str]:
         "ForMaskedLM",
         "ForPreTraining",
         "ForConditionalGeneration",
+        "MTModel",
+        "Decoder",
     )
     return [name for name in heads(variant) if name.endswith(endings)]
 
@@ -93,6 +188,13 @@ def lm_heads(variant: str) -> list[str]:
 def lm_head(variant: str) -> str:
     """The name of the class that generates text."""
     return next(name for name in lm_heads(variant) if "DoubleHeads" not in name and original(name).can_generate())
+
+
+def main_head(variant: str) -> str:
+    """The name of the class that is tested most: that which generates text, or else that with the most to predict."""
+    names = lm_heads(variant)
+    order = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "Decoder", "ForMaskedLM", "ForCausalLM")
+    return min(names, key=lambda name: next((i for i, end in enumerate(order) if name.endswith(end)), len(order)))
 
 
 def base(variant: str) -> str:
@@ -129,6 +231,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         ids[row, ..., :padding] = config.pad_token_id
         mask[row, ..., :padding] = 0
     given = {"input_ids": ids, "attention_mask": mask}
+    if name == "OpenAIGPTDoubleHeadsModel":
+        del given["attention_mask"]  # transformers cannot
     if "token_type_ids" in known:
         given["token_type_ids"] = integers(0, 2, *shape)
     if getattr(config, "add_cross_attention", False) and "encoder_hidden_states" in known:
@@ -140,6 +244,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     words[0, ..., -1], words[1, ..., -2] = vocab - 1, 0
     if name in lm_heads(config.model_type):
         given["labels"] = words
+        if name.startswith("MBart") and "decoder_input_ids" in known:
+            given["decoder_input_ids"] = integers(0, vocab, *shape)  # which it cannot make of a row without labels
         given |= {key: integers(0, 2, rows) for key in ("mc_labels", "next_sentence_label") if key in known}
     elif "start_positions" in known:
         given |= {"start_positions": integers(0, length, rows), "end_positions": integers(0, length, rows)}

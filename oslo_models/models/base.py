@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,26 +11,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
 from oslo_models import checkpoint
-from oslo_models.collectives import agree, all_reduce, gather_from, gather_objects, require_equal
+from oslo_models.collectives import agree, all_reduce, gather_from, require_equal
 from oslo_models.divide import divide, layouts_of
 from oslo_models.init import SeededByName
+from oslo_models.inputs import InputCheck
+from oslo_models.layers.deferred import DeferredLogits
 from oslo_models.layers.vocab import VocabParallelLogits
 from oslo_models.layout import Layout
 from oslo_models.mesh import ParallelMesh, check_size
-from oslo_models.models.loading import Arguments, from_config, from_pretrained
+from oslo_models.models.fusing import FusableModel
+from oslo_models.models.loading import Arguments, construct
 from oslo_models.mpu import MPU
 from oslo_models.overflow import share_overflow
 from oslo_models.pipeline.cut import Stage, cut
 from oslo_models.pipeline.engine import LABELS, Pipeline
 from oslo_models.plan import Entries, Plan
 from oslo_models.rng import synchronize
+from oslo_models.watch import PATIENCE
 
 
-class ParallelModel(PreTrainedModel):
+class ParallelModel(FusableModel):
     """The half of a zoo class that is ours; the other half is the transformers class of the same name.
 
     An architecture states a `plan`, and each of its classes a `head`. Made by `from_pretrained_with_parallel` or
@@ -53,6 +57,8 @@ class ParallelModel(PreTrainedModel):
     stage: Stage | None = None
     micro_batch_size: int = 1
     _init_seed: int | None = None
+    check_inputs: InputCheck | None = None
+    _generates = False
 
     @classmethod
     def plan(cls, config: PreTrainedConfig) -> Plan:
@@ -72,6 +78,7 @@ class ParallelModel(PreTrainedModel):
         *args: Any,
         mesh: ParallelMesh | None = None,
         init_seed: int | None = None,
+        blocks_per_stage: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, *args, **kwargs)
@@ -84,7 +91,8 @@ class ParallelModel(PreTrainedModel):
         if mesh.tp.size > 1:
             divide(self, plan, prefix, self.head, mesh, self.layouts)
         if mesh.pp.size > 1:
-            self.stage = cut(self, plan, prefix, self.head, self.layouts, mesh.pp.rank, mesh.pp.size)
+            pp = mesh.pp
+            self.stage = cut(self, plan, prefix, self.head, self.layouts, pp.rank, pp.size, blocks_per_stage)
             names = (name for name, _ in self.named_parameters(remove_duplicate=False))
             self.layouts = {name: self.layouts[self.stage.aliases.get(name, name)] for name in names}
 
@@ -111,6 +119,9 @@ class ParallelModel(PreTrainedModel):
         seed: int | None = None,
         deploy: bool | None = None,
         gather_logits: bool | None = None,
+        timeout: float = PATIENCE,
+        blocks_per_stage: Sequence[int] | None = None,
+        check_inputs: bool | int | str = True,
         **kwargs: Any,
     ) -> Any:
         """Load this rank's part of a checkpoint. Every rank calls it with the same arguments.
@@ -129,6 +140,15 @@ class ParallelModel(PreTrainedModel):
             gather_logits: with labels, gradients on and ``tensor_parallel_size > 1``, the loss is computed from divided
                 logits and ``output.logits`` is ``None``. ``True`` returns full logits always, ``False`` never beside
                 a loss.
+            timeout: seconds that this rank waits for others in one collective of the model before it raises a
+                `RankFailedError` that names those that died, stopped or stayed away. While models are constructed,
+                loaded and saved, a rank that is alive is waited for longer, up to half an hour.
+            blocks_per_stage: how many blocks each pipeline stage gets, ``[3, 5, 4]``; of an encoder-decoder, the blocks
+                of the encoder come first and those of the decoder after them. By default blocks and head are divided by
+                their numbers of parameters.
+            check_inputs: compare the batches of the ranks that share a model, which have to be the same: in the first
+                three calls and every hundredth (``True``), every n-th (an integer), ``"always"`` or never (``False``).
+                A call of ``generate`` counts once.
             **kwargs: what transformers' ``from_pretrained`` takes (``dtype``, ``attn_implementation``, ``cache_dir``,
                 ``revision``, ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the
                 configuration (``pad_token_id``, ...).
@@ -141,9 +161,8 @@ class ParallelModel(PreTrainedModel):
             RuntimeError: several processes are needed and no launcher was used.
             OSError: no such checkpoint, or one that is damaged (``CheckpointError``, which names the file).
         """
-        sizes = (tensor_parallel_size, pipeline_parallel_size, micro_batch_size)
-        arguments = Arguments(*sizes, resize_token_embeddings, seed, deploy, gather_logits)
-        return from_pretrained(cls, pretrained_model_name_or_path, arguments, kwargs)
+        given = Arguments.of(locals())
+        return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
     @classmethod
     def from_config_with_parallel(
@@ -156,6 +175,9 @@ class ParallelModel(PreTrainedModel):
         seed: int | None = None,
         deploy: bool | None = None,
         gather_logits: bool | None = None,
+        timeout: float = PATIENCE,
+        blocks_per_stage: Sequence[int] | None = None,
+        check_inputs: bool | int | str = True,
         **kwargs: Any,
     ) -> Any:
         """Make this rank's part of a randomly initialised model. Every rank calls it with the same arguments.
@@ -167,9 +189,7 @@ class ParallelModel(PreTrainedModel):
         Returns:
             The model in training mode, as a transformers model made from a configuration is.
         """
-        sizes = (tensor_parallel_size, pipeline_parallel_size, micro_batch_size)
-        arguments = Arguments(*sizes, resize_token_embeddings, seed, deploy, gather_logits)
-        return from_config(cls, config, arguments, kwargs)
+        return construct(cls, "from_config_with_parallel", config, Arguments.of(locals()), kwargs)
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -194,6 +214,17 @@ class ParallelModel(PreTrainedModel):
         )
 
     # What is where ----------------------------------------------------------------------------------------------------
+
+    def _at(self, phase: str, steps: int = 0) -> None:
+        """Note what this process is about to do with the model; ``generate`` is one phase."""
+        if self.mesh is not None and not self._generates:
+            self.mesh.world.at(phase, steps)
+
+    def _compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Compare the arguments of a call over the ranks that hold one copy of the model, from time to time."""
+        if self.check_inputs is not None and self.mesh is not None:
+            named = {f"argument {position}": value for position, value in enumerate(args)}
+            self.check_inputs(self.mesh.model, {**named, **kwargs})
 
     def _size(self, axis: str) -> int:
         return 1 if self.mesh is None else getattr(self.mesh, axis).size
@@ -299,7 +330,7 @@ class ParallelModel(PreTrainedModel):
             grad = grad.full_tensor()
             if self.mesh.dp.rank:
                 return []
-        return [grad.narrow(layout.dim or 0, start, stop - start) for start, stop in layout.owned(rank)]
+        return [grad[here] for _, here in layout.owned(rank)]
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
@@ -336,6 +367,7 @@ class ParallelModel(PreTrainedModel):
         """
         merging = kwargs.pop("save_with_merge", save_with_merging)
         mesh = self.mesh or ParallelMesh()
+        mesh.world.at(f"saving to {save_directory}")
         known = {"max_shard_size", "variant"}
         with agree(mesh.world, "checking arguments of save_pretrained_with_parallel"):
             if unknown := kwargs.keys() - known:
@@ -351,12 +383,12 @@ class ParallelModel(PreTrainedModel):
             tensors.pop(name, None)
         known_layouts = {aliases.get(name, name): layout for name, layout in self.layouts.items()}
         layouts = {name: known_layouts.get(name, Layout(tuple(tensor.shape))) for name, tensor in tensors.items()}
-        save = checkpoint.save_merged if merging else checkpoint.save_split
-        save(
+        checkpoint.save_checkpoint(
             Path(save_directory),
             tensors,
             layouts,
             mesh,
+            merging=merging,
             tied=dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied),
             files=self._write_config if save_config else None,
             metadata={"model_type": self.config.model_type, "architectures": [type(self).__name__]},
@@ -364,6 +396,7 @@ class ParallelModel(PreTrainedModel):
             save_function=save_function,
             **kwargs,
         )
+        mesh.world.at("after saving")
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, save_directory: str | Path, **state: Any) -> None:
         """Save what training needs beside the weights: the optimizer and the random states of all ranks; collective.
@@ -379,7 +412,10 @@ class ParallelModel(PreTrainedModel):
             ValueError: ``state`` holds what cannot be read back.
             OSError: the directory cannot be written.
         """
-        checkpoint.save_optimizer(save_directory, optimizer, self.mesh or ParallelMesh(), state)
+        mesh = self.mesh or ParallelMesh()
+        mesh.world.at(f"saving the optimizer to {save_directory}")
+        checkpoint.save_optimizer(save_directory, optimizer, mesh, state)
+        mesh.world.at("after saving")
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str | Path) -> dict[str, Any]:
         """Go on where `save_optimizer` was called, with the same sizes; collective. The last call before training.
@@ -392,10 +428,15 @@ class ParallelModel(PreTrainedModel):
             ValueError: it is of other parallel sizes, or of another optimizer.
             OSError: a file of it is damaged (``CheckpointError``, which names it).
         """
-        return checkpoint.load_optimizer(directory, optimizer, self.mesh or ParallelMesh())
+        mesh = self.mesh or ParallelMesh()
+        mesh.world.at(f"loading the optimizer from {directory}")
+        state = checkpoint.load_optimizer(directory, optimizer, mesh)
+        mesh.world.at("after loading")
+        return state
 
     def _write_config(self, directory: Path) -> None:
-        config = type(self.config).from_dict(self.config.to_dict())
+        whole = {} if self.stage is None else self.stage.config
+        config = type(self.config).from_dict({**self.config.to_dict(), **whole})
         config.dtype, config.architectures = self.dtype, [type(self).__name__]
         config.save_pretrained(directory)
         if self.can_generate() and self.generation_config is not None:
@@ -412,10 +453,8 @@ class ParallelModel(PreTrainedModel):
 
     # Outputs ----------------------------------------------------------------------------------------------------------
 
-    def _resolve(self, output: Any) -> Any:
-        """Replace what is divided in the output of a forward by what transformers would return."""
-        if not isinstance(output, ModelOutput):
-            return output
+    def _resolve(self, output: ModelOutput) -> dict[str, Any]:
+        """The fields of the output of a forward, what is divided replaced by what transformers would return."""
         loss = output.get("loss")
         if self.gather_logits is None:
             omit = loss is not None and loss.requires_grad
@@ -423,18 +462,19 @@ class ParallelModel(PreTrainedModel):
             omit = loss is not None and not self.gather_logits
         fields = {}
         for name, value in output.items():
-            if isinstance(value, VocabParallelLogits):
+            if isinstance(value, (VocabParallelLogits, DeferredLogits)):
                 value = None if omit else value.full()
-            elif name.endswith("attentions") and value:
+            elif name.endswith("attentions") and value and self.is_tensor_parallelized():
                 value = tuple(None if weights is None else self._all_heads(weights) for weights in value)
             fields[name] = value
-        return type(output)(**fields)
+        return fields
 
     def _all_heads(self, weights_BHQK: Tensor) -> Tensor:
         """Attention weights of all heads; ranks may hold different numbers of them."""
         assert self.mesh is not None
-        sizes = gather_objects(self.mesh.tp, weights_BHQK.shape[1])
-        return gather_from(self.mesh.tp, weights_BHQK, 1, sizes)
+        tp = self.mesh.tp
+        own = torch.tensor([weights_BHQK.shape[1]], device=weights_BHQK.device)
+        return gather_from(tp, weights_BHQK, 1, gather_from(tp, own, 0, [1] * tp.size).tolist())
 
 
 def _resolving(forward: Any) -> Any:
@@ -444,19 +484,42 @@ def _resolving(forward: Any) -> Any:
     def resolving(self: ParallelModel, *args: Any, **kwargs: Any) -> Any:
         if self.mesh is not None:
             args, kwargs = _on_device(self.mesh.device, args, kwargs)
+            if not self._generates and not (self.pipeline and self.pipeline.runner.inside):
+                self._compare(args, kwargs)
         if self.pipeline is not None:
             return self.pipeline(args, kwargs)
-        if self.mesh is None or self.mesh.tp.size == 1:
+        deferring = self.defer_logits()
+        if not self.is_tensor_parallelized() and not deferring:
             return forward(self, *args, **kwargs)
         as_tuple = not (self.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"])
         if as_tuple:  # the names of the outputs tell what is divided
             kwargs["return_dict"] = True
-        output = self._resolve(forward(self, *args, **kwargs))
-        if isinstance(output, ModelOutput) and output.get("loss") is not None:
-            share_overflow(output["loss"], self.parameters, self.mesh.tp)
-        return output.to_tuple() if as_tuple and isinstance(output, ModelOutput) else output
+        self._at("forward" if torch.is_grad_enabled() else "forward without gradients", steps=1)
+        output = forward(self, *args, **kwargs)
+        if not isinstance(output, ModelOutput):
+            return output
+        fields = self._resolve(output)
+        self._at("after forward")
+        _note_backward(fields.values(), self._at)
+        if fields.get("loss") is not None and self.mesh is not None:
+            share_overflow(fields["loss"], self.parameters, self.mesh.tp)
+        # A tuple keeps the place of logits that are left out: what comes after them is found where it always is.
+        return tuple(fields.values()) if as_tuple else type(output)(**fields)
 
     return resolving
+
+
+def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
+    """Let the phase be the backward pass while there is one, of the first of these that has a graph."""
+
+    def when_it_begins(grad: Tensor) -> None:
+        at("backward")
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: at("after backward"))
+
+    for output in outputs:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(when_it_begins)
+            return
 
 
 def _on_stage(forward: Any) -> Any:
@@ -464,8 +527,11 @@ def _on_stage(forward: Any) -> Any:
 
     @functools.wraps(forward)
     def on_stage(self: ParallelModel, **kwargs: Any) -> Any:
-        output = forward(self, **{**kwargs, "return_dict": True} if "return_dict" in kwargs else kwargs)
-        return self._resolve(output) if self.is_tensor_parallelized() else output
+        if "return_dict" in kwargs or not self.config.return_dict:
+            kwargs["return_dict"] = True  # the loop needs its loss by name
+        self.defer_logits()
+        output = forward(self, **kwargs)
+        return type(output)(**self._resolve(output)) if isinstance(output, ModelOutput) else output
 
     return on_stage
 
@@ -490,17 +556,25 @@ def _in_step(generate: Any) -> Any:
     """``generate`` with the ranks of the tp axis drawing from the same random state, so that they sample alike."""
 
     @functools.wraps(generate)
-    def in_step(self: ParallelModel, *args: Any, **kwargs: Any) -> Any:
-        if self.mesh is not None:
-            synchronize(self.mesh.model, self.mesh.device)
-            args, kwargs = _on_device(self.mesh.device, args, kwargs)
-        if self.pipeline is None:
+    def in_step(
+        self: ParallelModel, *args: Any, fused_no_repeat_ngram_blocking: bool | None = None, **kwargs: Any
+    ) -> Any:
+        self.fuse_ngram_blocking(fused_no_repeat_ngram_blocking)
+        if self.mesh is None or self._generates:
             return generate(self, *args, **kwargs)
-        with self.pipeline.generating():
-            if self.config.is_encoder_decoder and "encoder_outputs" not in kwargs:
+        self._at("generate", steps=1)
+        synchronize(self.mesh.model, self.mesh.device)
+        args, kwargs = _on_device(self.mesh.device, args, kwargs)
+        self._compare(args, kwargs)
+        self._generates = True
+        try:
+            if self.pipeline is not None and self.config.is_encoder_decoder and "encoder_outputs" not in kwargs:
                 ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
                 given = {"input_ids": ids, **{key: kwargs.get(key) for key in ("attention_mask", "inputs_embeds")}}
                 kwargs["encoder_outputs"] = self.pipeline.encode({k: v for k, v in given.items() if v is not None})
             return generate(self, *args, **kwargs)
+        finally:
+            self._generates = False
+            self._at("after generate")
 
     return in_step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from transformers import BertConfig
 from transformers.models.bert import modeling_bert as hf
 
@@ -11,20 +13,29 @@ from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
 
 
 class BertParallel(ParallelModel):
-    """How every model of the BERT family divides."""
+    """How every model of the BERT family divides, and those of the families that differ from it by names.
+
+    Attributes:
+        tables: the embeddings that are added to those of the words.
+    """
+
+    tables: ClassVar[tuple[str, ...]] = ("position", "token_type")
 
     @classmethod
-    def plan(cls, config: BertConfig) -> Plan:
+    def plan(cls, config: Any) -> Plan:
         heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
         block = {"intermediate.dense": Column(), "output.dense": Row(), "output.LayerNorm": Norm()}
-        for attention in ("attention", "crossattention") if config.add_cross_attention else ("attention",):
+        for attention in (
+            ("attention", "crossattention") if getattr(config, "add_cross_attention", False) else ("attention",)
+        ):
             block |= {f"{attention}.self.{name}": Column(heads) for name in ("query", "key", "value")}
             block |= {f"{attention}.output.dense": Row(heads), f"{attention}.output.LayerNorm": Norm()}
-        tables = {f"embeddings.{name}_embeddings": Replicated() for name in ("position", "token_type")}
+        tables = {f"embeddings.{name}_embeddings": Replicated() for name in cls.tables}
         return Plan(
             embed={"embeddings.word_embeddings": Vocab(), **tables, "embeddings.LayerNorm": Norm()},
             blocks={"encoder.layer": block},
             head={"pooler.dense": Replicated()},
+            local={f"{name}.self.all_head_size": heads.local_extent for name in ("attention", "crossattention")},
             optional=("pooler.dense",),
             dropout=("embeddings.dropout",),
         )

@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as hf
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from oslo_models.layout import GroupedHeads
 from oslo_models.models.base import ParallelModel
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.plan import Column, Entries, HeadNorm, Norm, Plan, Replicated, Row, Vocab
 
 
 class LlamaParallel(ParallelModel):
-    """How every model of the Llama family divides."""
+    """How every model of the Llama family divides, and those of the families that differ from it by names or norms.
+
+    Attributes:
+        norms: the norms of a block.
+        head_norms: norms of each query or key head by itself.
+        mlp: the layers of a block after the attention.
+    """
+
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    head_norms: ClassVar[tuple[str, ...]] = ()
+    mlp: ClassVar[Entries] = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row()}
 
     @classmethod
-    def plan(cls, config: LlamaConfig) -> Plan:
-        heads = GroupedHeads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        block = {
-            "input_layernorm": Norm(),
+    def heads(cls, config: Any) -> GroupedHeads:
+        """The heads of an attention."""
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return GroupedHeads(config.num_attention_heads, config.num_key_value_heads, head_dim)
+
+    @classmethod
+    def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
+        """The layers of an attention."""
+        return {
             "self_attn.q_proj": Column(heads.query),
             "self_attn.k_proj": Column(heads.key_value),
             "self_attn.v_proj": Column(heads.key_value),
             "self_attn.o_proj": Row(heads.query),
-            "post_attention_layernorm": Norm(),
-            "mlp.gate_proj": Column(),
-            "mlp.up_proj": Column(),
-            "mlp.down_proj": Row(),
         }
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        heads = cls.heads(config)
+        norms = {name: Norm() for name in cls.norms} | {name: HeadNorm() for name in cls.head_norms}
         return Plan(
             embed={"embed_tokens": Vocab()},
-            blocks={"layers": block},
+            blocks={"layers": {**cls.attention(config, heads), **cls.mlp, **norms}},
             head={"norm": Norm()},
-            local={"self_attn.num_key_value_groups": heads.local_ratio},
+            local={
+                "self_attn.num_heads": heads.query.local_count,
+                "self_attn.num_key_value_heads": heads.key_value.local_count,
+                "self_attn.num_key_value_groups": heads.local_ratio,
+            },
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,12 +17,14 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from oslo_models.checkpoint import CheckpointReader, finish_interrupted_save, open_checkpoint, verify_checkpoint
+from oslo_models import checkpoint
 from oslo_models.collectives import agree, broadcast_object, require_equal
 from oslo_models.divide import layouts_of
+from oslo_models.inputs import InputCheck
 from oslo_models.layout import Layout, Units
 from oslo_models.mesh import Axis, ParallelMesh, check_size, start_process_group, world_axis
 from oslo_models.rng import synchronize
+from oslo_models.watch import PATIENCE
 
 if TYPE_CHECKING:
     from oslo_models.models.base import ParallelModel
@@ -54,6 +56,19 @@ class Arguments:
     seed: int | None
     deploy: bool | None
     gather_logits: bool | None
+    timeout: float
+    blocks_per_stage: Sequence[int] | None
+    check_inputs: bool | int | str
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Arguments:
+        """Those among the local variables of a constructor."""
+        return cls(**{field.name: given[field.name] for field in fields(cls)})
+
+    @property
+    def patience(self) -> float:
+        """The timeout, or the default one if it will turn out to be none."""
+        return self.timeout if _is_timeout(self.timeout) else PATIENCE
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` for what can be seen to be wrong without a configuration."""
@@ -62,6 +77,17 @@ class Arguments:
         for name in ("deploy", "gather_logits"):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise ValueError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
+        if not _is_timeout(self.timeout):
+            raise ValueError(f"timeout must be a number of seconds greater than 0, got {self.timeout!r}")
+        when = self.check_inputs
+        if not isinstance(when, bool) and when != "always" and not (isinstance(when, int) and when > 0):
+            raise ValueError(f'check_inputs must be True, False, "always" or an integer of at least 1, got {when!r}')
+        blocks = self.blocks_per_stage
+        if blocks is not None:
+            if not isinstance(blocks, (list, tuple)):
+                raise ValueError(f"blocks_per_stage must be a list of integers, got {blocks!r}")
+            for number in blocks:
+                check_size("each of blocks_per_stage", number)
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
             raise ValueError(f"seed must be an integer of at least 0, got {self.seed!r}")
         for name in REFUSED.keys() & {key for key, value in kwargs.items() if value is not None and value is not False}:
@@ -69,8 +95,6 @@ class Arguments:
         deployment = kwargs.get("deployment")
         if None not in (self.deploy, deployment) and self.deploy != deployment:
             raise ValueError(f"deploy={self.deploy} and deployment={deployment} are the same argument; pass one")
-        if self.deploy or deployment:
-            raise ValueError("deploy=True is not available in this version; run the script under torchrun")
 
     def check_config(self, cls: type[ParallelModel], config: PreTrainedConfig) -> None:
         """Raise ``ValueError`` for what does not fit the model."""
@@ -88,6 +112,10 @@ class Arguments:
             raise ValueError(f"resize_token_embeddings must be an integer of at least vocab_size={vocab}, got {size!r}")
 
 
+def _is_timeout(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e8
+
+
 def parse_dtype(kwargs: dict[str, Any]) -> torch.dtype | None:
     """Take ``dtype`` and ``torch_dtype`` out of ``kwargs``; ``None`` for "as saved"."""
     given = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if kwargs.get(key) is not None}
@@ -102,13 +130,36 @@ def parse_dtype(kwargs: dict[str, Any]) -> torch.dtype | None:
     return parsed.pop() if parsed else None
 
 
-def from_config(
-    cls: type[ParallelModel], config: PreTrainedConfig, arguments: Arguments, kwargs: dict[str, Any]
-) -> Any:
-    """See `ParallelModel.from_config_with_parallel`."""
-    call = f"{cls.__name__}.from_config_with_parallel"
+def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arguments, kwargs: dict[str, Any]) -> Any:
+    """What the constructors of `ParallelModel` do; ``method`` is the name of the one that was called."""
+    if arguments.deploy or kwargs.get("deployment"):
+        from oslo_models.deploy import deploy
+
+        return deploy(cls, method, source, arguments, kwargs)
     start_process_group()
-    world = world_axis()
+    world = world_axis(arguments.patience)
+    world.at(f"construction of {cls.__name__}")
+    make = _from_config if method == "from_config_with_parallel" else _from_pretrained
+    model, info = make(cls, source, arguments, kwargs, world, f"{cls.__name__}.{method}")
+    assert model.mesh is not None
+    model.gather_logits = arguments.gather_logits
+    model.micro_batch_size = arguments.micro_batch_size
+    model.check_inputs = InputCheck(arguments.check_inputs)
+    synchronize(model.mesh.tp, model.mesh.device)
+    model.mark_parameters()
+    model.start_pipeline()
+    model.mesh.world.at(f"after construction of {cls.__name__}")
+    return (model, info) if kwargs.get("output_loading_info") else model
+
+
+def _from_config(
+    cls: type[ParallelModel],
+    config: PreTrainedConfig,
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    world: Axis,
+    call: str,
+) -> tuple[ParallelModel, None]:
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
         if not isinstance(config, cls.config_class):
@@ -120,50 +171,49 @@ def from_config(
             setattr(config, key, options.pop(key))
         arguments.check_config(cls, config)
     mesh, init_seed = _join(arguments, config, kwargs, call)
-    if arguments.resize_token_embeddings is not None:
-        config.vocab_size = arguments.resize_token_embeddings
+    own = {"init_seed": init_seed, "blocks_per_stage": arguments.blocks_per_stage}
     with torch.device("meta"):
-        model = cls._from_config(config, dtype=dtype, mesh=mesh, init_seed=init_seed, **options)
+        model = cls._from_config(config, dtype=dtype, mesh=mesh, **own, **options)
     model.to_empty(device=mesh.device)
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     model.init_weights()
-    return _finish(model, arguments)
+    return model, None
 
 
-def from_pretrained(cls: type[ParallelModel], name: str | Path, arguments: Arguments, kwargs: dict[str, Any]) -> Any:
-    """See `ParallelModel.from_pretrained_with_parallel`."""
-    call = f"{cls.__name__}.from_pretrained_with_parallel"
-    start_process_group()
-    world = world_axis()
+def _from_pretrained(
+    cls: type[ParallelModel],
+    name: str | Path,
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    world: Axis,
+    call: str,
+) -> tuple[ParallelModel, dict[str, Any]]:
     options = {key: value for key, value in kwargs.items() if key != "deployment"}
     hub = {key: options.pop(key) for key in HUB_ARGUMENTS if key in options}
     variant, subfolder = options.pop("variant", None), options.pop("subfolder", "")
     ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)
-    with_info = options.pop("output_loading_info", False)
-    for fixed in ("low_cpu_mem_usage", "weights_only", "use_safetensors"):  # always so here
+    for fixed in ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info"):  # always so here
         options.pop(fixed, None)
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
         dtype = parse_dtype(options)
         directory = find_checkpoint(name, variant, hub) / subfolder
-        config = _read_config(cls, directory, options)
+        config = read_config(cls, directory, options)
         old_vocab = getattr(config, "vocab_size", None)
         arguments.check_config(cls, config)
     mesh, init_seed = _join(arguments, config, {**kwargs, "pretrained_model_name_or_path": str(name)}, call)
-    if arguments.resize_token_embeddings is not None:
-        config.vocab_size = arguments.resize_token_embeddings
     with agree(world, f"opening {directory}"):
         key_mapping = options.pop("key_mapping", None)
-        template = Template(cls, config, options, mesh)
-        reader = open_checkpoint(
+        template = Template(cls, config, options, mesh, arguments.blocks_per_stage)
+        reader = checkpoint.open_checkpoint(
             directory,
             variant=variant,
             fallback_layout=template.layout_of_old_files,
             owner_stage=template.stage_of_old_files,
         )
     try:
-        verify_checkpoint(reader, world)
+        checkpoint.verify_checkpoint(reader, world)
         with agree(world, f"reading {directory}"):
             slices = template.slices(reader, old_vocab, ignore_mismatched_sizes, key_mapping)
             with _one_progress_bar(world):
@@ -173,10 +223,11 @@ def from_pretrained(cls: type[ParallelModel], name: str | Path, arguments: Argum
                     state_dict=slices,
                     dtype=dtype or config.dtype or _dtype_of(reader),
                     device_map={"": mesh.device} if mesh.device.type == "cuda" else None,
-                    generation_config=_read_generation_config(directory),
+                    generation_config=read_generation_config(directory),
                     output_loading_info=True,
                     mesh=mesh,
                     init_seed=init_seed,
+                    blocks_per_stage=arguments.blocks_per_stage,
                     **options,
                 )
     finally:
@@ -184,8 +235,7 @@ def from_pretrained(cls: type[ParallelModel], name: str | Path, arguments: Argum
     model, info = result
     model.config.name_or_path = model.name_or_path = str(name)
     require_equal(mesh.tp, {"tied weights": sorted(model.all_tied_weights_keys)}, "checkpoints")
-    model = _finish(model, arguments)
-    return (model, info) if with_info else model
+    return model, info
 
 
 def _join(
@@ -194,22 +244,14 @@ def _join(
     """Make the mesh, once it is sure that all ranks want the same; and the seed of random weights, equal everywhere."""
     own = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
     attributes = {f"config.{key}": value for key, value in config.to_dict().items()}
-    require_equal(world_axis(), {**own, **kwargs, **attributes}, f"arguments of {call}")
-    mesh = ParallelMesh(arguments.tensor_parallel_size, arguments.pipeline_parallel_size)
+    require_equal(world_axis(arguments.timeout), {**own, **kwargs, **attributes}, f"arguments of {call}")
+    if arguments.resize_token_embeddings is not None:
+        config.vocab_size = arguments.resize_token_embeddings
+    mesh = ParallelMesh(arguments.tensor_parallel_size, arguments.pipeline_parallel_size, arguments.timeout)
     if arguments.seed is not None:
         set_seed(arguments.seed)
         return mesh, arguments.seed
     return mesh, broadcast_object(mesh.world, int(torch.randint(2**62, ())))
-
-
-def _finish(model: ParallelModel, arguments: Arguments) -> ParallelModel:
-    assert model.mesh is not None
-    model.gather_logits = arguments.gather_logits
-    model.micro_batch_size = arguments.micro_batch_size
-    synchronize(model.mesh.tp, model.mesh.device)
-    model.mark_parameters()
-    model.start_pipeline()
-    return model
 
 
 def find_checkpoint(name: str | Path, variant: str | None, hub: dict[str, Any]) -> Path:
@@ -220,7 +262,7 @@ def find_checkpoint(name: str | Path, variant: str | None, hub: dict[str, Any]) 
     """
     directory = Path(name)
     if directory.is_dir():
-        finish_interrupted_save(directory)
+        checkpoint.finish_interrupted_save(directory)
         return directory
     if directory.exists():
         raise OSError(f"{name} is a file; pass the directory that holds it, with its config.json")
@@ -238,7 +280,7 @@ def find_checkpoint(name: str | Path, variant: str | None, hub: dict[str, Any]) 
     raise OSError(f"{name} on the hub holds no weights in a format that is read here (safetensors or .bin)")
 
 
-def _read_config(cls: type[ParallelModel], directory: Path, options: dict[str, Any]) -> PreTrainedConfig:
+def read_config(cls: type[ParallelModel], directory: Path, options: dict[str, Any]) -> PreTrainedConfig:
     """The configuration, with those of ``options`` that it knows taken over."""
     config = options.pop("config", None)
     if config is not None:
@@ -271,14 +313,14 @@ def _one_progress_bar(world: Axis) -> Iterator[None]:
             enable_progress_bar()
 
 
-def _read_generation_config(directory: Path) -> GenerationConfig | None:
+def read_generation_config(directory: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_pretrained(directory)
     except OSError:
         return None
 
 
-def _dtype_of(reader: CheckpointReader) -> torch.dtype:
+def _dtype_of(reader: checkpoint.CheckpointReader) -> torch.dtype:
     floating = (info.dtype for info in reader.tensors.values() if info.dtype.is_floating_point)
     return next(floating, torch.get_default_dtype())
 
@@ -287,12 +329,18 @@ class Template:
     """The whole model and this rank's part, both without memory: which tensor becomes which parameter, and how."""
 
     def __init__(
-        self, cls: type[ParallelModel], config: PreTrainedConfig, options: dict[str, Any], mesh: ParallelMesh
+        self,
+        cls: type[ParallelModel],
+        config: PreTrainedConfig,
+        options: dict[str, Any],
+        mesh: ParallelMesh,
+        blocks_per_stage: Sequence[int] | None = None,
     ) -> None:
         options = {**options, "dtype": config.dtype}
+        own = {**options, "mesh": mesh, "blocks_per_stage": blocks_per_stage}
         with torch.device("meta"):
             self.model = cls._from_config(copy.deepcopy(config), **options)
-            part = self.model if mesh.pp.size == 1 else cls._from_config(copy.deepcopy(config), mesh=mesh, **options)
+            part = self.model if mesh.pp.size == 1 else cls._from_config(copy.deepcopy(config), **own)
         model = self.model
         self.state = model.state_dict()
         self.rank = mesh.tp.rank
@@ -316,7 +364,7 @@ class Template:
 
     def slices(
         self,
-        reader: CheckpointReader,
+        reader: checkpoint.CheckpointReader,
         old_vocab: int | None,
         ignore_mismatched_sizes: bool,
         key_mapping: dict[str, str] | None,
@@ -394,23 +442,13 @@ class Template:
         return 0 if target.rpartition(".")[0].removeprefix(prefix) in plan.embed else pp - 1
 
 
-class GrownSlice:
+class GrownSlice(checkpoint.LazySlice):
     """A part of a vocabulary that has grown since it was saved; new words are the mean of the old ones.
 
     Source: Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021.
     """
 
-    def __init__(self, reader: CheckpointReader, name: str, layout: Layout, rank: int) -> None:
-        self.reader, self.name, self.layout, self.rank = reader, name, layout, rank
-        self.shape, self.dtype = layout.local_shape(rank), reader.tensors[name].dtype
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        return self.reader.slice(self.name, Layout(self.reader.tensors[self.name].shape), 0).get_dtype()
-
-    def __getitem__(self, index: Any) -> Tensor:
+    def read(self) -> Tensor:
         shape = self.reader.tensors[self.name].shape
         clipped = tuple(tuple((min(a, shape[0]), min(b, shape[0])) for a, b in own) for own in self.layout.ranges)
         old = self.reader.read(self.name, Layout(shape, 0, clipped), self.rank)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from transformers import T5Config
+from typing import Any
+
 from transformers.models.t5 import modeling_t5 as hf
 
 from oslo_models.layout import Units
 from oslo_models.models.base import ParallelModel
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.models.family import family
+from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
+
+HEADS: dict[str, Entries] = {
+    "Model": {},
+    "ForConditionalGeneration": {"lm_head": Vocab()},
+    "EncoderModel": {},
+    "ForSequenceClassification": {f"classification_head.{name}": Replicated() for name in ("dense", "out_proj")},
+    "ForTokenClassification": {"classifier": Replicated()},
+    "ForQuestionAnswering": {"qa_outputs": Replicated()},
+}
+ENCODER = {"stacks": ("encoder",)}
 
 
 class T5Parallel(ParallelModel):
@@ -16,11 +28,11 @@ class T5Parallel(ParallelModel):
     stacks: tuple[str, ...] = ("encoder", "decoder")
 
     @classmethod
-    def plan(cls, config: T5Config) -> Plan:
+    def plan(cls, config: Any) -> Plan:
         heads = Units(config.num_heads, config.d_kv)
         bias = "layer.0.SelfAttention.relative_attention_bias"
 
-        def attention(path: str) -> dict[str, Replicated]:
+        def attention(path: str) -> dict[str, Column]:
             return {f"{path}.{name}": Column(heads) for name in "qkv"} | {f"{path}.o": Row(heads)}
 
         def block(layers: int) -> dict[str, Replicated]:
@@ -43,26 +55,4 @@ class T5Parallel(ParallelModel):
         )
 
 
-class T5Model(T5Parallel, hf.T5Model):
-    pass
-
-
-class T5ForConditionalGeneration(T5Parallel, hf.T5ForConditionalGeneration):
-    head = {"lm_head": Vocab()}
-
-
-class T5EncoderModel(T5Parallel, hf.T5EncoderModel):
-    stacks = ("encoder",)
-
-
-class T5ForSequenceClassification(T5Parallel, hf.T5ForSequenceClassification):
-    head = {"classification_head.dense": Replicated(), "classification_head.out_proj": Replicated()}
-
-
-class T5ForTokenClassification(T5Parallel, hf.T5ForTokenClassification):
-    stacks = ("encoder",)
-    head = {"classifier": Replicated()}
-
-
-class T5ForQuestionAnswering(T5Parallel, hf.T5ForQuestionAnswering):
-    head = {"qa_outputs": Replicated()}
+globals().update(family(T5Parallel, hf, HEADS, EncoderModel=ENCODER, ForTokenClassification=ENCODER))

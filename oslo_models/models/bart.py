@@ -1,0 +1,68 @@
+"""BART: encoder and decoder with learned positions, norms after the residuals."""
+
+from typing import Any, ClassVar
+
+from transformers.models.bart import modeling_bart as hf
+
+from oslo_models.layout import Units
+from oslo_models.models.base import ParallelModel
+from oslo_models.models.family import family
+from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
+
+HEADS: dict[str, Entries] = {
+    "Model": {},
+    "ForConditionalGeneration": {"lm_head": Vocab()},
+    "MTModel": {"lm_head": Vocab()},
+    "ForCausalLM": {"lm_head": Vocab()},
+    "ForSequenceClassification": {f"classification_head.{name}": Replicated() for name in ("dense", "out_proj")},
+    "ForQuestionAnswering": {"qa_outputs": Replicated()},
+}
+DECODER = {"stacks": ("decoder",)}
+
+
+class BartParallel(ParallelModel):
+    """How every model of the BART family divides, and those of the families that differ from it by norms.
+
+    Attributes:
+        stacks: what the model has of encoder and decoder.
+        before: norms of a stack before its blocks.
+        after: norms of a stack after its blocks.
+        neutral: see `Plan`; of each stack.
+    """
+
+    stacks: tuple[str, ...] = ("encoder", "decoder")
+    before: ClassVar[tuple[str, ...]] = ("layernorm_embedding",)
+    after: ClassVar[tuple[str, ...]] = ()
+    neutral: ClassVar[dict[str, float]] = {"dropout": 0.0}
+
+    @classmethod
+    def block(cls, heads: Units, *attentions: str) -> dict[str, Replicated]:
+        """The layers of a block with these attentions."""
+        block = {"fc1": Column(), "fc2": Row(), "final_layer_norm": Norm()}
+        for name in attentions:
+            block |= {f"{name}.{side}_proj": Column(heads) for side in "qkv"}
+            block |= {f"{name}.out_proj": Row(heads), f"{name}_layer_norm": Norm()}
+        return block
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        count = {stack: getattr(config, f"{stack}_attention_heads") for stack in ("encoder", "decoder")}
+        heads = {stack: Units(count[stack], config.d_model // count[stack]) for stack in count}
+        blocks = {
+            "encoder": cls.block(heads["encoder"], "self_attn"),
+            "decoder": cls.block(heads["decoder"], "self_attn", "encoder_attn"),
+        }
+        before = {"embed_tokens": Vocab(), "embed_positions": Replicated(), **{name: Norm() for name in cls.before}}
+        return Plan(
+            embed={
+                **({"shared": Vocab()} if len(cls.stacks) > 1 else {}),
+                **{f"{stack}.{name}": entry for stack in cls.stacks for name, entry in before.items()},
+            },
+            blocks={f"{stack}.layers": blocks[stack] for stack in cls.stacks},
+            head={f"{stack}.{name}": Norm() for stack in cls.stacks for name in cls.after},
+            optional=("shared",),
+            neutral={f"{stack}.{name}": value for stack in cls.stacks for name, value in cls.neutral.items()},
+        )
+
+
+globals().update(family(BartParallel, hf, HEADS, ForCausalLM=DECODER))

@@ -1,0 +1,28 @@
+"""Cohere: attention and MLP side by side after one norm, norms of heads that each have their weights."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers.models.cohere import modeling_cohere as hf
+
+from oslo_models.layout import GroupedHeads
+from oslo_models.models.family import DECODER, family
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.plan import Entries, HeadNorm
+
+
+class CohereParallel(LlamaParallel):
+    """How every model of the Cohere family divides."""
+
+    norms = ("input_layernorm",)
+
+    @classmethod
+    def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
+        entries = dict(super().attention(config, heads))
+        if config.use_qk_norm:
+            entries["self_attn.q_norm"] = HeadNorm(replace(heads, head_dim=1).query)
+            entries["self_attn.k_norm"] = HeadNorm(replace(heads, head_dim=1).key_value)
+        return entries
+
+
+globals().update(family(CohereParallel, hf, DECODER))

@@ -1,0 +1,43 @@
+"""The classes of an architecture from a table of their heads, where they state nothing but that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from oslo_models.models.base import ParallelModel
+from oslo_models.plan import Entries, Replicated, Vocab
+
+DECODER: Mapping[str, Entries] = {
+    "Model": {},
+    "ForCausalLM": {"lm_head": Vocab()},
+    "ForSequenceClassification": {"score": Replicated()},
+    "ForTokenClassification": {"score": Replicated()},
+    "ForQuestionAnswering": {"qa_outputs": Replicated()},
+}
+"""The heads that transformers gives to the decoders of today."""
+
+
+def family(
+    parallel: type[ParallelModel], modeling: ModuleType, heads: Mapping[str, Entries], **more: Mapping[str, Any]
+) -> dict[str, type]:
+    """A zoo class for each class of ``modeling`` that has a head of the table.
+
+    Args:
+        parallel: the class with the plan; its name is that of the architecture with ``Parallel`` behind it.
+        modeling: transformers' module.
+        heads: the entries of each head, by how the names of the classes end; what ``modeling`` lacks is left out.
+        **more: other attributes of a class, by how its name ends.
+
+    Returns:
+        The classes and their configuration by name, for the namespace of the architecture's file.
+    """
+    prefix, found = parallel.__name__.removesuffix("Parallel"), {}
+    for ending, head in heads.items():
+        original = getattr(modeling, prefix + ending, None)
+        if original is not None:
+            attributes = {"head": head, "__module__": parallel.__module__, **more.get(ending, {})}
+            found[original.config_class.__name__] = original.config_class
+            found[original.__name__] = type(original.__name__, (parallel, original), attributes)
+    return found

@@ -1,0 +1,21 @@
+"""Granite: Llama with multipliers of embeddings, residuals, scores and logits."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers.models.granite import modeling_granite as hf
+
+from oslo_models.models.family import DECODER, family
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.plan import Plan
+
+
+class GraniteParallel(LlamaParallel):
+    """How every model of the Granite family divides."""
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        return replace(super().plan(config), neutral={"embedding_multiplier": 1.0})
+
+
+globals().update(family(GraniteParallel, hf, DECODER))

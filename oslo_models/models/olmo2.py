@@ -1,0 +1,24 @@
+"""OLMo 2: norms after attention and MLP, and of all query and key heads together."""
+
+from typing import Any
+
+from transformers.models.olmo2 import modeling_olmo2 as hf
+
+from oslo_models.layout import GroupedHeads
+from oslo_models.models.family import DECODER, family
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.plan import Entries, WidthNorm
+
+
+class Olmo2Parallel(LlamaParallel):
+    """How every model of the OLMo 2 family divides."""
+
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    @classmethod
+    def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
+        norms = {"self_attn.q_norm": WidthNorm(heads.query), "self_attn.k_norm": WidthNorm(heads.key_value)}
+        return {**super().attention(config, heads), **norms}
+
+
+globals().update(family(Olmo2Parallel, hf, DECODER))

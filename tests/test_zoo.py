@@ -1,0 +1,177 @@
+"""Every model type beyond the founding ones, one compact test each: its main class, divided over two ranks in each way.
+
+The other classes, other sizes and beams are marked ``zoo``; `make test-zoo` runs them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pipelines
+import pytest
+import torch
+import zoo
+from float64 import lifted_casts
+from pool import Pool
+from reference import Step, differ_in_step, full_gradients, full_parameters, loss_or_all_outputs, take_step, whole
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from oslo_models import registry, support
+from oslo_models.divide import layouts_of
+from oslo_models.plan import HeadNorm
+
+GREEDY = {"greedy": {"num_beams": 1}}
+BEAMS = {**GREEDY, "beams": {"num_beams": 3}}
+Tokens = dict[str, Tensor]
+
+
+def generated(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:
+    prompt = {key: batch[key] for key in ("input_ids", "attention_mask")}
+    model.eval()
+    with lifted_casts():
+        return {way: model.generate(**prompt, **ways[way], do_sample=False, max_new_tokens=5) for way in ways}
+
+
+def differ_in_tokens(model: Any, batch: dict[str, Any], expected: Tokens, ways: dict[str, dict[str, int]]) -> list[str]:
+    own = generated(model, batch, ways) if expected else {}
+    return [
+        f"{way}: {own[way].tolist()} instead of {tokens.tolist()}"
+        for way, tokens in expected.items()
+        if not torch.equal(own[way], tokens)
+    ]
+
+
+def check_divided(
+    step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, tp: int
+) -> None:
+    """Loaded from transformers' own file: the step, the tokens; then saved in parts."""
+    cls: Any = registry.find(step.name)
+    model = cls.from_pretrained_with_parallel(source, tp, gather_logits=True).train()
+    lines = differ_in_step(model, step) + differ_in_tokens(model, step.batch, tokens, ways)
+    model.save_pretrained_with_parallel(target)
+    assert not lines, "\n".join(lines)
+
+
+def check_stages(
+    step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, pp: int
+) -> None:
+    """Loaded from those parts: loss and gradients of two micro-batches, the tokens; then saved as one."""
+    cls: Any = registry.find(step.name)
+    model = cls.from_pretrained_with_parallel(source, 1, pp, micro_batch_size=2).train()
+    model.save_pretrained_with_parallel(target, save_with_merging=True)
+    loss = pipelines.take_loop(model, step.batch)
+    lines = [] if (loss - step.value).abs() < 1e-10 else [f"loss: {loss.item()} instead of {step.value.item()}"]
+    lines += pipelines.differ_in_gradients(model, step.gradients)
+    lines += differ_in_tokens(model, step.batch, tokens, ways)
+    assert not lines, "\n".join(lines)
+
+
+def saved_step(name: str, config: PreTrainedConfig, seed: int, batch: dict[str, Any], folder: Path) -> Step:
+    """The step of a transformers model that is saved too, so that its buffers come along."""
+    model = whole(name, config, seed)
+    model.save_pretrained(folder)
+    outputs, value, inputs = take_step(model, batch, loss_or_all_outputs)
+    return Step(name, config, batch, full_parameters(model), outputs, value, full_gradients(model), inputs)
+
+
+def check_type(
+    pool: Pool, folder: Path, variant: str, seed: int, tp: int, pp: int, ways: dict[str, dict[str, int]]
+) -> None:
+    name, config = zoo.main_head(variant), zoo.config(variant)
+    step = saved_step(name, config, seed, pipelines.batch(name, config, seed), folder / "whole")
+    generates = zoo.original(name).can_generate()
+    tokens = generated(whole(name, config, seed), step.batch, ways) if generates else {}
+    pool.run(tp, check_divided, step, tokens, ways, folder / "whole", folder / "split", tp)
+    pool.run(pp, check_stages, step, tokens, ways, folder / "split", folder / "merged", pp)
+    assert (folder / "merged/model.safetensors").read_bytes() == (folder / "whole/model.safetensors").read_bytes()
+    assert (folder / "merged/config.json").read_bytes() == (folder / "whole/config.json").read_bytes()
+
+
+@pytest.mark.parametrize("model_type", [*zoo.MORE, *zoo.ODD])
+def test_type(pool: Pool, tmp_path: Path, model_type: str, seed: int) -> None:
+    check_type(pool, tmp_path, model_type, seed, 2, 2, GREEDY)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", [*zoo.MORE, *zoo.ODD])
+def test_three_ranks_and_beams(pool: Pool, tmp_path: Path, model_type: str, seed: int) -> None:
+    check_type(pool, tmp_path, model_type, seed, 3, 2, BEAMS)
+
+
+def check_heads(steps: list[Step], folder: Path) -> None:
+    lines = []
+    for step in steps:
+        cls: Any = registry.find(step.name)
+        model = cls.from_pretrained_with_parallel(folder / step.name, 2, gather_logits=True).train()
+        lines += [f"{step.name}: {line}" for line in differ_in_step(model, step)]
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", zoo.MORE)
+def test_every_head(pool: Pool, tmp_path: Path, model_type: str, seed: int) -> None:
+    steps = []
+    for name in zoo.heads(model_type):
+        config = zoo.config(model_type)
+        steps.append(saved_step(name, config, seed, zoo.batch(name, config, seed), tmp_path / name))
+    pool.run(2, check_heads, steps, tmp_path)
+
+
+def test_a_loss_of_what_the_mask_covers(pool: Pool, tmp_path: Path, seed: int) -> None:
+    name, config = "ElectraForPreTraining", zoo.config("electra")
+    batch = pipelines.batch(name, config, seed)
+    batch["labels"] = (batch["labels"] > 50).double()
+    step = saved_step(name, config, seed, batch, tmp_path / "whole")
+    pool.run(2, check_stages, step, {}, {}, tmp_path / "whole", tmp_path / "merged", 2)
+
+
+def test_every_type_is_tested() -> None:
+    assert set(zoo.FOUNDING) | zoo.MORE.keys() == registry.ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("model_type", registry.ARCHITECTURES)
+def test_every_class_that_transformers_has(model_type: str) -> None:
+    names = set(registry.model_classes(model_type))
+    modeling = sys.modules[zoo.original(min(names)).__module__]
+    theirs = {name for name in modeling.__all__ if inspect.isclass(cls := getattr(modeling, name)) and _is_model(cls)}
+    assert names <= theirs
+    assert theirs - names <= zoo.LEFT_OUT.get(model_type, set()), theirs - names
+
+
+def _is_model(cls: type) -> bool:
+    return issubclass(cls, PreTrainedModel) and "pretrained" not in cls.__name__.lower()
+
+
+def test_the_readme_has_the_table() -> None:
+    """`make table` writes it."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    assert support.renewed(text) == text
+
+
+@pytest.mark.parametrize("model_type", registry.ARCHITECTURES)
+def test_what_transformers_divides_is_divided(model_type: str) -> None:
+    """Where transformers has a plan: each module that it divides is divided here, or `NOT_DIVIDED` says why."""
+    name, config = (zoo.lm_heads(model_type) or zoo.heads(model_type))[0], zoo.config(model_type)
+    with torch.device("meta"):
+        model: Any = registry.find(name)._from_config(config)  # type: ignore[attr-defined]
+    plan, prefix = model.plan(config), model._prefix()
+    layouts = layouts_of(model, plan, prefix, model.head, 2)
+    for pattern, style in (type(config).base_model_tp_plan or {}).items():
+        found = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"\.weight")
+        here = [name for name in layouts if found.fullmatch(name)]
+        whole = [name for name in here if layouts[name].dim is None]
+        assert here, pattern
+        if style == "replicated_with_grad_allreduce":
+            entries = [entry for stack in plan.blocks.values() for entry in stack.items()]
+            assert any(isinstance(entry, HeadNorm) and pattern.endswith(key) for key, entry in entries), pattern
+        elif pattern not in NOT_DIVIDED.get(model_type, {}):
+            assert not whole, (pattern, style)
+
+
+NOT_DIVIDED: dict[str, dict[str, str]] = {}
+"""What transformers divides and the zoo does not, and why."""
