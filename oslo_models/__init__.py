@@ -13,9 +13,15 @@ from oslo_models.registry import ARCHITECTURES, find, names
 
 _OWN = {
     "CheckpointError": "oslo_models.checkpoint",
+    "DatasetBlender": "oslo_models.data",
+    "DatasetForCausalLM": "oslo_models.data",
+    "DatasetPreprocessor": "oslo_models.data",
+    "DistributedProxySampler": "oslo_models.data",
+    "InfiniteDataLoader": "oslo_models.data",
     "MPU": "oslo_models.mpu",
     "ParallelMesh": "oslo_models.mesh",
     "ParallelModel": "oslo_models.models.base",
+    "RankFailedError": "oslo_models.watch",
 }
 
 

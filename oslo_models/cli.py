@@ -14,6 +14,7 @@ from typing import Any
 
 from oslo_models import demo
 from oslo_models._version import __version__
+from oslo_models.data import command as preprocess
 
 # torch takes seconds to import: only the functions that need it do so, and --help stays instant.
 
@@ -63,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
               oslo-models inspect checkpoint/        what a checkpoint holds and whether it is whole
               oslo-models merge checkpoint/ whole/   one file per rank -> what transformers loads
               oslo-models reshard checkpoint/ four/ --tensor-parallel-size 4
+              oslo-models preprocess wiki.txt --tokenizer gpt2 --output data/wiki   texts -> a dataset of tokens
 
             `oslo-models COMMAND --help` says more. In Python:
               from oslo_models import GPT2LMHeadModel
@@ -144,6 +146,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_input_and_output(reshard)
     for axis, what in (("tensor", "ranks per layer"), ("pipeline", "stages")):
         reshard.add_argument(f"--{axis}-parallel-size", metavar="N", type=_size, default=1, help=f"{what} (default: 1)")
+
+    texts = add("preprocess", preprocess.run, "turn texts into a dataset of tokens", preprocess.DESCRIPTION)
+    texts.epilog = preprocess.EPILOG
+    preprocess.add_arguments(texts)
     return parser
 
 
@@ -185,11 +191,7 @@ def _list(args: argparse.Namespace) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    from oslo_models.checkpoint import inspect_checkpoint
-
-    found = inspect_checkpoint(args.directory)
-    if args.verify:
-        _verify(args.directory, found)
+    found = inspect_checkpoint(args.directory, args.verify)
     if args.json:
         print(json.dumps(found, indent=1))
         return
@@ -214,17 +216,34 @@ def _inspect(args: argparse.Namespace) -> None:
         print("  every file has the size and the checksum that the manifest records")
 
 
-def _verify(directory: Path, found: dict[str, Any]) -> None:
-    from oslo_models.checkpoint import open_checkpoint, verify_checkpoint
+def inspect_checkpoint(directory: Path, verify: bool = False) -> dict[str, Any]:
+    """What a checkpoint holds, file by file (a split checkpoint has one file per rank), as plain data.
+
+    Args:
+        verify: compare the files with the manifest first.
+
+    Returns:
+        ``split`` (its ``(tp, pp)``, or ``None`` when it is merged), ``manifest`` (``None`` without one; without its
+        tables of files and tensors) and ``files``: by name its ``tp`` and ``pp`` rank, ``size`` and ``tensors``, which
+        gives the type and the shape *in that file* of each.
+    """
+    from oslo_models.checkpoint import verify_checkpoint
+    from oslo_models.checkpoint.finding import find
     from oslo_models.mesh import Axis
 
-    if found["manifest"] is None:  # its files could be read, and there is no more to compare
-        return
-    reader = open_checkpoint(directory)
-    try:
-        verify_checkpoint(reader, Axis("world", 0, (0,), None))
-    finally:
-        reader.close()
+    found = find([directory], None)
+    if verify:
+        verify_checkpoint(found, Axis("world", 0, (0,), None))
+    ranks = {name: {"tp": t, "pp": p} for (t, p), name in found.grid.items()}
+    files = {}
+    for name, file in found.files.items():
+        tensors = {key: {"dtype": str(view.dtype), "shape": list(view.shape)} for key, view in file.views.items()}
+        files[name] = {**ranks.get(name, {}), "size": file.size, "tensors": tensors}
+        file.close()
+    manifest = found.manifest and {
+        key: value for key, value in found.manifest.items() if key not in ("files", "tensors")
+    }
+    return {"split": found.split, "manifest": manifest, "files": files}
 
 
 def _bytes(count: float) -> str:

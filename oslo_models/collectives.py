@@ -6,15 +6,62 @@ Source of the pairs: Shoeybi et al., "Megatron-LM", 2019, figure 3 (``f`` is `co
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oslo_kernels.build import BuildError
+from oslo_kernels.shared_memory import DTYPES, SharedMemory
 from oslo_models.mesh import Axis
+from oslo_models.watch import RankFailedError
+
+
+class waiting:  # noqa: N801  a context manager; a class, since one made by `contextmanager` takes twice the time
+    """Around everything that blocks until other ranks come: if they do not, the error says which one failed, and where.
+
+    Args:
+        what: what this rank waits in, for the message: ``"a sum"``.
+        peer: the position on the axis of the only one that it waits for.
+        long: first wait until all of them are here, however long they take as long as they live.
+
+    Raises:
+        RankFailedError: one of them died, stopped, or stayed away for longer than the timeout.
+    """
+
+    __slots__ = ("axis", "long", "peer", "what")
+
+    def __init__(self, axis: Axis, what: str, peer: int | None = None, long: bool = False) -> None:
+        self.axis, self.what, self.peer, self.long = axis, what, peer, long
+
+    def __enter__(self) -> None:
+        watch, axis = self.axis.watch, self.axis
+        if watch is None:
+            return
+        if watch.failed is not None:
+            raise watch.failed
+        ranks = axis.ranks if self.peer is None else (axis.ranks[self.peer],)
+        watch.waits = (ranks, self.what, monotonic())
+        if self.long:
+            watch.meet(axis, self.what)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        watch = self.axis.watch
+        if watch is None or watch.waits is None:
+            return
+        found: BaseException | None = error
+        if isinstance(error, RuntimeError) and not isinstance(error, RankFailedError):
+            found = watch.explain(error, self.axis)
+        watch.waits = None
+        if found is not error and found is not None:
+            raise found from error
 
 
 class _CopyTo(torch.autograd.Function):
@@ -64,9 +111,39 @@ class _ScatterTo(torch.autograd.Function):
 
 def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce ``x`` over the axis, in place and outside autograd; returns ``x``."""
-    if axis.size > 1:
+    if axis.size == 1:
+        return x
+    if x.dtype in DTYPES and op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX) and (memory := _shared_memory(axis, x)):
+        dense = x.contiguous()
+        with waiting(axis, "a sum"):
+            memory.all_reduce(dense, op == dist.ReduceOp.MAX, axis.timeout)
+        return x if dense is x else x.copy_(dense)
+    with waiting(axis, "a sum"):
         dist.all_reduce(x, op=op, group=axis.group)
     return x
+
+
+def _shared_memory(axis: Axis, x: Tensor) -> SharedMemory | None:
+    """What the ranks of the axis exchange ``x`` through if they can share memory; made when first asked for."""
+    if not x.is_cpu or torch.compiler.is_compiling():
+        return None
+    if "memory" not in vars(axis):
+        vars(axis)["memory"] = _share_memory(axis)
+    memory: SharedMemory | None = vars(axis)["memory"]
+    return memory
+
+
+def _share_memory(axis: Axis) -> SharedMemory | None:
+    """Memory of this host that all ranks of the axis share; ``None`` on all of them when that cannot be."""
+    memory, address = None, None
+    with suppress(BuildError, OSError):
+        if axis.rank == 0:
+            memory, address = SharedMemory.create(axis.size)
+    address = broadcast_object(axis, address)
+    with suppress(BuildError, OSError):
+        if axis.rank > 0 and address is not None:
+            memory = SharedMemory.attach(address, axis.rank, axis.size)
+    return memory if all(gather_objects(axis, memory is not None)) else None
 
 
 def copy_to(axis: Axis, x: Tensor) -> Tensor:
@@ -119,58 +196,102 @@ def _all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor
     if sizes[axis.rank] < largest:
         padding = x.new_zeros(*x.shape[:dim], largest - sizes[axis.rank], *x.shape[dim + 1 :])
         x = torch.cat((x, padding), dim)
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in sizes]
-    dist.all_gather(parts, x.contiguous(), group=axis.group)
+    memory = _shared_memory(axis, x)
+    with waiting(axis, "a concatenation"):
+        if memory:
+            parts = memory.all_gather(x.contiguous(), axis.timeout).unbind()
+        else:
+            parts = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in sizes)
+            dist.all_gather(list(parts), x.contiguous(), group=axis.group)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
 def broadcast(axis: Axis, x: Tensor, src: int = 0) -> Tensor:
     """Overwrite ``x`` with that of position ``src`` on the axis; returns ``x``."""
     if axis.size > 1:
-        dist.broadcast(x, src=axis.ranks[src], group=axis.group)
+        with waiting(axis, "a broadcast"):
+            dist.broadcast(x, src=axis.ranks[src], group=axis.group)
     return x
 
 
-def send(axis: Axis, x: Tensor, dst: int) -> None:
-    """Send a contiguous tensor to position ``dst`` on the axis."""
-    dist.send(x, axis.ranks[dst], group=axis.group)
+def send(axis: Axis, x: Tensor, dst: int, long: bool = False) -> None:
+    """Send a contiguous tensor to position ``dst`` on the axis.
+
+    Args:
+        long: wait for the other however long it reads or writes files, as long as it lives; there too.
+    """
+    pair = _pair(axis, axis.rank, dst) if long else axis
+    with waiting(pair, "a send", None if long else dst, long):
+        dist.send(x, axis.ranks[dst], group=axis.group)
 
 
-def post_send(axis: Axis, x: Tensor, dst: int) -> tuple[dist.Work, Tensor]:
-    """Begin to send a contiguous tensor; keep what is returned until its ``[0].wait()`` has been called."""
-    work = dist.isend(x, axis.ranks[dst], group=axis.group)
+def _pair(axis: Axis, src: int, dst: int) -> Axis:
+    """Two ranks of an axis, one of which sends to the other."""
+    rank, ranks = int(axis.rank == dst), (axis.ranks[src], axis.ranks[dst])
+    return replace(axis, name=f"{axis.name} to {axis.ranks[dst]}", rank=rank, ranks=ranks)
+
+
+@dataclass
+class Sending:
+    """A contiguous tensor on its way to position ``dst``; keep it until `wait` has been called."""
+
+    work: dist.Work
+    x: Tensor
+    axis: Axis
+    dst: int
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        with waiting(self.axis, "a send", self.dst):
+            self.work.wait()
+
+
+def post_send(axis: Axis, x: Tensor, dst: int) -> Sending:
+    """Begin to send a contiguous tensor to position ``dst`` on the axis."""
+    with waiting(axis, "a send", dst):
+        work = dist.isend(x, axis.ranks[dst], group=axis.group)
     assert work is not None
-    return work, x
+    return Sending(work, x, axis, dst)
 
 
-def receive(axis: Axis, x: Tensor, src: int) -> Tensor:
+def receive(axis: Axis, x: Tensor, src: int, long: bool = False) -> Tensor:
     """Fill the contiguous tensor ``x`` with what position ``src`` on the axis sends; returns ``x``."""
-    dist.recv(x, axis.ranks[src], group=axis.group)
+    pair = _pair(axis, src, axis.rank) if long else axis
+    with waiting(pair, "a receive", None if long else src, long):
+        dist.recv(x, axis.ranks[src], group=axis.group)
     return x
-
-
-def barrier(axis: Axis) -> None:
-    """Wait until every rank of the axis is here."""
-    if axis.size > 1:
-        dist.barrier(group=axis.group)
 
 
 def gather_objects(axis: Axis, value: Any) -> list[Any]:
-    """What every rank of the axis passed, in the order of the axis. Values are pickled: keep them small."""
+    """What every rank of the axis passed, in the order of the axis. Values are pickled: keep them small.
+
+    Ranks that load or save get here at different times, so those that are alive are waited for longer than in a step.
+    """
     if axis.size == 1:
         return [value]
-    values: list[Any] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
-    return values
+    on_cpu = "cpu:" in dist.get_backend_config(axis.group)
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    data = data if on_cpu else data.cuda()
+    with waiting(axis, "an exchange", long=True):
+        sizes = torch.cat(_exchange(axis, data.new_tensor([len(data)], dtype=torch.int64))).tolist()
+        padded = torch.cat((data, data.new_zeros(max(sizes) - len(data))))
+        parts = _exchange(axis, padded)
+    return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _exchange(axis: Axis, x: Tensor) -> list[Tensor]:
+    """All-gather within the timeout of the axis, which the group of the world does not have."""
+    parts = [torch.empty_like(x) for _ in axis.ranks]
+    assert axis.group is not None
+    axis.group.allgather(parts, x, timedelta(seconds=axis.timeout)).wait()
+    return parts
 
 
 def broadcast_object(axis: Axis, value: Any, src: int = 0) -> Any:
     """What position ``src`` of the axis passed."""
-    if axis.size == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=axis.ranks[src], group=axis.group)
-    return box[0]
+    return gather_objects(axis, value if axis.rank == src else None)[src]
 
 
 @contextmanager

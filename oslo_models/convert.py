@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from oslo_models import registry
-from oslo_models.checkpoint import open_checkpoint, save_merged, save_split, verify_checkpoint
+from oslo_models.checkpoint import open_checkpoint, save_checkpoint, verify_checkpoint
 from oslo_models.collectives import agree
 from oslo_models.layout import Layout
 from oslo_models.mesh import ParallelMesh, start_process_group, world_axis
@@ -63,12 +63,12 @@ def convert(
             if not merging:
                 tensors = dict(tensors.items())
         layouts = {name: template.layouts.get(name, Layout(tuple(tensors[name].shape))) for name in tensors}
-        save = save_merged if merging else save_split
-        save(
+        save_checkpoint(
             output,
             tensors,
             layouts,
             mesh,
+            merging=merging,
             tied=template.model.all_tied_weights_keys,
             files=lambda staging: _copy_configs(directory, staging),
             metadata={"model_type": config.model_type, "architectures": [cls.__name__]},

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,10 +18,11 @@ from oslo_models.layers.linear import (
     RowParallelConv1D,
     RowParallelLinear,
 )
+from oslo_models.layers.norm import HeadParallelNorm, WidthParallelNorm
 from oslo_models.layers.vocab import VocabParallelEmbedding, VocabParallelHead
-from oslo_models.layout import Layout
-from oslo_models.mesh import ParallelMesh
-from oslo_models.plan import Column, Entries, Plan, Replicated, Row, Vocab
+from oslo_models.layout import Layout, Units
+from oslo_models.mesh import Axis, ParallelMesh
+from oslo_models.plan import Column, Entries, HeadNorm, LocalConfig, Plan, Replicated, Row, Vocab, WidthNorm
 from oslo_models.rng import DividedStream
 
 _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
@@ -29,6 +33,8 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (Row, Conv1D): RowParallelConv1D,
     (Vocab, nn.Embedding): VocabParallelEmbedding,
     (Vocab, nn.Linear): VocabParallelHead,
+    (HeadNorm, nn.Module): HeadParallelNorm,
+    (WidthNorm, nn.Module): WidthParallelNorm,
 }
 
 
@@ -51,7 +57,8 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
             used.add(key)
             layouts[name] = entries[key].layout(leaf, tuple(param.shape), n)
     unnamed = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in layouts]
-    unused = [key for key in entries if key not in used and not key.endswith(tuple(plan.optional))]
+    bare = {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
+    unused = [key for key in entries if key not in used | bare and not key.endswith(tuple(plan.optional))]
     if unnamed or unused:
         raise ValueError(
             f"the plan of {type(model).__name__} does not fit its parameters.\n"
@@ -70,10 +77,10 @@ def divide(
         module = _find(model, key)
         if module is None or isinstance(module, nn.Parameter):
             continue
-        own = {leaf: layouts[f"{key}.{leaf}"] for leaf, _ in module.named_parameters(recurse=False)}
-        if type(entry) in (Column, Row, Vocab):
-            _change_class(module, key, entry, own, tp.rank)
-            module.tp, module.stream, module.layouts = tp, stream, own  # type: ignore[assignment]
+        parts = {leaf: layouts[f"{key}.{leaf}"] for leaf, _ in module.named_parameters(recurse=False)}
+        if type(entry) in {kind for kind, _ in _CLASSES}:
+            _change_class(module, key, entry, parts, tp.rank)
+            module.tp, module.stream, module.layouts = tp, stream, parts  # type: ignore[assignment]
     for name, layout in layouts.items():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -82,31 +89,72 @@ def divide(
             local = layout.shard(full.detach(), tp.rank).clone()
             setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
             _tell_sizes(module)
-    for path, value in plan.local.items():
-        for block in _blocks(model, plan, prefix):
-            owner, _, attribute = path.rpartition(".")
-            found = _find(block, owner)
-            if found is not None:
-                setattr(found, attribute, value(tp.size, tp.rank))
+    for block in _blocks(model, plan, prefix):
+        _speak_of_local_heads(block, plan, tp)
     if stream is not None:
         for block in _blocks(model, plan, prefix):
-            # However a block ends (an exception, or checkpointing that recomputed enough), the streams are in order.
+            # However a block ends, the streams are in order.
             block.register_forward_hook(lambda *_: stream.leave(), always_call=True)
+
+
+def _speak_of_local_heads(block: nn.Module, plan: Plan, tp: Axis) -> None:
+    """Let the attributes and arguments of a block's modules that count heads count what this rank has."""
+    for path, value in plan.local.items():
+        owner, _, attribute = path.rpartition(".")
+        module: Any = _find(block, owner.removesuffix(".config"))
+        if module is not None and owner.endswith(".config"):
+            module.config = LocalConfig(module.config, **{attribute: value(tp.size, tp.rank)})
+        elif hasattr(module, attribute):
+            setattr(module, attribute, value(tp.size, tp.rank))
+    for path, heads in plan.per_head.items():
+        owner, _, argument = path.rpartition(".")
+        module = block.get_submodule(owner)
+        position = list(inspect.signature(module.forward).parameters).index(argument)
+        module.register_forward_pre_hook(partial(_own_heads, argument, position, heads, tp), with_kwargs=True)
+
+
+def _own_heads(
+    name: str, position: int, heads: Units, tp: Axis, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call, of one of them only the entries of the heads that this rank has."""
+    value = kwargs.get(name, args[position] if position < len(args) else None)
+    if value is None:
+        return args, kwargs
+    start, stop = heads.counts(tp.size)[tp.rank]
+    if value.dim() == 4:  # [rows, heads or one for all, queries, keys]
+        own = value[:, start:stop] if value.shape[1] == heads.count else value
+    else:
+        own = value.unflatten(0, (-1, heads.count))[:, start:stop].flatten(0, 1)
+    if name in kwargs:
+        return args, {**kwargs, name: own}
+    return (*args[:position], own, *args[position + 1 :]), kwargs
 
 
 def _change_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[str, Layout], rank: int) -> None:
     """Give ``module`` the parallel class of its kind, with its sizes told anew."""
-    try:
-        new = _CLASSES[type(entry), type(module)]
-    except KeyError:
-        known = ", ".join(sorted({kind.__name__ for e, kind in _CLASSES if e is type(entry)}))
-        raise ValueError(f"{key} is a {type(module).__name__}; {type(entry).__name__} knows {known}") from None
+    known = [kind for e, kind in _CLASSES if e is type(entry)]
+    base = next((kind for kind in known if isinstance(module, kind)), None)
+    if base is None:
+        names = ", ".join(sorted(kind.__name__ for kind in known))
+        raise ValueError(f"{key} is a {type(module).__name__}; {type(entry).__name__} knows {names}")
+    new = _CLASSES[type(entry), base]
     if new is ColumnParallelLinear and layouts["weight"].overlaps:
         new = KeyValueParallelLinear
-    module.__class__ = new
+    module.__class__ = new if type(module) is base else _joined(new, type(module))  # type: ignore[arg-type]
     if isinstance(module, VocabParallelEmbedding) and module.padding_idx is not None:
         ((start, stop),) = layouts["weight"].ranges[rank]
         module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
+
+
+@cache
+def _joined(new: type[nn.Module], old: type[nn.Module]) -> type[nn.Module]:
+    """A parallel class of a class of the architecture's own.
+
+    What an embedding does beside looking up (a scale) goes around the parallel lookup; a parallel linear layer or norm
+    goes around the architecture's. transformers initialises by the names of classes, so the name stays.
+    """
+    bases = (old, new) if issubclass(old, nn.Embedding) else (new, old)
+    return type(old.__name__, bases, {"__module__": old.__module__})
 
 
 def _tell_sizes(module: nn.Module) -> None:
@@ -130,7 +178,7 @@ def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> 
     for stack, entries in plan.blocks.items():
         for index, _ in enumerate(model.get_submodule(prefix + stack).children()):
             named |= {f"{prefix}{stack}.{index}.{key}": entry for key, entry in entries.items()}
-    named |= {prefix + key: entry for key, entry in plan.head.items()}
+    named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.beside.items())}
     return named | dict(head)
 
 

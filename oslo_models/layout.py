@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 Range = tuple[int, int]
 """A half-open interval ``[start, stop)`` of indices."""
+Index = tuple[slice, ...]
 
 
 def even_ranges(count: int, n: int) -> tuple[Range, ...]:
@@ -23,38 +23,32 @@ def even_ranges(count: int, n: int) -> tuple[Range, ...]:
     return tuple(zip(starts[:-1], starts[1:], strict=True))
 
 
-class Split(Protocol):
-    """A rule that cuts one dimension into one range per rank."""
-
-    def limit(self) -> int:
-        """The largest number of ranks over which the rule can divide."""
-
-    def extent(self) -> int:
-        """The size of the dimension that the rule divides, in elements."""
-
-    def ranges(self, n: int) -> tuple[Range, ...]:
-        """The range of elements of each of ``n`` ranks. Ranges may overlap (replicated key-value heads)."""
-
-
 @dataclass(frozen=True)
 class Units:
-    """``count`` indivisible units of ``width`` elements each, shared out as evenly as possible."""
+    """A rule that cuts one dimension: ``count`` indivisible units of ``width`` elements each, shared out evenly."""
 
     count: int
     width: int = 1
 
     def limit(self) -> int:
+        """The largest number of ranks over which the rule can divide."""
         return self.count
 
     def extent(self) -> int:
+        """The size of the dimension that the rule divides, in elements."""
         return self.count * self.width
 
+    def counts(self, n: int) -> tuple[Range, ...]:
+        """The range of units of each of ``n`` ranks. Ranges may overlap (replicated key-value heads)."""
+        return even_ranges(self.count, n)
+
     def ranges(self, n: int) -> tuple[Range, ...]:
-        return tuple((start * self.width, stop * self.width) for start, stop in even_ranges(self.count, n))
+        """The range of elements of each of ``n`` ranks."""
+        return tuple((start * self.width, stop * self.width) for start, stop in self.counts(n))
 
     def local_count(self, n: int, rank: int) -> int:
         """How many units ``rank`` holds."""
-        start, stop = even_ranges(self.count, n)[rank]
+        start, stop = self.counts(n)[rank]
         return stop - start
 
     def local_extent(self, n: int, rank: int) -> int:
@@ -82,12 +76,21 @@ class GroupedHeads:
         return self.query_heads // self.kv_heads
 
     @property
-    def query(self) -> Split:
-        return _Heads(self, kv=False)
+    def query(self) -> Units:
+        return _Heads(self.query_heads, self.head_dim, groups=self, kv=False)
 
     @property
-    def key_value(self) -> Split:
-        return _Heads(self, kv=True)
+    def key_value(self) -> Units:
+        return _Heads(self.kv_heads, self.head_dim, groups=self, kv=True)
+
+    @property
+    def interleaved(self) -> tuple[Units, ...]:
+        """The rules of a matrix that holds, group by group, the query heads, then the key and the value head."""
+        rules: list[Units] = []
+        for group in range(self.kv_heads):
+            query = _Heads(self.group, self.head_dim, groups=self, kv=False, first=group * self.group)
+            rules += [query, *[_Heads(1, self.head_dim, groups=self, kv=True, first=group)] * 2]
+        return tuple(rules)
 
     def head_ranges(self, n: int) -> tuple[tuple[Range, Range], ...]:
         """For each rank the range of its query heads and the range of its key-value heads."""
@@ -106,21 +109,21 @@ class GroupedHeads:
         return (q_stop - q_start) // (kv_stop - kv_start)
 
 
-@dataclass(frozen=True)
-class _Heads:
-    heads: GroupedHeads
+@dataclass(frozen=True, kw_only=True)
+class _Heads(Units):
+    """Heads from ``first`` on, of queries or of keys and values; a rank that has none of them has an empty range."""
+
+    groups: GroupedHeads
     kv: bool
+    first: int = 0
 
     def limit(self) -> int:
-        return self.heads.query_heads
+        return self.groups.query_heads
 
-    def extent(self) -> int:
-        return (self.heads.kv_heads if self.kv else self.heads.query_heads) * self.heads.head_dim
-
-    def ranges(self, n: int) -> tuple[Range, ...]:
-        width = self.heads.head_dim
-        chosen = [pair[self.kv] for pair in self.heads.head_ranges(n)]
-        return tuple((start * width, stop * width) for start, stop in chosen)
+    def counts(self, n: int) -> tuple[Range, ...]:
+        ranges = [pair[self.kv] for pair in self.groups.head_ranges(n)]
+        clipped = [(max(start - self.first, 0), min(stop - self.first, self.count)) for start, stop in ranges]
+        return tuple((start, stop) if start < stop else (0, 0) for start, stop in clipped)
 
 
 @dataclass(frozen=True)
@@ -142,17 +145,15 @@ class Layout:
     def __post_init__(self) -> None:
         if self.dim is None:
             return
-        covered = sorted({piece for pieces in self.ranges for piece in pieces})
         edge = 0
-        for start, stop in covered:
-            if start > edge:
-                break
-            edge = max(edge, stop)
+        for start, stop in sorted(piece for own in self.ranges for piece in own):
+            if start <= edge:
+                edge = max(edge, stop)
         if edge != self.shape[self.dim]:
             raise ValueError(f"ranges {self.ranges} do not cover dimension {self.dim} of shape {self.shape}")
 
     @classmethod
-    def divided(cls, shape: Sequence[int], dim: int, splits: Sequence[Split], n: int) -> Layout:
+    def divided(cls, shape: Sequence[int], dim: int, splits: Sequence[Units], n: int) -> Layout:
         """Divide ``dim``, which holds the extents of ``splits`` one after the other, over ``n`` ranks."""
         shape = tuple(shape)
         extents = [split.extent() for split in splits]
@@ -163,7 +164,8 @@ class Layout:
         for split, extent in zip(splits, extents, strict=True):
             per_split.append([(offset + start, offset + stop) for start, stop in split.ranges(n)])
             offset += extent
-        return cls(shape, dim, tuple(zip(*per_split, strict=True)))
+        own = zip(*per_split, strict=True)
+        return cls(shape, dim, tuple(tuple(p for p in pieces if p[0] < p[1]) or pieces[:1] for pieces in own))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         if self.dim is None:
@@ -171,21 +173,28 @@ class Layout:
         size = sum(stop - start for start, stop in self.ranges[rank])
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
-    def owned(self, rank: int) -> list[Range]:
-        """The ranges of the *local* tensor along ``dim`` whose elements no earlier rank holds too.
+    def places(self, rank: int) -> Iterator[tuple[Index, Index]]:
+        """For each range of ``rank``: where its elements are in the full tensor, and where in the local one.
 
-        Over all ranks, these are every element of the full tensor once. Of a replicated tensor the first rank owns
-        all, given as ``[(0, size of the first dimension)]``.
+        A tensor that is not divided is one range. The indices have a slice with both bounds for every dimension.
         """
+        whole = tuple(slice(0, size) for size in self.shape)
         if self.dim is None:
-            return [(0, self.shape[0] if self.shape else 1)] if rank == 0 else []
-        earlier = {piece for pieces in self.ranges[:rank] for piece in pieces}
-        owned, offset = [], 0
+            yield whole, whole
+            return
+        before, after, offset = whole[: self.dim], whole[self.dim + 1 :], 0
         for start, stop in self.ranges[rank]:
-            if (start, stop) not in earlier:
-                owned.append((offset, offset + stop - start))
-            offset += stop - start
-        return owned
+            end = offset + stop - start
+            yield (*before, slice(start, stop), *after), (*before, slice(offset, end), *after)
+            offset = end
+
+    def owned(self, rank: int) -> list[tuple[Index, Index]]:
+        """Those `places` of ``rank`` that no earlier rank has too: over all ranks, every element once."""
+        if self.dim is None:
+            return [*self.places(rank)] if rank == 0 else []
+        earlier = {piece for own in self.ranges[:rank] for piece in own}
+        pairs = zip(self.ranges[rank], self.places(rank), strict=True)
+        return [place for piece, place in pairs if piece not in earlier]
 
     @property
     def overlaps(self) -> bool:
@@ -193,18 +202,13 @@ class Layout:
         pieces = [piece for own in self.ranges for piece in own]
         return len(set(pieces)) < len(pieces)
 
-    def shard(self, full: Any, rank: int) -> Any:
-        """The local part of ``full``: any object with tensor indexing, a lazy slice of a file among them."""
-        if self.dim is None:
-            return full[...]
-        prefix = (slice(None),) * self.dim
-        pieces = [full[(*prefix, slice(start, stop))] for start, stop in self.ranges[rank]]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim)
+    def shard(self, full: Tensor, rank: int) -> Tensor:
+        """The local part of ``full``."""
+        pieces = [full[there] for there, _ in self.places(rank)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim or 0)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """Put the parts of all ranks together again."""
-        if self.dim is None:
-            return shards[0]
         full = shards[0].new_empty(self.shape)
         for rank, local in enumerate(shards):
             self.place(full, local, rank)
@@ -212,10 +216,5 @@ class Layout:
 
     def place(self, full: Tensor, local: Tensor, rank: int) -> None:
         """Write the part of one rank into ``full``."""
-        if self.dim is None:
-            full.copy_(local)
-            return
-        offset = 0
-        for start, stop in self.ranges[rank]:
-            full.narrow(self.dim, start, stop - start).copy_(local.narrow(self.dim, offset, stop - start))
-            offset += stop - start
+        for there, here in self.places(rank):
+            full[there].copy_(local[here])

@@ -9,13 +9,16 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from oslo_models.watch import PATIENCE, Watch, watch_of_world
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +30,16 @@ class Axis:
         rank: the position of this process on the axis.
         ranks: the global ranks on the axis, in order.
         group: their process group; ``None`` when no process group is running.
+        timeout: seconds to wait for the others in one collective.
+        watch: knows where they are; ``None`` without a process group.
     """
 
     name: str
     rank: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
+    timeout: float = PATIENCE
+    watch: Watch | None = None
 
     @property
     def size(self) -> int:
@@ -41,12 +48,25 @@ class Axis:
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # a process group cannot be copied, and a copied model lives on the same ranks
 
+    def at(self, phase: str, steps: int = 0) -> None:
+        """Note what this process is about to do, for the error that others raise if it does not get through it."""
+        if self.watch is not None:
+            self.watch.step += steps
+            self.watch.at(phase)
 
-def world_axis() -> Axis:
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed, after which nothing can be exchanged any more."""
+        return self.watch is not None and self.watch.failed is not None
+
+
+def world_axis(timeout: float = PATIENCE) -> Axis:
     """All processes of the job, as one axis; this process alone when no process group runs."""
     if not dist.is_initialized():
         return Axis("world", 0, (0,), None)
-    return Axis("world", dist.get_rank(), tuple(range(dist.get_world_size())), dist.group.WORLD)
+    watch = watch_of_world(timeout) if dist.get_world_size() > 1 else None
+    ranks = tuple(range(dist.get_world_size()))
+    return Axis("world", dist.get_rank(), ranks, dist.group.WORLD, timeout, watch)
 
 
 class ParallelMesh:
@@ -61,8 +81,13 @@ class ParallelMesh:
             process group.
     """
 
-    def __init__(self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
+    def __init__(
+        self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, timeout: float = PATIENCE
+    ) -> None:
         """Start a process group if the launcher asked for one and none runs yet, and make the axes.
+
+        Args:
+            timeout: seconds to wait for other ranks in one collective; see `RankFailedError`.
 
         Raises:
             ValueError: the sizes do not fit the number of processes.
@@ -73,7 +98,7 @@ class ParallelMesh:
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         self.device = start_process_group(tp * pp)
         self._made: list[Axis] = []
-        self.world = world_axis()
+        self.world = world_axis(timeout)
         world_size = self.world.size
         if tp * pp > world_size:
             raise ValueError(
@@ -91,25 +116,26 @@ class ParallelMesh:
             self.pp, self.dp, self.tp, self.model = (Axis(name, 0, (0,), None) for name in ("pp", "dp", "tp", "model"))
             self.pp_back = self.pp
             return
-        shape = (pp, world_size // (tp * pp), tp)
-        self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-        self.pp, self.dp, self.tp = (self._axis(self.device_mesh, name) for name in ("pp", "dp", "tp"))
-        self.pp_back = self.pp
-        if pp > 1:  # torch's mesh may take the group of the world, in which the messages of two models would mix
-            self.pp, self.pp_back = (self.stages(tuple(range(pp)), name) for name in ("pp", "pp_back"))
+        ranks = torch.arange(world_size).view(pp, world_size // (tp * pp), tp)
+        # Groups of our own and not those that torch's mesh would make: their timeout is ours (that of the replicas is
+        # torch's, which DDP and FSDP use), and none is that of the world, where the messages of two models would mix.
+        self.pp, self.dp, self.tp = (
+            self._new_axis(name, list(ranks.movedim(dim, -1).flatten(0, 1)), bounded=name != "dp")
+            for dim, name in enumerate(("pp", "dp", "tp"))
+        )
+        groups = [axis.group for axis in (self.pp, self.dp, self.tp) if axis.group is not None]
+        self.device_mesh = DeviceMesh.from_group(
+            groups, self.device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp")
+        )
+        self.pp_back = self.stages(tuple(range(pp)), "pp_back") if pp > 1 else self.pp
         self.model = self._model_axis()
         atexit.register(_forget_groups, weakref.ref(self))
 
-    @staticmethod
-    def _axis(device_mesh: DeviceMesh, name: str) -> Axis:
-        group = device_mesh.get_group(name)
-        return Axis(name, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), group)
-
     def _model_axis(self) -> Axis:
         """The ranks that hold one copy of the model; a group of their own only where no axis is already that."""
-        for axis in (self.tp, self.pp, self.world):
+        for axis in (self.tp, self.pp):
             if axis.size == self.tp.size * self.pp.size:
-                return Axis("model", axis.rank, axis.ranks, axis.group)
+                return replace(axis, name="model")
         assert self.device_mesh is not None
         return self._new_axis("model", [self.device_mesh.mesh[:, dp, :].flatten() for dp in range(self.dp.size)])
 
@@ -122,14 +148,15 @@ class ParallelMesh:
         lines = self.device_mesh.mesh[list(stages)].flatten(1).T
         return self._new_axis(name, list(lines))
 
-    def _new_axis(self, name: str, lines: list[torch.Tensor]) -> Axis:
+    def _new_axis(self, name: str, lines: list[torch.Tensor], bounded: bool = True) -> Axis:
         """Make a group of each line of ranks, as all ranks have to; the axis is the line that this rank is on."""
-        mine = Axis(name, -1, (), None)
+        timeout = timedelta(seconds=self.world.timeout) if bounded else None
+        mine = replace(self.world, name=name, rank=-1, ranks=(), group=None)
         for line in lines:
             ranks = line.tolist()
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=timeout)
             if self.world.rank in ranks:
-                mine = Axis(name, ranks.index(self.world.rank), tuple(ranks), group)
+                mine = replace(mine, rank=ranks.index(self.world.rank), ranks=tuple(ranks), group=group)
         self._made.append(mine)
         return mine
 
@@ -194,7 +221,7 @@ def _forget_groups(mesh: weakref.ref[ParallelMesh]) -> None:
     alive = mesh()
     if alive is not None:
         alive.device_mesh = None
-        for axis in (alive.tp, alive.dp, alive.pp, alive.model, alive.world, *alive._made):
+        for axis in (alive.model, alive.world, *alive._made):
             object.__setattr__(axis, "group", None)
 
 

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch.distributed as dist
 from torch import Tensor
 
 from oslo_models.collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.layout import even_ranges
-from oslo_models.mesh import Axis, ParallelMesh
+from oslo_models.mesh import ParallelMesh
+
+T = TypeVar("T")
+
+
+def _asked(what: Callable[[ParallelMesh], T]) -> Callable[[MPU], T]:
+    """A method that asks the mesh."""
+
+    def method(self: MPU) -> T:
+        return what(self.mesh)
+
+    return method
 
 
 class MPU:
-    """The model parallel unit of one model. Groups are ``None`` where one process runs without a process group."""
+    """The model parallel unit of one model. Groups are ``None`` where one process runs without a process group.
+
+    Of each axis there are the group (of the ranks that hold the parts of the same layers; the same parameters, for
+    different batches; the successive stages; one copy of the model together), its size, the position of this rank on
+    it, and the global rank of its first.
+    """
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.mesh = mesh
@@ -23,74 +42,29 @@ class MPU:
         """Whether the groups exist (with one process and no process group there is nothing to make: true as well)."""
         return self.mesh.device_mesh is None or dist.is_initialized()
 
-    # Groups -----------------------------------------------------------------------------------------------------------
+    get_tensor_parallel_group = _asked(lambda mesh: mesh.tp.group)
+    get_data_parallel_group = _asked(lambda mesh: mesh.dp.group)
+    get_pipeline_parallel_group = _asked(lambda mesh: mesh.pp.group)
+    get_model_parallel_group = _asked(lambda mesh: mesh.model.group)
 
-    def get_tensor_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the parts of the same layers."""
-        return self.mesh.tp.group
+    get_tensor_parallel_world_size = _asked(lambda mesh: mesh.tp.size)
+    get_data_parallel_world_size = _asked(lambda mesh: mesh.dp.size)
+    get_pipeline_parallel_world_size = _asked(lambda mesh: mesh.pp.size)
+    get_model_parallel_world_size = _asked(lambda mesh: mesh.model.size)
 
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same parameters and see different batches."""
-        return self.mesh.dp.group
+    get_tensor_parallel_rank = _asked(lambda mesh: mesh.tp.rank)
+    get_data_parallel_rank = _asked(lambda mesh: mesh.dp.rank)
+    get_pipeline_parallel_rank = _asked(lambda mesh: mesh.pp.rank)
+    get_model_parallel_rank = _asked(lambda mesh: mesh.model.rank)
 
-    def get_pipeline_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the successive stages."""
-        return self.mesh.pp.group
+    get_tensor_parallel_src_rank = _asked(lambda mesh: mesh.tp.ranks[0])
+    get_data_parallel_src_rank = _asked(lambda mesh: mesh.dp.ranks[0])
+    get_pipeline_parallel_src_rank = _asked(lambda mesh: mesh.pp.ranks[0])
+    get_model_parallel_src_rank = _asked(lambda mesh: mesh.model.ranks[0])
 
-    def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold one copy of the model together (tensor and pipeline parallel)."""
-        return self.mesh.model.group
-
-    # Sizes ------------------------------------------------------------------------------------------------------------
-
-    def get_tensor_parallel_world_size(self) -> int:
-        return self.mesh.tp.size
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.mesh.dp.size
-
-    def get_pipeline_parallel_world_size(self) -> int:
-        return self.mesh.pp.size
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.mesh.model.size
-
-    # Ranks ------------------------------------------------------------------------------------------------------------
-
-    def get_tensor_parallel_rank(self) -> int:
-        return self.mesh.tp.rank
-
-    def get_data_parallel_rank(self) -> int:
-        return self.mesh.dp.rank
-
-    def get_pipeline_parallel_rank(self) -> int:
-        return self.mesh.pp.rank
-
-    def get_model_parallel_rank(self) -> int:
-        return self.mesh.model.rank
-
-    def get_tensor_parallel_src_rank(self) -> int:
-        """The global rank of the first rank of this tensor-parallel group."""
-        return self.mesh.tp.ranks[0]
-
-    def get_data_parallel_src_rank(self) -> int:
-        return self.mesh.dp.ranks[0]
-
-    def get_pipeline_parallel_src_rank(self) -> int:
-        return self.mesh.pp.ranks[0]
-
-    def get_model_parallel_src_rank(self) -> int:
-        return self.mesh.model.ranks[0]
-
-    def is_pipeline_first_stage(self) -> bool:
-        return self.mesh.pp.rank == 0
-
-    def is_pipeline_last_stage(self) -> bool:
-        return self.mesh.pp.rank == self.mesh.pp.size - 1
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """The global ranks of the data-parallel group."""
-        return list(self.mesh.dp.ranks)
+    get_data_parallel_group_ranks = _asked(lambda mesh: list(mesh.dp.ranks))
+    is_pipeline_first_stage = _asked(lambda mesh: mesh.pp.rank == 0)
+    is_pipeline_last_stage = _asked(lambda mesh: mesh.pp.rank == mesh.pp.size - 1)
 
     # The names of Megatron-core, by which DeepSpeed asks
 
@@ -114,12 +88,9 @@ class MPU:
 
     def scatter(self, inputs: Tensor) -> Tensor:
         """This rank's part of the last dimension, divided as evenly as possible; backward gathers."""
-        return scatter_to(self.mesh.tp, inputs, -1, _even_sizes(self.mesh.tp, inputs.shape[-1]))
+        sizes = [stop - start for start, stop in even_ranges(inputs.shape[-1], self.mesh.tp.size)]
+        return scatter_to(self.mesh.tp, inputs, -1, sizes)
 
     def gather(self, inputs: Tensor) -> Tensor:
         """Concatenate equal parts along the last dimension; backward takes the own part."""
         return gather_from(self.mesh.tp, inputs, -1, [inputs.shape[-1]] * self.mesh.tp.size)
-
-
-def _even_sizes(axis: Axis, count: int) -> list[int]:
-    return [stop - start for start, stop in even_ranges(count, axis.size)]

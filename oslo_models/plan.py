@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from oslo_models.layout import Layout, Split, Units
+from oslo_models.layout import Layout, Units
 
 
 @dataclass(frozen=True)
@@ -27,49 +28,64 @@ class Norm(Replicated):
 
 
 @dataclass(frozen=True)
+class HeadNorm(Norm):
+    """A normalisation inside a divided region, of what a rank holds there: of each of its heads by itself.
+
+    Args:
+        split: which rows of the weight go with which heads; without it, all heads share the whole weight, and its
+            gradient is summed over the ranks.
+    """
+
+    split: Units | None = None
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return Layout(shape) if self.split is None else Layout.divided(shape, 0, (self.split,), n)
+
+
+@dataclass(frozen=True)
+class WidthNorm(HeadNorm):
+    """A root-mean-square normalisation over a width that is divided: the mean is taken over the ranks."""
+
+
+@dataclass(frozen=True)
 class Column(Replicated):
     """Divide the outputs of a linear layer: ``y_local = x @ W_local``. Its input is whole on every rank.
 
     Args:
         splits: one rule per matrix that the weight holds side by side; none divides all outputs evenly, one by one.
+        parts: without splits, how many matrices of one size the weight holds side by side.
         transposed: the weight is kept ``[in, out]`` (``Conv1D``) rather than ``[out, in]`` (``nn.Linear``).
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
 
-    splits: tuple[Split, ...] = ()
+    splits: tuple[Units, ...] = ()
+    parts: int = 1
     transposed: bool = False
 
-    def __init__(self, *splits: Split, transposed: bool = False) -> None:
+    def __init__(self, *splits: Units, parts: int = 1, transposed: bool = False) -> None:
         object.__setattr__(self, "splits", splits)
+        object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "transposed", transposed)
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        dim = len(shape) - 1 if self.transposed else 0
-        return Layout.divided(shape, dim, self.splits or (Units(shape[dim]),), n)
+        return self._divided(shape, len(shape) - 1 if self.transposed else 0, n)
 
     def limit(self) -> int | None:
         return min((split.limit() for split in self.splits), default=None)
 
+    def _divided(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
+        return Layout.divided(shape, dim, self.splits or (Units(shape[dim] // self.parts),) * self.parts, n)
 
-@dataclass(frozen=True)
-class Row(Replicated):
+
+class Row(Column):
     """Divide the inputs of a linear layer; its partial outputs are summed over the ranks, then the bias is added.
 
     Args and source: as for ``Column``.
     """
 
-    split: Split | None = None
-    transposed: bool = False
-
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        if leaf == "bias":
-            return Layout(shape)
-        dim = 0 if self.transposed else len(shape) - 1
-        return Layout.divided(shape, dim, (self.split or Units(shape[dim]),), n)
-
-    def limit(self) -> int | None:
-        return self.split.limit() if self.split else None
+        return Layout(shape) if leaf == "bias" else self._divided(shape, 0 if self.transposed else len(shape) - 1, n)
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,19 @@ LocalValue = Callable[[int, int], int]
 """``(number of ranks, rank) -> value`` of an attribute that counts local heads or local elements."""
 
 
+class LocalConfig:
+    """A configuration as a module of one rank should see it: some numbers are local, the rest is as in the model's."""
+
+    def __init__(self, whole: Any, **local: int) -> None:
+        self._whole = whole
+        vars(self).update(local)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_whole" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one architecture divides. Names are those of transformers' base model.
@@ -93,7 +122,14 @@ class Plan:
         embed: the modules before the blocks.
         blocks: for each stack of blocks (its ``ModuleList``), the modules of one block, by their name inside it.
         head: the modules after the blocks.
-        local: integer attributes of modules inside a block that have to count what is local, by name inside the block.
+        beside: modules that are neither before nor after the blocks, and that every pipeline stage needs.
+        local: integer attributes of modules inside a block, or of their ``config``, that have to count what is local,
+            by name inside the block; modules that lack them are left alone.
+        per_head: arguments of modules inside a block that speak of each head, such as the biases of ALiBi, by name
+            inside the block (``"attention.alibi"``). Shape ``[heads, ...]`` or ``[rows * heads, ...]``, with four
+            dimensions ``[rows, heads, ...]``.
+        neutral: attributes by which the base model (or, ``"decoder.dropout"``, a module of it) changes the embedded
+            tokens, and the values with which it would not.
         optional: names among the entries whose modules only some heads, configurations or blocks have.
         dropout: the dropouts between the embeddings and the first block.
         carried: names among the entries of a block that only the first block has, and that the first block of every
@@ -103,7 +139,10 @@ class Plan:
     embed: Entries
     blocks: Mapping[str, Entries]
     head: Entries
+    beside: Entries = field(default_factory=dict)
     local: Mapping[str, LocalValue] = field(default_factory=dict)
+    per_head: Mapping[str, Units] = field(default_factory=dict)
+    neutral: Mapping[str, Any] = field(default_factory=dict)
     optional: Collection[str] = ()
     dropout: Collection[str] = ()
     carried: Collection[str] = ()

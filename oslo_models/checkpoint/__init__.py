@@ -1,24 +1,20 @@
 """Files and local shards: reads and writes checkpoints through names, layouts and the mesh, whatever the model."""
 
 from oslo_models.checkpoint.names import CheckpointError
-from oslo_models.checkpoint.opening import inspect_checkpoint, open_checkpoint, verify_checkpoint
+from oslo_models.checkpoint.opening import open_checkpoint, verify_checkpoint
 from oslo_models.checkpoint.optimizer import load_optimizer, save_optimizer
 from oslo_models.checkpoint.reader import CheckpointReader, LazySlice
 from oslo_models.checkpoint.staging import finish_interrupted_save
-from oslo_models.checkpoint.weights import TensorInfo
-from oslo_models.checkpoint.writer import save_merged, save_split
+from oslo_models.checkpoint.writer import save_checkpoint
 
 __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "LazySlice",
-    "TensorInfo",
     "finish_interrupted_save",
-    "inspect_checkpoint",
     "load_optimizer",
     "open_checkpoint",
-    "save_merged",
+    "save_checkpoint",
     "save_optimizer",
-    "save_split",
     "verify_checkpoint",
 ]

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from oslo_models.checkpoint.manifest import read_manifest
 from oslo_models.checkpoint.names import MANIFEST, MERGED, CheckpointError, index_name, split_position, with_variant
+from oslo_models.checkpoint.reader import CheckpointReader
 from oslo_models.checkpoint.staging import finish_interrupted_save
+from oslo_models.checkpoint.weights import WeightsFile
+
+Grid = dict[tuple[int, int], str]
 
 
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint.
-
-    Attributes:
-        weights: its weights files, by name.
-        grid: the names of split files by ``(tp_rank, pp_rank)``; empty for a merged checkpoint.
-        manifest: the content of its manifest, if it has one.
-    """
-
-    where: Path
-    weights: dict[str, Path]
-    grid: dict[tuple[int, int], str] = field(default_factory=dict)
-    manifest: dict[str, Any] | None = None
-
-    @property
-    def split(self) -> tuple[int, int] | None:
-        """``(tp, pp)`` of split files."""
-        return (max(t for t, _ in self.grid) + 1, max(p for _, p in self.grid) + 1) if self.grid else None
-
-
-def find(source: Sequence[Path], variant: str | None) -> Found:
-    """Find the checkpoint in a directory, or among the files named.
+def find(source: Sequence[Path], variant: str | None) -> CheckpointReader:
+    """Find the checkpoint in a directory, or among the files named; its tensors are not known yet.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or files of it are missing.
@@ -50,10 +32,14 @@ def find(source: Sequence[Path], variant: str | None) -> Found:
         raise FileNotFoundError(f"there is no checkpoint: {', '.join(missing) or directory} is missing or empty")
     paths = {path.name: path for path in source}
     where = directory or source[0].parent
+    manifest = None
     if with_variant(MANIFEST, variant) in paths:
-        return _by_manifest(where, paths, read_manifest(paths[with_variant(MANIFEST, variant)]))
-    grid = _grid(where, paths) if variant is None else {}
-    names = list(grid.values()) or _merged(paths, variant)
+        manifest = read_manifest(paths[with_variant(MANIFEST, variant)])
+        names = _recorded(where, paths, manifest["files"])
+        grid = _grid(names)
+    else:
+        grid = {} if variant else _full_grid(where, paths)
+        names = list(grid.values()) or _merged(paths, variant)
     if not names and directory is None:
         names = [name for name in paths if name.endswith((".safetensors", ".bin"))]
     if not names:
@@ -62,7 +48,7 @@ def find(source: Sequence[Path], variant: str | None) -> Found:
             f"{where} holds no weights: looked for split files (pytorch_model_tp=0_pp=0.bin ...), {merged} and their "
             f"indexes, found {', '.join(sorted(paths)[:10])}"
         )
-    return Found(where, {name: paths[name] for name in names}, grid)
+    return CheckpointReader(where, {name: WeightsFile(paths[name]) for name in names}, grid, manifest)
 
 
 def mismatch(path: Path, expected: str, actual: str) -> CheckpointError:
@@ -73,26 +59,31 @@ def mismatch(path: Path, expected: str, actual: str) -> CheckpointError:
     )
 
 
-def _by_manifest(where: Path, paths: Mapping[str, Path], manifest: dict[str, Any]) -> Found:
-    records = {name: record for name, record in manifest["files"].items() if not name.endswith(".json")}
-    grid = {position: name for name in records if (position := split_position(name))}
-    for name, record in records.items():
+def _recorded(where: Path, paths: Mapping[str, Path], records: Mapping[str, Any]) -> list[str]:
+    """The names of the weights files in a manifest, which all have to be there, and no other split file."""
+    names = [name for name in records if not name.endswith(".json")]
+    for name in names:
+        size = records[name]["size"]
         if name not in paths:
-            raise mismatch(where / name, f"a file of {record['size']} bytes", "none")
-        if paths[name].stat().st_size != record["size"]:
-            raise mismatch(paths[name], f"{record['size']} bytes", f"{paths[name].stat().st_size}")
-    for name in paths if grid else ():
-        if split_position(name) and name not in records:
+            raise mismatch(where / name, f"a file of {size} bytes", "none")
+        if paths[name].stat().st_size != size:
+            raise mismatch(paths[name], f"{size} bytes", f"{paths[name].stat().st_size}")
+    for name in paths if _grid(names) else ():
+        if split_position(name) and name not in names:
             raise mismatch(paths[name], "no such file", "one of another checkpoint")
-    return Found(where, {name: paths[name] for name in records}, grid, manifest)
+    return names
 
 
-def _grid(where: Path, paths: Mapping[str, Path]) -> dict[tuple[int, int], str]:
-    grid: dict[tuple[int, int], str] = {}
-    for name in sorted(paths, key=lambda name: ("_tp=" in name, name.endswith(".safetensors"))):  # the last one wins
-        position = split_position(name)
-        if position:
-            grid[position] = name
+def _grid(names: Iterable[str]) -> Grid:
+    """The split files by position; of several for one position, that of today's spelling and of safetensors."""
+    ordered = sorted(names, key=lambda name: ("_tp=" in name, name.endswith(".safetensors")))
+    grid = {position: name for name in ordered if (position := split_position(name))}  # the last one wins
+    return dict(sorted(grid.items()))
+
+
+def _full_grid(where: Path, names: Iterable[str]) -> Grid:
+    """The split files, when none is missing."""
+    grid = _grid(names)
     tp, pp = (max((position[axis] for position in grid), default=-1) + 1 for axis in (0, 1))
     missing = [f"tp={t} pp={p}" for t in range(tp) for p in range(pp) if (t, p) not in grid]
     if missing:
@@ -100,7 +91,7 @@ def _grid(where: Path, paths: Mapping[str, Path]) -> dict[tuple[int, int], str]:
             f"the split files in {where} are of a {tp} x {pp} grid (tp x pp), in which {', '.join(missing)} are "
             "missing; copy them there, or remove the split files if others are meant"
         )
-    return dict(sorted(grid.items()))
+    return grid
 
 
 def _merged(paths: Mapping[str, Path], variant: str | None) -> list[str]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from oslo_models.checkpoint.weights import TensorInfo
 from oslo_models.collectives import agree, gather_objects
 from oslo_models.layout import Layout
 from oslo_models.mesh import ParallelMesh
@@ -24,14 +22,6 @@ class Held:
     dtype: torch.dtype
     stage: int
     alias_of: str | None
-
-    @property
-    def info(self) -> TensorInfo:
-        return TensorInfo(self.layout.shape, self.dtype)
-
-    def describe(self) -> dict[str, Any]:
-        """The shape and the type for a manifest."""
-        return {"shape": self.layout.shape, "dtype": str(self.dtype).removeprefix("torch.")}
 
 
 Table = dict[str, Held]
@@ -68,8 +58,7 @@ def merge_tables(stages: Sequence[Table], tied: Mapping[str, str]) -> tuple[Tabl
     """Of each tensor the entry of the first stage that has it, and which names are aliases of others."""
     merged: Table = {}
     for table in stages:
-        for name, entry in table.items():
-            merged.setdefault(name, entry)
+        merged |= {name: entry for name, entry in table.items() if name not in merged}
     aliases = {}
     for name, entry in merged.items():
         original = tied.get(name)

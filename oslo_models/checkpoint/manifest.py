@@ -6,7 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,9 @@ def seal(path: Path) -> dict[str, int]:
 
 def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
     """Write ``content`` with the format version, the versions of the libraries and a checksum of itself."""
-    versions = {}
-    for package in ("oslo_models", "torch", "transformers", "safetensors"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:  # run from a source tree
-            continue
+    versions = {
+        name: import_module(name).__version__ for name in ("oslo_models", "torch", "transformers", "safetensors")
+    }
     manifest = {"format_version": FORMAT_VERSION, "versions": versions, **content}
     manifest["checksum"] = _own_checksum(manifest)
     path.write_text(json.dumps(manifest, indent=1) + "\n")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from oslo_models.checkpoint.finding import Found, find, mismatch
+from oslo_models.checkpoint.finding import find, mismatch
 from oslo_models.checkpoint.manifest import checksum
 from oslo_models.checkpoint.names import MANIFEST, CheckpointError
-from oslo_models.checkpoint.reader import CheckpointReader, Piece, Stored
-from oslo_models.checkpoint.weights import WeightsFile
+from oslo_models.checkpoint.reader import CheckpointReader, Stored
 from oslo_models.collectives import agree
 from oslo_models.layout import Layout
 from oslo_models.mesh import Axis
@@ -53,15 +50,14 @@ def open_checkpoint(
     source = [Path(path) for path in files_or_directory]
     while True:
         before = _identity(source)
-        with ExitStack() as opened:
-            try:
-                reader = _open(find(source, variant), opened, fallback_layout, owner_stage)
-            except OSError:
-                if _identity(source) == before:
-                    raise
-                continue
+        try:
+            reader = find(source, variant)
+            reader.tensors.update(_tensors(reader, fallback_layout, owner_stage))
+        except OSError:
+            if _identity(source) == before:
+                raise
+        else:
             if _identity(source) == before:  # otherwise a save has put another checkpoint in its place meanwhile
-                opened.pop_all()
                 return reader
 
 
@@ -77,82 +73,47 @@ def verify_checkpoint(reader: CheckpointReader, axis: Axis) -> None:
         for name in list(reader.files)[axis.rank :: axis.size]:
             file = reader.files[name]
             if reader.manifest is None:
-                _ = file.tensors
+                _ = file.views
                 continue
             expected, actual = reader.manifest["files"][name]["crc32"], checksum(file.fd)
             if actual != expected:
                 raise mismatch(file.path, f"CRC-32 {expected:08x}", f"{actual:08x}")
 
 
-def inspect_checkpoint(directory: str | os.PathLike[str], *, variant: str | None = None) -> dict[str, Any]:
-    """What a checkpoint holds, file by file (a split checkpoint has one file per rank), as plain data.
-
-    Returns:
-        ``split`` (its ``(tp, pp)``, or ``None`` when it is merged), ``manifest`` (``None`` without one; without its
-        tables of files and tensors) and ``files``: by name its ``tp`` and ``pp`` rank, ``size`` and ``tensors``, which
-        gives the type and the shape *in that file* of each.
-    """
-    found = find([Path(directory)], variant)
-    ranks = {name: {"tp": t, "pp": p} for (t, p), name in found.grid.items()}
-    files = {}
-    for name, path in found.weights.items():
-        file = WeightsFile(path)
-        tensors = {key: {"dtype": str(info.dtype), "shape": list(info.shape)} for key, info in file.tensors.items()}
-        files[name] = {**ranks.get(name, {}), "size": file.size, "tensors": tensors}
-        file.close()
-    manifest = found.manifest and {
-        key: value for key, value in found.manifest.items() if key not in ("files", "tensors")
-    }
-    return {"split": found.split, "manifest": manifest, "files": files}
-
-
-def _open(
-    found: Found, opened: ExitStack, fallback_layout: FallbackLayout | None, owner_stage: OwnerStage | None
-) -> CheckpointReader:
-    files = {}
-    for name, path in found.weights.items():
-        files[name] = WeightsFile(path)
-        opened.callback(files[name].close)
-    if not found.grid:
-        stored = {
-            key: Stored(info, None, (Piece(file),)) for file in files.values() for key, info in file.tensors.items()
-        }
-    elif found.manifest:
-        stored = _stored_by_manifest(found, files, found.manifest)
-    else:
-        stored = _stored_by_shapes(found, files, fallback_layout, owner_stage)
-    return CheckpointReader(found.where, files, stored, found.split, found.manifest)
-
-
-def _stored_by_manifest(found: Found, files: Mapping[str, WeightsFile], manifest: dict[str, Any]) -> dict[str, Stored]:
+def _tensors(
+    reader: CheckpointReader, fallback_layout: FallbackLayout | None, owner_stage: OwnerStage | None
+) -> dict[str, Stored]:
+    if not reader.grid:
+        files = reader.files.values()
+        views = [(name, view, file) for file in files for name, view in file.views.items()]
+        return {name: Stored(Layout(tuple(view.shape)), view.dtype, (file,)) for name, view, file in views}
+    if reader.manifest is None:
+        return _by_shapes(reader, fallback_layout, owner_stage)
     stored = {}
-    for name, entry in manifest["tensors"].items():
+    for name, entry in reader.manifest["tensors"].items():
         ranges = tuple(tuple((start, stop) for start, stop in pieces) for pieces in entry["ranges"])
         layout = Layout(tuple(entry["shape"]), entry["dim"], ranges)
-        holders = [files[found.grid[t, entry["stages"][0]]] for t in range(len(layout.ranges) or 1)]
-        stored[name] = Stored.of(layout, getattr(torch, entry["dtype"]), holders)
+        holders = [reader.files[reader.grid[t, entry["stages"][0]]] for t in range(len(ranges) or 1)]
+        stored[name] = Stored(layout, getattr(torch, entry["dtype"]), holders)
     return stored
 
 
-def _stored_by_shapes(
-    found: Found,
-    files: Mapping[str, WeightsFile],
-    fallback_layout: FallbackLayout | None,
-    owner_stage: OwnerStage | None,
+def _by_shapes(
+    reader: CheckpointReader, fallback_layout: FallbackLayout | None, owner_stage: OwnerStage | None
 ) -> dict[str, Stored]:
     """Old split files: the layout follows from the shapes, and with several stages each may hold every tensor."""
-    tp, pp = found.split or (1, 1)
+    tp, pp = reader.split or (1, 1)
     stages: dict[str, list[int]] = {}
-    for (t, stage), name in found.grid.items():
-        for key in files[name].tensors if t == 0 else ():
-            stages.setdefault(key, []).append(stage)
+    for stage in range(pp):
+        for name in reader.files[reader.grid[0, stage]].views:
+            stages.setdefault(name, []).append(stage)
     stored = {}
     for name, having in stages.items():
         stage = owner_stage(name, pp) if owner_stage and len(having) > 1 else having[0]
-        holders = [files[found.grid[t, stage]] for t in range(tp)]
-        shapes = [file.tensors[name].shape for file in holders if name in file.tensors]
+        holders = [reader.files[reader.grid[t, stage]] for t in range(tp)]
+        shapes = [tuple(file.views[name].shape) for file in holders if name in file.views]
         if fallback_layout is None and tp > 1:
-            raise ValueError(f"{found.where} holds split files without {MANIFEST}: pass fallback_layout to read them")
+            raise ValueError(f"{reader.where} holds split files without {MANIFEST}: pass fallback_layout to read them")
         layout = fallback_layout(name, shapes) if fallback_layout else Layout(shapes[0])
         expected = [layout.local_shape(rank) for rank in range(tp if layout.dim is None else len(layout.ranges))]
         if shapes != expected:
@@ -160,7 +121,8 @@ def _stored_by_shapes(
                 f"{', '.join(str(file.path) for file in holders)}: expected {name} with shapes {expected}, found "
                 f"{shapes}; the files are of another model, or were not saved together"
             )
-        stored[name] = Stored.of(layout, holders[0].tensors[name].dtype, holders)
+        holders = holders[: len(layout.ranges) or 1]
+        stored[name] = Stored(layout, holders[0].views[name].dtype, holders)
     return stored
 
 

@@ -15,8 +15,8 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from oslo_models.checkpoint.manifest import read_manifest
@@ -44,18 +44,16 @@ def replacing(
         OSError: on every rank, when the directory cannot be written or there is too little space.
     """
     uses = gather_objects(world, (needed, _working_directory()))
-    staging = _Staging(Path(os.path.realpath(directory)), variant) if world.rank == 0 else None
-    try:
+    target, path = Path(os.path.realpath(directory)), None
+    with ExitStack() as stack:
         with agree(world, f"saving to {directory}"):
-            if staging:
-                staging.begin(sum(count for count, _ in uses), [folder for _, folder in uses])
-        yield broadcast_object(world, staging and staging.path)
+            if world.rank == 0:
+                total, folders = sum(count for count, _ in uses), [folder for _, folder in uses]
+                path = stack.enter_context(_staging(target, total, folders))
+        yield broadcast_object(world, path)
         with agree(world, f"saving to {directory}"):
-            if staging:
-                staging.commit()
-    finally:
-        if staging:
-            staging.discard()
+            if path is not None:
+                _commit(path, target, variant)
 
 
 def finish_interrupted_save(target: Path) -> None:
@@ -84,102 +82,97 @@ def _move_into_place(target: Path, journal: Path, manifest: Path) -> None:
     for name in os.listdir(target):
         if is_replaced_by_save(name, content["variant"]) and name not in content["files"] and name != manifest.name:
             (target / name).unlink(missing_ok=True)
-    for folder, _, names in os.walk(journal):
-        place = target / Path(folder).relative_to(journal)
-        place.mkdir(exist_ok=True)
-        for name in names:
-            if Path(folder, name) != manifest:
-                with suppress(FileNotFoundError):
-                    os.replace(Path(folder, name), place / name)
+    for entry in sorted(journal.rglob("*")):  # a folder comes before what is in it
+        place = target / entry.relative_to(journal)
+        if entry.is_dir():
+            place.mkdir(exist_ok=True)
+        elif entry != manifest:
+            with suppress(FileNotFoundError):
+                os.replace(entry, place)
     _sync(target)
     os.replace(manifest, target / manifest.name)
     _sync(target)
 
 
-class _Staging:
-    """The staging directory of one save; exists on world rank 0 only."""
+@contextmanager
+def _staging(target: Path, needed: int, working_directories: Sequence[str]) -> Iterator[Path]:
+    """A new directory where it can be exchanged with the target or, failing that, inside the target.
 
-    def __init__(self, target: Path, variant: str | None) -> None:
-        self.target, self.variant = target, variant
-        self.path: Path | None = None
-        self._lock = -1
+    What is there in the end is removed: what was written before a failure, or the old content after an exchange.
+    """
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(f"cannot save to {target}: it is a file; name a directory")
+    missing = [folder for folder in target.parents if not folder.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        _sync(folder.parent)
+    finish_interrupted_save(target)
+    parent = target.parent
+    if target.exists():
+        if not os.access(target, os.W_OK):
+            raise PermissionError(f"cannot save to {target}: no permission to write there")
+        # An exchange gives the directory another identity, under which these would go on seeing the old one.
+        in_use = os.path.ismount(target) or any(Path(path).is_relative_to(target) for path in working_directories)
+        if in_use or not os.access(parent, os.W_OK):
+            parent = target
+    for leftover in (*target.parent.glob(f".{target.name}.saving-*"), *target.glob(f".{target.name}.saving-*")):
+        with suppress(BlockingIOError, FileNotFoundError):  # the save that made it is alive, or it is gone
+            os.close(_lock(leftover))
+            shutil.rmtree(leftover, ignore_errors=True)
+    usage = shutil.disk_usage(parent)
+    if usage.total and usage.free < needed:
+        raise OSError(errno.ENOSPC, f"cannot save to {target}: {needed} bytes are needed, {usage.free} are free")
+    path = parent / f".{target.name}.saving-{uuid.uuid4().hex[:8]}"
+    path.mkdir()
+    lock = _lock(path)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
-    def begin(self, needed: int, working_directories: Sequence[str]) -> None:
-        """Make the directory where it can be exchanged with the target or, failing that, inside the target."""
-        target = self.target
-        if target.exists() and not target.is_dir():
-            raise NotADirectoryError(f"cannot save to {target}: it is a file; name a directory")
-        missing = [folder for folder in target.parents if not folder.exists()]
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for folder in missing:
-            _sync(folder.parent)
+
+def _commit(path: Path, target: Path, variant: str | None) -> None:
+    """Make everything in the staging directory durable and put it in the place of the target."""
+    for entry in (path, *path.rglob("*")):
+        if entry.is_file() or entry.is_dir():
+            _sync(entry)
+    if not target.exists():
+        os.rename(path, target)
+        _sync(target.parent)
+    elif path.parent == target or not _exchange(path, target, variant):
+        os.rename(path, target / JOURNAL)
+        _sync(target)
         finish_interrupted_save(target)
-        inside = False
-        if target.exists():
-            if not os.access(target, os.W_OK):
-                raise PermissionError(f"cannot save to {target}: no permission to write there")
-            # An exchange gives the directory another identity, under which these would go on seeing the old one.
-            in_use = os.path.ismount(target) or any(Path(path).is_relative_to(target) for path in working_directories)
-            inside = in_use or not os.access(target.parent, os.W_OK)
-        parent = target if inside else target.parent
-        for leftover in (*target.parent.glob(f".{target.name}.saving-*"), *target.glob(f".{target.name}.saving-*")):
-            _remove_if_dead(leftover)
-        usage = shutil.disk_usage(parent)
-        if usage.total and usage.free < needed:
-            raise OSError(errno.ENOSPC, f"cannot save to {target}: {needed} bytes are needed, {usage.free} are free")
-        path = parent / f".{target.name}.saving-{uuid.uuid4().hex[:8]}"
-        path.mkdir()
-        self.path = path
-        self._lock = os.open(path, os.O_RDONLY)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def commit(self) -> None:
-        """Make everything durable and put it in the place of the target."""
-        assert self.path is not None
-        _sync_tree(self.path)
-        if not self.target.exists():
-            os.rename(self.path, self.target)
-            _sync(self.target.parent)
-        elif self.path.parent == self.target or not self._exchange(self.path):
-            os.rename(self.path, self.target / JOURNAL)
-            _sync(self.target)
-            finish_interrupted_save(self.target)
 
-    def discard(self) -> None:
-        """Remove what is not the target: a staging directory after a failure, the old content after an exchange."""
-        if self.path is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
+def _exchange(path: Path, target: Path, variant: str | None) -> bool:
+    """Exchange the staging directory with the target, if that can be done here."""
+    new = set(os.listdir(path))
 
-    def _exchange(self, path: Path) -> bool:
-        """Exchange the staging directory with the target, if that can be done here."""
-        new, target = set(os.listdir(path)), self.target
-        kept = [entry for entry in target.iterdir() if self._is_kept(entry, new)]
-        try:
-            for entry in kept:
-                os.link(entry, path / entry.name, follow_symlinks=False)  # fails for a directory
-            owner = target.stat()
-            with suppress(PermissionError):  # only root may give a directory away
-                os.chown(path, owner.st_uid, owner.st_gid)
-            shutil.copystat(target, path)
-            _sync(path)
-            _rename_exchange(path, target)
-        except OSError:
-            for entry in kept:
-                (path / entry.name).unlink(missing_ok=True)
-            return False
-        for entry in path.iterdir():
-            place = target / entry.name
-            if self._is_kept(entry, new) and not (place.exists() and place.samefile(entry)):
-                os.replace(entry, place)  # somebody else wrote it after the links were made
-        _sync(path.parent)
-        return True
+    def stays(entry: Path) -> bool:
+        return entry.name not in new and not is_replaced_by_save(entry.name, variant)
 
-    def _is_kept(self, entry: Path, new: Container[str]) -> bool:
-        """Whether an entry of the target stays there beside the ``new`` ones."""
-        return entry.name not in new and not is_replaced_by_save(entry.name, self.variant)
+    kept = [entry for entry in target.iterdir() if stays(entry)]
+    try:
+        for entry in kept:
+            os.link(entry, path / entry.name, follow_symlinks=False)  # fails for a directory
+        owner = target.stat()
+        with suppress(PermissionError):  # only root may give a directory away
+            os.chown(path, owner.st_uid, owner.st_gid)
+        shutil.copystat(target, path)
+        _sync(path)
+        _rename_exchange(path, target)
+    except OSError:
+        for entry in kept:
+            (path / entry.name).unlink(missing_ok=True)
+        return False
+    for entry in filter(stays, path.iterdir()):
+        place = target / entry.name
+        if not (place.exists() and place.samefile(entry)):
+            os.replace(entry, place)  # somebody else wrote it after the links were made
+    _sync(path.parent)
+    return True
 
 
 def _rename_exchange(a: Path, b: Path) -> None:
@@ -190,26 +183,17 @@ def _rename_exchange(a: Path, b: Path) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(b))
 
 
-def _remove_if_dead(leftover: Path) -> None:
-    """Remove what a save that died left behind; one that lives holds a lock."""
-    fd = os.open(leftover, os.O_RDONLY)
+def _lock(path: Path) -> int:
+    """Open a directory and lock it. Raises ``BlockingIOError`` when another process has."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return
+        os.close(fd)
+        raise
     except OSError:  # a file system without locks
         pass
-    finally:
-        os.close(fd)
-    shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _sync_tree(path: Path) -> None:
-    for folder, _, names in os.walk(path, topdown=False):
-        for name in names:
-            if Path(folder, name).is_file():
-                _sync(Path(folder, name))
-        _sync(Path(folder))
+    return fd
 
 
 def _sync(path: Path) -> None:
@@ -224,7 +208,6 @@ def _sync(path: Path) -> None:
 
 
 def _working_directory() -> str:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.realpath(os.getcwd())
-    except FileNotFoundError:
-        return ""
+    return ""

@@ -10,28 +10,25 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
-from oslo_models.checkpoint.weights import TensorInfo, WeightsFile
+from oslo_models.checkpoint.weights import WeightsFile
 
-DTYPE_NAMES = {
-    **{torch.bool: "BOOL", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"},
-    **{torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.complex64: "C64"},
-    **{torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
-}
-"""What safetensors calls the types of torch."""
 SaveFunction = Callable[[Any, Any], Any]
 """``(object, path)``, as `torch.save`."""
 
 
-def stream_order(infos: Mapping[str, TensorInfo]) -> list[str]:
-    """The order in which a stream takes its tensors: the widest types first, so that all are aligned in the file."""
-    return sorted(infos, key=lambda name: (-infos[name].dtype.itemsize, name))
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """What safetensors calls a type of torch: ``"F32"``."""
+    name: str = json.loads(save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"]
+    return name
 
 
 @contextmanager
@@ -49,88 +46,64 @@ def reporting(path: Path, needed: int, rank: int) -> Iterator[None]:
         raise OSError(number, f"{os.strerror(number)}: {text}") from error
 
 
-def open_stream(
-    path: Path,
-    infos: Mapping[str, TensorInfo],
-    aliases: Mapping[str, str],
-    save_function: SaveFunction | None,
-    spool: bool,
-) -> SafetensorsStream | TorchStream:
-    """The stream that writes a file of this name.
+def stream_order(infos: Mapping[str, Tensor]) -> list[str]:
+    """The order in which a file takes its tensors: the widest types first, so that all are aligned in it."""
+    return sorted(infos, key=lambda name: (-infos[name].itemsize, name))
+
+
+def write_safetensors(path: Path, infos: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> None:
+    """Write a ``.safetensors`` file: a header that says where each tensor lies, then their bytes.
 
     Args:
+        infos: tensors of the shapes and types to come, such as on the meta device.
+        tensors: the tensors in `stream_order`; no more than one is kept.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in stream_order(infos):
+        info, lies = infos[name], (offset, offset + infos[name].nbytes)
+        header[name] = {"dtype": dtype_name(info.dtype), "shape": info.shape, "data_offsets": lies}
+        offset = lies[1]
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _ in infos:
+            file.write(_bytes(next(tensors)))
+
+
+def write_weights(
+    path: Path,
+    infos: Mapping[str, Tensor],
+    tensors: Iterator[Tensor],
+    aliases: Mapping[str, str],
+    save_function: SaveFunction | None,
+    spooled: bool,
+) -> None:
+    """Write a ``.safetensors`` file or, by `torch.save` or what takes its place, a dictionary.
+
+    Args:
+        infos: as in `write_safetensors`; likewise ``tensors``.
         aliases: names under which tensors appear once more, sharing memory (``.bin`` only): ``{alias: name}``.
-        spool: the tensors do not fit into memory together.
+        spooled: the tensors do not fit into memory together: they wait in a file and are mapped from it.
     """
     if path.suffix == ".safetensors":
-        return SafetensorsStream(path, infos)
-    if spool:
-        return SpooledTorchStream(path, infos, aliases, save_function or torch.save)
-    return TorchStream(path, aliases, save_function or torch.save)
-
-
-class SafetensorsStream:
-    """Writes a ``.safetensors`` file: a header that says where each tensor lies, then their bytes."""
-
-    def __init__(self, path: Path, infos: Mapping[str, TensorInfo]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name in stream_order(infos):
-            info = infos[name]
-            lies = (offset, offset + info.nbytes)
-            header[name] = {"dtype": DTYPE_NAMES[info.dtype], "shape": info.shape, "data_offsets": lies}
-            offset = lies[1]
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        self._file = open(path, "wb")  # noqa: SIM115  closed by finish()
-        self._file.write(struct.pack("<Q", len(text)) + text)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        self._file.write(_bytes(tensor))
-
-    def finish(self) -> None:
-        self._file.close()
-
-
-class TorchStream:
-    """Writes a dictionary by `torch.save`, keeping the tensors that were added until then."""
-
-    def __init__(self, path: Path, aliases: Mapping[str, str], save_function: SaveFunction) -> None:
-        self._path, self._aliases, self._save = path, aliases, save_function
-        self._state: dict[str, Tensor] = {}
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        tensor = tensor.contiguous()
-        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        self._state[name] = tensor if whole else tensor.clone()  # torch.save writes whole storages
-
-    def finish(self) -> None:
-        state = {**self._state, **{alias: self._state[name] for alias, name in self._aliases.items()}}
-        self._save(state, self._path)
-
-
-class SpooledTorchStream(SafetensorsStream):
-    """Writes the same for tensors that do not fit into memory together: they wait in a file and are mapped from it."""
-
-    def __init__(
-        self, path: Path, infos: Mapping[str, TensorInfo], aliases: Mapping[str, str], save_function: SaveFunction
-    ) -> None:
-        self._path, self._aliases, self._save = path, aliases, save_function
-        self._spool = path.with_name(f".{path.name}.safetensors")
-        super().__init__(self._spool, infos)
-
-    def finish(self) -> None:
-        super().finish()
-        spool = WeightsFile(self._spool)
-        state = {**spool.views, **{alias: spool.views[name] for alias, name in self._aliases.items()}}
-        if self._save is torch.save:
-            with _ForgetfulFile(self._path, spool) as file:
-                torch.save(state, file)
-        else:
-            self._save(state, self._path)
-        del state
-        spool.close()
-        self._spool.unlink()
+        write_safetensors(path, infos, tensors)
+        return
+    if not spooled:
+        state = {name: _trimmed(tensor) for name, tensor in zip(stream_order(infos), tensors, strict=True)}
+        (save_function or torch.save)({**state, **{alias: state[name] for alias, name in aliases.items()}}, path)
+        return
+    spool = path.with_name(f".{path.name}.safetensors")
+    write_safetensors(spool, infos, tensors)
+    source = WeightsFile(spool)
+    state = {**source.views, **{alias: source.views[name] for alias, name in aliases.items()}}
+    if save_function is None:
+        with _ForgetfulFile(path, source) as file:
+            torch.save(state, file)
+    else:
+        save_function(state, path)
+    spool.unlink()
 
 
 class _ForgetfulFile(io.BufferedWriter):
@@ -144,6 +117,12 @@ class _ForgetfulFile(io.BufferedWriter):
         count = super().write(data)
         self._source.give_back()
         return count
+
+
+def _trimmed(tensor: Tensor) -> Tensor:
+    """The tensor with no more memory than its own: torch.save writes whole storages."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import os
 import zipfile
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -22,22 +20,6 @@ _BLOCK = 4 << 20
 _libc = ctypes.CDLL(None)
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """What is known of a tensor without reading it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
-
-
 class WeightsFile:
     """A ``.safetensors`` or ``.bin`` file, mapped into memory.
 
@@ -45,23 +27,20 @@ class WeightsFile:
     pages given back after each. The file stays open, so that it is the same one even after a save has replaced it.
     """
 
+    fd = -1
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.fd = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.fd).st_size
 
     @cached_property
-    def tensors(self) -> dict[str, TensorInfo]:
-        """What the file holds.
+    def views(self) -> dict[str, Tensor]:
+        """The tensors in the mapped memory: what is not touched is not read.
 
         Raises:
             CheckpointError: the file is truncated, or not a weights file.
         """
-        return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self.views.items()}
-
-    @cached_property
-    def views(self) -> dict[str, Tensor]:
-        """The tensors in the mapped memory. Errors are those of `tensors`."""
         if self.fd < 0:
             raise ValueError(f"{self.path} was closed; open the checkpoint again")
         path = f"/proc/self/fd/{self.fd}" if os.path.exists("/proc/self/fd") else str(self.path)
@@ -78,17 +57,12 @@ class WeightsFile:
                 "truncated, damaged or not a weights file: copy or save it again"
             ) from error
 
-    def copy(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
-        """Copy ``tensor[index]`` of the tensor ``name`` into ``out``. ``index`` has bounds for every dimension."""
-        tensor = self.views[name]
-        if not index:
-            out.copy_(tensor)
-            return
-        rows = max(1, _BLOCK * tensor.shape[0] // tensor.nbytes)
-        for start in range(index[0].start, index[0].stop, rows):
-            stop = min(start + rows, index[0].stop)
-            block = tensor[(slice(start, stop), *index[1:])]
-            out[start - index[0].start : stop - index[0].start].copy_(block)
+    def copy(self, view: Tensor, out: Tensor) -> None:
+        """Copy a part of one of the views into ``out``, which has its shape."""
+        view, out = torch.atleast_1d(view), torch.atleast_1d(out)
+        rows = max(1, _BLOCK // max(1, view.stride(0) * view.itemsize))
+        for block, place in zip(view.split(rows), out.split(rows), strict=True):
+            place.copy_(block)
             self.give_back(block)
 
     def give_back(self, block: Tensor | None = None) -> None:
@@ -121,3 +95,5 @@ class WeightsFile:
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
+
+    __del__ = close

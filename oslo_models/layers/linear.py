@@ -24,14 +24,28 @@ class _Divided(nn.Module):
     tp: Axis
     stream: DividedStream | None
 
+    def enter_region(self, x: Tensor) -> Tensor:
+        """The replicated input of a layer after which activations are divided."""
+        if self.stream is not None and self.training:
+            self.stream.enter()
+        return copy_to(self.tp, x)
+
+    def leave_region(self, x: Tensor) -> Tensor:
+        """The divided input of a layer after which activations are replicated.
+
+        To be asked before the layer's product: activation checkpointing recomputes a block up to the last tensor that
+        the backward pass needs, and that is often this input.
+        """
+        if self.stream is not None:
+            self.stream.leave()
+        return x
+
 
 class ColumnParallelLinear(_Divided, nn.Linear):
     """``nn.Linear`` with its outputs divided. Input ``[..., in]`` is replicated, output is ``[..., local_out]``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stream is not None and self.training:
-            self.stream.enter()
-        return F.linear(copy_to(self.tp, x), self.weight, self.bias)
+        return F.linear(self.enter_region(x), self.weight, self.bias)
 
 
 class KeyValueParallelLinear(ColumnParallelLinear):
@@ -44,29 +58,23 @@ class KeyValueParallelLinear(ColumnParallelLinear):
     layouts: dict[str, Layout]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stream is not None and self.training:
-            self.stream.enter()
-        weight = _SumCopies.apply(self.weight, self.tp, self.layouts["weight"])
-        bias = None if self.bias is None else _SumCopies.apply(self.bias, self.tp, self.layouts["bias"])
-        return F.linear(copy_to(self.tp, x), weight, bias)
+        weight = SumCopies.apply(self.weight, self.tp, self.layouts["weight"])
+        bias = None if self.bias is None else SumCopies.apply(self.bias, self.tp, self.layouts["bias"])
+        return F.linear(self.enter_region(x), weight, bias)
 
 
 class ColumnParallelConv1D(_Divided, Conv1D):
     """`ColumnParallelLinear` for GPT-2's layer, whose weight is ``[in, out]``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stream is not None and self.training:
-            self.stream.enter()
-        return super().forward(copy_to(self.tp, x))
+        return super().forward(self.enter_region(x))
 
 
 class RowParallelLinear(_Divided, nn.Linear):
     """``nn.Linear`` with its inputs divided. Input ``[..., local_in]``, output ``[..., out]`` replicated."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stream is not None:
-            self.stream.leave()
-        return _add_bias(reduce_from(self.tp, F.linear(x, self.weight)), self.bias)
+        return _add_bias(reduce_from(self.tp, F.linear(self.leave_region(x), self.weight)), self.bias)
 
 
 class RowParallelConv1D(_Divided, Conv1D):
@@ -76,9 +84,7 @@ class RowParallelConv1D(_Divided, Conv1D):
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stream is not None:
-            self.stream.leave()
-        return _add_bias(reduce_from(self.tp, x @ self.weight), self.bias)
+        return _add_bias(reduce_from(self.tp, self.leave_region(x) @ self.weight), self.bias)
 
 
 def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
@@ -86,8 +92,8 @@ def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
     return summed if bias is None else summed.add_(bias.to(summed.dtype))
 
 
-class _SumCopies(torch.autograd.Function):
-    """Identity forward; backward sums the gradient over the ranks that hold a copy of the same elements.
+class SumCopies(torch.autograd.Function):
+    """Of a parameter: identity forward; backward sums the gradient over the ranks that hold copies of its elements.
 
     The sum travels in a buffer of the full shape: key-value projections that are replicated are small, and this needs
     no process group beside that of the axis.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from oslo_models.collectives import copy_to, gather_from, reduce_from, scatter_to
-from oslo_models.layers.cross_entropy import vocab_parallel_cross_entropy
+from oslo_models.layers.cross_entropy import Words, vocab_parallel_cross_entropy
 from oslo_models.layout import Layout
 from oslo_models.mesh import Axis
 
@@ -42,16 +42,29 @@ class VocabParallelHead(nn.Linear):
         return VocabParallelLogits.wrap(local, self.tp, self.layouts["weight"])
 
 
-class VocabParallelLogits(Tensor):
+class LogitsInParts(Tensor):
+    """Logits ``[..., vocab]`` that a rank has no memory of, made of what it holds, ``[..., something else]``."""
+
+    tp: Axis
+    words: Layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self.words.shape[0]
+
+    def held(self) -> Tensor:
+        """What this rank holds, as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+
+class VocabParallelLogits(LogitsInParts):
     """Logits ``[..., vocab]`` of which each rank holds ``[..., local_vocab]``, until someone needs them all.
 
     transformers' own forward computes the loss from them: ``cross_entropy`` is computed in place, divided; operations
     that treat all words alike stay divided; anything else first gathers the full logits. So every head works, and only
     what has to travels.
     """
-
-    tp: Axis
-    words: Layout
 
     @classmethod
     def wrap(cls, local: Tensor, tp: Axis, words: Layout) -> VocabParallelLogits:
@@ -60,18 +73,9 @@ class VocabParallelLogits(Tensor):
         logits.tp, logits.words = tp, words
         return logits
 
-    @property
-    def vocab_size(self) -> int:
-        return self.words.shape[0]
-
-    def local(self) -> Tensor:
-        """This rank's part, ``[..., local_vocab]``, as a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
     def full(self) -> Tensor:
         """The full logits, ``[..., vocab]``, as a plain tensor on every rank."""
-        return gather_from(self.tp, self.local(), -1, self._sizes())
+        return gather_from(self.tp, self.held(), -1, self._sizes())
 
     def _sizes(self) -> list[int]:
         return [stop - start for ((start, stop),) in self.words.ranges]
@@ -86,7 +90,7 @@ class VocabParallelLogits(Tensor):
         kwargs = kwargs or {}
         logits = args[0] if args and isinstance(args[0], cls) else None
         if logits is not None:
-            if func in _PASSED_ON:
+            if func in PASSED_ON:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _HANDLERS:
@@ -94,48 +98,54 @@ class VocabParallelLogits(Tensor):
                 if result is not NotImplemented:
                     return result
             if func in _ELEMENTWISE and not any(isinstance(arg, Tensor) and arg.dim() for arg in args[1:]):
-                return logits._like(func(logits.local(), *args[1:], **kwargs))
+                return logits._like(func(logits.held(), *args[1:], **kwargs))
         args, kwargs = tree_map(lambda arg: arg.full() if isinstance(arg, cls) else arg, (args, kwargs))
         version = args[0]._version if logits is not None else None
         result = func(*args, **kwargs)
         if logits is not None and args[0]._version != version:  # it worked in place
-            logits.local().copy_(scatter_to(logits.tp, args[0], -1, logits._sizes()))
+            logits.held().copy_(scatter_to(logits.tp, args[0], -1, logits._sizes()))
             return logits if result is args[0] else result
         return result
 
     def _like(self, local: Tensor) -> VocabParallelLogits:
         return VocabParallelLogits.wrap(local, self.tp, self.words)
 
+    def _losses(self, target: Tensor, words: Words, reduction: str) -> Tensor:
+        return vocab_parallel_cross_entropy(self.held(), target, words)
 
-def _shape(logits: VocabParallelLogits) -> torch.Size:
-    return torch.Size((*logits.local().shape[:-1], logits.vocab_size))
+
+# These know of logits only that the tensor which they hold has all dimensions of theirs but the last, and a loss.
 
 
-def _size(logits: VocabParallelLogits, dim: int | None = None) -> Any:
+def _shape(logits: Any) -> torch.Size:
+    return torch.Size((*logits.held().shape[:-1], logits.vocab_size))
+
+
+def _size(logits: Any, dim: int | None = None) -> Any:
     return _shape(logits) if dim is None else _shape(logits)[dim]
 
 
-def _view(logits: VocabParallelLogits, *shape: Any) -> Any:
+def _view(logits: Any, *shape: Any) -> Any:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     if not sizes or sizes[-1] != logits.vocab_size or not all(isinstance(size, int) for size in sizes):
         return NotImplemented
-    local = logits.local()
-    return logits._like(local.reshape(*sizes[:-1], local.shape[-1]))
+    held = logits.held()
+    return logits._like(held.reshape(*sizes[:-1], held.shape[-1]))
 
 
-def _getitem(logits: VocabParallelLogits, index: Any) -> Any:
+def _getitem(logits: Any, index: Any) -> Any:
     """Indexing that leaves the words alone: ``[..., a:b, :]`` or fewer plain indices than dimensions."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
         return NotImplemented
-    whole_words = Ellipsis not in parts and len(parts) < logits.local().dim()
+    whole_words = Ellipsis not in parts and len(parts) < logits.held().dim()
     if not whole_words and not (parts[0] is Ellipsis and len(parts) > 1 and parts[-1] == slice(None)):
         return NotImplemented
-    return logits._like(logits.local()[index])
+    return logits._like(logits.held()[index])
 
 
 def _cross_entropy(
-    logits: VocabParallelLogits,
+    input: Any,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: bool | None = None,
@@ -144,36 +154,48 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``F.cross_entropy`` for ``[N, vocab]`` logits and class indices; anything rarer is left to the full logits."""
-    local = logits.local()
+    """``F.cross_entropy`` of ``[N, vocab]`` logits and class indices; anything rarer is left to the full logits."""
     plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
-    if not plain or local.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+    if not plain or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
-    ((start, stop),) = logits.words.ranges[logits.tp.rank]
-    loss = vocab_parallel_cross_entropy(
-        local, target, logits.tp, (start, stop), logits.vocab_size, ignore_index, label_smoothing
-    )
+    (local,) = input.words.ranges[input.tp.rank]
+    words = Words(input.tp, local, input.vocab_size, ignore_index, label_smoothing)
+    losses = input._losses(target, words, reduction)
+    if losses is NotImplemented:
+        return NotImplemented
+    if reduction != "none":
+        losses = losses.sum()
     if reduction == "mean":
-        loss = loss.sum() / (target != ignore_index).sum()
-    elif reduction == "sum":
-        loss = loss.sum()
-    return loss.to(local.dtype)
+        losses = losses / (target != ignore_index).sum()
+    return losses.to(input.dtype)
 
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,
+def _add(logits: VocabParallelLogits, other: Any) -> Any:
+    """Adding a number to each word (the ``final_logits_bias`` of BART)."""
+    if not isinstance(other, Tensor) or other.shape[-1:] != (logits.vocab_size,):
+        return NotImplemented
+    return logits._like(logits.held() + scatter_to(logits.tp, other, -1, logits._sizes()))
+
+
+COMMON: dict[Any, Callable[..., Any]] = {
     Tensor.view: _view,
     Tensor.reshape: _view,
     Tensor.size: _size,
     Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
     Tensor.__getitem__: _getitem,
+    F.cross_entropy: _cross_entropy,
+}
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    Tensor.add: _add,
+    Tensor.__add__: _add,
+    **COMMON,
 }
 _ELEMENTWISE = {
     *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type),
     *(Tensor.contiguous, Tensor.clone, Tensor.detach, Tensor.neg, Tensor.tanh, torch.tanh),
     *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div),
 }
-_PASSED_ON = {
+PASSED_ON = {
     *(Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.register_hook, Tensor.get_device),
     *(
         getattr(Tensor, name).__get__

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +34,12 @@ class Received(PassOn):
 
     hidden: Tensor | None = None
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, self.hidden = self.hidden, None
-        # The view is no leaf of the graph, so that its readers can share a copy of it.
-        return torch.zeros((), device=ids.device) if hidden is None else hidden.view_as(hidden)
+        if hidden is not None:  # no leaf of the graph: its readers can share a copy of it, or work in place
+            return hidden.clone()
+        given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        return torch.zeros((), device=next((value.device for value in given), None))
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Stage:
         aliases: names that a parameter has here and the one that it has in the whole model, where they differ.
         shared: parameters that several stages hold: their name in the whole model, and those stages.
         tied: names of the whole model that are other names of a parameter, and the name it is known by.
+        config: what the configuration of the whole model says where that of the stage says otherwise.
     """
 
     index: int
@@ -77,6 +81,7 @@ class Stage:
     aliases: dict[str, str] = field(default_factory=dict)
     shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
     def counts(self, name: str) -> bool:
         """Whether this stage is the first of those that hold the parameter, so that it is the one to count it."""
@@ -107,6 +112,9 @@ def cut(
     Args:
         layouts: those of the whole model; removed parameters stay in it.
         blocks_per_stage: how many blocks each stage gets; by default they are divided by cost.
+
+    Raises:
+        ValueError: there are more stages than blocks, or ``blocks_per_stage`` does not fit them.
     """
     blocks = [
         (stack, name) for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
@@ -116,13 +124,21 @@ def cut(
             f"pipeline_parallel_size={count} is more than the {len(blocks)} blocks of {type(model).__name__}; use 1 to "
             f"{len(blocks)}"
         )
+    if blocks_per_stage is not None and (len(blocks_per_stage) != count or sum(blocks_per_stage) != len(blocks)):
+        numbers = " and ".join(f"{sum(stack == of for of, _ in blocks)} of {prefix}{stack}" for stack in plan.blocks)
+        name = type(model).__name__
+        raise ValueError(
+            f"blocks_per_stage={list(blocks_per_stage)} has {len(blocks_per_stage)} stages and {sum(blocks_per_stage)} "
+            f"blocks; pipeline_parallel_size={count} and the {len(blocks)} blocks of {name} ({numbers}, "
+            "in this order) are needed"
+        )
     ranges = _ranges(layouts, prefix, head, blocks, count, blocks_per_stage)
     stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
     stacks = []
     for stack in plan.blocks:
         stages = [stage_of[block] for block in blocks if block[0] == stack]
-        container = prefix + (stack.rpartition(".")[0] if len(plan.blocks) > 1 else "")
-        stacks.append(Stack(container.rstrip("."), stages[0], stages[-1], index in stages))
+        container = (prefix + _container(stack, plan)).rstrip(".")
+        stacks.append(Stack(container, stages[0], stages[-1], index in stages))
     stage = Stage(index, count, stacks, ranges, tied=dict(model.all_tied_weights_keys))
     owners = _owners(plan, prefix, head, stacks, stage_of, layouts, model.all_tied_weights_keys)
     stage.shared = {name: stages for name, stages in owners.items() if len(stages) > 1}
@@ -131,9 +147,16 @@ def cut(
         if stage_of[stack, name] != index:
             del model.get_submodule(prefix + stack)._modules[name]
     _renumber(model, plan, prefix)
+    stage.config = _own_layer_types(model, ranges[index])
     _replace_ends(model, plan, prefix, head, stage)
     model.all_tied_weights_keys = _tied_here(model, stage.tied)
     return stage
+
+
+def _container(stack: str, plan: Plan) -> str:
+    """The module that does what belongs to a stack, or, where it is the only one, to all that the plan names."""
+    owner, names = stack.rpartition(".")[0], (*plan.embed, *plan.head)
+    return owner if len(plan.blocks) > 1 or all(name.startswith(f"{owner}.") for name in names) else ""
 
 
 class EndsDropout(nn.Dropout):
@@ -223,6 +246,8 @@ def _stages_of(
                 return {stage for (other, _), stage in stage_of.items() if other == stack}
             return {stage_of[stack, block]}
     entry = module.removeprefix(prefix)
+    if entry in plan.beside:
+        return set(stage_of.values())
     if entry in plan.embed:
         return {_stack_of(entry, prefix, stacks, 0).first}
     return {_stack_of(entry, prefix, stacks, -1).last}
@@ -257,16 +282,34 @@ def _renumber(model: nn.Module, plan: Plan, prefix: str) -> None:
                         setattr(module, attribute, getattr(module, attribute) - int(name) + position)
 
 
+def _own_layer_types(model: PreTrainedModel, own: Range) -> dict[str, Any]:
+    """Let the configuration speak of the types of the blocks that are here, as their forward counts them from zero.
+
+    Returns:
+        What it said before.
+    """
+    whole = getattr(model.config, "layer_types", None)
+    if whole is None:
+        return {}
+    model.config.layer_types = list(whole[slice(*own)])
+    return {"layer_types": whole}
+
+
 def _replace_ends(model: nn.Module, plan: Plan, prefix: str, head: Entries, stage: Stage) -> None:
     """Put stand-ins where an embedding, a dropout, a norm or a head belongs to other stages."""
     for key, entry in plan.embed.items():
         stack = _stack_of(key, prefix, stage.stacks, 0)
         if stage.index != stack.first and _has(model, prefix + key):
-            stand_in = PassOn() if isinstance(entry, Norm) else Received()
+            applied = isinstance(entry, Norm) or isinstance(model.get_submodule(prefix + key), nn.Linear)
+            stand_in = PassOn() if applied else Received()
             model.set_submodule(prefix + key, stand_in)
             own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
             if isinstance(entry, Vocab) and own and isinstance(stand_in, Received):
                 stack.received = stand_in
+    for key, value in plan.neutral.items():
+        if stage.index != _stack_of(key, prefix, stage.stacks, 0).first:
+            owner, _, attribute = (prefix + key).rpartition(".")
+            setattr(model.get_submodule(owner), attribute, value)
     for key in plan.dropout:
         stack = _stack_of(key, prefix, stage.stacks, 0)
         if not _has(model, prefix + key):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ class Pipeline:
         self.model, self.stage, self.mesh = model, stage, model.mesh
         self.runner = StageRunner(model, stage, forward)
         self._signature = inspect.signature(forward)
-        self._generates = False
         # Every rank makes every group.
         self._shared = {name: self.mesh.stages(stages) for name, stages in sorted(stage.shared.items())}
 
@@ -58,7 +56,7 @@ class Pipeline:
         bound = self._signature.bind(self.model, *args, **kwargs).arguments
         batch = {**bound, **bound.get("kwargs", {})}
         batch.pop("self"), batch.pop("kwargs", None)
-        if self._generates:
+        if self.model._generates:
             return self._step(batch)
         if self.runner.abandoned:
             self.runner.abandoned = False
@@ -66,6 +64,9 @@ class Pipeline:
                 "the loop over the micro-batches of the last batch was left before its end, so its gradients are of no "
                 "use: set them to zero and go on with another batch"
             )
+        if "use_cache" in self._signature.parameters:
+            batch.setdefault("use_cache", False)  # nobody could use one of this stage's blocks alone
+        self.mesh.world.at(f"beginning of the loop over micro-batches, stage {self.stage.index}", steps=1)
         engine = Engine.around(self.model)
         order = type(self.model).loss_order
         shifted = type(self.model).__name__.endswith(("LMHeadModel", "ForCausalLM", "DoubleHeadsModel"))
@@ -97,15 +98,6 @@ class Pipeline:
         return [{name: part(x, i) for name, x in batch.items()} for i in range(rows // size)]
 
     # Generation -------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Inside, a call of the model is one step of ``generate`` rather than a loop."""
-        self._generates = True
-        try:
-            yield
-        finally:
-            self._generates = False
 
     @torch.no_grad()
     def encode(self, batch: dict[str, Any]) -> BaseModelOutput:

@@ -51,6 +51,9 @@ def label_counts(batch: Mapping[str, Any], order: tuple[str, ...], shifted: bool
     counts = []
     for name in order:
         labels = batch.get(name)
+        if name == "attention_mask":  # every label that it covers
+            counts.append(int(labels.sum()) if labels is not None else batch["input_ids"].numel())
+            continue
         if labels is None:
             continue
         if name in ("start_positions", "end_positions"):  # a position outside the sequence is ignored

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
-from oslo_models.collectives import all_reduce, post_send, receive
+from oslo_models.collectives import Sending, all_reduce, post_send, receive
 from oslo_models.mesh import Axis
 from oslo_models.overflow import share_overflow_now
 from oslo_models.pipeline.deepspeed import Engine
@@ -77,7 +76,7 @@ class Schedule:
         self.arrivals = self.forwards = self.returns = self.backwards = 0
         self.alive: dict[int, _Alive] = {}
         self._losses: list[Tensor] = []
-        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sends: deque[Sending] = deque()
         # DDP sums over the replicas when the gradients of its parameters arrive. Only those of the last micro-batch go
         # that way; the ones before are added up without its notice.
         by_fsdp = any(isinstance(param, DTensor) for param in parameters)
@@ -102,6 +101,8 @@ class Schedule:
                         "run the loop under torch.no_grad()"
                     )
         except BaseException as error:
+            if self.mesh.world.failed:  # there is nobody to go on with
+                raise
             if isinstance(error, GeneratorExit) and self._is_through():
                 self._finish()
                 return
@@ -110,6 +111,9 @@ class Schedule:
             raise
         self._finish()
 
+    def _at(self, phase: str) -> None:
+        self.mesh.world.at(f"{phase}, stage {self.stage.index}")
+
     def _is_through(self) -> bool:
         return self.forwards == self.number and (not self.trains or self.backwards == self.number)
 
@@ -117,6 +121,7 @@ class Schedule:
 
     def _forward(self, i: int) -> Any:
         batch = self.micro_batches[i]
+        self._at(f"forward of micro-batch {i}")
         arrived = self._take(i)
         with ShareOfBatch(self.counts) if self.counts and self.stage.is_last else nullcontext():
             leaving, output = self.runner(batch, arrived)
@@ -138,6 +143,7 @@ class Schedule:
     def _backward(self, i: int, grad: Tensor) -> None:
         if i != self.backwards:
             raise RuntimeError(f"backward of micro-batch {i} was called, and that of {self.backwards} is next")
+        self._at(f"backward of micro-batch {i}")
         alive = self.alive.pop(i)
         outputs: list[Tensor] = list(alive.leaving.values())
         grads = [grad]
@@ -195,8 +201,8 @@ class Schedule:
         return torch.empty(shape, dtype=self.runner.model.dtype, device=self.mesh.device)
 
     def _pass_on(self, axis: Axis, to: int, tensors: list[Tensor]) -> None:
-        while self._sends and self._sends[0][0].is_completed():
-            self._sends.popleft()[0].wait()
+        while self._sends and self._sends[0].is_completed():
+            self._sends.popleft().wait()
         for tensor in tensors:
             self._sends.append(post_send(axis, tensor.to(self.runner.model.dtype).contiguous(), to))
 
@@ -226,10 +232,11 @@ class Schedule:
         if self._finished:
             return
         self._finished = True
+        self._at("end of the loop over micro-batches")
         if self.engine is not None:
             self.engine.wait_for_last(is_last=True)
         while self._sends:
-            self._sends.popleft()[0].wait()
+            self._sends.popleft().wait()
         report = torch.zeros(self.number + self.stage.count, dtype=torch.float64, device=self.mesh.device)
         if self.stage.is_last and len(self._losses) == self.number:
             report[: self.number] = torch.stack([loss.detach().double() for loss in self._losses])
@@ -237,12 +244,14 @@ class Schedule:
         all_reduce(self.mesh.pp, report)
         left = report[self.number :].nonzero().flatten().tolist()
         if self.trains and not left:
+            self._at("sum of tied gradients")
             for param, axis in self.tied:
                 self._sum_over_stages(param, axis)
             share_overflow_now(self.runner.model.parameters, self.mesh.model)
         if not self.stage.is_last and not left:
             for loss, value in zip(self._losses, report, strict=False):
                 loss.data.copy_(value)
+        self._at("after the loop over micro-batches")
         # The next call raises on every rank, those too that raise now: so all go on with the same batch after it.
         self.runner.abandoned = bool(left)
         if left and not abandoned:

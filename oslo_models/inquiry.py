@@ -1,0 +1,109 @@
+"""Finds out who failed: from what the ranks posted of themselves, and on this machine from their processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Post = dict[str, Any]
+GONE = ("died", "has ended")
+
+
+class Inquiry:
+    """Who, of ``ranks`` and all that they wait for, has failed? Asked again and again, silence becomes an answer."""
+
+    def __init__(self, watch: Any, ranks: Sequence[int]) -> None:
+        self.watch, self.ranks = watch, ranks
+        self.posts: dict[int, Post] = {}
+        self._heard: dict[int, tuple[int, float]] = {}
+
+    def failed(self, silence: float) -> dict[int, str]:
+        """Those that died, are stopped, or were not heard of for ``silence`` seconds; what to say of each."""
+        now = time.monotonic()
+        try:
+            self.posts = self.watch.ask(lambda: self.watch.read(self.ranks), silence)
+        except TimeoutError:
+            return self._without_store()
+        found = {}
+        for rank in self.posts.keys() | set(self.ranks) - {self.watch.rank}:
+            post = self.posts.get(rank, {"number": 0})
+            number, since = self._heard.get(rank, (-1, now))
+            if number != post["number"]:
+                self._heard[rank] = (post["number"], now)
+            if post.get("failed") is not None:
+                continue  # it gave up because of others
+            state, is_silent = _state(post), now - since > silence
+            if state in GONE or is_silent:  # who is stopped may go on soon
+                found[rank] = _sentence(rank, post, state or "has not been heard of")
+        return dict(sorted(found.items()))
+
+    def others_gave_up(self) -> bool:
+        """Whether some raised: then the end of a connection is theirs."""
+        return any(post["failed"] is not None for post in self.posts.values())
+
+    def _without_store(self) -> dict[int, str]:
+        """The store is in rank 0, or in the launcher's process: judge by what the ranks said last."""
+        known = self.watch.known
+        found = {rank: _sentence(rank, post, state) for rank, post in known.items() if (state := _state(post))}
+        if not found and self.watch.rank:
+            found[0] = _sentence(0, known.get(0, {}), "or the launcher, who has the store, has not been heard of")
+        return found
+
+    def absent(self) -> dict[int, str]:
+        """Those that are alive and do not wait for anybody."""
+        found = {}
+        for rank, post in sorted(self.posts.items()):
+            if post["waits"] is None and post["failed"] is None:
+                found[rank] = _sentence(rank, post, "did not come: it is alive and waits for no rank of the model")
+        return found
+
+
+def _sentence(rank: int, post: Post, state: str) -> str:
+    if "pid" not in post:
+        return f"rank {rank} {state} at all"
+    ago = max(0.0, time.time() - post["time"])
+    where = f"{post['place']}, since {post['since']:.1f} s"
+    if post["waits"]:
+        where += f", waiting in {post['waits'][1]}"
+    return (
+        f"rank {rank} (host {post['host']}, pid {post['pid']}) {state}; last heard of {ago:.1f} s ago, then in {where}"
+    )
+
+
+def _state(post: Post) -> str:
+    """What has happened to the process that posted; empty if it is alive or cannot be told from here."""
+    if post.get("left"):
+        return "has ended"
+    if not post.get("home") or post["home"] != home():
+        return ""
+    try:
+        state, born = _stat(post["pid"])
+    except OSError:
+        return "died"
+    if state in "ZX" or born != post["born"]:
+        return "died"
+    return "is stopped (by SIGSTOP or a debugger)" if state in "Tt" else ""
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """The state of a process on this machine, and when it was started (another may get its id)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def born(pid: int) -> int:
+    try:
+        return _stat(pid)[1]
+    except OSError:
+        return 0
+
+
+def home() -> str:
+    """What ids of processes are comparable; empty where nothing is known of them."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
