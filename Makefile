@@ -1,5 +1,5 @@
 # Everything runs in .venv, which the first target makes and which is renewed when setup.py or constraints.txt change.
-.PHONY: venv demo test check lint types format bench clean
+.PHONY: venv demo test test-zoo check lint types format table bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,12 +8,15 @@ READY := .venv/.ready
 
 venv: $(READY)
 
-# torch goes first and exactly pinned, so that no other build of it is considered afterwards
+# torch goes first and exactly pinned, so that no other build of it is considered afterwards; DeepSpeed comes from source,
+# which needs torch, and without its compiled parts
 $(READY): setup.py constraints.txt
 	echo "installing into .venv (about a minute, once)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt) setuptools wheel
 	$(PIP) --no-build-isolation --editable '.[dev,demo]'
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable '.[deepspeed]' >.venv/deepspeed.log 2>&1 \
+		|| echo "DeepSpeed cannot be installed here, so its tests are skipped: .venv/deepspeed.log says why"
 	touch $@
 
 demo: $(READY)
@@ -22,6 +25,10 @@ demo: $(READY)
 # ARGS goes to pytest: make test ARGS="-k layout --seed 7"
 test: $(READY)
 	$(BIN)/python -m pytest --quiet $(ARGS)
+
+# the tests that every architecture of the zoo has beyond those of `make test`
+test-zoo: $(READY)
+	$(BIN)/python -m pytest --quiet -m "zoo or not zoo" tests/test_zoo.py $(ARGS)
 
 check: lint types
 
@@ -36,10 +43,20 @@ format: $(READY)
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format --quiet .
 
+# the README's table of architectures
+table: $(READY)
+	$(BIN)/python -c "from pathlib import Path; from oslo_models import support; \
+		readme = Path('README.md'); readme.write_text(support.renewed(readme.read_text()))"
+
 bench: $(READY)
 	$(PIP) --no-build-isolation --editable '.[bench]'
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(BIN)/python -m benchmarks.table --write README.md
+
+# on a machine with a GPU, in an environment whose torch knows it: make bench-gpu BIN=/path/to/its/bin
+bench-gpu:
+	PYTHONPATH=.:kernels $(BIN)/python -m pytest --quiet -m gpu
+	PYTHONPATH=.:kernels $(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

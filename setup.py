@@ -33,10 +33,23 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "bench": ["accelerate"],  # what transformers needs for its own tensor parallelism, a peer
+        # peers, or what they need: accelerate is for the tensor parallelism of transformers
+        "bench": ["accelerate", "datasets"],
+        "data": ["pyarrow", "zstandard"],  # to read .parquet and .zst
         "deepspeed": ["deepspeed>=0.19,<0.20"],
         "demo": ["matplotlib"],
-        "dev": ["hypothesis", "mypy", "pytest", "ruff", "setuptools", "wheel"],
+        "dev": [
+            "datasets",
+            "hypothesis",
+            "megatron-core",
+            "mypy",
+            "pytest",
+            "ruff",
+            "setuptools",
+            "triton>=3.6; sys_platform == 'linux'",
+            "wheel",
+            "zstandard",
+        ],
     },
     entry_points={"console_scripts": ["oslo-models = oslo_models.cli:main"]},
     classifiers=[

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measure
+from benchmarks import data, fusing, measure
 from benchmarks.measure import Result
 from benchmarks.peers import Peer
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
+OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_models"
+OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
+OWN = (OURS, OUR_STAGES, OURS_ALONE, OUR_DATA)
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Case:
     Attributes:
         what: the row of the README's table.
         runner: called in every process: ``runner(peer, cls, checkpoint, tiny_checkpoint, **options)``.
-        model: one of ``MODELS``.
+        model: one of ``MODELS``, or none.
         baseline: the peer, or the reference that the runner computes, to which ratios are formed.
         tolerance: how far, relatively, the peers' results may differ; 0 for token ids.
         smoke: what replaces ``options`` in a smoke run.
@@ -34,14 +37,16 @@ class Case:
     peers: tuple[str, ...]
     baseline: str
     tolerance: float = 0.0
-    options: dict[str, int] = field(default_factory=dict)
-    smoke: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    smoke: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, folder: Path, smoke: bool) -> None:
         """Write the checkpoints that the peers load: a tiny one, and unless this is a smoke run that of the model."""
         import torch
         import transformers as hf
 
+        if not self.model:
+            return
         name, sizes = MODELS[self.model]
         cls = getattr(hf, name)
         for path, own in ((folder / f"{self.model}-tiny", {**sizes, **TINY}), (folder / self.model, sizes)):
@@ -53,7 +58,8 @@ class Case:
         """Measure in this process."""
         tiny = folder / f"{self.model}-tiny"
         options = {**self.options, **(self.smoke if smoke else {})}
-        return self.runner(peer, MODELS[self.model][0], tiny if smoke else folder / self.model, tiny, **options)
+        cls, _ = MODELS.get(self.model, ("", {}))
+        return self.runner(peer, cls, tiny if smoke else folder / self.model, tiny, **options)
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int) -> tuple[str, dict[str, Any]]:
@@ -101,11 +107,53 @@ def _cases_of(model: str, label: str, peers: tuple[str, ...]) -> list[Case]:
     ]
 
 
+def _stages_of(model: str, label: str, peers: tuple[str, ...]) -> Case:
+    """Two pipeline stages, eight micro-batches. transformers' own pipeline cannot train, so its other way does."""
+    return Case(
+        *(f"{model}-stages", f"{label}, train, 8 x 128 tokens", measure.train_in_stages, model, peers),
+        baseline=TORCH_STAGES,
+        tolerance=1e-3,
+        options={"batch": 8, "length": 128, "timed": 3},
+        smoke={"batch": 4, "length": 8, "timed": 1},
+    )
+
+
+def _fused(name: str, what: str, runner: Callable[..., Result], ours: str = OURS_ALONE, **options: Any) -> Case:
+    """Something fused, beside the same unfused in the same processes."""
+    model, smoke = options.pop("model", ""), options.pop("smoke", {})
+    return Case(f"fused-{name}", what, runner, model, (ours,), "unfused", options=options, smoke={"timed": 1, **smoke})
+
+
+def _fused_cases() -> list[Case]:
+    head = {"rows": 4096, "vocab": 50257, "hidden": 768, "timed": 3, "smoke": {"rows": 64, "vocab": 100}}
+    cases = [
+        _fused("loss", "Head and loss of GPT-2, 4096 tokens", fusing.loss, **head),
+        _fused("loss-tp2", "Head and loss of GPT-2, 4096 tokens, divided", fusing.loss, OURS, **head),
+        _fused("mlp", "MLP of GPT-2, 1024 tokens", fusing.mlp, rows=1024, hidden=768, timed=20),
+        _fused("adamw", "AdamW on GPT-2 124M", fusing.adamw, model="gpt2-124m", timed=10),
+    ]
+    for batch, length in ((8, 128), (32, 512), (128, 1024)):
+        sizes = {"batch": batch, "length": length, "vocab": 50257, "timed": 50, "smoke": {"vocab": 100}}
+        cases.append(
+            _fused(f"ngrams-{batch}x{length}", f"n-grams of {batch} x {length} tokens", fusing.blocking, **sizes)
+        )
+    for family in fusing.FAMILIES:
+        train = {"family": family, "batch": 4, "length": 128, "timed": 5, "smoke": {"length": 8}}
+        write = {"family": family, "batch": 4, "length": 16, "new": 48, "timed": 5, "smoke": {"length": 8, "new": 4}}
+        cases.append(_fused(f"train-{family}", f"A small {family}, train, 4 x 128 tokens", fusing.training, **train))
+        cases.append(
+            _fused(f"generate-{family}", f"A small {family}, generate 4 x 48 tokens", fusing.generation, **write)
+        )
+    return cases
+
+
 CASES = {
     case.name: case
     for case in (
         *_cases_of("llama-100m", "Llama 100M", (NATIVE, OURS, ALONE, DEEPSPEED)),
         *_cases_of("gpt2-124m", "GPT-2 124M", (ALONE, OURS)),
+        _stages_of("llama-100m", "Llama 100M", (TORCH_STAGES, OUR_STAGES, NATIVE, ALONE)),
+        _stages_of("gpt2-124m", "GPT-2 124M", (TORCH_STAGES, OUR_STAGES, ALONE)),
         Case(
             *("load-memory", "Llama of 1.1 GB, load", measure.load_memory, "llama-1gb", (NATIVE, OURS, ALONE)),
             baseline="checkpoint",
@@ -113,6 +161,46 @@ CASES = {
         Case(
             *("merge-memory", "Llama of 1.1 GB, save merged", measure.merge_memory, "llama-1gb", (NATIVE, OURS)),
             baseline="shard + largest tensor",
+        ),
+        *_fused_cases(),
+        *(
+            Case(
+                *(f"all-reduce-{name}", f"All-reduce of {label}, float32", measure.all_reduce, "", (OURS,)),
+                baseline="gloo",
+                options={"kilobytes": kilobytes, "timed": 300},
+                smoke={"timed": 3},
+            )
+            for name, label, kilobytes in (("4kb", "4 KB", 4), ("3mb", "3 MB", 3072))
+        ),
+        *(
+            Case(
+                *(f"preprocess-{baseline.split('-')[0]}", what, data.preprocess, "", (baseline, OUR_DATA)),
+                baseline=baseline,
+                options={"megabytes": 64},
+                smoke={"megabytes": 1},
+            )
+            for baseline, what in (
+                (MEGATRON, "Tokenise 64 MB, beside Megatron's loop"),
+                (DATASETS, "Tokenise 64 MB, beside datasets.map"),
+            )
+        ),
+        Case(
+            *("preprocess-memory", "Tokenise 1 GB", data.preprocess_memory, "", (OUR_DATA,)),
+            baseline="100 MB of input",
+            options={"megabytes": 1000},
+            smoke={"megabytes": 10},
+        ),
+        Case(
+            *("index-samples", "10 M documents, 5 B tokens", data.index_samples, "", (OUR_DATA,)),
+            baseline="index",
+            options={"documents": 10_000_000, "length": 1024},
+            smoke={"documents": 10_000},
+        ),
+        Case(
+            *("blend", "Blend 1,000 datasets, 10 M samples", data.blend, "", (OUR_DATA,)),
+            baseline="",
+            options={"datasets": 1000, "samples": 10_000_000},
+            smoke={"samples": 10_000},
         ),
     )
 }

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -61,6 +62,8 @@ def _status(name: str) -> float:
 class Collectives(TorchDispatchMode):
     """Counts collectives while it is entered, those of DTensor and of functional collectives included.
 
+    Ours do not go through shared memory meanwhile, where torch would not see them.
+
     Attributes:
         all_reduces, others: how many there were.
         megabytes: what this rank put into them.
@@ -69,6 +72,16 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.all_reduces, self.others, self.megabytes = 0, 0, 0.0
+        self._through_torch = mock.patch("oslo_models.collectives._shared_memory", lambda axis, x: None)
+
+    def __enter__(self) -> Collectives:
+        self._through_torch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._through_torch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.cases import CASES, Case
-from benchmarks.measure import Result
+from benchmarks.measure import UNITS, Result
 from benchmarks.peers import PEERS, Peer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,8 +60,8 @@ def launch(case: Case, peer: Peer, folder: Path, smoke: bool) -> Result:
         if failed is not None:
             raise MeasurementError(f"{case.name}: {peer.name}, rank {failed}:\n{logs[failed].read_text()[-3000:]}")
         found = [Result(**json.loads(log.with_suffix(".json").read_text())) for log in logs]
-    slowest = min if "generation" in found[0].values else max
-    values = {metric: slowest(result.values[metric] for result in found) for metric in found[0].values}
+    worst = {metric: min if UNITS[metric].endswith("s/s") else max for metric in found[0].values}
+    values = {metric: choose(result.values[metric] for result in found) for metric, choose in worst.items()}
     return Result(values, found[0].check, found[0].references)
 
 

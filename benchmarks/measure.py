@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from benchmarks.peers import Peer
 UNITS = {
     "generation": "tokens/s",
     "training step": "s",
+    "training": "tokens/s",
     "peak memory": "MB",
     "peak anonymous memory": "MB",
     "all-reduces a block, forward": "calls",
@@ -22,6 +24,16 @@ UNITS = {
     "other collectives a block": "calls",
     "payload a block": "MB",
     "payload outside of blocks": "MB",
+    "all-reduce": "us",
+    "preprocessing": "tokens/s",
+    "building": "s",
+    "random access": "samples/s",
+    "head and loss": "ms",
+    "MLP": "ms",
+    "optimizer step": "ms",
+    "n-gram blocking": "us",
+    "forward and backward": "ms",
+    "generation of a text": "ms",
 }
 
 
@@ -47,7 +59,7 @@ def generate(
     import torch
 
     model = peer.load(cls, checkpoint).eval()
-    ids = _tokens(model, batch, prompt)
+    ids = tokens(model, batch, prompt)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     seconds = []
     for _ in range(timed + 1):
@@ -61,13 +73,39 @@ def generate(
 def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int) -> Result:
     """Forward, backward and AdamW, after one step to warm up; the median of ``timed`` steps."""
     model, step = peer.trainer(peer.load, cls, checkpoint)
-    ids = _tokens(model, batch, length)
+    ids = tokens(model, batch, length)
     seconds, losses = [], []
     for _ in range(timed + 1):
         start = time.perf_counter()
         losses.append(float(step(ids)))
         seconds.append(time.perf_counter() - start)
     return Result({"training step": statistics.median(seconds[1:])}, losses[:2])
+
+
+def train_in_stages(
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int
+) -> Result:
+    """As `train`, with a micro-batch for each row where there are stages; and the peak memory of one more step.
+
+    The memory is that over a process that has trained a tiny model before: weights, gradients, AdamW and activations.
+    """
+    from benchmarks.instruments import PeakMemory
+
+    model, step = peer.trainer(peer.load, cls, tiny)
+    step(tokens(model, batch, 8))
+    del model, step
+    memory = PeakMemory()
+    model, step = peer.trainer(peer.load, cls, checkpoint)
+    ids = tokens(model, batch, length)
+    seconds, losses = [], []
+    for _ in range(timed + 1):
+        start = time.perf_counter()
+        losses.append(float(step(ids)))
+        seconds.append(time.perf_counter() - start)
+    with memory.watched():
+        step(ids)
+    speed = batch * length / statistics.median(seconds[1:])
+    return Result({"training": speed, **memory.growth}, losses[:2])
 
 
 def load_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
@@ -116,7 +154,7 @@ def collectives(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: in
     counts = []
     for blocks in (1, 2):
         model = peer.load(cls, checkpoint, num_hidden_layers=blocks).train()
-        ids = _tokens(model, batch, length)
+        ids = tokens(model, batch, length)
         with Collectives() as forward:
             loss = model(input_ids=ids, labels=ids).loss
         with Collectives() as backward:
@@ -124,12 +162,35 @@ def collectives(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: in
         both = (forward.others + backward.others, forward.megabytes + backward.megabytes)
         counts.append((forward.all_reduces, backward.all_reduces, *both))
     block = [two - one for one, two in zip(*counts, strict=True)]
-    values = dict(zip(list(UNITS)[4:], (*block, counts[0][-1] - block[-1]), strict=True))
+    names = [name for name in UNITS if "a block" in name or "of blocks" in name]
+    values = dict(zip(names, (*block, counts[0][-1] - block[-1]), strict=True))
     hidden = batch * length * model.config.hidden_size * 4 / 1e6
     return Result(values, [], {"Megatron-LM": dict(zip(values, (2, 2, 0, 4 * hidden), strict=False))})
 
 
-def _tokens(model: Any, batch: int, length: int) -> Any:
+def all_reduce(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, kilobytes: int, timed: int) -> Result:
+    """The median of ``timed`` sums of a float32 tensor, ours and gloo's one after the other."""
+    import torch
+    import torch.distributed as dist
+
+    from oslo_models.collectives import all_reduce
+    from oslo_models.mesh import ParallelMesh
+
+    axis, x = ParallelMesh(peer.processes).tp, torch.zeros(kilobytes * 256)
+
+    def median(reduce: Callable[[], Any]) -> float:
+        seconds = []
+        for _ in range(timed + 10):  # the first ones warm up
+            start = time.perf_counter()
+            reduce()
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds[10:]) * 1e6
+
+    gloo = median(lambda: dist.all_reduce(x, group=axis.group))
+    return Result({"all-reduce": median(lambda: all_reduce(axis, x))}, [], {"gloo": {"all-reduce": gloo}})
+
+
+def tokens(model: Any, batch: int, length: int) -> Any:
     """The same random token ids in every process."""
     import torch
 

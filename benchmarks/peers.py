@@ -29,12 +29,35 @@ def _ours(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return getattr(oslo_models, cls).from_pretrained_with_parallel(checkpoint, tensor_parallel_size=2, **kwargs)
 
 
+def _our_stages(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    import oslo_models
+
+    return getattr(oslo_models, cls).from_pretrained_with_parallel(checkpoint, pipeline_parallel_size=2, **kwargs)
+
+
+def _ours_alone(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    import oslo_models
+
+    return getattr(oslo_models, cls).from_pretrained_with_parallel(checkpoint, **kwargs)
+
+
 def _autotp(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     import deepspeed
     import torch
 
     split = {"tensor_parallel": {"tp_size": 2}, "dtype": torch.float32, "replace_with_kernel_inject": False}
     return deepspeed.init_inference(_alone(cls, checkpoint, **kwargs), **split)
+
+
+def _way(name: str) -> Callable[..., Any]:
+    """A way to preprocess texts, with two processes."""
+
+    def run(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+        from benchmarks import data
+
+        return getattr(data, name)(**kwargs)
+
+    return run
 
 
 def _adamw(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
@@ -51,6 +74,28 @@ def _adamw(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, S
         return loss.detach()
 
     return model, step
+
+
+def _micro_batches(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
+    """Micro-batches of one row."""
+    import torch
+
+    model = load(cls, checkpoint).train()
+    optimizer = torch.optim.AdamW(model.gpu_parameters(), lr=1e-4)
+
+    def step(ids: Any) -> Any:
+        loss = model.train_batch(input_ids=ids, labels=ids)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return model, step
+
+
+def _schedule_of_torch(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
+    from benchmarks.stages import trainer
+
+    return trainer(load, cls, checkpoint)
 
 
 def _autotp_adamw(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
@@ -76,7 +121,7 @@ class Peer:
     """A way to run a model in parallel, or not.
 
     Attributes:
-        load: ``load(cls, checkpoint, **kwargs)`` gives a model.
+        load: ``load(cls, checkpoint, **kwargs)`` gives a model; of data, it preprocesses and gives the seconds.
         trainer: ``trainer(load, cls, checkpoint)`` gives a model and what makes one AdamW step from token ids.
         needs: packages without which it is left out.
     """
@@ -107,7 +152,13 @@ PEERS = {
         # two threads that spin while they wait steal from each other when anything else runs
         Peer("transformers", 1, 2, _alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("transformers-tp2", 2, 1, _native, needs=("accelerate",)),
+        Peer("oslo_models", 1, 2, _ours_alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("oslo_models-tp2", 2, 1, _ours),
+        Peer("torch-1f1b", 2, 1, _alone, _schedule_of_torch),
+        Peer("oslo_models-pp2", 2, 1, _our_stages, _micro_batches),
+        Peer("oslo_models-data", 1, 2, _way("ours")),
+        Peer("megatron-loop", 1, 2, _way("megatron_loop")),
+        Peer("datasets-map", 1, 2, _way("datasets_map"), needs=("datasets",), environment={"HF_DATASETS_OFFLINE": "1"}),
         # its all-reduce in shared memory is set up only when LOCAL_SIZE is there; without, it crashes
         Peer("deepspeed-autotp", 2, 1, _autotp, _autotp_adamw, ("deepspeed", "ninja"), {"LOCAL_SIZE": "2"}),
     )

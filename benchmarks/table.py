@@ -7,7 +7,7 @@ import csv
 import sys
 from pathlib import Path
 
-from benchmarks.cases import CASES, OURS
+from benchmarks.cases import CASES, OWN
 from benchmarks.measure import UNITS
 
 FIELDS = (
@@ -19,9 +19,21 @@ BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 TITLES = {  # by the runner of a case
     "generate": "tokens per second, more is better",
     "train": "seconds per step, less is better",
+    "train_in_stages": "two pipeline stages, 8 micro-batches",
     "collectives": "communication of a step, less is better",
     "load_memory": "memory of a process, less is better",
+    "all_reduce": "microseconds, less is better",
     "merge_memory": "memory of a process, less is better",
+    "preprocess": "tokens per second, two cores, more is better",
+    "preprocess_memory": "memory of all processes, less is better",
+    "index_samples": "an index of samples",
+    "blend": "seconds, less is better",
+    "loss": "fused by model.fuse(), less is better",
+    "mlp": "fused by model.fuse(), less is better",
+    "adamw": "fused by model.fuse(), less is better",
+    "blocking": "fused by model.fuse(), less is better",
+    "training": "fused by model.fuse(), less is better",
+    "generation": "fused by model.fuse(), less is better",
 }
 Row = dict[str, str]
 
@@ -45,8 +57,9 @@ def tables(rows: list[Row]) -> str:
     """Markdown: a table for each kind of case, and where the figures come from."""
     if not rows:
         return ""
-    kinds = {kind: [row for row in rows if CASES[row["case"]].runner.__name__ == kind] for kind in TITLES}
-    parts = [_table(TITLES[kind], measured) for kind, measured in kinds.items() if measured]
+    titled = [(TITLES[CASES[row["case"]].runner.__name__], row) for row in rows]
+    kinds = {title: [row for own, row in titled if own == title] for title in TITLES.values()}
+    parts = [_table(title, measured) for title, measured in kinds.items() if measured]
     runs = min(int(row["repeats"]) for row in rows)
     where = sorted({f"{row['machine']}, {row['versions']}, commit {row['commit']}, {row['date'][:10]}" for row in rows})
     how = (
@@ -58,13 +71,13 @@ def tables(rows: list[Row]) -> str:
 
 def _table(title: str, rows: list[Row]) -> str:
     peers = {row["peer"]: f"{row['peer']} {row['processes x threads']}".strip() for row in rows}
-    order = sorted(peers, key=lambda peer: (peer == OURS, peer))
+    order = sorted(peers, key=lambda peer: (peer in OWN, peer))
     lines = ["| " + " | ".join([title, *(peers[peer] for peer in order), "ratio"]) + " |"]
     lines.append("|---|" + "---:|" * (len(order) + 1))
     for case, metric in sorted({(row["case"], row["metric"]): None for row in rows}, key=_position):
         cells = {row["peer"]: row for row in rows if (row["case"], row["metric"]) == (case, metric)}
         several = len({row["metric"] for row in rows}) > 1
-        ours = cells.get(OURS, {})
+        ours = next((cells[peer] for peer in OWN if peer in cells), {})
         ratio = f"{ours['ratio']} x {ours['ratio to']}" if ours.get("ratio") else ""
         label = CASES[case].what + (f": {metric} ({UNITS[metric]})" if several else "")
         lines.append("| " + " | ".join([label, *(_cell(cells.get(peer)) for peer in order), ratio]) + " |")

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from oslo_models.checkpoint import open_checkpoint, save_merged, save_split, staging, verify_checkpoint
+from oslo_models.checkpoint import open_checkpoint, save_checkpoint, staging, verify_checkpoint
 from oslo_models.layout import Layout, Units
 from oslo_models.mesh import Axis, ParallelMesh
 
@@ -156,13 +156,13 @@ def save(directory: Path, generation: int, how: str, mesh: Any) -> None:
 
     common = dict(tied={}, files=files, metadata={"generation": generation})
     if how == "split":
-        save_split(directory, tensors, layouts, mesh, **common)
+        save_checkpoint(directory, tensors, layouts, mesh, merging=False, **common)
     elif how == "safe split":
-        save_split(directory, tensors, layouts, mesh, safe_serialization=True, **common)
+        save_checkpoint(directory, tensors, layouts, mesh, merging=False, safe_serialization=True, **common)
     elif how == "sharded":
-        save_merged(directory, tensors, layouts, mesh, max_shard_size=150, **common)
+        save_checkpoint(directory, tensors, layouts, mesh, merging=True, max_shard_size=150, **common)
     else:
-        save_merged(directory, tensors, layouts, mesh, safe_serialization=False, **common)
+        save_checkpoint(directory, tensors, layouts, mesh, merging=True, safe_serialization=False, **common)
 
 
 def look(directory: Path) -> int | None:

@@ -50,6 +50,8 @@ class lifted_casts(TorchFunctionMode):  # noqa: N801  reads as the context manag
         elif func in _CASTS:
             if _is_double(args[0]):
                 args, kwargs = (args[0], *map(_widen, args[1:])), {key: _widen(value) for key, value in kwargs.items()}
+        elif func is torch.full and "dtype" not in kwargs and abs(args[1]) > torch.finfo(torch.float32).max:
+            kwargs = {**kwargs, "dtype": torch.float64}  # XGLM's smallest number
         elif func in _PRODUCTS and any(_is_double(arg) for arg in args):
             args = tuple(_widen(arg) for arg in args)
         return func(*args, **kwargs)

@@ -5,6 +5,9 @@ Names of parameters are those of the whole model: `stage_parameters` undoes what
 
 from __future__ import annotations
 
+import logging
+import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,3 +205,14 @@ def everywhere(value: Any) -> list[Any]:
 
 def floats(output: Any) -> dict[str, Tensor]:
     return dict(tensors(output))
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed on the CPU, without what it would compile for this machine, and without what it says."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

@@ -34,7 +34,8 @@ def whole(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     torch.manual_seed(seed)
     cls = zoo.original(name)
     weights = cls._from_config(config, dtype=dtype).state_dict()
-    for tensor in {tensor.data_ptr(): tensor for tensor in weights.values()}.values():
+    fixed = cls._keys_to_ignore_on_save or ()  # tables of sines
+    for tensor in {tensor.data_ptr(): tensor for name, tensor in weights.items() if name not in fixed}.values():
         tensor += 0.1 * torch.randn_like(tensor)
     return cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options).train()
 

@@ -93,7 +93,7 @@ def test_deploy_and_deployment(pool: Pool) -> None:
         assert "deploy=True and deployment=False are the same argument" in message
     for name in ("deploy", "deployment"):
         for message in refused(pool, 1, from_config, **{name: True}):
-            assert "deploy=True is not available in this version" in message
+            assert "deploy=True starts its own processes" in message
     pool.run(1, _call, from_config, (), {"deploy": False, "deployment": False})
 
 
@@ -125,6 +125,58 @@ def test_one_rank_with_a_bad_argument(pool: Pool) -> None:
 def test_seeds_that_are_none(pool: Pool, seed_value: object) -> None:
     for message in refused(pool, 1, from_config, seed=seed_value):
         assert message == f"seed must be an integer of at least 0, got {seed_value!r}"
+
+
+@pytest.mark.parametrize("value", [0, -1.5, True, "60", None, float("inf"), float("nan")])
+def test_timeouts_that_are_none(pool: Pool, value: object) -> None:
+    for message in refused(pool, 2, from_config, timeout=value):
+        assert message == f"timeout must be a number of seconds greater than 0, got {value!r}"
+
+
+@pytest.mark.parametrize("value", ["12", 3, [1, 0, 2], [1.0, 2], [True, 2]])
+def test_blocks_per_stage_that_are_none(pool: Pool, value: object) -> None:
+    for message in refused(pool, 2, from_config, pipeline_parallel_size=2, blocks_per_stage=value):
+        assert "blocks_per_stage must be" in message
+
+
+@pytest.mark.parametrize("value", [[3], [1, 1, 1], [2, 2], [1, 1]])
+def test_blocks_per_stage_that_do_not_fit(pool: Pool, saved: Path, value: list[int]) -> None:
+    for function, arguments in ((from_config, ()), (from_pretrained, (saved,))):
+        for message in refused(pool, 2, function, *arguments, pipeline_parallel_size=2, blocks_per_stage=value):
+            assert f"blocks_per_stage={value} has {len(value)} stages and {sum(value)} blocks" in message
+            assert "the 3 blocks of GPT2LMHeadModel (3 of transformer.h, in this order)" in message
+
+
+@pytest.mark.parametrize("value", [0, -1, "sometimes", 1.5, None])
+def test_checks_of_inputs_that_are_none(pool: Pool, value: object) -> None:
+    for message in refused(pool, 2, from_config, check_inputs=value):
+        assert f'check_inputs must be True, False, "always" or an integer of at least 1, got {value!r}' == message
+
+
+def _other_batches(sizes: dict[str, int], what: str, when: Any) -> None:
+    """The third call has another batch on the last rank."""
+    model = GPT2LMHeadModel.from_config_with_parallel(GPT2Config(**CONFIG), seed=0, check_inputs=when, **sizes)
+    for call in range(3):
+        ids = torch.arange(2 * 5).view(2, 5)
+        if call == 2 and model.mesh.world.rank == model.mesh.world.size - 1:
+            ids = {"order": ids.flip(0), "shape": ids[:, :4], "value": ids + 1, "generate": ids + 1}[what]
+        if what == "generate":
+            model.generate(input_ids=ids, max_new_tokens=2)
+        else:
+            model.train_batch(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("what", ["order", "shape", "value", "generate"])
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
+def test_different_batches(pool: Pool, sizes: dict[str, int], what: str) -> None:
+    for when in (True, "always", 2):
+        for message in refused(pool, 2, _other_batches, sizes, what, when):
+            assert "ranks that share one model were given different batches" in message
+            assert "  input_ids: ranks [0] have [2, 5] of int64" in message and "; ranks [1] have [2, " in message
+            assert ("  labels: " in message) == (what != "generate")
+    if what == "value":  # 4: the first and the fifth call
+        for when in (False, 4):
+            pool.run(2, _other_batches, sizes, what, when)
 
 
 def test_dtypes(pool: Pool, saved: Path) -> None:
@@ -203,12 +255,12 @@ def test_a_directory_without_a_checkpoint(pool: Pool, saved: Path, tmp_path: Pat
 
 
 def test_classes_that_the_zoo_does_not_have() -> None:
-    with pytest.raises(ValueError, match=r"AutoModelForCausalLM has no class for 'opt'; it has: .*gpt2"):
-        AutoModelForCausalLM.from_config_with_parallel(transformers.OPTConfig())
-    with pytest.raises(ValueError, match=r"AutoModelForMaskedLM has no class for 'gpt2'; it has: bert"):
+    with pytest.raises(ValueError, match=r"AutoModelForCausalLM has no class for 'rwkv'; it has: .*gpt2"):
+        AutoModelForCausalLM.from_config_with_parallel(transformers.RwkvConfig())
+    with pytest.raises(ValueError, match=r"AutoModelForMaskedLM has no class for 'gpt2'; it has: .*bert"):
         AutoModelForMaskedLM.from_config_with_parallel(GPT2Config())
-    with pytest.raises(AttributeError, match="oslo_models has no OPTForCausalLM; architectures: bert, gpt2"):
-        oslo_models.OPTForCausalLM  # noqa: B018
+    with pytest.raises(AttributeError, match=r"oslo_models has no RwkvForCausalLM; architectures: .*gpt2"):
+        oslo_models.RwkvForCausalLM  # noqa: B018
 
 
 def _save_into_a_file(path: Path, **kwargs: Any) -> None:

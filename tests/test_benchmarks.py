@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from pool import Pool
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as driver  # noqa: E402
 from benchmarks import table  # noqa: E402
-from benchmarks.cases import CASES, OURS  # noqa: E402
+from benchmarks.cases import CASES, OUR_DATA, OUR_STAGES, OURS, OWN, TORCH_STAGES  # noqa: E402
 from benchmarks.launch import MeasurementError  # noqa: E402
 from benchmarks.measure import Result  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
@@ -34,6 +35,26 @@ def test_two_cases_run() -> None:
     )
 
 
+def measure(case: str, peer: str, folder: Path) -> Result:
+    return CASES[case].run(PEERS[peer], folder, smoke=True)
+
+
+@pytest.mark.parametrize("case", ["gpt2-124m-stages", "llama-100m-stages"])
+def test_stages_of_both_libraries_compute_the_same(pool: Pool, tmp_path: Path, case: str) -> None:
+    CASES[case].prepare(tmp_path, smoke=True)
+    found = {peer: pool.run(2, measure, case, peer, tmp_path, env=True) for peer in (TORCH_STAGES, OUR_STAGES)}
+    checks = [result.check for results in found.values() for result in results]
+    assert len(checks[0]) == 2
+    assert all(check == pytest.approx(checks[0], rel=1e-5) for check in checks)
+    assert all(result.values["training"] > 0 for results in found.values() for result in results)
+
+
+@pytest.mark.parametrize("case", ["blend", "index-samples"])
+def test_cases_of_data(tmp_path: Path, case: str) -> None:
+    result = measure(case, OUR_DATA, tmp_path)
+    assert all(value > 0 for value in result.values.values())
+
+
 def test_peers_that_disagree_fail_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["gpt2-124m-generate-b1"]
     monkeypatch.setattr(
@@ -49,7 +70,7 @@ def test_peers_that_disagree_fail_a_case(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_registry_is_whole() -> None:
     for case in CASES.values():
-        assert set(case.peers) <= PEERS.keys() and OURS in case.peers
+        assert set(case.peers) <= PEERS.keys() and set(OWN) & set(case.peers)
         assert case.runner.__name__ in table.TITLES
 
 

@@ -29,19 +29,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from oslo_models.checkpoint import (
     CheckpointError,
     CheckpointReader,
-    inspect_checkpoint,
     merging,
     open_checkpoint,
-    save_merged,
-    save_split,
+    save_checkpoint,
     staging,
     streams,
     verify_checkpoint,
     weights,
 )
 from oslo_models.checkpoint.manifest import seal, write_manifest
-from oslo_models.checkpoint.streams import DTYPE_NAMES, SafetensorsStream
-from oslo_models.checkpoint.weights import TensorInfo
+from oslo_models.checkpoint.streams import write_safetensors
+from oslo_models.cli import inspect_checkpoint
 from oslo_models.layout import GroupedHeads, Layout, Units
 from oslo_models.mesh import Axis, ParallelMesh
 
@@ -95,8 +93,8 @@ def write_config(folder: Path) -> None:
 
 def save(how: str, directory: Path, mesh: ParallelMesh | None = None, generation: int = 0, **kwargs: Any) -> None:
     mesh = mesh or ParallelMesh()
-    function = save_split if how == "split" else save_merged
-    function(directory, *local(mesh, generation), mesh, tied=TIED, files=write_config, **kwargs)
+    kwargs = {"tied": TIED, "files": write_config, **kwargs}
+    save_checkpoint(directory, *local(mesh, generation), mesh, merging=how == "merged", **kwargs)
 
 
 def assert_holds(
@@ -140,9 +138,7 @@ def test_any_division_reads_from_any_division(data: st.DataObject, suffix: str) 
             if suffix == "bin":
                 torch.save({"x": part.clone()}, path)
             else:
-                stream = SafetensorsStream(path, {"x": TensorInfo(tuple(part.shape), part.dtype)})
-                stream.add("x", part)
-                stream.finish()
+                write_safetensors(path, {"x": part}, iter([part]))
             records[path.name] = seal(path)
         entry = {"shape": saved.shape, "dtype": "float64", "dim": saved.dim, "ranges": saved.ranges, "stages": [0]}
         content = {"tp": saved_ranks, "pp": 1, "variant": None, "files": records, "tensors": {"x": entry}}
@@ -153,18 +149,19 @@ def test_any_division_reads_from_any_division(data: st.DataObject, suffix: str) 
         reader.close()
 
 
+TYPES = [torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+TYPES += [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+TYPES += [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("how", ["split", "merged"])
 def test_every_type_and_shape_survives(tmp_path: Path, how: str, safe: bool) -> None:
-    tensors = {
-        str(dtype): torch.arange(24).reshape(4, 6).to(dtype) for dtype in DTYPE_NAMES if dtype != torch.float8_e8m0fnu
-    }
+    tensors = {str(dtype): torch.arange(24).reshape(4, 6).to(dtype) for dtype in TYPES}
     tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4), "strided": torch.randn(6, 4).T}
     tensors["view"] = torch.randn(100, 100)[3]
     cut = {name: Layout(tuple(tensor.shape)) for name, tensor in tensors.items()}
-    (save_split if how == "split" else save_merged)(
-        tmp_path, tensors, cut, ParallelMesh(), tied={}, safe_serialization=safe
-    )
+    save_checkpoint(tmp_path, tensors, cut, ParallelMesh(), merging=how == "merged", tied={}, safe_serialization=safe)
     reader = open_checkpoint(tmp_path)
     for name, tensor in tensors.items():
         read = reader.read(name, cut[name], 0)
@@ -282,7 +279,7 @@ def test_inspect(tmp_path: Path) -> None:
 
 MEMORY = """
 import sys, torch
-from oslo_models.checkpoint import open_checkpoint, save_merged, save_split, verify_checkpoint
+from oslo_models.checkpoint import open_checkpoint, save_checkpoint, verify_checkpoint
 from oslo_models.layout import Layout, Units
 from oslo_models.mesh import ParallelMesh
 torch.set_num_threads(1)
@@ -296,11 +293,10 @@ names = ["wte"] + [f"{kind}.{i}" for i in range(9) for kind in ("up", "down")]
 tensors = {name: torch.randn({"w": (5000, 1000), "u": (4000, 600), "d": (600, 4000)}[name[0]]) for name in names}
 cut = {name: Layout(tuple(t.shape)) for name, t in tensors.items()}
 total, largest = sum(t.nbytes for t in tensors.values()), max(t.nbytes for t in tensors.values())
-saves = {"split": (save_split, None), "safe": (save_split, True)}
-saves |= {"bin": (save_merged, False), "merged": (save_merged, None)}
-for how, (save, safe) in saves.items():
+saves = {"split": (False, None), "safe": (False, True), "bin": (True, False), "merged": (True, None)}
+for how, (merging, safe) in saves.items():
     start = watch()
-    save(f"{folder}/{how}", tensors, cut, mesh, tied={}, safe_serialization=safe)
+    save_checkpoint(f"{folder}/{how}", tensors, cut, mesh, merging=merging, tied={}, safe_serialization=safe)
     print("saving", how, (status("VmHWM") - start) / largest, 1.3)
 del tensors
 for how in saves:
@@ -484,11 +480,12 @@ def test_merged_files_are_those_of_transformers(tmp_path: Path, max_shard_size: 
     cut = {name: Layout(tuple(tensor.shape)) for name, tensor in state.items()}
     tied = {"lm_head.weight": "transformer.wte.weight"}
     for safe in (None, False):
-        save_merged(
+        save_checkpoint(
             tmp_path / "ours",
             state,
             cut,
             ParallelMesh(),
+            merging=True,
             tied=tied,
             files=reference.config.save_pretrained,
             max_shard_size=max_shard_size,
@@ -512,7 +509,7 @@ def test_tied_tensors_share_memory_in_bin_files(tmp_path: Path) -> None:
         assert state["head.weight"].data_ptr() == state["wte.weight"].data_ptr()
     tensors, cut = model()
     untied = {**tensors, "head.weight": tensors["head.weight"] + 1}
-    save_merged(tmp_path / "untied", untied, cut, ParallelMesh(), tied=TIED)
+    save_checkpoint(tmp_path / "untied", untied, cut, ParallelMesh(), merging=True, tied=TIED)
     assert_holds(open_checkpoint(tmp_path / "untied"), untied)
 
 
@@ -575,8 +572,8 @@ def save_fsdp(directory: Path) -> None:
     fully_shard(module, mesh=mesh.device_mesh["dp"])
     tensors = module.state_dict()
     cut = {name: Layout(tuple(tensor.shape)) for name, tensor in tensors.items()}
-    for function, name in ((save_split, "split"), (save_merged, "merged")):
-        function(directory / name, tensors, cut, mesh, tied={})
+    for name in ("split", "merged"):
+        save_checkpoint(directory / name, tensors, cut, mesh, merging=name == "merged", tied={})
 
 
 def test_fsdp_tensors_are_saved_whole(tmp_path: Path, pool: Pool) -> None:
@@ -596,14 +593,14 @@ def merged_peak(directory: Path) -> float:
         for i in (0, 1)
     }
     tensors = {name: torch.ones(layout.local_shape(mesh.tp.rank)) for name, layout in cut.items()}
-    save_merged(directory, {"0.0": tensors["0.0"]}, cut, mesh, tied={})
+    save_checkpoint(directory, {"0.0": tensors["0.0"]}, cut, mesh, merging=True, tied={})
 
     def status(key: str) -> int:
         return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 
     Path("/proc/self/clear_refs").write_text("5")
     start = status("VmRSS")
-    save_merged(directory, tensors, cut, mesh, tied={})
+    save_checkpoint(directory, tensors, cut, mesh, merging=True, tied={})
     return (status("VmHWM") - start) * 1024 / (4096 * 4096 * 4)
 
 
@@ -710,7 +707,9 @@ def test_bad_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_holds(open_checkpoint(tmp_path / "x"), model(generation=1)[0], frozenset(TIED))
     tensors, cut = model()
     with pytest.raises(ValueError, match=r"h\.1\.up has shape \(12, 3\)"):
-        save_split(tmp_path / "x", {"h.1.up": tensors["h.1.up"][:, :3]}, cut, ParallelMesh(), tied={})
+        save_checkpoint(
+            tmp_path / "x", {"h.1.up": tensors["h.1.up"][:, :3]}, cut, ParallelMesh(), merging=False, tied={}
+        )
     assert not hidden(tmp_path)
 
 
@@ -718,18 +717,16 @@ def save_and_fail(how: str, directory: Path, bad_rank: int, files: str) -> None:
     """A save in which writing fails on one rank."""
     mesh = ParallelMesh(2)
 
-    class Bad(SafetensorsStream):
-        def add(self, name: str, tensor: Tensor) -> None:
-            raise OSError(errno.EDQUOT, "quota exceeded")
+    def bad(*_: Any) -> None:
+        raise OSError(errno.EDQUOT, "quota exceeded")
 
     if mesh.world.rank == bad_rank and not files:
-        streams.SafetensorsStream = Bad  # type: ignore[misc]
+        streams.write_safetensors = bad
     try:
-        function = save_split if how == "split" else save_merged
         write = (lambda folder: (folder / "missing" / "config.json").write_text("")) if files else None
-        function(directory, *local(mesh, 1), mesh, tied=TIED, files=write, safe_serialization=True)
+        save(how, directory, mesh, 1, files=write, safe_serialization=True)
     finally:
-        streams.SafetensorsStream = SafetensorsStream  # type: ignore[misc]
+        streams.write_safetensors = write_safetensors
 
 
 @pytest.mark.parametrize(("how", "bad_rank", "files"), [("split", 1, ""), ("merged", 0, ""), ("split", 0, "bad")])

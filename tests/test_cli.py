@@ -12,7 +12,7 @@ import torch
 from pool import Pool
 
 from oslo_models import cli
-from oslo_models.checkpoint import save_merged, save_split
+from oslo_models.checkpoint import save_checkpoint
 from oslo_models.layout import Layout, Units
 from oslo_models.mesh import ParallelMesh
 
@@ -24,7 +24,8 @@ def _save_split(folder: Path) -> None:
     mesh = ParallelMesh(2)
     full = {name: torch.ones(layout.shape) for name, layout in LAYOUTS.items()}
     local = {name: LAYOUTS[name].shard(tensor, mesh.tp.rank) for name, tensor in full.items()}
-    save_split(folder, local, LAYOUTS, mesh, tied={}, metadata={"architectures": ["GPT2LMHeadModel"]})
+    about = {"architectures": ["GPT2LMHeadModel"]}
+    save_checkpoint(folder, local, LAYOUTS, mesh, merging=False, tied={}, metadata=about)
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def split(pool: Pool, tmp_path: Path) -> Path:
     return tmp_path / "split"
 
 
-@pytest.mark.parametrize("command", ["", "demo", "list", "inspect", "merge", "reshard"])
+@pytest.mark.parametrize("command", ["", "demo", "list", "inspect", "merge", "reshard", "preprocess"])
 def test_help_is_instant(command: str) -> None:
     code = "import sys; from oslo_models.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     arguments = [command, "--help"] if command else []
@@ -75,7 +76,7 @@ def test_inspect_finds_damage(split: Path, capsys: pytest.CaptureFixture[str]) -
 def test_inspect_a_merged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = {name: Layout(layout.shape) for name, layout in LAYOUTS.items()}
     tensors = {name: torch.ones(layout.shape) for name, layout in whole.items()}
-    save_merged(tmp_path, tensors, whole, ParallelMesh(), tied={})
+    save_checkpoint(tmp_path, tensors, whole, ParallelMesh(), merging=True, tied={})
     assert cli.main(["inspect", str(tmp_path)]) == 0
     assert "merged checkpoint\n" in capsys.readouterr().out
     (tmp_path / "oslo_manifest.json").unlink()

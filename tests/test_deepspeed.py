@@ -7,9 +7,7 @@ what is divided, replicated or tied right.
 from __future__ import annotations
 
 import importlib.util
-import logging
-import os
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,14 @@ SGD = {"zero_allow_untested_optimizer": True}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}}}
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Workers of this file alone: DeepSpeed keeps process groups, whose threads would slow down all later tests."""
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -47,13 +53,8 @@ def make(name: str, config: PreTrainedConfig, tp: int, pp: int) -> Any:
 
 
 def with_engine(model: Any, config: dict[str, Any]) -> Any:
-    """As documented, without what DeepSpeed would compile for this machine, and without what it says."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    warnings.simplefilter("ignore")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    """As documented."""
+    deepspeed = pipelines.import_deepspeed()
     engine, *_ = deepspeed.initialize(
         model=model.gpu_modules(),
         model_parameters=model.gpu_parameters(),

@@ -159,7 +159,7 @@ def check_masks(divided: list[Tensor], replicated: list[Tensor], of_ranks: Seque
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("variant", registry.ARCHITECTURES)
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_dropout(pool: Pool, variant: str, n: int, seed: int) -> None:
     check_dropout(pool, zoo.lm_head(variant), variant, n, seed)
 

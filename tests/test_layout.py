@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oslo_models.layout import GroupedHeads, Layout, Split, Units, even_ranges
+from oslo_models.layout import GroupedHeads, Layout, Units, even_ranges
 
 units = st.builds(Units, st.integers(1, 12), st.integers(1, 4))
 
@@ -29,7 +29,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     heads = grouped_heads()
     kinds = (units, heads.map(lambda h: h.query), heads.map(lambda h: h.key_value))
     fused = heads.map(lambda h: [h.query, h.key_value, h.key_value])
-    splits: list[Split] = draw(st.one_of(st.lists(st.one_of(*kinds), min_size=1, max_size=3), fused))
+    splits: list[Units] = draw(st.one_of(st.lists(st.one_of(*kinds), min_size=1, max_size=3), fused))
     n = draw(st.integers(1, min(split.limit() for split in splits)))
     others = draw(st.lists(st.integers(1, 3), max_size=2))
     dim = draw(st.integers(0, len(others)))
@@ -73,11 +73,9 @@ def test_every_element_is_owned_once(case: tuple[Layout, int]) -> None:
     held = [layout.shard(full, rank) for rank in range(n)]
     owned = []
     for rank, local in enumerate(held):
-        if local.dim():
-            for start, stop in layout.owned(rank):
-                owned += local.narrow(layout.dim or 0, start, stop - start).flatten().tolist()
-        elif layout.owned(rank):
-            owned.append(local.item())
+        for there, here in layout.owned(rank):
+            assert torch.equal(full[there], local[here])
+            owned += local[here].flatten().tolist()
     assert sorted(owned) == sorted(full.flatten().tolist())
     if layout.dim is not None:
         assert layout.overlaps == (sum(local.numel() for local in held) > full.numel())
@@ -135,7 +133,8 @@ def test_nine_heads_and_three_key_value_heads_over_four_ranks() -> None:
     heads = GroupedHeads(9, 3, 1)
     assert heads.head_ranges(4) == (((0, 2), (0, 1)), ((2, 3), (0, 1)), ((3, 6), (1, 2)), ((6, 9), (2, 3)))
     layout = Layout.divided((3, 8), 0, [heads.key_value], 4)
-    assert [layout.owned(rank) for rank in range(4)] == [[(0, 1)], [], [(0, 1)], [(0, 1)]]
+    first = [slice(0, 1)]
+    assert [[here[0] for _, here in layout.owned(rank)] for rank in range(4)] == [first, [], first, first]
     assert layout.overlaps
 
 
@@ -148,7 +147,7 @@ def test_one_key_value_head_is_on_every_rank() -> None:
     heads = GroupedHeads(8, 1, 4)
     layout = Layout.divided((4,), 0, [heads.key_value], 3)
     assert [layout.local_shape(rank) for rank in range(3)] == [(4,)] * 3
-    assert [layout.owned(rank) for rank in range(3)] == [[(0, 4)], [], []]
+    assert [[here for _, here in layout.owned(rank)] for rank in range(3)] == [[(slice(0, 4),)], [], []]
 
 
 def test_fused_query_key_value_stays_fused_on_each_rank() -> None:

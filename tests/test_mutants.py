@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,10 @@ import test_collectives
 import test_dropout
 import test_logits
 import test_outputs
+import test_overlap
 import test_parity
+import test_pipeline
+import test_schedule
 import test_training
 import torch
 import torch.distributed as dist
@@ -18,11 +22,14 @@ import torch.nn.functional as F
 from pool import Pool, WorkerError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import BaseTorchFunctionMode
 
 from oslo_models import collectives, init
 from oslo_models.layers import cross_entropy, linear, vocab
 from oslo_models.layout import Units
 from oslo_models.models import base, gpt2
+from oslo_models.pipeline import cut, schedule
+from oslo_models.pipeline.loss import ShareOfBatch, loss_object
 from oslo_models.plan import Column, Plan
 from oslo_models.rng import DividedStream
 
@@ -68,7 +75,7 @@ def key_values_without_sum_over_copies(patch: Patch) -> None:
         def apply(param: Tensor, *_: Any) -> Tensor:
             return param
 
-    patch.setattr(linear, "_SumCopies", Identity)
+    patch.setattr(linear, "SumCopies", Identity)
 
 
 def gathered_gradient_summed(patch: Patch) -> None:
@@ -135,7 +142,52 @@ def weights_drawn_in_parts(patch: Patch) -> None:
     patch.setattr(init.SeededByName, "__torch_dispatch__", dispatch)
 
 
+def mean_of_each_micro_batch(patch: Patch) -> None:
+    patch.setattr(ShareOfBatch, "__torch_function__", BaseTorchFunctionMode.__torch_function__)
+
+
+def loss_that_forgets_its_scale(patch: Patch) -> None:
+    patch.setattr(schedule, "loss_object", lambda value, run: loss_object(value, lambda grad: run(grad / grad.abs())))
+
+
+def tied_gradients_of_one_stage(patch: Patch) -> None:
+    patch.setattr(schedule.Schedule, "_sum_over_stages", staticmethod(lambda param, axis: None))
+
+
+def after_start(patch: Patch, change: Callable[[Any], None]) -> None:
+    """Something else about every loop over micro-batches."""
+    right = schedule.Schedule.__init__
+
+    def start(self: Any, *args: Any) -> None:
+        right(self, *args)
+        change(self)
+
+    patch.setattr(schedule.Schedule, "__init__", start)
+
+
+def replicas_that_average_each_micro_batch(patch: Patch) -> None:
+    after_start(patch, lambda loop: setattr(loop, "_quietly", None))
+
+
+def one_micro_batch_more(patch: Patch) -> None:
+    after_start(patch, lambda loop: setattr(loop, "ahead", min(loop.number, loop.ahead + 1)))
+
+
+def one_micro_batch_after_another(patch: Patch) -> None:
+    after_start(patch, lambda loop: setattr(loop, "ahead", 0))
+
+
+def norm_counts_tied_copies(patch: Patch) -> None:
+    patch.setattr(cut.Stage, "counts", lambda self, name: True)
+
+
+def dropout_at_both_ends(patch: Patch) -> None:
+    patch.setattr(cut.EndsDropout, "forward", torch.nn.Dropout.forward)
+
+
 Caught = tuple[Callable[[Patch], None], Callable[..., None], dict[str, Any]]
+STAGES = {"tp": 1, "pp": 4}
+STEP = {"forward": 1.0, "backward": 2.0, "number": 4}
 MUTANTS: list[Caught] = [
     (row_without_sum, test_parity.test_every_head, {"variant": "gpt2", "n": 2}),
     (column_without_sum_of_gradients, test_parity.test_every_head, {"variant": "gptj", "n": 2}),
@@ -155,6 +207,14 @@ MUTANTS: list[Caught] = [
     (overflow_kept_to_oneself, test_training.test_an_overflow_of_one_rank_is_one_of_all, {"n": 2, "wrapper": "alone"}),
     (every_rank_samples_for_itself, test_outputs.test_generation_with_left_padding, {"variant": "gpt2", "n": 2}),
     (weights_drawn_in_parts, test_parity.test_a_seed_gives_the_same_weights_at_every_size, {"variant": "gpt2"}),
+    (mean_of_each_micro_batch, test_pipeline.test_every_head, {"variant": "gptj", "tp": 1, "pp": 2}),
+    (loss_that_forgets_its_scale, test_schedule.test_what_users_do_in_the_loop, {"variant": "gpt2", "tp": 1, "pp": 2}),
+    (tied_gradients_of_one_stage, test_pipeline.test_every_head, {"variant": "gpt2", "tp": 1, "pp": 2}),
+    (replicas_that_average_each_micro_batch, test_pipeline.test_replicas, {"variant": "gpt2", "wrapper": "DDP"}),
+    (one_micro_batch_more, test_schedule.test_what_travels_and_what_is_alive, {"variant": "gpt2", **STAGES, "size": 1}),
+    (one_micro_batch_after_another, test_overlap.test_a_step_is_as_short_as_it_can_be, STEP),
+    (norm_counts_tied_copies, test_schedule.test_clip_grad_norm, {"variant": "gpt2", **STAGES}),
+    (dropout_at_both_ends, test_schedule.test_every_dropout_is_applied_once, {"variant": "t5", "pp": 2}),
 ]
 
 
@@ -181,9 +241,11 @@ def test_is_caught(
     pool: Pool, make: Callable[[Patch], None], test: Callable[..., None], arguments: dict[str, Any], seed: int
 ) -> None:
     """The test passes, and with the mutant it fails by an assertion."""
-    test(pool, **arguments, seed=seed)
+    if "seed" in inspect.signature(test).parameters:
+        arguments = {**arguments, "seed": seed}
+    test(pool, **arguments)
     with pytest.raises((AssertionError, WorkerError)) as caught:
-        test(MutantPool(pool, make), **arguments, seed=seed)
+        test(MutantPool(pool, make), **arguments)
     if isinstance(caught.value, WorkerError):
         failures = list(caught.value.failures.values())
         assert all("AssertionError" in failure for failure in failures), failures

@@ -24,9 +24,7 @@ from reference import (
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from oslo_models import registry
-
-EVERY_HEAD = [(variant, name) for variant in registry.ARCHITECTURES for name in zoo.heads(variant)]
+EVERY_HEAD = [(variant, name) for variant in zoo.FOUNDING for name in zoo.heads(variant)]
 LABELS = ("labels", "mc_labels", "next_sentence_label", "start_positions", "end_positions")
 GENERATING = ["bert-decoder", "gpt2", "gpt_neo", "gptj", "llama", "llama-one-kv", "t5"]
 
@@ -78,7 +76,7 @@ def check_gathering(
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.parametrize("variant", registry.ARCHITECTURES)
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_gather_logits(pool: Pool, variant: str, seed: int) -> None:
     for name in zoo.lm_heads(variant):
         config = zoo.config(variant)
@@ -92,17 +90,17 @@ def test_gather_logits(pool: Pool, variant: str, seed: int) -> None:
         pool.run(2, check_gathering, name, config, full_parameters(model), batch, expected, fields)
 
 
-@pytest.mark.parametrize("variant", registry.ARCHITECTURES)
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_gathered_logits_can_be_differentiated(pool: Pool, variant: str, seed: int) -> None:
     names = zoo.lm_heads(variant)
     steps = [reference_step(name, zoo.config(variant), seed, objective=all_outputs) for name in names]
     pool.run(3, check_differentiable, steps, 3)
 
 
-@pytest.mark.parametrize("variant", [*registry.ARCHITECTURES, "gpt2-cross", "bert-decoder"])
+@pytest.mark.parametrize("variant", [*zoo.FOUNDING, "gpt2-cross", "bert-decoder"])
 def test_attentions_of_all_heads_and_hidden_states(pool: Pool, variant: str, seed: int) -> None:
     """On four ranks, which share six heads unevenly; the gradients pass through them as well."""
-    names = zoo.heads(variant) if variant in registry.ARCHITECTURES else [zoo.base(variant), zoo.lm_head(variant)]
+    names = zoo.heads(variant) if variant in zoo.FOUNDING else [zoo.base(variant), zoo.lm_head(variant)]
     steps = []
     for name in names:
         config = zoo.config(variant)
@@ -135,7 +133,7 @@ def check_tuples(cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("how", ["argument", "configured"])
-@pytest.mark.parametrize("variant", registry.ARCHITECTURES)
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_tuples(pool: Pool, variant: str, how: str, seed: int) -> None:
     cases: list[Case] = []
     for name in zoo.heads(variant):
@@ -158,6 +156,30 @@ def test_tuples(pool: Pool, variant: str, how: str, seed: int) -> None:
     pool.run(2, check_tuples, cases)
 
 
+Places = tuple[str, PreTrainedConfig, dict[str, Tensor], dict[str, Any], list[bool]]
+
+
+def check_places(cases: list[Places]) -> None:
+    for name, config, weights, batch, expected in cases:
+        output = parallel(name, config, weights, 2, torch.float32)(**batch, return_dict=False)
+        assert [value is None for value in output] == expected, name
+        output[0].backward()
+
+
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
+def test_logits_that_are_left_out_keep_their_place_in_a_tuple(pool: Pool, variant: str, seed: int) -> None:
+    cases: list[Places] = []
+    for name in zoo.lm_heads(variant):
+        config = zoo.config(variant)
+        batch = zoo.batch(name, config, seed, torch.float32)
+        model = whole(name, config, seed, torch.float32)
+        whole_output = model(**batch, return_dict=False)
+        divided = [isinstance(value, Tensor) and value.shape[-1:] == (config.vocab_size,) for value in whole_output]
+        assert any(divided)
+        cases.append((name, config, full_parameters(model), batch, divided))
+    pool.run(2, check_places, cases)
+
+
 @pytest.mark.parametrize("keep", [2, torch.tensor([0, 4])], ids=["last", "some"])
 def test_logits_to_keep(pool: Pool, keep: Any, seed: int) -> None:
     steps = []
@@ -171,7 +193,7 @@ def test_logits_to_keep(pool: Pool, keep: Any, seed: int) -> None:
     pool.run(2, check_differentiable, steps, 2)
 
 
-@pytest.mark.parametrize("variant", [*registry.ARCHITECTURES, "gpt2-cross"])
+@pytest.mark.parametrize("variant", [*zoo.FOUNDING, "gpt2-cross"])
 def test_embedded_inputs(pool: Pool, variant: str, seed: int) -> None:
     """The gradient of `inputs_embeds` is compared too."""
     steps = []

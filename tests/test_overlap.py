@@ -22,11 +22,11 @@ from oslo_models.pipeline.cut import Received, Stack, Stage
 from oslo_models.pipeline.engine import Pipeline
 
 STAGES, MICRO_BATCHES = 4, 16
-SLEEP = 0.03
+SLEEP = 0.06
 """Seconds that a stage takes forward, and again backward, on the real clock."""
 SLACK = 1.10
 """How much longer than the ideal a step may take."""
-TRIES = 8
+TRIES = 12
 
 
 @dataclass
@@ -81,6 +81,7 @@ class IdleModel(nn.Module):
     config = SimpleNamespace(hidden_size=2)
     dtype = torch.float64
     micro_batch_size = 1
+    _generates = False
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

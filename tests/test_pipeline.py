@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pipelines
@@ -25,11 +26,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from oslo_models import registry
-
 
 def test_every_architecture_can_be_cut_in_four() -> None:
-    assert pipelines.DEPTH.keys() == registry.ARCHITECTURES.keys()
+    assert pipelines.DEPTH.keys() == set(zoo.FOUNDING)
 
 
 # Without data parallelism ---------------------------------------------------------------------------------------------
@@ -63,7 +62,7 @@ def check_cases(cases: list[Case], tp: int, pp: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 4), (2, 2), (3, 2)])
-@pytest.mark.parametrize("variant", registry.ARCHITECTURES)
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_every_head(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
     cases = [reference(variant, name, seed) for name in pipelines.heads_with_loss(variant)]
     pool.run(tp * pp, check_cases, cases, tp, pp)
@@ -86,7 +85,7 @@ VARIATIONS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 
 
 def varied(kind: str, name: str, changes: dict[str, Any], seed: int) -> Case:
-    variant = next(key for key in registry.ARCHITECTURES if name in zoo.heads(key))
+    variant = next(key for key in zoo.FOUNDING if name in zoo.heads(key))
     config = pipelines.config(variant, **changes)
     batch = pipelines.batch(name, config, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -183,7 +182,7 @@ def check_replicas(wrapper: str, given: Case, tp: int, pp: int) -> None:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("variant", registry.ARCHITECTURES)
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_replicas(pool: Pool, variant: str, wrapper: str, seed: int) -> None:
     given = case(zoo.lm_head(variant), pipelines.config(variant), seed, 2, pipelines.STEPS)
     pool.run(4, check_replicas, wrapper, given, 1, 2)
@@ -193,3 +192,25 @@ def test_replicas(pool: Pool, variant: str, wrapper: str, seed: int) -> None:
 def test_all_three_axes(pool: Pool, variant: str, seed: int) -> None:
     given = case(zoo.lm_head(variant), pipelines.config(variant), seed, 2, pipelines.STEPS)
     pool.run(8, check_replicas, "DDP", given, 2, 2)
+
+
+# Partitions by hand ---------------------------------------------------------------------------------------------------
+
+
+def check_partition(given: Case, blocks: list[int], folder: Path) -> None:
+    """The stages have these blocks, train alike, and load what stages with other blocks have saved."""
+    model = on_stages(given.name, given.config, given.weights, 1, len(blocks), blocks_per_stage=blocks)
+    assert [stop - start for start, stop in model.stage.ranges] == blocks
+    found = differ("loss", take_loop(model, given.batches[0][0]), given.loss[0], TOLERANCE)
+    found += differ_in_gradients(model, given.gradients)
+    model.save_pretrained_with_parallel(folder)
+    turned = model.from_pretrained_with_parallel(folder, 1, len(blocks), blocks_per_stage=blocks[::-1])
+    assert [stop - start for start, stop in turned.stage.ranges] == blocks[::-1]
+    found += differ_in_stage(turned, "loaded:", stage_parameters(turned), given.weights, 0.0)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("variant", "blocks"), [("gpt2", [1, 3]), ("t5", [5, 2])])
+def test_a_partition_by_hand(pool: Pool, variant: str, blocks: list[int], seed: int, tmp_path: Path) -> None:
+    """Of T5 the first stage has the four blocks of the encoder and one of the decoder, then two and the rest."""
+    pool.run(2, check_partition, reference(variant, zoo.lm_head(variant), seed), blocks, tmp_path / "saved")

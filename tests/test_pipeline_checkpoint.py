@@ -85,7 +85,7 @@ def test_any_division_loads_any_other(pool: Pool, tmp_path: Path, variant: str, 
     name, config = zoo.lm_head(variant), pipelines.config(variant)
     weights = save_whole(name, config, seed, tmp_path / "whole")
     pool.run(4, load_and_save, name, tmp_path / "whole", tmp_path / "2x2", 2, 2, weights, None)
-    sizes = SIZES if variant in registry.ARCHITECTURES else [(1, 4)]
+    sizes = SIZES if variant in zoo.FOUNDING else [(1, 4)]
     for tp, pp in sizes:
         pool.run(tp * pp, load_and_save, name, tmp_path / "2x2", tmp_path / f"{tp}x{pp}", tp, pp, weights, None)
     pool.run(3, load_and_save, name, tmp_path / "1x4", tmp_path / "again", 3, 1, weights, True)
@@ -125,7 +125,7 @@ def check_sizes(pool: Pool, name: str, source: Any, options: dict[str, Any]) -> 
     return whole
 
 
-@pytest.mark.parametrize("variant", [*registry.ARCHITECTURES, "gpt2-untied", "t5-gated-untied"])
+@pytest.mark.parametrize("variant", [*zoo.FOUNDING, "gpt2-untied", "t5-gated-untied"])
 def test_a_seed_gives_the_same_weights_at_every_size(pool: Pool, variant: str, seed: int) -> None:
     for name in (zoo.lm_head(variant), pipelines.heads_with_loss(variant)[-1]):
         first = check_sizes(pool, name, pipelines.config(variant), {"seed": 7})
@@ -133,7 +133,7 @@ def test_a_seed_gives_the_same_weights_at_every_size(pool: Pool, variant: str, s
         assert any(not torch.equal(first[key], part) for key, _, _, part in other)
 
 
-@pytest.mark.parametrize("variant", registry.ARCHITECTURES)
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_a_head_that_was_not_saved(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
     """A checkpoint of the base model under another head, which is initialised by the seed at every size."""
     weights = save_whole(zoo.base(variant), pipelines.config(variant), seed, tmp_path)

@@ -57,13 +57,13 @@ def check_generation(
     name: str,
     config: PreTrainedConfig,
     weights: dict[str, Tensor],
-    expected: dict[str, Any],
+    of_replicas: list[dict[str, Any]],
     seed: int,
     tp: int,
     pp: int,
 ) -> None:
     model = on_stages(name, config, weights, tp, pp, micro_batch_size=2).eval()
-    lines = []
+    expected, seed, lines = of_replicas[model.mesh.dp.rank], seed + model.mesh.dp.rank, []
     for way, (tokens, scores, drawn) in expected.items():
         own_tokens, own_scores, own_drawn = generated(model, way, config, seed)
         if not torch.equal(own_tokens, tokens):
@@ -81,14 +81,32 @@ def check_generation(
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+def generate(pool: Pool, variant: str, ways: list[str], tp: int, pp: int, replicas: int, seed: int) -> None:
     name, config = zoo.lm_head(variant), pipelines.config(variant)
     model = whole(name, config, seed).eval()
     weights = full_parameters(model)
-    expected = {way: generated(model, way, config, seed) for way in WAYS}
-    pool.run(tp * pp, check_generation, name, config, weights, expected, seed, tp, pp)
+    expected = [{way: generated(model, way, config, seed + replica) for way in ways} for replica in range(replicas)]
+    pool.run(tp * pp * replicas, check_generation, name, config, weights, expected, seed, tp, pp)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+    generate(pool, variant, list(WAYS), tp, pp, 1, seed)
+
+
+@pytest.mark.parametrize(
+    ("variant", "tp", "pp", "replicas"),
+    [
+        *((variant, 3, 2, 1) for variant in VARIANTS),
+        *((variant, 1, 2, 2) for variant in VARIANTS),
+        *((variant, 2, 2, 2) for variant in ("gpt2", "t5")),
+        *(("bert-decoder", tp, pp, 1) for tp, pp in ((1, 2), (1, 4), (2, 2), (3, 2))),
+    ],
+)
+def test_tokens_at_more_sizes(pool: Pool, variant: str, tp: int, pp: int, replicas: int, seed: int) -> None:
+    """Replicas have prompts of their own."""
+    generate(pool, variant, ["greedy", "beams"], tp, pp, replicas, seed)
 
 
 def generate_in_half_precision(model: Any, config: PreTrainedConfig, seed: int) -> Tensor:

@@ -145,8 +145,8 @@ def expected_stages(model: Any, name: str, ranges: tuple[tuple[int, int], ...]) 
     return {max(stages("encoder" if "encoder.final_layer_norm" in name else ""))}
 
 
-CASES = [(variant, name) for variant in registry.ARCHITECTURES for name in zoo.heads(variant)]
-CASES += [(variant, zoo.lm_head(variant)) for variant in zoo.VARIANTS if variant not in registry.ARCHITECTURES]
+CASES = [(variant, name) for variant in zoo.FOUNDING for name in zoo.heads(variant)]
+CASES += [(variant, zoo.lm_head(variant)) for variant in zoo.VARIANTS if variant not in zoo.FOUNDING]
 COUNTS = [2, 3, 4]
 
 
@@ -250,7 +250,7 @@ def test_more_stages_than_the_model_has_blocks() -> None:
 
 
 @pytest.mark.parametrize("vocab", [50, 150, 200, 250])
-@pytest.mark.parametrize("variant", registry.ARCHITECTURES)
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_ranks_with_unequal_shares_cut_alike(variant: str, vocab: int) -> None:
     """Six heads over four ranks: a block of one rank is heavier than that of another, beside the same vocabulary."""
     name = zoo.lm_head(variant)

@@ -102,7 +102,7 @@ def check_data_parallel(
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("variant", [*registry.ARCHITECTURES, "llama-one-kv"])
+@pytest.mark.parametrize("variant", [*zoo.FOUNDING, "llama-one-kv"])
 def test_data_parallel(pool: Pool, variant: str, wrapper: str, seed: int) -> None:
     """With clipping, which has to count what is divided over both axes."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
@@ -195,7 +195,7 @@ def train_in_half_precision(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("variant", [*registry.ARCHITECTURES, "llama-one-kv"])
+@pytest.mark.parametrize("variant", [*zoo.FOUNDING, "llama-one-kv"])
 def test_half_precision(pool: Pool, variant: str, dtype: torch.dtype, seed: int) -> None:
     """Autocast and loss scaling, with dropout: the loss falls, and what ranks share stays the same bit for bit."""
     arguments = (zoo.lm_head(variant), zoo.config(variant, dropout=0.05), seed, dtype)
@@ -286,7 +286,7 @@ def check_checkpointing(name: str, config: PreTrainedConfig, weights: Weights, b
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.parametrize("variant", [*registry.ARCHITECTURES, "gpt2-cross", "llama-one-kv"])
+@pytest.mark.parametrize("variant", [*zoo.FOUNDING, "gpt2-cross", "llama-one-kv"])
 def test_gradient_checkpointing(pool: Pool, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=0.3, use_cache=False)
     batch = zoo.batch(name, config, seed, torch.float32)
@@ -315,7 +315,7 @@ def check_clipping(
 
 @pytest.mark.parametrize(
     ("variant", "n"),
-    [(variant, n) for variant in registry.ARCHITECTURES for n in (2, 3)] + [("llama-one-kv", 2), ("llama-untied", 3)],
+    [(variant, n) for variant in zoo.FOUNDING for n in (2, 3)] + [("llama-one-kv", 2), ("llama-untied", 3)],
 )
 def test_clip_grad_norm(pool: Pool, variant: str, n: int, seed: int) -> None:
     """What is divided counts once each whole, and what several ranks hold counts once."""
@@ -350,7 +350,7 @@ def check_accumulation(
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.parametrize("variant", registry.ARCHITECTURES)
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_gradient_accumulation(pool: Pool, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = whole(name, config, seed)
