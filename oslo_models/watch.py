@@ -55,7 +55,7 @@ class Watch:
         failed: what this rank has raised, if it has; nothing can be exchanged any more.
     """
 
-    def __init__(self, store: Any, rank: int) -> None:
+    def __init__(self, world: dist.ProcessGroup, rank: int) -> None:
         self.rank = rank
         self.step = 0
         self.place = ("start", time.monotonic())
@@ -63,12 +63,14 @@ class Watch:
         self.failed: RankFailedError | None = None
         self.beat = BEAT
         # A connection that waits for an answer is not for two threads.
+        store: Any = world.get_group_store()
         self._posting, self._asking = (PrefixStore("oslo_models.watch", store.clone()) for _ in range(2))
         self.known: dict[int, Post] = {}
         self._number, self._left = 0, False
         self._gates: dict[str, int] = {}
         self._self = {"pid": os.getpid(), "host": socket.gethostname(), "home": home(), "born": born(os.getpid())}
-        self._thread = threading.Thread(target=_keep_posting, args=(weakref.ref(self),), daemon=True, name="oslo-watch")
+        arguments = weakref.ref(self), weakref.ref(world)
+        self._thread = threading.Thread(target=_keep_posting, args=arguments, daemon=True, name="oslo-watch")
         self._thread.start()
         atexit.register(_leave, weakref.ref(self))
 
@@ -209,10 +211,10 @@ class Watch:
                 self.ask(lambda: self._asking.delete_key(f"gate {place} {number - 1}"))
 
 
-def _keep_posting(ref: weakref.ref[Watch]) -> None:
-    """The side thread; it ends with the watch, or with its process group."""
+def _keep_posting(ref: weakref.ref[Watch], group: weakref.ref[dist.ProcessGroup]) -> None:
+    """The side thread; it ends with the watch, or when its process group is destroyed: models may outlive that."""
     last: tuple[Any, float] = (None, 0.0)
-    while (watch := ref()) is not None and not watch._left:
+    while (watch := ref()) is not None and not watch._left and group() is dist.group.WORLD is not None:
         with suppress(Exception):  # the store is gone: explaining will tell
             last = watch._tick(last)
         pause = watch.beat / 4
@@ -238,6 +240,6 @@ def watch_of_world(timeout: float) -> Watch:
     world = dist.group.WORLD
     assert world is not None
     if world not in _watches:
-        _watches[world] = Watch(world.get_group_store(), dist.get_rank())
+        _watches[world] = Watch(world, dist.get_rank())
     _watches[world].hurry(timeout)
     return _watches[world]

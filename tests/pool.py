@@ -21,7 +21,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from pool_worker import dumps, environment, serve
+from pool_worker import WORN, dumps, environment, serve
 
 PRELOAD = (
     "numpy",
@@ -127,8 +127,8 @@ class Pool:
             call.send(job, body)
             call.collect()
         finally:
-            if call.broken:
-                for worker in call.gang:
+            for worker in call.gang:
+                if call.broken or worker.worn:
                     self._discard(worker)
             with suppress(FileNotFoundError):
                 os.unlink(job["store"])
@@ -150,6 +150,7 @@ class _Worker:
     """A worker process as the parent sees it."""
 
     def __init__(self, context: Any, folder: Path) -> None:
+        self.worn = False
         self.conn, theirs = context.Pipe()
         handle, stacks = tempfile.mkstemp(dir=folder, suffix=".stack")
         os.close(handle)
@@ -264,7 +265,9 @@ class _Call:
             self.died = True
             self.failures[rank] = f"its process (pid {worker.pid}) died with exit code {worker.process.exitcode}"
             return
-        if message:  # an empty message says "I have left the process group"
+        if message == WORN:
+            worker.worn = True
+        elif message:  # an empty message says "I have left the process group"
             result, exception, text = pickle.loads(message)
             if exception is None:
                 self.results[rank] = result
