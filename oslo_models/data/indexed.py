@@ -65,7 +65,7 @@ class IndexedDataset:
         size = os.path.getsize(data_path)
         tokens = int(index.lengths[-1]) if len(index.lengths) else 0
         last = int(index.starts[-1]) if len(index.starts) else 0
-        if index.dtype == np.float32 and last + tokens * 8 == size:  # as the older writers counted
+        if index.dtype == np.float32 and 0 < size == last + tokens * 8 == 8 * int(index.lengths.sum(dtype=np.int64)):
             index = index._replace(dtype=np.dtype("<f8"))
         itemsize = index.dtype.itemsize
         end = last * index.unit + tokens * itemsize
