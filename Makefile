@@ -22,9 +22,9 @@ $(READY): setup.py constraints.txt
 demo: $(READY)
 	$(BIN)/oslo-models demo
 
-# ARGS goes to pytest: make test ARGS="-k layout --seed 7"
+# ARGS goes to pytest: make test ARGS="-k layout --seed 7 --numprocesses 0". Two processes, as one leaves cores idle
 test: $(READY)
-	$(BIN)/python -m pytest --quiet $(ARGS)
+	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile $(ARGS)
 
 # the tests that every architecture of the zoo has beyond those of `make test`
 test-zoo: $(READY)

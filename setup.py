@@ -44,6 +44,7 @@ setup(
             "megatron-core",
             "mypy",
             "pytest",
+            "pytest-xdist",
             "ruff",
             "setuptools",
             "triton>=3.6; sys_platform == 'linux'",

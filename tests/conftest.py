@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +53,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture(autouse=True)
+def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where two processes run tests, one that is marked ``alone`` waits until no other test runs, and holds them up."""
+    run = getattr(request.config, "workerinput", {}).get("testrunuid")
+    if run is None:
+        yield
+        return
+    path = Path(tempfile.gettempdir()) / f"oslo-models-tests-{run}"
+    with path.open("a") as running, path.with_suffix(".next").open("a") as following:
+        fcntl.flock(following, fcntl.LOCK_EX)  # who waits to be alone is not overtaken
+        fcntl.flock(running, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(following, fcntl.LOCK_UN)
+        yield
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    run = getattr(session.config, "workerinput", {}).get("testrunuid")
+    if run is not None:
+        for path in Path(tempfile.gettempdir()).glob(f"oslo-models-tests-{run}*"):
+            path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

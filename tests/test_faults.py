@@ -24,6 +24,8 @@ from pool import Pool
 
 from oslo_models import GPT2LMHeadModel, RankFailedError, collectives, inquiry, watch
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT = 3.0
 NAMING = 4 * TIMEOUT / 10 + 4.0
 """Seconds that it may take to find out who it was, on a busy machine."""

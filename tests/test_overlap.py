@@ -21,6 +21,8 @@ from oslo_models.mesh import ParallelMesh
 from oslo_models.pipeline.cut import Received, Stack, Stage
 from oslo_models.pipeline.engine import Pipeline
 
+pytestmark = pytest.mark.alone
+
 STAGES, MICRO_BATCHES = 4, 16
 SLEEP = 0.06
 """Seconds that a stage takes forward, and again backward, on the real clock."""
