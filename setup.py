@@ -1,13 +1,59 @@
-"""Two packages: ``oslo_models`` from the root, and ``oslo_kernels`` from ``kernels/``, which is no package itself."""
+"""Two packages: ``oslo_models`` from the root, and ``oslo_kernels`` from ``kernels/``, which is no package itself.
 
+Where ``nvcc`` is found, what is written in CUDA is compiled at once; elsewhere, and if editable, on first use.
+``OSLO_BUILD_CUDA=0`` leaves it, ``1`` insists on it.
+"""
+
+import os
+import shutil
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+CUDA = os.environ.get("OSLO_BUILD_CUDA", "auto")
+if CUDA not in ("auto", "0", "1"):
+    raise ValueError(f"OSLO_BUILD_CUDA={CUDA!r} is none of 'auto', '0', '1'")
+BUILDS_CUDA = CUDA == "1" or (CUDA == "auto" and shutil.which("nvcc") is not None)
 version: dict[str, str] = {}
 exec((ROOT / "oslo_models" / "_version.py").read_text(), version)  # importing the package would need torch
 readme = ROOT / "README.md"
+
+
+class BuildWithCUDA(build_py):
+    """Also compiles for GPUs; a failure ends the installation only if that was insisted on."""
+
+    def run(self) -> None:
+        super().run()
+        if not BUILDS_CUDA or self.editable_mode:
+            return
+        build: dict[str, object] = {"__file__": str(ROOT / "kernels/oslo_kernels/build.py"), "__name__": "build"}
+        exec(Path(str(build["__file__"])).read_text(), build)  # importing the package would need torch
+        try:
+            build["install_cuda"]("ngrams.cpp", Path(self.build_lib) / "oslo_kernels" / "csrc")  # type: ignore[operator]
+        except build["BuildError"] as error:  # type: ignore[misc]
+            if CUDA == "1":
+                raise
+            print(f"nothing was compiled for GPUs, which is tried again on first use: {error}", file=sys.stderr)
+
+
+class MaybeCompiled(Distribution):
+    """Compiled by other means than extension modules, if at all."""
+
+    def has_ext_modules(self) -> bool:
+        return BUILDS_CUDA
+
+
+class Wheel(bdist_wheel):
+    """For any Python; for one platform if something was compiled."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
+
 
 setup(
     name="oslo-models",
@@ -24,6 +70,8 @@ setup(
     ],
     package_dir={"oslo_kernels": "kernels/oslo_kernels"},
     package_data={"oslo_kernels": ["csrc/*"]},
+    distclass=MaybeCompiled,
+    cmdclass={"build_py": BuildWithCUDA, "bdist_wheel": Wheel},
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17,<6",

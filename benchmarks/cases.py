@@ -13,8 +13,9 @@ from benchmarks.peers import Peer
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
 OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_models"
+OURS_FUSED = "oslo_models-tp2-fused"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
-OWN = (OURS, OUR_STAGES, OURS_ALONE, OUR_DATA)
+OWN = (OURS_FUSED, OURS, OUR_STAGES, OURS_ALONE, OUR_DATA)
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,8 @@ def _fused_cases() -> list[Case]:
 CASES = {
     case.name: case
     for case in (
-        *_cases_of("llama-100m", "Llama 100M", (NATIVE, OURS, ALONE, DEEPSPEED)),
-        *_cases_of("gpt2-124m", "GPT-2 124M", (ALONE, OURS)),
+        *_cases_of("llama-100m", "Llama 100M", (NATIVE, OURS, OURS_FUSED, ALONE, DEEPSPEED)),
+        *_cases_of("gpt2-124m", "GPT-2 124M", (ALONE, OURS, OURS_FUSED)),
         _stages_of("llama-100m", "Llama 100M", (TORCH_STAGES, OUR_STAGES, NATIVE, ALONE)),
         _stages_of("gpt2-124m", "GPT-2 124M", (TORCH_STAGES, OUR_STAGES, ALONE)),
         Case(

@@ -116,7 +116,7 @@ def mlp(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, hidden
     from transformers import GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-    from oslo_models.fusion import TanhGELU
+    from oslo_models.layers.fused import TanhGELU
 
     models = {name: GPT2MLP(4 * hidden, GPT2Config(n_embd=hidden)).eval() for name in ("fused", "unfused")}
     models["fused"].act.__class__ = TanhGELU

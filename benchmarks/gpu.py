@@ -76,6 +76,20 @@ def kernels() -> Iterator[Row]:
         yield f"gpu-{name}", "oslo_models", "share of a copy's bandwidth", "", size / milliseconds(run) / copied
 
 
+def epilogues() -> Iterator[Row]:
+    """A linear layer and its GeLU by tanh without gradients: in the pass of the product, and after it."""
+    from transformers.pytorch_utils import Conv1D
+
+    from oslo_models.layers.fused import _gelu_of_linear
+
+    layer = Conv1D(8192, 2048).to("cuda", torch.bfloat16)
+    x = torch.randn(16384, 2048, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        fused = milliseconds(lambda: _gelu_of_linear(layer, x, "tanh"))
+        yield "gpu-linear-gelu", "oslo_models", "MLP", "ms", fused
+        yield "gpu-linear-gelu", "torch", "MLP", "ms", milliseconds(lambda: F.gelu(layer(x), approximate="tanh"))
+
+
 def losses() -> Iterator[Row]:
     """Head and cross entropy of GPT-2's vocabulary, forward and backward, with peak memory."""
     from oslo_models.layers.linear_cross_entropy import Words, linear_cross_entropy
@@ -125,8 +139,10 @@ def models() -> Iterator[Row]:
         model = cls.from_config_with_parallel(config, dtype=torch.bfloat16, seed=0).cuda()
         ids = torch.randint(config.vocab_size, (8, 1024), device="cuda")
         yield from training(f"gpu-train-{case}", model, ids)
-        yield from decoding(f"gpu-generate-{case}", model.eval(), ids[:1, :32])
+        for batch in (1, 8):
+            yield from decoding(f"gpu-generate-{case}-b{batch}", model.eval(), ids[:batch, :32])
         del model
+        yield from training_by_liger(f"gpu-train-{case}", config, ids)
         torch.cuda.empty_cache()
 
 
@@ -137,14 +153,37 @@ def training(case: str, model: Any, ids: Tensor) -> Iterator[Row]:
         run(input_ids=ids, labels=ids).loss.backward()
         model.zero_grad()
 
+    model.train()
     for peer in ("unfused", "oslo_models", "torch.compile"):
         (model.fuse if peer == "oslo_models" else model.unfuse)()
         run = torch.compile(model) if peer == "torch.compile" else model
         yield case, peer, "forward and backward", "ms", milliseconds(lambda run=run: step(run), 5)
 
 
+def training_by_liger(case: str, config: Any, ids: Tensor) -> Iterator[Row]:
+    """`training` of transformers' model with Liger's kernels; last, since they stay in transformers' modules."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
+    except ImportError:
+        print(f"{case}: liger is left out: not installed")
+        return
+    if config.model_type not in KNOWN:
+        return
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().train()
+    patch(model=model)
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    yield case, "liger", "forward and backward", "ms", milliseconds(step, 5)
+
+
 def decoding(case: str, model: Any, ids: Tensor) -> Iterator[Row]:
-    """Greedy generation of one text."""
+    """Greedy generation: transformers' default, ours (static cache and CUDA graphs), and its own of that."""
     options = {"min_new_tokens": 128, "max_new_tokens": 128, "do_sample": False, "pad_token_id": 0}
     static = {"cache_implementation": "static"}
     for peer, more in (("unfused", {}), ("oslo_models", {}), ("unfused, static cache", static)):
@@ -155,7 +194,7 @@ def decoding(case: str, model: Any, ids: Tensor) -> Iterator[Row]:
             model.generate(input_ids=ids, **options, **more)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-        yield case, peer, "generation", "tokens/s", 128 / min(seconds)
+        yield case, peer, "generation", "tokens/s", len(ids) * 128 / min(seconds)
 
 
 def main() -> int:
@@ -167,7 +206,7 @@ def main() -> int:
         print("no GPU here: nothing measured", file=sys.stderr)
         return 1
     stamp = {**_stamp(), "machine": torch.cuda.get_device_name()}
-    for part in (kernels, losses, models):
+    for part in (kernels, epilogues, losses, models):
         rows = []
         for case, peer, metric, unit, value in part():
             shown = number(value)

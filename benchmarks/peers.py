@@ -29,6 +29,10 @@ def _ours(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return getattr(oslo_models, cls).from_pretrained_with_parallel(checkpoint, tensor_parallel_size=2, **kwargs)
 
 
+def _ours_fused(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    return _ours(cls, checkpoint, **kwargs).fuse()
+
+
 def _our_stages(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     import oslo_models
 
@@ -60,11 +64,11 @@ def _way(name: str) -> Callable[..., Any]:
     return run
 
 
-def _adamw(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
+def _adamw(load: Callable[..., Any], cls: str, checkpoint: Path, fused: bool = False) -> tuple[Any, Step]:
     import torch
 
     model = load(cls, checkpoint).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = model.fused_adamw(lr=1e-4) if fused else torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step(ids: Any) -> Any:
         loss = model(input_ids=ids, labels=ids).loss
@@ -74,6 +78,10 @@ def _adamw(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, S
         return loss.detach()
 
     return model, step
+
+
+def _fused_adamw(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
+    return _adamw(load, cls, checkpoint, fused=True)
 
 
 def _micro_batches(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
@@ -154,6 +162,7 @@ PEERS = {
         Peer("transformers-tp2", 2, 1, _native, needs=("accelerate",)),
         Peer("oslo_models", 1, 2, _ours_alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("oslo_models-tp2", 2, 1, _ours),
+        Peer("oslo_models-tp2-fused", 2, 1, _ours_fused, _fused_adamw),
         Peer("torch-1f1b", 2, 1, _alone, _schedule_of_torch),
         Peer("oslo_models-pp2", 2, 1, _our_stages, _micro_batches),
         Peer("oslo_models-data", 1, 2, _way("ours")),

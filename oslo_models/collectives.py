@@ -113,6 +113,9 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceO
     """Reduce ``x`` over the axis, in place and outside autograd; returns ``x``."""
     if axis.size == 1:
         return x
+    if torch.compiler.is_compiling():  # becomes an operation of the graph
+        dist.all_reduce(x, op=op, group=axis.group)
+        return x
     if x.dtype in DTYPES and op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX) and (memory := _shared_memory(axis, x)):
         dense = x.contiguous()
         with waiting(axis, "a sum"):
@@ -125,7 +128,7 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceO
 
 def _shared_memory(axis: Axis, x: Tensor) -> SharedMemory | None:
     """What the ranks of the axis exchange ``x`` through if they can share memory; made when first asked for."""
-    if not x.is_cpu or torch.compiler.is_compiling():
+    if not x.is_cpu:
         return None
     if "memory" not in vars(axis):
         vars(axis)["memory"] = _share_memory(axis)
@@ -155,9 +158,7 @@ def copy_to(axis: Axis, x: Tensor) -> Tensor:
     """
     if axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    if torch.compiler.is_compiling():
-        return _CopyTo.apply(x, axis)
-    if x.is_leaf:
+    if torch.compiler.is_compiling() or x.is_leaf:
         return _CopyTo.apply(x, axis)
     remembered: tuple[Tensor, Axis, int] | None = getattr(x, "_oslo_copy", None)
     if remembered is not None and remembered[1] is axis and remembered[2] == x._version:
@@ -196,6 +197,11 @@ def _all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor
     if sizes[axis.rank] < largest:
         padding = x.new_zeros(*x.shape[:dim], largest - sizes[axis.rank], *x.shape[dim + 1 :])
         x = torch.cat((x, padding), dim)
+    if torch.compiler.is_compiling():
+        gathered = x.new_empty((len(sizes) * len(x), *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=axis.group)
+        split = zip(gathered.chunk(len(sizes)), sizes, strict=True)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in split], dim)
     memory = _shared_memory(axis, x)
     with waiting(axis, "a concatenation"):
         if memory:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as driver  # noqa: E402
 from benchmarks import table  # noqa: E402
-from benchmarks.cases import CASES, OUR_DATA, OUR_STAGES, OURS, OWN, TORCH_STAGES  # noqa: E402
+from benchmarks.cases import CASES, OUR_DATA, OUR_STAGES, OURS, OURS_FUSED, OWN, TORCH_STAGES  # noqa: E402
 from benchmarks.launch import MeasurementError  # noqa: E402
 from benchmarks.measure import Result  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
@@ -62,7 +62,7 @@ def test_peers_that_disagree_fail_a_case(tmp_path: Path, monkeypatch: pytest.Mon
     )
     wrong = False
     measured = driver._measure(case, tmp_path, 2, True)
-    assert {name: len(found) for name, found in measured.items()} == {"transformers": 2, OURS: 2}
+    assert {name: len(found) for name, found in measured.items()} == {"transformers": 2, OURS: 2, OURS_FUSED: 2}
     wrong = True
     with pytest.raises(MeasurementError, match=f"{OURS} computed 7, transformers 6"):
         driver._measure(case, tmp_path, 2, True)

@@ -90,12 +90,17 @@ def test_the_wheel_holds_two_packages_and_nothing_else(wheel: Path) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "oslo_models").rglob("*.py")}
     assert modules <= set(names), "a folder of oslo_models has no __init__.py"
     assert {"oslo_kernels/__init__.py", "oslo_kernels/csrc/probe.cu"} <= set(names)
+    compiled = [name for name in names if name.startswith("oslo_kernels/csrc/ngrams-cuda-") and name.endswith(".so")]
+    assert len(compiled) == (shutil.which("nvcc") is not None) == ("any" not in wheel.name)
 
 
 def test_the_wheel_works(wheel: Path, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "environment")
     pip("install", "--no-deps", "--no-index", wheel, python=python)
     check_install(python, tmp_path / "environment")
+    if shutil.which("nvcc") is not None:
+        alone = "import shutil; shutil.which = None; from oslo_kernels.build import load; load('ngrams.cpp', cuda=True)"
+        run(python, "-c", alone)
 
 
 def test_the_editable_install_works(source: Path, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Compiles a source of ``csrc/`` for CPU or GPU on first use and loads it; it is kept in the user's cache folder."""
+"""Compiles a source of ``csrc/`` for CPU or GPU on first use and loads it; it is kept in the user's cache folder.
+
+For GPUs it may have been compiled when the package was installed. This file needs Python's own library only.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,8 @@ def load(source: str, cuda: bool = False) -> ctypes.CDLL:
         BuildError: it could not be compiled.
     """
     path = SOURCES / source
+    if cuda and (installed := SOURCES / _installed_name(path)).exists():
+        return ctypes.CDLL(str(installed))
     names = ("nvcc",) if cuda else (os.environ.get("CXX") or "", "c++", "g++", "clang++")
     compiler = next((found for name in names if (found := shutil.which(name))), None)
     if compiler is None:
@@ -50,6 +55,24 @@ def load(source: str, cuda: bool = False) -> ctypes.CDLL:
     if not library.exists():
         _compile([compiler, *(_CUDA_FLAGS if cuda else _FLAGS)], path, library)
     return ctypes.CDLL(str(library))
+
+
+def install_cuda(source: str, folder: Path) -> None:
+    """Compile ``csrc/<source>`` for GPUs into ``folder``, where `load` looks first if that is its own.
+
+    Raises:
+        BuildError: there is no ``nvcc``, or it failed.
+    """
+    compiler, path = shutil.which("nvcc"), SOURCES / source
+    if compiler is None:
+        raise BuildError(f"{source} needs nvcc, and none was found")
+    _compile([compiler, *_CUDA_FLAGS], path, folder / _installed_name(path))
+
+
+def _installed_name(path: Path) -> str:
+    """Of what is compiled for GPUs: the same whichever machine compiles, another when source or flags change."""
+    key = hashlib.sha256("\0".join((path.read_text(), platform.machine(), *_CUDA_FLAGS)).encode()).hexdigest()[:16]
+    return f"{path.stem}-cuda-{key}.so"
 
 
 def _compile(command: list[str], source: Path, library: Path) -> None:

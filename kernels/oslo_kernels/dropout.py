@@ -10,9 +10,18 @@ from torch import Tensor
 from oslo_kernels.language import jit, launch, power_of_two, rows_of, tl, wide
 
 
-def new_seed() -> int:
-    """A seed from torch's CPU generator: equal where that is equal, and repeated when it is set back."""
-    return int(torch.randint(1 << 62, ()))
+def new_seed(device: torch.device) -> int:
+    """A seed from torch's default generator of a device: equal where that is equal, and repeated when it is set back.
+
+    On GPUs it is made of what the generator would draw from, without waiting for the device.
+    """
+    if device.type != "cuda":
+        return int(torch.randint(1 << 62, ()))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)
+    return (generator.initial_seed() ^ (offset * 0x9E3779B97F4A7C15)) & ((1 << 62) - 1)
 
 
 def keep_mask(x: Tensor, p: float, seed: int) -> Tensor:

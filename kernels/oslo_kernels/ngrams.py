@@ -1,6 +1,7 @@
 """Bans tokens that would repeat an n-gram: sets their scores to minus infinity, in place.
 
-Compiled for CPU and GPU from one source where there is a compiler; in Triton or plain torch elsewhere.
+Compiled for CPU and GPU from one source: for GPUs when the package was installed, if ``nvcc`` was there; else on first
+use, where there is a compiler. Elsewhere in Triton, or plain torch.
 """
 
 from __future__ import annotations
@@ -82,7 +83,17 @@ def _compiled(device: str) -> Any:
         if error:
             raise RuntimeError(f"the n-gram kernel was not launched: CUDA error {error}")
 
-    return run
+    return run if device == "cpu" or _launches(run) else None
+
+
+def _launches(run: Any) -> bool:
+    """Whether driver and GPU take what was compiled, maybe on another machine; if not, Triton compiles for them."""
+    one = torch.zeros((1, 1), dtype=torch.long, device="cuda")
+    try:
+        run(one.float(), one, 1, one)
+    except RuntimeError:
+        return False
+    return True
 
 
 @jit

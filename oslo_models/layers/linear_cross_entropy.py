@@ -36,7 +36,8 @@ def linear_cross_entropy(
         target_N: indices into the whole vocabulary, the same on every rank.
 
     Raises:
-        IndexError: a target is neither in the vocabulary nor ``ignore_index`` (on CUDA: a device-side assertion).
+        IndexError: a target is neither in the vocabulary nor ``ignore_index``. On CUDA it is a device-side assertion,
+            as with torch's cross entropy, which the next call that waits for the device reports.
     """
     return _LinearCrossEntropy.apply(hidden_NH, weight_vH, bias_v, target_N, words)
 
@@ -47,9 +48,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None, target_N: Tensor, words: Words
     ) -> Tensor:
         rows = None
-        if not target_N.is_cuda:
-            if ((target_N != words.ignore_index) & ((target_N < 0) | (target_N >= words.size))).any():
-                raise IndexError(f"a target is neither in [0, {words.size}) nor ignore_index={words.ignore_index}")
+        known = ((target_N == words.ignore_index) | ((target_N >= 0) & (target_N < words.size))).all()
+        wrong = f"a target is neither in [0, {words.size}) nor ignore_index={words.ignore_index}"
+        if target_N.is_cuda:
+            torch._assert_async(known, wrong)  # without waiting for the device
+        else:
+            if not known:
+                raise IndexError(wrong)
             rows = (target_N != words.ignore_index).nonzero().squeeze(-1)  # the others cost nothing
             target_N = target_N[rows]
         with torch.autocast(hidden_NH.device.type, enabled=False):

@@ -38,8 +38,10 @@ class VocabParallelHead(nn.Linear):
     layouts: dict[str, Layout]
 
     def forward(self, x: Tensor) -> Tensor:
-        local = F.linear(copy_to(self.tp, x), self.weight, self.bias)
-        return VocabParallelLogits.wrap(local, self.tp, self.layouts["weight"])
+        local, words = F.linear(copy_to(self.tp, x), self.weight, self.bias), self.layouts["weight"]
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # decoding: all of them will be looked at
+            return gather_from(self.tp, local, -1, [stop - start for ((start, stop),) in words.ranges])
+        return VocabParallelLogits.wrap(local, self.tp, words)
 
 
 class LogitsInParts(Tensor):

@@ -488,6 +488,9 @@ def _resolving(forward: Any) -> Any:
                 self._compare(args, kwargs)
         if self.pipeline is not None:
             return self.pipeline(args, kwargs)
+        looked_at = kwargs.get("labels") is not None or kwargs.get("output_attentions")
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled() and not looked_at:
+            return forward(self, *args, **kwargs)  # decoding: heads give whole logits, and nothing else is to be done
         deferring = self.defer_logits()
         if not self.is_tensor_parallelized() and not deferring:
             return forward(self, *args, **kwargs)

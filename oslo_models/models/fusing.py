@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,9 +10,12 @@ from transformers import PreTrainedModel
 
 from oslo_models import registry
 from oslo_models.collectives import gather_objects, require_equal
-from oslo_models.fusion import Fusion, FusionReport, choose_backend, sites
+from oslo_models.fusion import Fusion, FusionReport, Site, choose_backend
 from oslo_models.mesh import ParallelMesh
 from oslo_models.ngrams import fuse_processors
+
+_STEPWISE = ("greedy_search", "sample", "beam_search", "beam_sample")
+"""The ways to generate that decode one token a step, by the values of transformers' ``GenerationMode``."""
 
 
 class FusableModel(PreTrainedModel):
@@ -21,6 +25,7 @@ class FusableModel(PreTrainedModel):
     gather_logits: bool | None = None
     _fusion: Fusion | None = None
     _fuses_ngrams: bool = False
+    _decodes_in_graphs: bool = False
 
     def fuse(self, modules: list[type] | None = None, backend: str = "auto") -> Any:
         """Swap modules of this model, in place, for faster ones that compute the same but for rounding.
@@ -28,7 +33,9 @@ class FusableModel(PreTrainedModel):
         Only what gains on this device is swapped; `fusion_report` says what that was. Names and values of parameters
         stay, and `unfuse` brings everything back. In training with labels, ``output.logits`` is then ``None`` (as with
         tensor parallelism) unless ``gather_logits=True``: the loss is computed without them. Under ``torch.compile``
-        plain expressions run instead, which it fuses by itself. Every rank of the model calls it.
+        plain expressions run instead, which it fuses by itself. On GPUs ``generate`` then has a static cache and
+        decodes in CUDA graphs, which its first call compiles; ``cache_implementation="dynamic"`` does without. Every
+        rank of the model calls it.
 
         Args:
             modules: classes of layers, such as ``[GPT2MLP, GPT2Attention]``, in which to swap; ``None``: everywhere.
@@ -46,7 +53,7 @@ class FusableModel(PreTrainedModel):
         if self.mesh is not None:
             require_equal(self.mesh.model, {"modules": names, "backend": backend}, "arguments of fuse")
         chosen = choose_backend(backend, self.device)
-        found = list(self._fusion.sites if self._fusion is not None else sites(self, chosen))
+        found = list(self._fusion.sites if self._fusion is not None else self._sites(chosen))
         known = {cls for site in found for cls in site.classes} | set(type(self).__mro__)
         offered = self._layer_names({cls.__name__ for site in found for cls in site.classes})
         if unknown := [cls.__name__ for cls in modules or () if cls not in known and cls.__name__ not in offered]:
@@ -70,8 +77,13 @@ class FusableModel(PreTrainedModel):
         fusion = self._fusion
         if fusion is None:
             fusion = Fusion(choose_backend("auto", self.device))
-            fusion.apply(self, sites(self, fusion.backend), set())
+            fusion.apply(self, self._sites(fusion.backend), set())
         return fusion.report()
+
+    def _sites(self, backend: str) -> Iterator[Site]:
+        from oslo_models.sites import sites  # which imports several architectures of transformers
+
+        return sites(self, backend)
 
     def fused_adamw(self, **options: Any) -> torch.optim.AdamW:
         """``torch.optim.AdamW`` over this rank's parameters in torch's fused form: one pass instead of a dozen.
@@ -107,6 +119,28 @@ class FusableModel(PreTrainedModel):
         if wanted is None:
             wanted = getattr(self.config, "fused_no_repeat_ngram_blocking", False)
         self._fuses_ngrams = bool(wanted)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, length: int, *args: Any
+    ) -> Any:
+        """transformers' method; a static cache, whose decoding it compiles, where that gains and none is asked for."""
+        plain = generation_config.cache_implementation is None and model_kwargs.get("past_key_values") is None
+        plain = plain and generation_config.use_cache is not False and not generation_config.disable_compile
+        if self._decodes_in_graphs and plain and getattr(mode, "value", mode) in _STEPWISE:
+            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            if self._cache_is_small(rows, length):
+                generation_config.cache_implementation = "static"
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, length, *args)
+
+    def _cache_is_small(self, rows: int, length: int) -> bool:
+        """Whether reading a whole cache, as every step does of a static one, takes less than reading the weights."""
+        config = self.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads) // heads
+        whole = 2 * config.num_hidden_layers * rows * length * width
+        return whole <= sum(param.numel() for param in self.parameters()) * (
+            1 if self.mesh is None else self.mesh.tp.size
+        )
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)

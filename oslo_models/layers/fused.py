@@ -1,0 +1,322 @@
+"""Layers of transformers with kernels of `oslo_kernels` inside: put in front of the class of a layer by `fusion`.
+
+A layer steps aside, so that transformers' own code runs, under ``torch.compile`` and for what its kernel does not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import NewGELUActivation
+from transformers.pytorch_utils import Conv1D
+
+from oslo_kernels.dropout import bias_dropout_residual, new_seed
+from oslo_kernels.gelu import bias_gelu
+from oslo_kernels.norm import add_norm
+from oslo_kernels.rotary import rotary
+from oslo_kernels.softmax import masked_softmax
+from oslo_kernels.swiglu import swiglu
+from oslo_models.layers.linear import ColumnParallelConv1D, ColumnParallelLinear
+
+# Norms and activations ------------------------------------------------------------------------------------------------
+
+
+class TanhGELU(NewGELUActivation):
+    """``gelu_new`` as one operation instead of eight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.gelu(input, approximate="tanh")
+
+
+class FusedRMSNorm(nn.Module):
+    """The norm of Llama and of the many models that copy it, and of T5, in one pass; with a residual if there is one.
+
+    Given a residual, it returns the norm of the sum, and the sum.
+    """
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+        kinds = {x.dtype for x in (hidden_states, self.weight, residual) if x is not None}
+        if torch.compiler.is_compiling() or len(kinds) > 1:
+            if residual is None:
+                return super().forward(hidden_states)
+            summed = hidden_states + residual
+            return super().forward(summed), summed
+        normed, summed, _ = add_norm(hidden_states, residual, self.weight, None, self.variance_epsilon, False)
+        return normed if residual is None else (normed, summed)
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm``; given a residual, the norm of the sum and the sum, in one pass."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return super().forward(input)
+        alike = {input.dtype, residual.dtype, self.weight.dtype} == {input.dtype}
+        if torch.compiler.is_compiling() or not alike or torch.is_autocast_enabled(input.device.type):
+            summed = input + residual
+            return super().forward(summed), summed
+        normed, summed, _ = add_norm(input, residual, self.weight, self.bias, self.eps, True)
+        return normed, summed
+
+
+# MLPs -----------------------------------------------------------------------------------------------------------------
+
+
+class FusedSwiGLU(nn.Module):
+    """The MLP of Llama and of the many models that copy it: what is between its products in one pass."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().forward(x)
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class FusedGELUMLP(nn.Module):
+    """An MLP that is a linear layer, a GeLU and other layers: bias and GeLU in one pass, or in that of the product.
+
+    Attributes:
+        parts: the names of the linear layer, of the activation, and of what follows.
+        approximate: of the GeLU, as of ``F.gelu``.
+    """
+
+    parts: tuple[str, ...]
+    approximate: str
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        first, _, *rest = (getattr(self, name) for name in self.parts)
+        if torch.compiler.is_compiling() or not _is_plain(first):  # LoRA, FSDP or a hook may have changed it
+            return super().forward(hidden_states)
+        x = _gelu_of_linear(first, hidden_states, self.approximate)
+        for layer in rest:
+            x = layer(x)
+        return x
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    plain = type(layer) in (nn.Linear, Conv1D, ColumnParallelLinear, ColumnParallelConv1D)
+    return plain and not hooked and layer.bias is not None
+
+
+def _gelu_of_linear(layer: Any, x: Tensor, approximate: str) -> Tensor:
+    weight_io = layer.weight if isinstance(layer, Conv1D) else layer.weight.T
+    if isinstance(layer, (ColumnParallelLinear, ColumnParallelConv1D)):
+        x = layer.enter_region(x)
+    alike = x.dtype == layer.weight.dtype == layer.bias.dtype != torch.float64
+    if x.is_cuda and approximate == "tanh" and alike and not torch.is_grad_enabled():
+        # the epilogue of cuBLASLt's product, which knows the form by tanh only
+        out = torch._addmm_activation(layer.bias, x.reshape(-1, x.shape[-1]), weight_io, use_gelu=True)
+        return out.view(*x.shape[:-1], -1)
+    return bias_gelu(x @ weight_io, layer.bias, approximate)
+
+
+# Residuals ------------------------------------------------------------------------------------------------------------
+
+
+class FusedLlamaBlock(nn.Module):
+    """The block of Llama and of the models that copy it: the first residual is added in the pass of the second norm."""
+
+    input_layernorm: nn.Module
+    self_attn: nn.Module
+    post_attention_layernorm: nn.Module
+    mlp: nn.Module
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or args or not isinstance(self.post_attention_layernorm, FusedRMSNorm):
+            return super().forward(hidden_states, *args, **kwargs)
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        normed, summed = self.post_attention_layernorm(attended, hidden_states)
+        return summed + self.mlp(normed)
+
+
+class FusedGPT2Block(nn.Module):
+    """`FusedLlamaBlock` for GPT-2."""
+
+    ln_1: nn.Module
+    attn: nn.Module
+    ln_2: nn.Module
+    mlp: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        known = isinstance(self.ln_2, FusedLayerNorm) and encoder_hidden_states is None
+        if torch.compiler.is_compiling() or not known:
+            encoder = (encoder_hidden_states, encoder_attention_mask)
+            return super().forward(hidden_states, past_key_values, attention_mask, *encoder, **kwargs)
+        cached = {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        attended, _ = self.attn(self.ln_1(hidden_states), **cached, **kwargs)
+        normed, summed = self.ln_2(attended, hidden_states)
+        return summed + self.mlp(normed)
+
+
+class FusedGPTNeoBlock(nn.Module):
+    """`FusedLlamaBlock` for GPT-Neo."""
+
+    ln_1: nn.Module
+    attn: nn.Module
+    ln_2: nn.Module
+    mlp: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        layer_past: Any = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        named = {"layer_past": layer_past, "attention_mask": attention_mask, "use_cache": use_cache}
+        named["output_attentions"] = output_attentions
+        if torch.compiler.is_compiling() or not isinstance(self.ln_2, FusedLayerNorm):
+            return super().forward(hidden_states, **named, **kwargs)
+        attended, weights = self.attn(self.ln_1(hidden_states), **named)
+        normed, summed = self.ln_2(attended, hidden_states)
+        return summed + self.mlp(normed), weights
+
+
+class FusedBertOutput(nn.Module):
+    """What ends attention and MLP of BERT and of its copies: dropout, residual and norm in one or two passes."""
+
+    dense: nn.Module
+    dropout: nn.Dropout
+    LayerNorm: nn.Module
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not isinstance(self.LayerNorm, FusedLayerNorm):
+            return super().forward(hidden_states, input_tensor)
+        projected = self.dense(hidden_states)
+        if self.training and self.dropout.p:
+            return self.LayerNorm(dropout_add(projected, input_tensor, self.dropout.p, True))
+        return self.LayerNorm(projected, input_tensor)[0]
+
+
+class FusedT5FeedForward(nn.Module):
+    """T5's MLP with what is around it: dropout and residual in one pass."""
+
+    DenseReluDense: nn.Module
+    layer_norm: nn.Module
+    dropout: nn.Dropout
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        made = self.DenseReluDense(self.layer_norm(hidden_states))
+        return dropout_add(made, hidden_states, self.dropout.p, self.training)
+
+
+def dropout_add(x: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
+    """``residual + dropout(x)``, as BLOOM's and Falcon's function of this name."""
+    alike = x.dtype == residual.dtype and x.shape == residual.shape
+    if torch.compiler.is_compiling() or not training or not 0 < prob < 1 or not alike:
+        return residual + F.dropout(x, prob, training)
+    return bias_dropout_residual(x, None, residual, prob, new_seed(x.device))
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def fused_rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply_rotary_pos_emb`` of Llama, each of query and key in one pass."""
+
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        tables = unsqueeze_dim == 1 and cos.dim() == 3 and not (cos.requires_grad or sin.requires_grad)
+        alike = all(x.dim() == 4 and x.shape[-1] == cos.shape[-1] and x.dtype == cos.dtype for x in (q, k))
+        if not tables or not alike:
+            return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return rotary(q, cos, sin), rotary(k, cos, sin)
+
+    return apply_rotary_pos_emb
+
+
+def fused_eager_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``eager_attention_forward`` of Llama, BERT, GPT-2, T5 or OPT: scale, mask, bias and softmax in one pass."""
+
+    def eager_attention_forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            bias = {} if position_bias is None else {"position_bias": position_bias}
+            given = {"scaling": scaling, "dropout": dropout, **bias, **kwargs}
+            return plain(module, query, key, value, attention_mask, **given)
+        if (groups := query.shape[1] // key.shape[1]) > 1:
+            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        added = [x for x in (position_bias, attention_mask) if x is not None]
+        mask = added[0] + added[1] if len(added) == 2 else added[0] if added else None
+        weights = masked_softmax(query @ key.transpose(-1, -2), mask, scaling).to(value.dtype)
+        weights = F.dropout(weights, dropout, module.training)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    return eager_attention_forward
+
+
+class FusedBloomAttention(nn.Module):
+    """BLOOM's attention: torch's, with the biases as its mask; with gradients, its weights in one pass.
+
+    Torch's makes the weights anew for the backward pass, which fails in rows that see nothing: beside the score that
+    hides all keys, the logarithm of their number is rounded away.
+    """
+
+    _reshape: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    query_key_value: nn.Module
+    dense: nn.Module
+    attention_dropout: nn.Dropout
+    num_heads: int
+    layer_idx: int
+    pretraining_tp: int
+    inv_norm_factor: float
+    hidden_dropout: float
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Tensor | None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if (self.pretraining_tp > 1 and self.slow_but_exact) or torch.compiler.is_compiling():
+            given = {"layer_past": layer_past, "use_cache": use_cache, "output_attentions": output_attentions}
+            return super().forward(hidden_states, residual, alibi, attention_mask, **given, **kwargs)
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        bias = alibi.view(len(query), self.num_heads, 1, -1)
+        bias = bias if attention_mask is None else bias + attention_mask
+        weights = None
+        if output_attentions or self.training or torch.is_grad_enabled():
+            scores = query @ key.transpose(-1, -2)
+            weights = self.attention_dropout(masked_softmax(scores, bias, self.inv_norm_factor))
+            attended = weights @ value
+        else:
+            attended = F.scaled_dot_product_attention(query, key, value, bias, scale=self.inv_norm_factor)
+        output = self.dense(attended.transpose(1, 2).flatten(2))
+        return dropout_add(output, residual, self.hidden_dropout, self.training), weights
