@@ -21,14 +21,12 @@ from benchmarks.measure import Result  # noqa: E402
 from benchmarks.peers import PEERS  # noqa: E402
 
 
-def test_two_cases_run() -> None:
-    chosen = ("gpt2-124m-generate-b1", "gpt2-124m-collectives")
-    command = [sys.executable, "-m", "benchmarks", "--smoke", *(f"--only={name}" for name in chosen)]
+def test_a_case_runs() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--smoke", "--only=gpt2-124m-collectives"]
     stamp = os.stat(table.RESULTS).st_mtime_ns if table.RESULTS.exists() else None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert any(row[:2] == [OURS, "generation"] and float(row[2]) > 0 for row in rows)
     assert [OURS, "all-reduces", "a", "block,", "backward", "2", "calls", "1", "x", "Megatron-LM"] in rows
     assert stamp == (os.stat(table.RESULTS).st_mtime_ns if table.RESULTS.exists() else None), (
         "a smoke run writes nothing"
