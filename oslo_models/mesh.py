@@ -77,6 +77,7 @@ class ParallelMesh:
         pp_back: the pp axis again with a group of its own, for what travels from later stages to earlier ones: on NCCL,
             two directions that share a group could wait for each other.
         device: where this rank computes.
+        destroyed: whether `destroy` was called.
         device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and the like; ``None`` without a
             process group.
     """
@@ -98,6 +99,7 @@ class ParallelMesh:
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         self.device = start_process_group(tp * pp)
         self._made: list[Axis] = []
+        self.destroyed = False
         self.world = world_axis(timeout)
         world_size = self.world.size
         if tp * pp > world_size:
@@ -138,6 +140,22 @@ class ParallelMesh:
                 return replace(axis, name="model")
         assert self.device_mesh is not None
         return self._new_axis("model", [self.device_mesh.mesh[:, dp, :].flatten() for dp in range(self.dp.size)])
+
+    @property
+    def pipelines(self) -> list[list[int]]:
+        """The global ranks of the stages of every pipeline."""
+        ranks = [[0]] if self.device_mesh is None else self.device_mesh.mesh.flatten(1).T.tolist()
+        return list(ranks)
+
+    def destroy(self) -> None:
+        """Destroy the groups that were made here, as every rank has to; a process group of the user's stays."""
+        self.device_mesh, self.destroyed = None, True
+        for axis in (*self._made, self.model):
+            group = axis.group
+            object.__setattr__(axis, "group", None)
+            if group is not None and axis is not self.model:
+                dist.destroy_process_group(group)
+        self._made.clear()
 
     def stages(self, stages: tuple[int, ...], name: str = "stages") -> Axis:
         """The part of the pp axis that consists of ``stages``. Every rank of the world has to call it.

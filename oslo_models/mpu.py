@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from oslo_models.collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.layout import even_ranges
-from oslo_models.mesh import ParallelMesh
+from oslo_models.mesh import Axis, ParallelMesh
 
 T = TypeVar("T")
 
@@ -34,13 +35,18 @@ class MPU:
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.mesh = mesh
+        self._ends: Axis | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> MPU:
         return self
 
     def model_parallel_is_initialized(self) -> bool:
         """Whether the groups exist (with one process and no process group there is nothing to make: true as well)."""
-        return self.mesh.device_mesh is None or dist.is_initialized()
+        return not self.mesh.destroyed and (self.mesh.device_mesh is None or dist.is_initialized())
+
+    def destroy_model_parallel(self) -> None:
+        """Destroy the groups that were made for this model; it computes nothing any more. Every rank has to call it."""
+        self.mesh.destroy()
 
     get_tensor_parallel_group = _asked(lambda mesh: mesh.tp.group)
     get_data_parallel_group = _asked(lambda mesh: mesh.dp.group)
@@ -65,6 +71,24 @@ class MPU:
     get_data_parallel_group_ranks = _asked(lambda mesh: list(mesh.dp.ranks))
     is_pipeline_first_stage = _asked(lambda mesh: mesh.pp.rank == 0)
     is_pipeline_last_stage = _asked(lambda mesh: mesh.pp.rank == mesh.pp.size - 1)
+
+    # Stages that neighbour, and those that share the embedding
+
+    def get_embedding_tied_group(self) -> dist.ProcessGroup | None:
+        """The group of the first and the last stage, ``None`` on other stages and without stages.
+
+        It is made when it is first asked for, so every rank of the world has to ask. The model has its own.
+        """
+        if self._ends is None and self.mesh.pp.size > 1:
+            self._ends = self.mesh.stages((0, self.mesh.pp.size - 1), "embedding")
+        return self._ends.group if self._ends is not None else None
+
+    get_embedding_global_ranks = _asked(lambda mesh: sorted({mesh.pp.ranks[0], mesh.pp.ranks[-1]}))
+    get_embedding_tied_world_size = _asked(lambda mesh: min(2, mesh.pp.size))
+    get_p2p_communication_global_ranks = _asked(lambda mesh: [list(pair) for pair in pairwise(mesh.pp.ranks)])
+    get_p2p_communication_world_size = _asked(lambda mesh: min(2, mesh.pp.size))
+    get_pipeline_model_parallel_global_ranks_per_group = _asked(lambda mesh: list(mesh.pp.ranks))
+    get_pipeline_parallel_global_ranks_across_all_groups = _asked(lambda mesh: mesh.pipelines)
 
     # The names of Megatron-core, by which DeepSpeed asks
 

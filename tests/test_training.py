@@ -164,6 +164,29 @@ def test_mpu(pool: Pool) -> None:
         }
 
 
+def stages_by_mpu() -> list[Any]:
+    cls: Any = registry.find("GPT2LMHeadModel")
+    mpu = cls.from_config_with_parallel(zoo.config("gpt2"), pipeline_parallel_size=2).mpu
+    found = [
+        mpu.get_pipeline_parallel_global_ranks_across_all_groups(),
+        mpu.get_pipeline_model_parallel_global_ranks_per_group(),
+        mpu.get_p2p_communication_global_ranks(),
+        mpu.get_embedding_global_ranks(),
+        dist.get_process_group_ranks(mpu.get_embedding_tied_group()),
+    ]
+    mpu.destroy_model_parallel()
+    assert mpu.get_pipeline_parallel_group() is mpu.get_model_parallel_group() is None
+    assert not mpu.model_parallel_is_initialized() and dist.is_initialized()
+    dist.barrier()
+    return found
+
+
+def test_mpu_of_stages(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(4, stages_by_mpu)):
+        mine = [rank % 2, rank % 2 + 2]
+        assert found == [[[0, 2], [1, 3]], mine, [mine], mine, mine]
+
+
 # Half precision -------------------------------------------------------------------------------------------------------
 
 
