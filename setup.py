@@ -86,6 +86,7 @@ setup(
         "data": ["pyarrow", "zstandard"],  # to read .parquet and .zst
         "deepspeed": ["deepspeed>=0.19,<0.20"],
         "demo": ["matplotlib"],
+        "ray": ["ray>=2.40"],  # deploy_backend="ray"
         "dev": [
             "datasets",
             "hypothesis",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data, fusing, measure
+from benchmarks import data, deploying, fusing, measure
 from benchmarks.measure import Result
 from benchmarks.peers import Peer
 
@@ -15,7 +15,8 @@ OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformer
 OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_models"
 OURS_FUSED = "oslo_models-tp2-fused"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
-OWN = (OURS_FUSED, OURS, OUR_STAGES, OURS_ALONE, OUR_DATA)
+DEPLOYED = "oslo_models-deploy"
+OWN = (OURS_FUSED, OURS, OUR_STAGES, OURS_ALONE, OUR_DATA, DEPLOYED)
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,27 @@ def _fused_cases() -> list[Case]:
     return cases
 
 
+def _deployed_cases() -> list[Case]:
+    return [
+        Case(
+            *("deploy-start", "Llama of 1.1 GB, from python to an answer", deploying.start, "llama-1gb"),
+            peers=(ALONE, DEPLOYED),
+            baseline=ALONE,
+        ),
+        Case(
+            *("deploy-call", "Call of a tiny GPT-2", deploying.call_overhead, "gpt2-124m", (DEPLOYED,)),
+            baseline="goal",
+            options={"timed": 500},
+            smoke={"timed": 20},
+        ),
+        Case(
+            *("deploy-memory", "Llama of 1.1 GB, the application", deploying.application_memory, "llama-1gb"),
+            peers=(DEPLOYED,),
+            baseline="checkpoint",
+        ),
+    ]
+
+
 CASES = {
     case.name: case
     for case in (
@@ -164,6 +186,7 @@ CASES = {
             baseline="shard + largest tensor",
         ),
         *_fused_cases(),
+        *_deployed_cases(),
         *(
             Case(
                 *(f"all-reduce-{name}", f"All-reduce of {label}, float32", measure.all_reduce, "", (OURS,)),

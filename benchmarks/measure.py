@@ -34,6 +34,8 @@ UNITS = {
     "n-gram blocking": "us",
     "forward and backward": "ms",
     "generation of a text": "ms",
+    "start": "s",
+    "call overhead": "ms",
 }
 
 

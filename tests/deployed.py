@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import os
-import time
+import signal
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import GPT2Config, LogitsProcessor, StoppingCriteria
 
-from oslo_models import GPT2LMHeadModel
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
 
-CONFIG = GPT2Config(
-    **{"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 101, "n_positions": 512},
-    **{"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0},
+from benchmarks.faulty import (  # noqa: E402
+    CONFIG,
+    LONG,
+    Collected,
+    ForkedExecutor,
+    Trouble,
+    application,
+    server_address,
+    start_forked_worker,
+    use_server,
 )
+from oslo_models import GPT2LMHeadModel  # noqa: E402
+from oslo_models.deploy import torchrun  # noqa: E402
+
+__all__ = ["CONFIG", "LONG", "Collected", "ForkedExecutor", "Trouble", "application", "server_address"]
 
 
 class Never(LogitsProcessor):
@@ -39,22 +54,6 @@ class After(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
-class Trouble(LogitsProcessor):
-    """On one rank: raises, sleeps, or ends the process."""
-
-    def __init__(self, what: str, rank: int) -> None:
-        self.what, self.rank = what, rank
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if dist.get_rank() == self.rank:
-            if self.what == "raise":
-                raise MemoryError("no room for the cache")
-            if self.what == "exit":
-                os._exit(3)
-            time.sleep(0.05)
-        return scores
-
-
 class FailsToLoad(GPT2LMHeadModel):
     """Raises on one rank."""
 
@@ -62,3 +61,33 @@ class FailsToLoad(GPT2LMHeadModel):
         super().__init__(config, *args, **kwargs)
         if kwargs.get("mesh") is not None and dist.get_rank() == 1:
             raise MemoryError("no room for the weights")
+
+
+def launched_script(address: str, checkpoint: Path, prompt: dict[str, torch.Tensor]) -> Any:
+    """A script that a launcher starts: everything after the constructor runs on rank 0 only."""
+    use_server(address)
+    torchrun.start_worker = start_forked_worker
+    reached = []
+    try:
+        model = GPT2LMHeadModel.from_pretrained_with_parallel(checkpoint, tensor_parallel_size=2, deploy=True)
+        with model:
+            reached.append(model.generate(**prompt, max_new_tokens=5, do_sample=False))
+            os.kill(model._engine.pids[1], signal.SIGKILL)
+            try:
+                model.generate(**prompt, **LONG)
+            except RuntimeError as error:
+                reached.append(str(error))
+            model.restart()
+            reached.append(model.generate(**prompt, max_new_tokens=5, do_sample=False))
+            other = GPT2LMHeadModel.from_config_with_parallel(CONFIG, deploy=True)  # on one process
+            reached.append(other.generate(**prompt, max_new_tokens=2, min_new_tokens=2).shape[1])
+            try:
+                other.cpu()
+            except RuntimeError as error:
+                reached.append(str(error))
+            reached.append([*model._engine.pids, *other._engine.pids])
+            other.close()
+    except SystemExit as end:
+        return end.code
+    torchrun._made.cache_clear()  # as the end of the program would
+    return reached

@@ -2,64 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deployed
 import pytest
 import torch
 import transformers
+from deployed import ROOT, Collected
+from pool import Pool
 from torch import Tensor
 from transformers import TextIteratorStreamer
 
+from benchmarks import faults
+from benchmarks.faults import gone
 from oslo_models import GPT2LMHeadModel
-from oslo_models.deploy import EngineError
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    transformers.GPT2LMHeadModel(deployed.CONFIG).save_pretrained(folder)
-    return folder
+from oslo_models.deploy import EngineError, engine, messages, serving
+from oslo_models.deploy.worker import _Log
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoint: Path) -> Any:
-    return transformers.GPT2LMHeadModel.from_pretrained(checkpoint)
+def stand(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[faults.Stand]:
+    pool.start(1)  # and with it the server that workers are forked from
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "GRACE", 0.5)  # seconds that every fault of one rank takes
+        patch.setattr(serving, "ProcessExecutor", deployed.ForkedExecutor)
+        made = faults.Stand(tmp_path_factory.mktemp("stand"))
+        yield made
+        made.close()
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> Iterator[Any]:
-    made = GPT2LMHeadModel.from_pretrained_with_parallel(checkpoint, tensor_parallel_size=2, deploy=True)
-    yield made
-    made.close()
+@pytest.fixture
+def checkpoint(stand: faults.Stand) -> Path:
+    return stand.checkpoint
+
+
+@pytest.fixture
+def whole(stand: faults.Stand) -> Any:
+    return stand.whole
+
+
+@pytest.fixture
+def model(stand: faults.Stand) -> Any:
+    stand.answers()
+    return stand.model
 
 
 def prompt(seed: int, rows: int = 2, length: int = 7) -> dict[str, Tensor]:
     ids = torch.randint(3, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def gone(pids: list[int]) -> bool:
-    """Whether all of these processes have ended, or do within two seconds."""
-    for _ in range(100):
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 # What it answers ------------------------------------------------------------------------------------------------------
@@ -120,20 +125,6 @@ def test_many_threads(model: Any, whole: Any, seed: int) -> None:
     assert sum(sent) == 48 and max(sent) <= 8 and len(sent) < 40
 
 
-class Collected:
-    def __init__(self, limit: float = float("inf")) -> None:
-        self.tokens: list[int] = []
-        self.limit, self.ended = limit, False
-
-    def put(self, value: Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-        if len(self.tokens) > self.limit:
-            raise BrokenPipeError("the reader has left")
-
-    def end(self) -> None:
-        self.ended = True
-
-
 def test_streaming(model: Any, seed: int) -> None:
     streamer = Collected()
     out = model.generate(**prompt(seed, 1), max_new_tokens=15, do_sample=False, streamer=streamer)
@@ -171,37 +162,6 @@ def test_timeout(model: Any, seed: int) -> None:
     assert model.generate(**prompt(seed), max_new_tokens=2, min_new_tokens=2, timeout=30).shape[1] == 9
 
 
-BAD: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
-    "a number out of range": (lambda m: m.generate(**prompt(0), max_new_tokens=-3), ValueError, "max_new_tokens"),
-    "an unknown setting": (lambda m: m.generate(**prompt(0), max_new_tokns=3), ValueError, "max_new_tokns"),
-    "a token that there is not": (lambda m: m(input_ids=torch.tensor([[500]])), IndexError, "index"),
-    "two inputs": (lambda m: m(**prompt(0), inputs_embeds=torch.zeros(2, 7, 48)), ValueError, "input_ids"),
-    "a lambda": (lambda m: m.generate(**prompt(0), stopping_criteria=[lambda *_: 1]), ValueError, "importable by name"),
-    "shapes that differ": (
-        lambda m: m(input_ids=torch.ones(2, 3, dtype=torch.long), labels=torch.ones(3, 3, dtype=torch.long)),
-        (ValueError, RuntimeError),  # type: ignore[dict-item]
-        "batch",
-    ),
-    "too long": (lambda m: m(input_ids=torch.ones(1, 600, dtype=torch.long)), (IndexError, RuntimeError), "index|size"),  # type: ignore[dict-item]
-    "beams and a streamer": (
-        lambda m: m.generate(**prompt(0), num_beams=2, streamer=Collected()),
-        ValueError,
-        "streamer",
-    ),
-    "training": (lambda m: m.train(), RuntimeError, "cannot be trained"),
-    "text": (lambda m: m.generate("text"), (ValueError, AttributeError, TypeError), "str"),  # type: ignore[dict-item]
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_bad_input_is_the_callers_problem(model: Any, what: str, seed: int) -> None:
-    """It raises here what it raised there, and the next call is answered."""
-    bad, kind, text = BAD[what]
-    with pytest.raises(kind, match=text):
-        bad(model)
-    assert model.generate(**prompt(seed), max_new_tokens=2, min_new_tokens=2).shape[1] == 9
-
-
 def test_saving(model: Any, whole: Any, tmp_path: Path) -> None:
     model.save_pretrained_with_parallel(tmp_path, save_with_merging=True)
     saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()
@@ -228,52 +188,88 @@ def test_a_fork(model: Any, seed: int) -> None:
 # What fails -----------------------------------------------------------------------------------------------------------
 
 
-def test_workers_that_fail(checkpoint: Path, seed: int) -> None:
-    """One after the other on one model that is restarted: killed, stopped, gone, and one that raises alone."""
-    model = GPT2LMHeadModel.from_pretrained_with_parallel(
-        checkpoint, tensor_parallel_size=2, pipeline_parallel_size=1, deployment=True
-    )
-    long = {"max_new_tokens": 400, "min_new_tokens": 400, "logits_processor": [deployed.Trouble("sleep", 0)]}
-    pids = model._engine.pids
-    threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL)).start()
-    began = time.monotonic()
-    with pytest.raises(EngineError, match=rf"rank 1 \(pid {pids[1]}\) was killed by SIGKILL"):
-        model.generate(**prompt(seed), **long)
-    assert time.monotonic() - began < 5.5 and gone(pids)
-    with pytest.raises(EngineError, match=r"SIGKILL; model.restart\(\) starts it again"):
-        model.generate(**prompt(seed))
-    assert not model.health()["healthy"]
+@pytest.mark.parametrize("fault", [name for name in faults.FAULTS if name != "disk full of logs"])
+def test_a_fault(stand: faults.Stand, fault: str, seed: int) -> None:
+    """Once; ``python -m benchmarks.faults`` tries each many times, with workers started as they are in use."""
+    stand.rng.seed(seed)
+    seconds, all_gone = faults.strike(stand, faults.FAULTS[fault])
+    assert all_gone and seconds < 5
 
-    model.restart()
-    pids = model._engine.pids
-    assert model.health()["healthy"]
+
+def test_a_worker_that_is_stopped(stand: faults.Stand, seed: int) -> None:
+    """Nobody waits for it for longer than he says, however much it was sent; ending it works."""
+    stand.answers()
+    model, pids = stand.model, stand.pids
     os.kill(pids[0], signal.SIGSTOP)
-    assert model.health(0.3)["reason"] == "ranks [0] did not answer within 0.3 s"
-    with pytest.raises(TimeoutError):
-        model.generate(**prompt(seed), timeout=0.5)
-    os.kill(pids[0], signal.SIGCONT)
-    with pytest.raises(MemoryError, match="no room for the cache") as caught:
-        model.generate(**prompt(seed), logits_processor=[deployed.Trouble("raise", 1)], max_new_tokens=3)
-    assert "raised by rank 1" in str(caught.value.__cause__)
+    assert model.health(0.2)["reason"] == "ranks [0] did not answer within 0.2 s"
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            model(inputs_embeds=torch.zeros(16, 400, 48), timeout=0.2)  # more than fits into a socket
+    assert model.health(0.2)["reason"] == "ranks [0] did not answer within 0.2 s"
     model.close()
     assert gone(pids)
-    with pytest.raises(EngineError, match=r"ranks \[0\] did not end the same call; model.restart\(\) starts it again"):
+    with pytest.raises(EngineError, match=r"it was closed; model.restart\(\) starts it again"):
         model.generate(**prompt(seed))
+    assert model.health() == {"healthy": False, "reason": "it was closed", "ranks": []}
+    model.restart()
+    assert model.health()["healthy"]
 
 
-def test_loading_that_fails() -> None:
-    before = workers()
-    with pytest.raises(MemoryError, match="no room for the weights") as caught:
+def test_loading_that_fails(pool: Pool, stand: faults.Stand) -> None:
+    made: list[Any] = []
+
+    class Kept(deployed.ForkedExecutor):
+        def __init__(self, count: int) -> None:
+            super().__init__(count)
+            made.extend(self.pids)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError, match="no room for the weights") as caught:
+        patch.setattr(serving, "ProcessExecutor", Kept)
         deployed.FailsToLoad.from_config_with_parallel(deployed.CONFIG, tensor_parallel_size=2, deploy=True)
-    assert "raised by rank 1" in str(caught.value.__cause__)
-    assert workers() <= before
+    assert f"raised by rank 1 (pid {made[1]})" in str(caught.value.__cause__)
+    assert gone(made)
 
 
-def workers() -> set[str]:
-    """The workers of this process."""
-    done = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,args="], capture_output=True, text=True)
-    return {line for line in done.stdout.splitlines() if "deploy.worker" in line}
+def test_what_cannot_be_read_or_written() -> None:
+    """A message that cannot be read is a failure of its call; an error that cannot be sent becomes its ancestor."""
+    data = messages.encode(messages.Reply(7), 7)
+    failure = messages.decode(data[:8] + b"no pickle")
+    assert (failure.number, type(failure.error)) == (7, messages.pickle.UnpicklingError)
 
+    class Odd(UnicodeDecodeError):
+        pass
+
+    odd = messages.portable(Odd("utf-8", b"x", 0, 1, "here"))
+    assert isinstance(odd, ValueError) and "here" in str(odd)
+    with open("/dev/full", "wb", buffering=0) as full:
+        log = _Log(full, "utf-8", line_buffering=True)
+        assert log.write("x\n" * 9000) == 18000
+        log.flush()
+        log.detach()
+
+
+def test_one_bad_call_of_a_batch(model: Any, whole: Any, seed: int) -> None:
+    """Calls that are computed together do not suffer from each other."""
+    bad = {"input_ids": torch.tensor([[5, 500]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
+    prompts = [prompt(seed, 1), bad, prompt(seed + 1, 1)]
+
+    def generate(batch: dict[str, Tensor]) -> Any:
+        try:
+            return model.generate(**batch, max_new_tokens=5, do_sample=False)
+        except IndexError as error:
+            return error
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as threads:
+        patch.setattr(model._batcher, "wait", 5.0)
+        patch.setattr(model._batcher, "size", 3)
+        patch.setattr(model._batcher, "_crowded", True)
+        found = list(threads.map(generate, prompts))
+    assert isinstance(found[1], IndexError)
+    for i in (0, 2):
+        assert torch.equal(found[i], whole.generate(**prompts[i], max_new_tokens=5, do_sample=False))
+
+
+# How it is started ----------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, torch
@@ -282,49 +278,100 @@ print("began", flush=True)
 model = GPT2LMHeadModel.from_pretrained_with_parallel({checkpoint!r}, tensor_parallel_size=2, deploy=True)
 print(*model._engine.pids, flush=True)
 print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3).shape[1], flush=True)
-{rest}
 """
 
 
-@pytest.mark.parametrize("how", ["ends", "killed"])
-def test_a_script_without_guard(checkpoint: Path, how: str) -> None:
-    """From standard input even: it runs once, and when it ends in whatever way, so do its workers."""
-    rest = "" if how == "ends" else "import time; time.sleep(60)"
+def test_a_script_without_guard(checkpoint: Path) -> None:
+    """From standard input even, and with a full disk for its log: it runs once, and its workers end with it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    script = subprocess.Popen(
-        [sys.executable, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert script.stdin is not None and script.stdout is not None
-    script.stdin.write(SCRIPT.format(checkpoint=str(checkpoint), rest=rest))
-    script.stdin.close()
-    lines = [script.stdout.readline().strip() for _ in range(3)]
-    pids = [int(pid) for pid in lines[1].split()]
-    assert lines[0] == "began" and lines[2] == "6" and len(pids) == 2
-    if how == "killed":
-        script.kill()
-    assert script.wait(20) == (0 if how == "ends" else -signal.SIGKILL)
-    assert gone(pids)
-    script.stdout.close()
+    with open("/dev/full", "w") as full:
+        script = subprocess.run(
+            [sys.executable, "-"],
+            input=SCRIPT.format(checkpoint=str(checkpoint)),
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            env=environment,
+            timeout=120,
+        )
+    began, pids, length = script.stdout.splitlines()
+    assert (began, length, script.returncode) == ("began", "6", 0)
+    assert len(pids.split()) == 2 and gone([int(pid) for pid in pids.split()])
 
 
-def test_nobody_holds_it(checkpoint: Path) -> None:
-    """A model that is dropped takes its workers along; one that is moved becomes the whole model."""
-    model = GPT2LMHeadModel.from_config_with_parallel(deployed.CONFIG, deploy=True, verbose="simple")
-    pids = model._engine.pids
-    plain = model.cpu()
+CELLS = """
+from oslo_models import GPT2LMHeadModel
+model = GPT2LMHeadModel.from_config_with_parallel(config, deploy=True, verbose="simple")
+
+model.generate(batch["input_ids"], max_new_tokens=3, min_new_tokens=3)
+"""
+
+
+def test_a_notebook(stand: faults.Stand, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells that are run inside of an event loop; and a model that is dropped there takes its workers along."""
+    names: dict[str, Any] = {"__name__": "__main__", "config": deployed.CONFIG, "batch": prompt(seed)}
+
+    async def run() -> None:
+        for number, cell in enumerate(CELLS.split("\n\n")):
+            exec(compile(cell, f"<cell {number}>", "exec"), names)
+
+    asyncio.run(run())
+    assert capsys.readouterr().out.startswith("cpu:0: ")
+    pids = names["model"]._engine.pids
+    plain = names["model"].cpu()
     assert gone(pids) and type(plain) is GPT2LMHeadModel and plain.lm_head.weight.shape == (101, 48)
-    model.restart()
-    pids = model._engine.pids
-    del model
+    with pytest.raises(RuntimeError, match="device"):
+        names["model"].to("nowhere")
+    names["model"].restart()
+    pids = names["model"]._engine.pids
+    names.clear()
     gc.collect()
     assert gone(pids)
+
+
+def test_stages(stand: faults.Stand, whole: Any, seed: int, tmp_path: Path) -> None:
+    """Two stages, fused: answers, bad input and a new start are as with one."""
+    stand.model.save_pretrained_with_parallel(tmp_path)  # split files of another shape
+    sizes = {"pipeline_parallel_size": 2, "deploy": True}
+    batch = prompt(seed)
+    with GPT2LMHeadModel.from_pretrained_with_parallel(tmp_path, **sizes).fuse() as model:
+        expected = whole.generate(**batch, max_new_tokens=8, do_sample=False)
+        logits = whole(**batch).logits.detach()
+        for _ in range(2):
+            assert "yes" in str(model.fusion_report())
+            assert torch.equal(model.generate(**batch, max_new_tokens=8, do_sample=False), expected)
+            torch.testing.assert_close(model(**batch).logits, logits, rtol=1e-4, atol=1e-4)
+            bad = torch.tensor([[5, 500]])
+            for call in (model, lambda ids: model.generate(ids, max_new_tokens=2)):
+                with pytest.raises(IndexError):
+                    call(bad)
+            with pytest.raises(ValueError, match="GPT2MLP"):
+                model.fuse([torch.nn.Linear])
+            with pytest.raises(IndexError):  # a stage by itself, after 500 tokens
+                model.generate(**prompt(seed, 1, 510), max_new_tokens=9, min_new_tokens=9)
+            assert model.health()["healthy"]
+            model.restart()
+
+
+def test_under_a_launcher(pool: Pool, checkpoint: Path, whole: Any, seed: int) -> None:
+    """Rank 0 is the application, the other process serves until that has ended."""
+    batch = prompt(seed)
+    (first, error, second, length, refusal, pids), code = pool.run(
+        2, deployed.launched_script, deployed.server_address(), checkpoint, batch, env=True
+    )
+    expected = whole.generate(**batch, max_new_tokens=5, do_sample=False)
+    assert torch.equal(first, expected) and torch.equal(second, expected) and length == 9
+    assert "rank 1 (pid " in error and "was killed by SIGKILL" in error
+    assert "one of several processes" in refusal
+    assert code == 0 and gone(pids)
 
 
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
         ({"deploy": True, "deployment": False}, "deploy=True and deployment=False are the same argument"),
-        ({"deploy_backend": "smoke signals"}, "deploy_backend='smoke signals'"),
+        ({"deploy_backend": "smoke signals"}, "deploy_backend='smoke signals' is none of 'auto', 'process', 'ray'"),
+        ({"deploy_backend": "torchrun"}, "`torchrun --nproc-per-node=1 app.py`"),
         ({"max_batch_size": 0}, "max_batch_size must be an integer of at least 1, got 0"),
         ({"batch_wait_ms": -1}, "batch_wait_ms must be a number of at least 0, got -1"),
         ({"verbose": "very"}, "verbose must be None, 'simple' or 'detail', got 'very'"),
@@ -332,15 +379,84 @@ def test_nobody_holds_it(checkpoint: Path) -> None:
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer of at least 1, got 0"),
     ],
 )
-def test_arguments_are_checked_before_anything_starts(kwargs: dict[str, Any], text: str) -> None:
-    before = workers()
-    with pytest.raises(ValueError, match=text):
+def test_arguments_are_checked_before_anything_starts(
+    kwargs: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "ProcessExecutor", None)
+    with pytest.raises(ValueError, match=re.escape(text)):
         GPT2LMHeadModel.from_config_with_parallel(deployed.CONFIG, **{"deploy": True, **kwargs})
-    assert workers() <= before
 
 
-def test_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "ranks", "text"),
+    [
+        ("process", 2, "would serve one model in each of the 2 processes"),
+        ("auto", 4, "is more than the 2 processes that the launcher started"),
+    ],
+)
+def test_backends_that_do_not_fit_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, backend: str, ranks: int, text: str
+) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ValueError, match="start the script with python, without torchrun"):
-        GPT2LMHeadModel.from_config_with_parallel(deployed.CONFIG, deploy=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sizes = {"tensor_parallel_size": ranks, "deploy_backend": backend}
+    with pytest.raises(ValueError, match=text):
+        GPT2LMHeadModel.from_config_with_parallel(deployed.CONFIG, deploy=True, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("devices", "ray", "launched", "backend"),
+    [
+        (0, False, False, "process"),
+        (2, False, False, "process"),
+        (1, True, False, "ray"),
+        (2, True, False, "process"),
+        (1, True, True, "torchrun"),
+    ],
+)
+def test_the_backend_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, devices: int, ray: bool, launched: bool, backend: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: ray, __spec__=object()))
+    if launched:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    assert serving.Serving().backend(2) == backend
+
+
+def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"more than the 1 GPUs.*`torchrun --nnodes=.*oslo-models\[ray\]"):
+        GPT2LMHeadModel.from_config_with_parallel(deployed.CONFIG, tensor_parallel_size=2, deploy=True)
+
+
+@pytest.mark.zoo
+def test_actors(stand: faults.Stand, whole: Any, seed: int) -> None:
+    """Two actors of Ray on this host; one of them is killed."""
+    ray = pytest.importorskip("ray")
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, _node_ip_address="127.0.0.1")
+        try:
+            sizes = {"tensor_parallel_size": 2, "deploy": True, "deploy_backend": "ray"}
+            model = GPT2LMHeadModel.from_pretrained_with_parallel(stand.checkpoint, **sizes)
+            batch, pids = prompt(seed), model._engine.pids
+            expected = whole.generate(**batch, max_new_tokens=8, do_sample=False)
+            assert torch.equal(model.generate(**batch, max_new_tokens=8, do_sample=False), expected)
+            streamer = Collected()
+            model.generate(**prompt(seed, 1), max_new_tokens=3, min_new_tokens=3, streamer=streamer)
+            assert len(streamer.tokens) == 10 and streamer.ended
+            with pytest.raises(ValueError, match="max_new_tokns"):
+                model.generate(**batch, max_new_tokns=3)
+            threading.Timer(0.3, os.kill, (pids[1], signal.SIGKILL)).start()
+            slow = {"logits_processor": [deployed.Trouble("sleep", 0)]}
+            with pytest.raises(EngineError, match=rf"rank 1 \(pid {pids[1]}, an actor of Ray\) died: The actor died"):
+                model.generate(**batch, **deployed.LONG, **slow)
+            assert gone(pids)
+            model.restart()
+            assert torch.equal(model.generate(**batch, max_new_tokens=8, do_sample=False), expected)
+            pids = model._engine.pids
+            model.close()
+            assert gone(pids)
+        finally:
+            ray.shutdown()

@@ -1,6 +1,20 @@
 """``deploy=True``: worker processes hold the model, and a plain Python script calls it as if it were here."""
 
-from oslo_models.deploy.engine import EngineError
-from oslo_models.deploy.model import Deployment, deploy
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oslo_models.deploy.engine import EngineError
+    from oslo_models.deploy.model import Deployment, deploy
 
 __all__ = ["Deployment", "EngineError", "deploy"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import when asked: a worker hears of the end of its application before it has imported torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "engine" if name == "EngineError" else "model"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

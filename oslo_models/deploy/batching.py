@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_models.deploy.engine import Engine
+from oslo_models.deploy.engine import Engine, EngineError
 
 
 @dataclass(eq=False)
@@ -33,8 +32,8 @@ class Batcher:
     """Joins calls of several threads.
 
     Only greedy decoding from token ids, with nothing but numbers as settings, is joined: there a row's tokens do not
-    depend on the other rows. The first call that comes when nobody computes leads: it waits for others, computes for
-    all, and hands the results out.
+    depend on the other rows. The first call that comes when nobody computes leads: it waits for others if there were
+    any lately, computes for all, and hands the results out. If that raises, each is computed by itself.
 
     Args:
         config: of the model.
@@ -49,6 +48,8 @@ class Batcher:
         self._lock = threading.Lock()
         self._computing = threading.Lock()
         self._enough = threading.Event()
+        self._inside = 0  # calls that wait or are computed
+        self._crowded = False  # whether there were several when the last batch was made
 
     def generate(self, kwargs: dict[str, Any], options: Mapping[str, Any], defaults: Any) -> Any:
         """One call; see `Deployment.generate`. ``defaults``: the model's generation config as it is now."""
@@ -56,12 +57,19 @@ class Batcher:
         if call is None:
             return self.engine.call("generate", (), kwargs, **options)
         with self._lock:
+            self._inside += 1
             self._waiting.append(call)
-            if sum(len(other.ids) for other in self._waiting) >= self.size:
+            if self._rows() >= self.size:
                 self._enough.set()
-        with self._computing:  # whoever gets in first computes for all that wait by then
-            if not call.done.is_set():
-                self._lead(call)
+        try:
+            with self._computing:  # whoever gets in first computes for all that wait by then
+                if not call.done.is_set():
+                    self._lead(call)
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if call in self._waiting:  # interrupted
+                    self._waiting.remove(call)
         if call.error is not None:
             raise call.error
         return call.result
@@ -85,11 +93,11 @@ class Batcher:
         return _Waiting(key, ids.cpu(), mask.cpu(), rest, settings, options["generation_config"])
 
     def _lead(self, call: _Waiting) -> None:
-        deadline = time.monotonic() + self.wait
-        if sum(len(other.ids) for other in self._waiting) < self.size:
-            self._enough.wait(max(0.0, deadline - time.monotonic()))
+        if self._rows() < self.size and (self._crowded or self._inside > 1):
+            self._enough.wait(self.wait)
         with self._lock:
             self._enough.clear()
+            self._crowded = self._inside > 1
             batch, rows = [call], len(call.ids)
             for other in self._waiting:
                 if other is not call and other.key == call.key and rows + len(other.ids) <= self.size:
@@ -98,12 +106,26 @@ class Batcher:
             for member in batch:
                 self._waiting.remove(member)
         try:
+            self._finish(batch)
+        finally:
+            with self._lock:  # when the leader was interrupted, the others find somebody else
+                self._waiting[:0] = [member for member in batch if member is not call and not member.done.is_set()]
+
+    def _finish(self, batch: list[_Waiting]) -> None:
+        try:
             self._compute(batch)
-        except BaseException as error:  # noqa: BLE001  every caller gets it
+        except Exception as error:  # noqa: BLE001  the callers get it
+            if len(batch) > 1 and not isinstance(error, EngineError):
+                for member in batch:
+                    self._finish([member])
+                return
             for member in batch:
                 member.error = error
         for member in batch:
             member.done.set()
+
+    def _rows(self) -> int:
+        return sum(len(call.ids) for call in self._waiting)
 
     def _compute(self, batch: list[_Waiting]) -> None:
         first = batch[0]

@@ -12,12 +12,15 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from oslo_models.deploy.executor import ProcessExecutor, encode
+from transformers.utils.logging import is_progress_bar_enabled, tqdm
+
+from oslo_models.deploy.executor import Executor, ProcessExecutor, StartExecutor
 from oslo_models.deploy.messages import (
     Cancel,
     Failure,
     Join,
     Listening,
+    Loading,
     Ping,
     Pong,
     Ready,
@@ -25,10 +28,13 @@ from oslo_models.deploy.messages import (
     Request,
     Setup,
     Streamed,
+    encode,
 )
 
-GRACE = 5.0
+GRACE = 3.0
 """Seconds that the other ranks get to answer when one has raised; they may wait for it in a collective for ever."""
+ROOT_CAUSE = 0.3
+"""Seconds to hear that a rank has died once another could not load: that one may only have missed it."""
 
 
 class EngineError(RuntimeError):
@@ -61,19 +67,21 @@ class Engine:
         devices: where each rank computes.
     """
 
-    def __init__(self, ranks: int, threads: int, make: bytes) -> None:
-        self.ranks, self._threads, self._make = ranks, threads, make
+    def __init__(self, ranks: int, threads: int, make: bytes, start_executor: StartExecutor = ProcessExecutor) -> None:
+        self.ranks, self._threads, self._make, self._start_executor = ranks, threads, make, start_executor
         self.devices: list[str] = []
-        self._lock = threading.Lock()
+        self._lock, self._starting = threading.Lock(), threading.RLock()
         self._calls: dict[int, _Call] = {}
         self._pongs: dict[int, tuple[float, Pong]] = {}
         self._number, self._pid = 0, os.getpid()
         self._broken: str | None = "it was not started"
-        self._executor: ProcessExecutor | None = None
+        self._executor: Executor | None = None  # once it can be called
+        self._loading: Executor | None = None
 
     @property
     def pids(self) -> list[int]:
-        return self._executor.pids if self._executor else []
+        executor = self._executor or self._loading
+        return executor.pids if executor else []
 
     # Life -------------------------------------------------------------------------------------------------------------
 
@@ -84,50 +92,75 @@ class Engine:
             EngineError: one died.
             Exception: what a worker raised while it loaded.
         """
-        executor = self._executor = ProcessExecutor(self.ranks)
-        try:
-            for rank in range(self.ranks):
-                executor.send(rank, Setup(rank, self.ranks, self._threads, list(sys.path), self._make))
-            devices: dict[int, str] = {}
-            failure: tuple[int, Failure] | None = None
-            deadline = float("inf")
+        with self._starting:
+            executor = self._loading = self._start_executor(self.ranks)
+            try:
+                self.devices = self._load(executor)
+                self._executor, self._broken = executor, None
+            except BaseException as error:
+                self._broken = f"it could not be loaded: {error!r}"
+                executor.kill()
+                raise
+            finally:
+                self._loading = None
+            threading.Thread(target=self._collect, args=(executor,), daemon=True, name="oslo-deploy").start()
+
+    def _load(self, executor: Executor) -> list[str]:
+        """Have the workers load their parts, and return where each of them computes."""
+        for rank in range(self.ranks):
+            setup = Setup(rank, self.ranks, self._threads, list(sys.path), self._make, executor.host)
+            executor.send(rank, setup)
+        devices: dict[int, str] = {}
+        failures: dict[int, Failure] = {}
+        deadline = float("inf")
+        with _Bars(self.ranks) as bars:
             while len(devices) < self.ranks and time.monotonic() < deadline:
-                for rank, message in executor.receive(min(1.0, max(0.0, deadline - time.monotonic()))):
+                for rank, message in self._heard(executor, min(1.0, max(0.0, deadline - time.monotonic()))):
                     if isinstance(message, Listening):
                         for other in range(1, self.ranks):
                             executor.send(other, Join(message.port))
+                    elif isinstance(message, Loading):
+                        bars.show(rank, message)
                     elif isinstance(message, Ready):
                         devices[rank] = message.device
                     elif isinstance(message, Failure):
-                        failure = failure or (rank, message)
-                        raise _raised(*failure, "while loading")
-                    elif message is None:
+                        failures.setdefault(rank, message)
+                        deadline = min(deadline, time.monotonic() + ROOT_CAUSE)
+                    elif message is None and rank not in failures:
                         raise EngineError(f"{executor.obituary(rank)} while the model was loaded")
-        except BaseException:
-            executor.kill()
-            raise
-        self.devices = [devices[rank] for rank in range(self.ranks)]
-        self._broken, self._calls = None, {}
-        threading.Thread(target=self._collect, args=(executor,), daemon=True, name="oslo-deploy").start()
+        if failures:
+            raise _raised(*next(iter(failures.items())), executor.pids, "while loading")
+        return [devices[rank] for rank in range(self.ranks)]
+
+    @staticmethod
+    def _heard(executor: Executor, timeout: float) -> list[tuple[int, Any]]:
+        try:
+            return list(executor.receive(timeout))
+        except (OSError, ValueError):
+            raise EngineError("the workers were ended while the model was loaded") from None
 
     def restart(self) -> None:
         """End the workers and start others. Raises what `start` does."""
-        self.close("it is being restarted")
-        self.start()
+        with self._starting:
+            self.close("it is being restarted")
+            self.start()
 
     def close(self, why: str = "it was closed") -> None:
         """End the workers. Calls that wait raise; so do later ones."""
         if self._pid != os.getpid():  # a forked child: they belong to its parent
             return
-        self._break(why)
+        if (loading := self._loading) is not None:
+            loading.kill()  # and who starts it hears that
+        if (executor := self._executor) is not None:
+            self._break(executor, why)
 
-    def _break(self, why: str) -> None:
+    def _break(self, executor: Executor, why: str) -> None:
         with self._lock:
-            executor, self._executor = self._executor, None
-            self._broken = self._broken or why
+            if self._executor is not executor:
+                return
+            self._executor, self._broken = None, why
             calls, self._calls = list(self._calls.values()), {}
-        if executor is not None:
-            executor.kill()  # before anybody hears of it: who looks for survivors then finds none
+        executor.kill()  # before anybody hears of it: who looks for survivors then finds none
         for call in calls:
             call.events.put(("raise", EngineError(f"the deployed model cannot answer: {self._broken}")))
 
@@ -238,28 +271,36 @@ class Engine:
 
     # Collecting -------------------------------------------------------------------------------------------------------
 
-    def _collect(self, executor: ProcessExecutor) -> None:
+    def _collect(self, executor: Executor) -> None:
         """Hear the workers, in a thread of its own, until they end."""
+        try:
+            self._hear(executor)
+        except Exception as error:  # noqa: BLE001  callers wait for this thread
+            self._break(executor, f"the workers cannot be heard: {error!r}")
+
+    def _hear(self, executor: Executor) -> None:
         while self._executor is executor:
             late = [call for call in list(self._calls.values()) if call.deadline < time.monotonic()]
             if late:
                 assert late[0].failure is not None
                 rank, failure = late[0].failure
                 missing = sorted(late[0].waiting)
-                late[0].events.put(("raise", _raised(rank, failure, "while the others went on")))
-                self._break(f"rank {rank} raised {failure.error!r} and ranks {missing} did not end the same call")
+                late[0].events.put(("raise", _raised(rank, failure, executor.pids, "while the others went on")))
+                self._break(
+                    executor, f"rank {rank} raised {failure.error!r} and ranks {missing} did not end the same call"
+                )
                 return
             try:
                 for rank, message in executor.receive(1.0 if not self._calls else 0.2):
                     if message is None:
                         if self._executor is executor:
-                            self._break(executor.obituary(rank))
+                            self._break(executor, executor.obituary(rank))
                         return
-                    self._take(rank, message)
+                    self._take(rank, message, executor.pids)
             except (OSError, ValueError):  # the connections were closed in another thread
                 return
 
-    def _take(self, rank: int, message: Any) -> None:
+    def _take(self, rank: int, message: Any, pids: list[int]) -> None:
         if isinstance(message, Pong):
             self._pongs[rank] = time.monotonic(), message
             return
@@ -271,23 +312,51 @@ class Engine:
             return
         call.waiting.discard(rank)
         if isinstance(message, Failure):
-            call.failure = call.failure or (rank, message)
+            if call.failure is None or call.failure[1].secondary > message.secondary:
+                call.failure = rank, message
             call.deadline = min(call.deadline, time.monotonic() + GRACE)
         elif isinstance(message, Reply):
             call.results[rank] = message.result
         if not call.waiting:
             del self._calls[call.number]
             if call.failure is not None:
-                call.events.put(("raise", _raised(*call.failure, "")))
+                call.events.put(("raise", _raised(*call.failure, pids)))
             else:
                 call.events.put(("return", [call.results[rank] for rank in range(self.ranks)]))
 
 
-def _raised(rank: int, failure: Failure, when: str) -> BaseException:
+def _raised(rank: int, failure: Failure, pids: list[int], when: str = "") -> BaseException:
     """The exception of a worker, as its caller gets it."""
     error = failure.error
-    note = f"raised by rank {rank} of the deployed model {when}".rstrip()
+    note = f"raised by rank {rank} (pid {pids[rank]}) of the deployed model {when}".rstrip()
     if isinstance(error, Exception):
         error.__cause__ = _RemoteTraceback(f"{note}:\n{failure.text}")
         return error
     return EngineError(f"{note}: {failure.text}")
+
+
+class _Bars:
+    """Progress bars of all ranks, where transformers would show one. A terminal that is gone is no reason to stop."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._bars = ranks, dict[int, Any]()
+        self._enabled = is_progress_bar_enabled()
+
+    def show(self, rank: int, message: Loading) -> None:
+        if not self._enabled:
+            return
+        try:
+            if rank not in self._bars:
+                desc = f"Loading weights of rank {rank}"
+                self._bars[rank] = tqdm(total=message.total, desc=desc, position=rank, leave=True)
+            self._bars[rank].update(message.done - self._bars[rank].n)
+        except (OSError, ValueError):
+            self._enabled = False
+
+    def __enter__(self) -> _Bars:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(OSError, ValueError):
+            for bar in self._bars.values():
+                bar.close()

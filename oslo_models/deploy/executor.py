@@ -1,87 +1,120 @@
-"""Starts worker processes on this host, and carries messages to and from them."""
+"""What starts workers and carries messages to and from them: the interface, and processes on this host."""
 
 from __future__ import annotations
 
 import os
-import pickle
+import queue
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
+
+from oslo_models.deploy.messages import decode, encode
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
+class Executor(Protocol):
+    """Workers, one for each rank. They live from its construction to `kill`, or until one of them ends by itself."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Their process ids, by rank."""
+
+    @property
+    def host(self) -> str:
+        """The address at which the others reach rank 0."""
+
+    def send(self, rank: int, message: object) -> None:
+        """Send to one worker, without waiting for it; one that has died is reported by `receive`."""
+
+    def broadcast(self, data: bytes) -> None:
+        """Send to all workers what `encode` has made."""
+
+    def receive(self, timeout: float) -> Iterator[tuple[int, Any]]:
+        """What workers have said, as ``(rank, message)``; a message of ``None`` says that the worker has died.
+
+        Args:
+            timeout: seconds to wait for the first.
+
+        Raises:
+            OSError: `kill` was called.
+        """
+
+    def obituary(self, rank: int) -> str:
+        """How a worker has ended."""
+
+    def kill(self) -> None:
+        """End all workers at once, stopped ones too, and wait for their end."""
+
+
+class Process(Protocol):
+    """As much of ``subprocess.Popen`` as `ProcessExecutor` needs."""
+
+    pid: int
+    returncode: int | Any
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> Any: ...
+
+
 class ProcessExecutor:
-    """One process for each rank, at the other end of a pair of sockets.
+    """Processes on this host, each at the other end of a pair of sockets.
 
     The workers need nothing of the application but that connection: its end, however it comes about, is theirs.
     """
 
+    host = "127.0.0.1"
+
     def __init__(self, count: int) -> None:
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.connections: list[Connection] = []
+        self.processes: list[Process] = []
+        self._lines: list[_Line] = []
         try:
             for rank in range(count):
-                self._start(rank)
+                process, conn = self._start(rank)
+                self.processes.append(process)
+                self._lines.append(_Line(conn))
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, rank: int) -> None:
+    def _start(self, rank: int) -> tuple[Process, Connection]:
         ours, theirs = socket.socketpair()
-        environment = {key: value for key, value in os.environ.items() if key not in _LAUNCHER}
-        environment |= {"LOCAL_RANK": str(rank), "TOKENIZERS_PARALLELISM": "false"}
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with ours, theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "oslo_models.deploy.worker", str(theirs.fileno())],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal is not for them
-            )
-            self.processes.append(process)
-            self.connections.append(Connection(os.dup(ours.fileno())))
+        with theirs:
+            process = start_worker(theirs, rank)
+        return process, Connection(ours.detach())
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
 
-    def send(self, rank: int, message: object, number: int = 0) -> None:
-        """Send to one worker; one that has died is reported by `receive`."""
-        with suppress(OSError):
-            self.connections[rank].send_bytes(encode(message, number))
+    def send(self, rank: int, message: object) -> None:
+        self._lines[rank].send(encode(message))
 
     def broadcast(self, data: bytes) -> None:
-        """Send to all workers what `encode` has made."""
-        for conn in self.connections:
-            with suppress(OSError):
-                conn.send_bytes(data)
+        for line in self._lines:
+            line.send(data)
 
-    def receive(self, timeout: float | None, silent: Sequence[int] = ()) -> Iterator[tuple[int, Any]]:
-        """What workers have said, as ``(rank, message)``; a message of ``None`` says that the worker has died.
-
-        Args:
-            timeout: seconds to wait for the first.
-            silent: ranks that are known to have died.
-        """
-        ranks = {conn: rank for rank, conn in enumerate(self.connections) if rank not in silent}
+    def receive(self, timeout: float) -> Iterator[tuple[int, Any]]:
+        ranks = {line.connection: rank for rank, line in enumerate(self._lines)}
+        if not ranks:
+            raise OSError("the connections are closed")
         for conn in connection.wait(list(ranks), timeout):
             assert isinstance(conn, Connection)
             try:
-                yield ranks[conn], pickle.loads(conn.recv_bytes())
+                message = decode(conn.recv_bytes())
             except (EOFError, OSError):
-                yield ranks[conn], None
+                message = None
+            yield ranks[conn], message
 
     def obituary(self, rank: int) -> str:
-        """How a worker has ended."""
         process = self.processes[rank]
         with suppress(subprocess.TimeoutExpired):
             process.wait(2.0)
@@ -92,20 +125,61 @@ class ProcessExecutor:
         return f"rank {rank} (pid {process.pid}) {how}"
 
     def kill(self) -> None:
-        """End all workers at once, stopped ones too, and wait for their end."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
             process.wait()
-        self.hang_up()
-
-    def hang_up(self) -> None:
-        """Close the connections: workers that live end by themselves."""
-        for conn in self.connections:
-            conn.close()
-        self.connections.clear()
+        while self._lines:
+            self._lines.pop().close()
 
 
-def encode(message: object, number: int = 0) -> bytes:
-    """A message as workers get it, with the number of the call in front, lest it can be read when the rest cannot."""
-    return number.to_bytes(8, "little") + pickle.dumps(message)
+class _Line:
+    """A connection with a thread that writes to it: whoever sends to a worker that is stopped does not wait for it."""
+
+    def __init__(self, conn: Connection) -> None:
+        self.connection = conn
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write, daemon=True, name="oslo-deploy-send").start()
+
+    def send(self, data: bytes) -> None:
+        self._outbox.put(data)
+
+    def _write(self) -> None:
+        while (data := self._outbox.get()) is not None:
+            with suppress(OSError):  # of the end of the other side hears who receives
+                self.connection.send_bytes(data)
+        self.connection.close()
+
+    def close(self) -> None:
+        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)  # wakes who reads or writes; closing is left to the thread that writes
+        self._outbox.put(None)
+
+
+def start_worker(theirs: socket.socket, local_rank: int, loopback: bool = True) -> subprocess.Popen[bytes]:
+    """Start a worker on this host that has one end of a connection.
+
+    Args:
+        local_rank: which of the GPUs of this host it takes.
+        loopback: all workers are on this host, so that no network has to be found for them.
+    """
+    environment = {key: value for key, value in os.environ.items() if not _is_of_launcher(key)}
+    environment |= {"LOCAL_RANK": str(local_rank), "TOKENIZERS_PARALLELISM": "false"}
+    if loopback:
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-m", "oslo_models.deploy.worker", str(theirs.fileno())],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,  # Ctrl-C in a terminal is not for them
+    )
+
+
+def _is_of_launcher(variable: str) -> bool:
+    return variable in _LAUNCHER or variable.startswith("TORCHELASTIC_")
+
+
+StartExecutor = Callable[[int], Executor]
+"""Makes an executor with so many workers."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ class Setup:
         path: where the application imports from.
         make: constructs the model: ``(class, name of its constructor, arguments, keyword arguments)``, pickled apart,
             so that a class that cannot be imported is reported as any other failure of loading.
+        host: the address of rank 0 for the others.
     """
 
     rank: int
@@ -23,6 +26,7 @@ class Setup:
     threads: int
     path: list[str]
     make: bytes
+    host: str
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,14 @@ class Listening:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """From a worker: how many of its weights it has read."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Ready:
     """From a worker: the model is loaded."""
 
@@ -97,11 +109,16 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """From a worker: a call, or loading (number -1), has raised."""
+    """From a worker: a call, or loading (number -1), has raised.
+
+    Attributes:
+        secondary: because another rank has.
+    """
 
     number: int
     error: BaseException
     text: str
+    secondary: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,11 +133,28 @@ class Pong:
     progress: int = field(default=0)
 
 
+def encode(message: object, number: int = 0) -> bytes:
+    """A message as bytes, with the number of the call that it is about in front."""
+    return number.to_bytes(8, "little", signed=True) + pickle.dumps(message)
+
+
+def decode(data: bytes) -> Any:
+    """The message; if it cannot be read here, a `Failure` of the call that it is about."""
+    try:
+        return pickle.loads(data[8:])
+    except Exception as error:  # noqa: BLE001  unpickling may raise anything, such as when a class cannot be imported
+        number = int.from_bytes(data[:8], "little", signed=True)
+        return Failure(number, portable(error), "".join(traceback.format_exception(error)))
+
+
 def portable(error: BaseException) -> BaseException:
     """The error, or one of the nearest ancestor type that can be sent."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
     except Exception:  # noqa: BLE001  pickling may raise anything
-        kinds = (kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
-        return next(kinds)(str(error))
+        for kind in type(error).__mro__:
+            with suppress(TypeError):  # some want more than a text
+                if kind.__module__ == "builtins" and isinstance(same := kind(str(error)), BaseException):
+                    return same
+        return RuntimeError(str(error))

@@ -7,18 +7,19 @@ import os
 import pickle
 import random
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from oslo_models.deploy.batching import Batcher
 from oslo_models.deploy.engine import Engine
-from oslo_models.mesh import check_size
+from oslo_models.deploy.serving import Serving, executor_of
+from oslo_models.deploy.torchrun import is_launched, launched_rank, serve
 from oslo_models.models.loading import (
     HUB_ARGUMENTS,
     Arguments,
@@ -48,8 +49,10 @@ class Deployment:
         self.config, self.generation_config = config, generation_config
         self._sent = copy.deepcopy(generation_config)
         self._engine, self._batcher, self._remake = engine, batcher, remake
+        self._fused: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.training = False
         self._finalizer = weakref.finalize(self, engine.close)
+        engine.start()
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
@@ -88,12 +91,15 @@ class Deployment:
         return self.forward(*args, **kwargs)
 
     def fuse(self, *args: Any, **kwargs: Any) -> Any:
-        """As `ParallelModel.fuse`, in the workers."""
+        """As `ParallelModel.fuse`, in the workers; in those too that `restart` starts."""
         self._engine.call("fuse", args, kwargs)
+        self._fused.append((args, kwargs))
         return self
 
     def unfuse(self) -> Any:
+        """As `ParallelModel.unfuse`, in the workers."""
         self._engine.call("unfuse")
+        self._fused.clear()
         return self
 
     def fusion_report(self) -> Any:
@@ -102,6 +108,10 @@ class Deployment:
     def save_pretrained_with_parallel(self, *args: Any, **kwargs: Any) -> None:
         """As `ParallelModel.save_pretrained_with_parallel`: the workers write what they hold."""
         self._engine.call("save_pretrained_with_parallel", args, kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As `ParallelModel.save_pretrained`, which a divided model refuses."""
+        self._engine.call("save_pretrained", args, kwargs)
 
     # Life -------------------------------------------------------------------------------------------------------------
 
@@ -112,6 +122,8 @@ class Deployment:
     def restart(self) -> None:
         """End the workers and start others, which load the model again."""
         self._engine.restart()
+        for args, kwargs in self._fused:
+            self._engine.call("fuse", args, kwargs)
 
     def close(self) -> None:
         """End the workers. The object is of no use afterwards, but for `restart`."""
@@ -149,9 +161,21 @@ class Deployment:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """End the workers and return the whole model, in this process, where ``nn.Module.to`` would bring it."""
+        """End the workers and return the whole model, in this process, where ``nn.Module.to`` would bring it.
+
+        Raises:
+            RuntimeError: there is no such device; or a launcher started the script, of whose processes this is one.
+        """
+        if is_launched():
+            raise RuntimeError("the whole model cannot be made in one of several processes; start the script alone")
+        probe = nn.Module()
+        probe.register_buffer("probe", torch.empty(0))
+        probe.to(*args, **kwargs)  # what is wrong is raised while the workers live
         self.close()
-        return self._remake().to(*args, **kwargs)
+        model = self._remake()
+        for arguments, options in self._fused:
+            model.fuse(*arguments, **options)
+        return model.to(*args, **kwargs)
 
     def cuda(self, device: Any = None) -> Any:
         """`to` the GPU."""
@@ -161,8 +185,14 @@ class Deployment:
         """`to` the CPU."""
         return self.to("cpu")
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return iter(())
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "the workers hold the weights of a deployed model, which can be neither seen nor changed here; "
+            "save_pretrained_with_parallel writes them, and dtype= is for the constructor"
+        )
+
+    parameters = named_parameters = state_dict = load_state_dict = resize_token_embeddings = _refuse
+    half = float = double = bfloat16 = _refuse
 
     def __repr__(self) -> str:
         where = ", ".join(dict.fromkeys(self._engine.devices))
@@ -184,9 +214,12 @@ def deploy(
     """
     arguments.check(kwargs)
     kwargs = {key: value for key, value in kwargs.items() if key != "deployment"}
-    serving = Serving(**{field.name: kwargs.pop(field.name) for field in fields(Serving) if field.name in kwargs})
+    serving = Serving.taken_from(kwargs)
     ranks = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
-    serving.check(ranks)
+    serving.check()
+    backend = serving.backend(ranks)
+    if backend == "torchrun" and launched_rank() > 0:
+        serve()
     if constructor == "from_config_with_parallel" and arguments.seed is None:  # the same weights after a restart
         arguments = replace(arguments, seed=random.SystemRandom().randrange(2**31))
     config, generation_config = _look_at(cls, source, arguments, kwargs)
@@ -201,8 +234,8 @@ def deploy(
         raise ValueError(
             f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
         ) from error
-    engine = Engine(ranks, max(1, _cores() // ranks), make)
-    engine.start()
+    start_executor = executor_of(backend, arguments.pipeline_parallel_size)
+    engine = Engine(ranks, max(1, _cores() // ranks), make, start_executor)
     kind: Any = type(cls.__name__, (Deployment, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     model = object.__new__(kind)
     batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
@@ -236,42 +269,6 @@ def _look_at(
     return config, generation_config
 
 
-@dataclass(frozen=True)
-class Serving:
-    """The arguments of the constructors that only ``deploy=True`` knows.
-
-    Attributes:
-        deploy_backend: how workers are started; ``"process"`` on this host.
-        max_batch_size: rows of `generate` that are computed together when several threads ask for the same.
-        batch_wait_ms: how long the first of them waits for others, in milliseconds.
-        verbose: ``"simple"`` or ``"detail"`` prints memory by device.
-    """
-
-    deploy_backend: str = "auto"
-    max_batch_size: int = 8
-    batch_wait_ms: float = 2.0
-    verbose: str | bool | None = None
-
-    def check(self, ranks: int) -> None:
-        """Raise ``ValueError`` for what is wrong."""
-        if self.deploy_backend not in ("auto", "process"):
-            raise ValueError(f"deploy_backend={self.deploy_backend!r} is not available; use 'auto' or 'process'")
-        check_size("max_batch_size", self.max_batch_size)
-        if not isinstance(self.batch_wait_ms, (int, float)) or self.batch_wait_ms < 0:
-            raise ValueError(f"batch_wait_ms must be a number of at least 0, got {self.batch_wait_ms!r}")
-        if self.verbose not in (None, False, True, "simple", "detail"):
-            raise ValueError(f"verbose must be None, 'simple' or 'detail', got {self.verbose!r}")
-        if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-            raise ValueError("deploy=True starts its own processes; start the script with python, without torchrun")
-        devices = torch.cuda.device_count()
-        if devices and ranks > devices:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-            raise ValueError(
-                f"tensor_parallel_size x pipeline_parallel_size = {ranks} is more than the {devices} GPUs that are "
-                f"visible here (CUDA_VISIBLE_DEVICES is {visible})"
-            )
-
-
 class _Remake:
     """Constructs the whole model in this process."""
 
@@ -288,9 +285,10 @@ def _cores() -> int:
 
 
 def _show(engine: Engine, verbose: str | bool) -> None:
-    if verbose == "detail":
-        for device, summary in engine.memory("summary").items():
-            print(f"{device}:\n{summary}")
-    else:
-        for device, bytes_held in engine.memory("allocated").items():
-            print(f"{device}: {bytes_held / 1e6:,.0f} MB")
+    with suppress(OSError):  # nobody reads it, or the disk is full
+        if verbose == "detail":
+            for device, summary in engine.memory("summary").items():
+                print(f"{device}:\n{summary}", flush=True)
+        else:
+            for device, bytes_held in engine.memory("allocated").items():
+                print(f"{device}: {bytes_held / 1e6:,.0f} MB", flush=True)

@@ -6,25 +6,29 @@ script again and so ask it for a ``__main__`` guard.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sized
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from oslo_models.deploy.messages import (
     Cancel,
     Failure,
     Join,
     Listening,
+    Loading,
     Ping,
     Pong,
     Ready,
@@ -32,14 +36,24 @@ from oslo_models.deploy.messages import (
     Request,
     Setup,
     Streamed,
+    decode,
+    encode,
     portable,
 )
+
+
+class Channel(Protocol):
+    """As much of a connection to the application as a worker needs."""
+
+    def recv_bytes(self) -> bytes: ...
+
+    def send_bytes(self, data: bytes, /) -> None: ...
 
 
 class Worker:
     """One rank: what it was asked, what it is doing, and the model."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Channel) -> None:
         self.connection = connection
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.cancelled: set[int] = set()
@@ -49,8 +63,8 @@ class Worker:
         self._sending = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def send(self, message: object) -> None:
-        data = pickle.dumps(message)
+    def send(self, message: object, number: int = 0) -> None:
+        data = encode(message, number)
         with self._sending:
             self.connection.send_bytes(data)
 
@@ -61,19 +75,16 @@ class Worker:
                 data = self.connection.recv_bytes()
             except (EOFError, OSError):
                 os._exit(0)
-            try:
-                message = pickle.loads(data[8:])
-            except Exception as error:  # noqa: BLE001  a class that cannot be imported here
-                message = error
+            message = decode(data)
             if isinstance(message, Ping):
                 self.send(Pong(self.since and time.monotonic() - self.since, self.progress))
             elif isinstance(message, Cancel):
                 self.cancelled.add(message.number)
             else:
-                self.inbox.put((message, int.from_bytes(data[:8], "little")))
+                self.inbox.put(message)
 
     def run(self) -> None:
-        setup, _ = self.inbox.get()
+        setup = self.inbox.get()
         self.rank = setup.rank
         sys.path[:] = setup.path
         try:
@@ -85,39 +96,63 @@ class Worker:
         self.send(Ready(str(self.model.device)))
         while True:
             self.since = None
-            message, number = self.inbox.get()
+            request = self.inbox.get()
             self.since = time.monotonic()
-            self._answer(message, number)
+            self._answer(request)
 
     def _load(self, setup: Setup) -> None:
         import torch
         import torch.distributed as dist
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from transformers.utils.logging import set_tqdm_hook
 
         torch.set_num_threads(setup.threads)
         torch.set_grad_enabled(False)
         if setup.world_size > 1:
             if setup.rank == 0:
-                store = TCPStore("127.0.0.1", 0, setup.world_size, is_master=True, wait_for_workers=False)
-                self.send(Listening(store.port))
+                listener = socket.create_server((setup.host, 0))  # a store by itself would listen to all networks
+                port = listener.getsockname()[1]
+                options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+                store = TCPStore(setup.host, port, setup.world_size, is_master=True, **options)
+                self.send(Listening(port))
             else:
-                join, _ = self.inbox.get()
+                join = self.inbox.get()
                 assert isinstance(join, Join)
-                store = TCPStore("127.0.0.1", join.port, setup.world_size, is_master=False)
+                store = TCPStore(setup.host, join.port, setup.world_size, is_master=False)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.world_size)
         cls, constructor, args, kwargs = pickle.loads(setup.make)
+        set_tqdm_hook(self._progress)
         self.model = getattr(cls, constructor)(*args, **kwargs).eval()
+        set_tqdm_hook(None)
 
-    def _answer(self, request: Request | Exception, number: int) -> None:
-        if isinstance(request, Exception):
-            self.send(Failure(number, portable(request), "".join(traceback.format_exception(request))))
+    def _progress(self, bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What transformers gets in place of a progress bar: the application shows it."""
+        if not args or not isinstance(args[0], Sized):
+            return bar(*args, **kwargs)
+        return self._counted(args[0])
+
+    def _counted(self, items: Any) -> Iterator[Any]:
+        told = 0.0
+        for number, item in enumerate(items, 1):
+            yield item
+            if number == len(items) or time.monotonic() > told + 0.1:
+                told = time.monotonic()
+                self.send(Loading(number, len(items)))
+
+    def _answer(self, request: Request | Failure) -> None:
+        from oslo_models.pipeline.runner import OtherStageError
+
+        if isinstance(request, Failure):  # what was asked could not be read
+            self.send(request, request.number)
             return
         try:
             result = self._call(request)
-            self.send(Reply(request.number, result if self.answers or request.gather else None))
+            self.send(Reply(request.number, result if self.answers or request.gather else None), request.number)
         except BaseException as error:  # noqa: BLE001  everything is reported
-            self.send(Failure(request.number, portable(error), traceback.format_exc()))
+            secondary = isinstance(error, OtherStageError)
+            failure = Failure(request.number, portable(error), traceback.format_exc(), secondary)
+            self.send(failure, request.number)
         self.cancelled.discard(request.number)
 
     def _call(self, request: Request) -> Any:
@@ -126,6 +161,8 @@ class Worker:
         set_seed(request.seed)
         if request.generation_config is not None:
             self.model.generation_config = request.generation_config
+        if self.model.pipeline is not None:  # what a call before this one has left undone is no concern of this one
+            self.model.pipeline.runner.abandoned = False
         kwargs = dict(request.kwargs)
         if request.method == "memory":
             return self._memory(*request.args)
@@ -148,7 +185,7 @@ class Worker:
         return self.model.generate(*args, **kwargs, stopping_criteria=StoppingCriteriaList(criteria))
 
     def _stream(self, number: int, value: Any) -> None:
-        self.send(Streamed(number, value))
+        self.send(Streamed(number, value), number)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch import Tensor
@@ -219,7 +256,23 @@ def _on_device(values: Any, device: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), values)
 
 
+class _Log(io.TextIOWrapper):
+    """Standard output or error. A disk that is full of logs is no reason not to answer."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
+
+
 def main() -> None:
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is not None:
+            setattr(sys, name, _Log(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application, which decides what it means
     Worker(Connection(int(sys.argv[1]))).run()
 

@@ -16,7 +16,7 @@ from oslo_models.mesh import Axis
 from oslo_models.pipeline.cut import Stack, Stage
 from oslo_models.pipeline.deepspeed import Engine
 from oslo_models.pipeline.loss import label_counts
-from oslo_models.pipeline.runner import StageRunner
+from oslo_models.pipeline.runner import OtherStageError, StageRunner
 from oslo_models.pipeline.schedule import Schedule
 
 LABELS = ("labels", "next_sentence_label", "start_positions", "end_positions")
@@ -104,11 +104,14 @@ class Pipeline:
         """What the encoder makes of the batch, on every stage."""
         stack = self.stage.stacks[0]
         hidden = torch.empty(self.runner.shape(batch, 0), dtype=self.model.dtype, device=self.mesh.device)
+        made, failure = None, None
         if stack.here:
-            hidden = self.runner.run_stack(0, batch, self._relay_in(stack, hidden))
-            self._relay_out(stack, hidden)
-        hidden = hidden.to(self.model.dtype).contiguous()
-        return BaseModelOutput(last_hidden_state=broadcast(self.mesh.pp, hidden, src=stack.last))
+            arrived, failure = self._relay_in(stack, hidden)
+            if failure is None:
+                made, failure = _attempt(lambda: self.runner.run_stack(0, batch, arrived))
+            self._relay_out(stack, hidden if made is None else made, failure)
+        hidden = self._share(hidden if made is None else made, stack.last, failure)
+        return BaseModelOutput(last_hidden_state=hidden)
 
     @torch.no_grad()
     def _step(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
@@ -117,29 +120,65 @@ class Pipeline:
         stack = self.stage.stacks[number]
         wanted = batch.get("logits_to_keep")
         keep = wanted if isinstance(wanted, int) and wanted > 0 else 1
-        output, past = None, batch.get("past_key_values")
+        past, failure = batch.get("past_key_values"), None
         rows, length, width = self.runner.shape(batch, number)
+        vocab = self.model.config.vocab_size
+        logits = torch.empty(rows, min(keep, length), vocab, dtype=self.model.dtype, device=self.mesh.device)
         if stack.here:
             hidden = torch.empty(rows, length, width, dtype=self.model.dtype, device=self.mesh.device)
-            arrived = self._relay_in(stack, hidden)
-            leaving, output = self.runner(batch, {} if arrived is None else {number: arrived})
+            arrived, failure = self._relay_in(stack, hidden)
+            made: Any = None
+            if failure is None:
+                made, failure = _attempt(lambda: self.runner(batch, {} if arrived is None else {number: arrived}))
+            done: tuple[dict[int, Tensor], Any] = made or ({number: hidden}, None)
+            leaving, output = done
             past = output.get("past_key_values") if hasattr(output, "get") else past
             if leaving:
-                self._relay_out(stack, leaving[number])
-        if self.stage.is_last:
-            assert output is not None
-            logits = output.logits[:, -keep:].to(self.model.dtype).contiguous()  # autocast may have made it another
-        else:
-            vocab = self.model.config.vocab_size
-            logits = torch.empty(rows, min(keep, length), vocab, dtype=self.model.dtype, device=self.mesh.device)
-        return CausalLMOutputWithPast(
-            logits=broadcast(self.mesh.pp, logits, src=self.stage.count - 1), past_key_values=past
-        )
+                self._relay_out(stack, leaving[number], failure)
+            if self.stage.is_last and output is not None:
+                logits = output.logits[:, -keep:]
+        return CausalLMOutputWithPast(logits=self._share(logits, self.stage.count - 1, failure), past_key_values=past)
 
-    def _relay_in(self, stack: Stack, hidden: Tensor) -> Tensor | None:
-        """What arrives from the stage before, in the place of ``hidden``; nothing where the stack begins."""
-        return receive(self.mesh.pp, hidden, self.stage.index - 1) if self.stage.index > stack.first else None
+    # Behind what travels comes one more number: whether a stage has raised. Then all do, and nobody waits in vain.
 
-    def _relay_out(self, stack: Stack, hidden: Tensor) -> None:
+    def _relay_in(self, stack: Stack, hidden: Tensor) -> tuple[Tensor | None, Exception | None]:
+        """What arrives from the stage before, shaped as ``hidden``; nothing where the stack begins."""
+        if self.stage.index == stack.first:
+            return None, None
+        return _unmarked(receive(self.mesh.pp, _marked(hidden, None), self.stage.index - 1), hidden)
+
+    def _relay_out(self, stack: Stack, hidden: Tensor, failure: Exception | None) -> None:
         if self.stage.index < stack.last:
-            send(self.mesh.pp, hidden.to(self.model.dtype).contiguous(), self.stage.index + 1)
+            send(self.mesh.pp, _marked(hidden.to(self.model.dtype), failure), self.stage.index + 1)
+
+    def _share(self, x: Tensor, src: int, failure: Exception | None) -> Tensor:
+        """What stage ``src`` has, on every stage.
+
+        Raises:
+            Exception: ``failure``, what this stage has raised.
+            OtherStageError: another has.
+        """
+        x = x.to(self.model.dtype)  # autocast may have made it another
+        shared, others = _unmarked(broadcast(self.mesh.pp, _marked(x, failure), src=src), x)
+        if failure is not None:
+            raise failure
+        if others is not None:
+            raise others
+        return shared
+
+
+def _attempt(run: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What ``run`` returns, or what it raises."""
+    try:
+        return run(), None
+    except Exception as error:  # noqa: BLE001  it is raised once the other stages know
+        return None, error
+
+
+def _marked(x: Tensor, failure: Exception | None) -> Tensor:
+    return torch.cat((x.flatten(), x.new_full((1,), float(failure is not None))))
+
+
+def _unmarked(marked: Tensor, like: Tensor) -> tuple[Tensor, Exception | None]:
+    failed = OtherStageError("another stage of the pipeline raised while it generated") if marked[-1] else None
+    return marked[:-1].view(like.shape), failed

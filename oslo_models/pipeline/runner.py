@@ -15,6 +15,10 @@ Batch = Mapping[str, Any]
 EMBEDS = "inputs_embeds"
 
 
+class OtherStageError(RuntimeError):
+    """What a stage raises because another one has: that one's exception says why."""
+
+
 class _StageDone(Exception):
     """Leaves a forward where the stage ends."""
 

@@ -24,7 +24,7 @@ from oslo_models.mesh import Axis
 from oslo_models.overflow import share_overflow_now
 from oslo_models.pipeline.deepspeed import Engine
 from oslo_models.pipeline.loss import ShareOfBatch, loss_object
-from oslo_models.pipeline.runner import StageRunner
+from oslo_models.pipeline.runner import OtherStageError, StageRunner
 
 
 @dataclass
@@ -255,7 +255,7 @@ class Schedule:
         # The next call raises on every rank, those too that raise now: so all go on with the same batch after it.
         self.runner.abandoned = bool(left)
         if left and not abandoned:
-            raise RuntimeError(
+            raise OtherStageError(
                 f"stage {left} left the loop over micro-batches before its end; the gradients of this batch are of no "
                 "use: set them to zero and go on with another batch"
             )

@@ -1,0 +1,57 @@
+"""What ``deploy=True`` costs the application: time to start, time of a call, memory."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Result, tokens
+from benchmarks.peers import Peer
+
+
+def start(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
+    """From the start of the process, imports included, to the first answer."""
+    model = peer.load(cls, checkpoint)
+    ids = tokens(model, 1, 8)
+    answer = model.generate(ids, attention_mask=ids.new_ones(ids.shape), max_new_tokens=1, do_sample=False)
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return Result({"start": time.clock_gettime(time.CLOCK_BOOTTIME) - began}, answer.flatten().tolist())
+
+
+def call_overhead(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: int) -> Result:
+    """What a call of a deployed model takes beyond that of the same model in this process, the two in turn."""
+    import torch
+
+    import oslo_models
+
+    here = getattr(oslo_models, cls).from_pretrained_with_parallel(tiny)
+    there = getattr(oslo_models, cls).from_pretrained_with_parallel(tiny, deploy=True)
+    ids = tokens(here, 1, 4)
+    seconds: dict[Any, list[float]] = {here: [], there: []}
+    with torch.no_grad(), there:
+        for _ in range(timed + 10):  # the first ones warm up
+            for model, taken in seconds.items():
+                began = time.perf_counter()
+                model(input_ids=ids)
+                taken.append(time.perf_counter() - began)
+    alone, deployed = (statistics.median(taken[10:]) for taken in seconds.values())
+    return Result({"call overhead": (deployed - alone) * 1e3}, [], {"goal": {"call overhead": 0.5}})
+
+
+def application_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
+    """Peak memory of the application while it deploys a model and calls it, over one that deployed a tiny one."""
+    from benchmarks.instruments import PeakMemory
+
+    def answer(path: Path) -> None:
+        with peer.load(cls, path) as model:
+            model.generate(tokens(model, 1, 8), max_new_tokens=1)
+
+    answer(tiny)
+    memory = PeakMemory()
+    with memory.watched():
+        answer(checkpoint)
+    size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")) / 1e6
+    return Result(memory.growth, [], {"checkpoint": dict.fromkeys(memory.growth, size)})

@@ -1,0 +1,360 @@
+"""Does anything hang? Every fault that a deployed model may meet, many times over.
+
+``python -m benchmarks.faults --times 20`` prints a table and writes ``benchmarks/faults.csv``. Every fault has to end
+in an exception soon (or, where the application itself ends, in the end of its workers), to leave no process behind, and
+nothing in shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.faulty import CONFIG, LONG, Collected, ForkedExecutor, Trouble, application, server_address
+from oslo_models import GPT2LMHeadModel
+from oslo_models.deploy import EngineError, serving
+from oslo_models.deploy.executor import ProcessExecutor
+
+TABLE = Path(__file__).with_name("faults.csv")
+FIGURES = ("times", "hangs", "median s", "max s", "processes left")
+FIELDS = ("date", "commit", "machine", "versions", "workers", "fault", *FIGURES)
+LIMIT = 60.0
+"""Seconds after which something counts as a hang."""
+WHENS = ("load", "call", "idle")
+
+
+class Hang(BaseException):
+    """Nothing happened for `LIMIT`."""
+
+
+class Stand:
+    """A model on two workers, deployed when it is first asked for.
+
+    Attributes:
+        ended: processes that should be gone after a fault.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoint, self.rng = folder / "checkpoint", random.Random()
+        torch.manual_seed(0)
+        self.whole = transformers.GPT2LMHeadModel(CONFIG).eval()
+        self.whole.save_pretrained(self.checkpoint)
+        self.ended: list[int] = []
+        self.load_seconds = 0.0
+
+    @cached_property
+    def model(self) -> Any:
+        load, since = GPT2LMHeadModel.from_pretrained_with_parallel, time.perf_counter()
+        made = load(self.checkpoint, tensor_parallel_size=2, deploy=True)
+        self.load_seconds = time.perf_counter() - since
+        return made
+
+    @property
+    def pids(self) -> list[int]:
+        return self.model._engine.pids
+
+    def prompt(self) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([[self.rng.randrange(3, 101) for _ in range(7)]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def answers(self) -> None:
+        """Start the model if it is down, and check that it answers as transformers does."""
+        if self.model._engine._executor is None:
+            self.model.restart()
+        batch, options = self.prompt(), {"max_new_tokens": 5, "do_sample": False}
+        found, expected = self.model.generate(**batch, **options), self.whole.generate(**batch, **options)
+        if not torch.equal(found, expected):
+            raise RuntimeError(f"the answer was {found.tolist()}, not {expected.tolist()}")
+
+    @contextmanager
+    def raising(self, *kinds: type[BaseException], text: str = "") -> Iterator[None]:
+        """Something that has to raise one of ``kinds``, with ``text`` in its message."""
+        try:
+            yield
+        except kinds as error:
+            if text not in f"{error} {error.__cause__}":
+                raise RuntimeError(f"{error!r} does not say {text!r}") from error
+        else:
+            raise RuntimeError("nothing was raised")
+
+    def close(self) -> None:
+        self.model.close()
+
+
+# Workers --------------------------------------------------------------------------------------------------------------
+
+
+def killed_idle(stand: Stand) -> float:
+    stand.answers()
+    stand.ended = stand.pids
+    victim = stand.rng.randrange(2)
+    pid = stand.ended[victim]
+    since = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    with stand.raising(EngineError, text=f"rank {victim} (pid {pid}) was killed by SIGKILL"):
+        while True:  # the first call may be faster than the news
+            stand.model.generate(**stand.prompt(), max_new_tokens=1)
+    return time.perf_counter() - since
+
+
+def killed_in_call(stand: Stand) -> float:
+    stand.answers()
+    stand.ended = stand.pids
+    victim, struck = stand.rng.randrange(2), [0.0]
+    pid = stand.ended[victim]
+
+    def strike() -> None:
+        struck[0] = time.perf_counter()
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Timer(stand.rng.uniform(0.05, 1.0), strike).start()
+    with stand.raising(EngineError, text=f"rank {victim} (pid {pid}) was killed by SIGKILL"):
+        stand.model.generate(**stand.prompt(), **LONG, logits_processor=[Trouble("sleep", 0)])
+    return time.perf_counter() - struck[0]
+
+
+def killed_in_load(stand: Stand) -> float:
+    stand.answers()
+    before = stand.pids
+    victim, struck, pids = stand.rng.randrange(2), [0.0], list[int]()
+    delay = stand.rng.uniform(0.0, 0.8) * stand.load_seconds
+
+    def strike() -> None:
+        while not (found := stand.pids) or found == before:
+            time.sleep(0.001)
+        pids.extend(found)
+        time.sleep(delay)
+        struck[0] = time.perf_counter()
+        os.kill(pids[victim], signal.SIGKILL)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    with stand.raising(EngineError, text=f"rank {victim} ("):
+        stand.model.restart()
+        stand.model.generate(**stand.prompt(), **LONG, logits_processor=[Trouble("sleep", 0)])  # it was loaded sooner
+    seconds = time.perf_counter() - struck[0]
+    thread.join()
+    stand.ended = before + pids
+    return seconds
+
+
+def raises_alone(stand: Stand) -> float:
+    stand.answers()
+    stand.ended = stand.pids
+    victim, since = stand.rng.randrange(2), time.perf_counter()
+    with stand.raising(MemoryError, text=f"raised by rank {victim} (pid {stand.ended[victim]})"):
+        stand.model.generate(**stand.prompt(), max_new_tokens=3, logits_processor=[Trouble("raise", victim)])
+    return time.perf_counter() - since
+
+
+# The caller -----------------------------------------------------------------------------------------------------------
+
+Bad = tuple[Callable[[Any, dict[str, Any]], Any], tuple[type[BaseException], ...], str]
+BAD: dict[str, Bad] = {
+    "a number out of range": (lambda m, p: m.generate(**p, max_new_tokens=-3), (ValueError,), "max_new_tokens"),
+    "an unknown setting": (lambda m, p: m.generate(**p, max_new_tokns=3), (ValueError,), "max_new_tokns"),
+    "no such token": (lambda m, p: m(input_ids=torch.tensor([[500]])), (IndexError,), "index"),
+    "two inputs": (lambda m, p: m(**p, inputs_embeds=torch.zeros(1, 7, 48)), (ValueError,), "input_ids"),
+    "a lambda": (lambda m, p: m.generate(**p, stopping_criteria=[lambda *_: 1]), (ValueError,), "importable by name"),
+    "shapes that differ": (
+        lambda m, p: m(input_ids=torch.ones(2, 3, dtype=torch.long), labels=torch.ones(3, 3, dtype=torch.long)),
+        (ValueError, RuntimeError),
+        "batch",
+    ),
+    "too long": (lambda m, p: m(input_ids=torch.ones(1, 600, dtype=torch.long)), (IndexError, RuntimeError), ""),
+    "beams and a streamer": (lambda m, p: m.generate(**p, num_beams=2, streamer=Collected()), (ValueError,), "stream"),
+    "training": (lambda m, p: m.train(), (RuntimeError,), "cannot be trained"),
+    "text": (lambda m, p: m.generate("text"), (ValueError, AttributeError, TypeError), "str"),
+}
+
+
+def bad_argument(stand: Stand, what: str) -> float:
+    call, kinds, text = BAD[what]
+    stand.answers()
+    batch, since = stand.prompt(), time.perf_counter()
+    with stand.raising(*kinds, text=text):
+        call(stand.model, batch)
+    seconds = time.perf_counter() - since
+    stand.answers()
+    return seconds
+
+
+def abandoned_stream(stand: Stand) -> float:
+    """Until the workers are free again: the whole text would take 20 seconds."""
+    stand.answers()
+    streamer = Collected(limit=stand.rng.randrange(8, 20))
+    with stand.raising(BrokenPipeError):
+        stand.model.generate(**stand.prompt(), **LONG, streamer=streamer, logits_processor=[Trouble("sleep", 0)])
+    since = time.perf_counter()
+    stand.answers()
+    if not streamer.ended:
+        raise RuntimeError("the streamer was not ended")
+    return time.perf_counter() - since
+
+
+def full_disk(stand: Stand) -> float:
+    """Load and answer while nothing can be written to standard output and error; until the answer."""
+    engine = stand.model._engine
+    engine.close()
+    forking, engine._start_executor = engine._start_executor, ProcessExecutor  # forked ones write elsewhere
+    sys.stdout.flush(), sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    full = os.open("/dev/full", os.O_WRONLY)
+    since = time.perf_counter()
+    try:
+        os.dup2(full, 1), os.dup2(full, 2)
+        stand.answers()
+        stand.model.generate(**stand.prompt(), max_new_tokens=2, do_sample=False, temperature=0.5)  # has a warning
+    finally:
+        os.dup2(kept[0], 1), os.dup2(kept[1], 2)
+        for fd in (*kept, full):
+            os.close(fd)
+    seconds = time.perf_counter() - since
+    stand.ended = stand.pids
+    engine.close()
+    engine._start_executor = forking
+    return seconds
+
+
+# The application ------------------------------------------------------------------------------------------------------
+
+
+def application_ends(stand: Stand, how: int) -> float:
+    """Until the application and its workers are gone."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    when = stand.rng.choice(WHENS)
+    server = server_address() if serving.ProcessExecutor is ForkedExecutor else None
+    app = context.Process(target=application, args=(theirs, stand.checkpoint, when, server))
+    app.start()
+    theirs.close()
+    pids = ours.recv()
+    if when == "load":
+        time.sleep(stand.rng.uniform(0.0, 1.0))
+    elif ours.recv() != "loaded":
+        raise RuntimeError("the application did not load its model")
+    else:
+        time.sleep(0.2)
+    since = time.perf_counter()
+    (os.killpg if how == signal.SIGINT else os.kill)(app.pid, how)
+    app.join(LIMIT)
+    stand.ended = [app.pid, *pids]
+    gone(stand.ended, LIMIT)
+    return time.perf_counter() - since
+
+
+FAULTS: dict[str, Callable[[Stand], float]] = {
+    "worker killed while idle": killed_idle,
+    "worker killed in a call": killed_in_call,
+    "worker killed while loading": killed_in_load,
+    "one rank raises, the other waits for it": raises_alone,
+    "application killed": partial(application_ends, how=signal.SIGKILL),
+    "application interrupted (Ctrl-C)": partial(application_ends, how=signal.SIGINT),
+    "application terminated (SIGTERM)": partial(application_ends, how=signal.SIGTERM),
+    **{f"bad argument: {what}": partial(bad_argument, what=what) for what in BAD},
+    "reader of a stream leaves": abandoned_stream,
+    "disk full of logs": full_disk,
+}
+
+
+def gone(pids: list[int], seconds: float = 2.0) -> bool:
+    """Whether these processes have ended, or do within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() > deadline:
+            print(f"still there: {alive}", file=sys.stderr)
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def strike(stand: Stand, fault: Callable[[Stand], float]) -> tuple[float, bool]:
+    """One fault: the seconds to its end, and whether all that should have ended has.
+
+    Raises:
+        Hang: it took longer than `LIMIT`.
+    """
+
+    def give_up(*_: object) -> None:
+        raise Hang
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    stand.ended = []
+    try:
+        seconds = fault(stand)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    return seconds, gone(stand.ended)
+
+
+def main() -> int:
+    """Try all faults; the exit code is 1 if something hung, stayed, or was not as it should be."""
+    from benchmarks.__main__ import _stamp
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
+    parser.add_argument("--times", metavar="N", type=int, default=20, help="how often each (default: 20)")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only faults whose name contains this")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=TABLE, help="where the table is written")
+    parser.add_argument("--fresh", action="store_true", help="start workers as they are in use, which takes hours")
+    args = parser.parse_args()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.faulty", "oslo_models.models.gpt2"])
+    if not args.fresh:
+        serving.ProcessExecutor = ForkedExecutor  # type: ignore[misc]
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    workers = "fresh" if args.fresh else "forked"
+    stamp, rows, before = _stamp(), [], sorted(os.listdir("/dev/shm"))
+    print(f"{'fault':42}", *(f"{field:>14}" for field in FIGURES))
+    with tempfile.TemporaryDirectory() as folder:
+        stand = Stand(Path(folder))
+        for name in [name for name in FAULTS if args.only in name]:
+            rows.append({**stamp, "workers": workers, **_row(stand, name, args.times)})
+            print(f"{name:42}", *(f"{rows[-1].get(field, '')!s:>14}" for field in FIGURES), flush=True)
+        stand.close()
+    with args.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    after = sorted(os.listdir("/dev/shm"))
+    print("/dev/shm is as it was" if after == before else f"/dev/shm: {before} became {after}")
+    return int(any(row["hangs"] or row["processes left"] for row in rows) or after != before)
+
+
+def _row(stand: Stand, name: str, times: int) -> dict[str, Any]:
+    seconds, hangs, left = [], 0, 0
+    for _ in range(times):
+        try:
+            took, all_gone = strike(stand, FAULTS[name])
+        except Hang:
+            hangs += 1
+            with suppress(Exception):
+                stand.close()
+            continue
+        seconds.append(took)
+        left += not all_gone
+    figures = {"median s": statistics.median(seconds), "max s": max(seconds)} if seconds else {}
+    rounded = {key: f"{value:.3f}" for key, value in figures.items()}
+    return {"fault": name, "times": times, "hangs": hangs, **rounded, "processes left": left}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
