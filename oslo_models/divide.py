@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from oslo_models.layers.heads import BareHeadsModule
 from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
@@ -22,7 +23,7 @@ from oslo_models.layers.norm import HeadParallelNorm, WidthParallelNorm
 from oslo_models.layers.vocab import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.layout import Layout, Units
 from oslo_models.mesh import Axis, ParallelMesh
-from oslo_models.plan import Column, Entries, HeadNorm, LocalConfig, Plan, Replicated, Row, Vocab, WidthNorm
+from oslo_models.plan import BareHeads, Column, Entries, HeadNorm, LocalConfig, Plan, Replicated, Row, Vocab, WidthNorm
 from oslo_models.rng import DividedStream
 
 _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
@@ -35,6 +36,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (Vocab, nn.Linear): VocabParallelHead,
     (HeadNorm, nn.Module): HeadParallelNorm,
     (WidthNorm, nn.Module): WidthParallelNorm,
+    (BareHeads, nn.Module): BareHeadsModule,
 }
 
 
@@ -95,6 +97,10 @@ def divide(
         for block in _blocks(model, plan, prefix):
             # However a block ends, the streams are in order.
             block.register_forward_hook(lambda *_: stream.leave(), always_call=True)
+            for path in plan.whole_dropout:
+                if isinstance(dropout := _find(block, path), nn.Module):
+                    dropout.register_forward_pre_hook(lambda *_: stream.leave())
+                    dropout.register_forward_hook(lambda module, *_: stream.enter() if module.training else None)
 
 
 def _speak_of_local_heads(block: nn.Module, plan: Plan, tp: Axis) -> None:
@@ -177,7 +183,7 @@ def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> 
     named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
     for stack, entries in plan.blocks.items():
         for index, _ in enumerate(model.get_submodule(prefix + stack).children()):
-            named |= {f"{prefix}{stack}.{index}.{key}": entry for key, entry in entries.items()}
+            named |= {f"{prefix}{stack}.{index}.{key}".removesuffix("."): entry for key, entry in entries.items()}
     named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.beside.items())}
     return named | dict(head)
 

@@ -89,11 +89,33 @@ class Row(Column):
 
 
 @dataclass(frozen=True)
+class BareHeads(Replicated):
+    """An attention that keeps bare tensors ``[..., heads, width]`` and applies them by ``einsum``.
+
+    Args:
+        heads: its heads, of width 1.
+    """
+
+    heads: Units
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return Layout.divided(shape, len(shape) - 2, (self.heads,), n)
+
+    def limit(self) -> int | None:
+        return self.heads.limit()
+
+
+@dataclass(frozen=True)
 class Vocab(Replicated):
     """Divide the rows of an embedding, of a language-model head or of its bias: one row per word of the vocabulary."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         return Layout.divided(shape, 0, (Units(shape[0]),), n)
+
+
+@dataclass(frozen=True)
+class Words(Replicated):
+    """The embedding of the words, where it is whole on every rank."""
 
 
 Entries = Mapping[str, Replicated]
@@ -129,11 +151,13 @@ class Plan:
             inside the block (``"attention.alibi"``). Shape ``[heads, ...]`` or ``[rows * heads, ...]``, with four
             dimensions ``[rows, heads, ...]``.
         neutral: attributes by which the base model (or, ``"decoder.dropout"``, a module of it) changes the embedded
-            tokens, and the values with which it would not.
+            tokens, or arguments by which it has them changed, and the values with which it would not.
         optional: names among the entries whose modules only some heads, configurations or blocks have.
         dropout: the dropouts between the embeddings and the first block.
         carried: names among the entries of a block that only the first block has, and that the first block of every
             pipeline stage needs.
+        whole_dropout: dropouts amid a divided region, by name inside the block, whose input is whole on every rank.
+        one_stage: why the blocks cannot be divided into pipeline stages, if they cannot.
     """
 
     embed: Entries
@@ -146,9 +170,16 @@ class Plan:
     optional: Collection[str] = ()
     dropout: Collection[str] = ()
     carried: Collection[str] = ()
+    whole_dropout: Collection[str] = ()
+    one_stage: str = ""
 
     def limit(self) -> int | None:
         """The largest tensor_parallel_size that every entry allows; ``None``: any."""
         entries = [entry for stack in self.blocks.values() for entry in stack.values()]
         limits = [entry.limit() for entry in entries]
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def check_stages(self, name: str, count: int) -> None:
+        """Raise ``ValueError`` if the model ``name`` cannot be divided into ``count`` pipeline stages at all."""
+        if count > 1 and self.one_stage:
+            raise ValueError(f"pipeline_parallel_size={count} is more than 1, all that {name} allows: {self.one_stage}")

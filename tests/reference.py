@@ -37,7 +37,10 @@ def whole(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     fixed = cls._keys_to_ignore_on_save or ()  # tables of sines
     for tensor in {tensor.data_ptr(): tensor for name, tensor in weights.items() if name not in fixed}.values():
         tensor += 0.1 * torch.randn_like(tensor)
-    return cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options).train()
+    model = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options).train()
+    for param in model.parameters():  # some of XLNet's and DeBERTa's are float32, whatever is asked for
+        param.data = param.data.to(dtype)
+    return model
 
 
 def full_parameters(model: PreTrainedModel) -> dict[str, Tensor]:

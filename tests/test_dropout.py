@@ -171,7 +171,14 @@ def test_dropout_of_other_configurations(pool: Pool, variant: str, seed: int) ->
 
 @pytest.mark.parametrize(
     ("variant", "name"),
-    [("gpt2", "GPT2DoubleHeadsModel"), ("bert", "BertForSequenceClassification"), ("t5", "T5ForTokenClassification")],
+    [
+        *(
+            ("gpt2", "GPT2DoubleHeadsModel"),
+            ("bert", "BertForSequenceClassification"),
+            ("t5", "T5ForTokenClassification"),
+        ),
+        *(("deberta", "DebertaForQuestionAnswering"), ("xlnet", "XLNetLMHeadModel")),  # amid regions, and bare heads
+    ],
 )
 def test_dropout_in_heads(pool: Pool, variant: str, name: str, seed: int) -> None:
     check_dropout(pool, name, variant, 2, seed)

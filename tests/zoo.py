@@ -73,11 +73,19 @@ _BART: dict[str, Any] = {
     **{"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
     **{"decoder_start_token_id": 2, "scale_embedding": True, "forced_eos_token_id": None},
 }
+_RELATIVE: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 6}
+_DEBERTA_V2: dict[str, Any] = {
+    **{"position_buckets": 4, "norm_rel_ebd": "layer_norm", "conv_kernel_size": 3},
+    **{"share_att_key": True, "position_biased_input": False},
+}
+_XLM: dict[str, Any] = {"emb_dim": 24, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32}
 
 MORE: dict[str, Mapping[str, Any]] = {
+    "albert": {**_BERT, "embedding_size": 20, "inner_group_num": 2},
     "arcee": _LLAMA,
     "bart": _BART,
     "bert-generation": {**_BERT, "is_decoder": True},
+    "big_bird": {**_BERT, "attention_type": "original_full", "is_decoder": True},
     "blenderbot": _BART,
     "blenderbot-small": _BART,
     "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 6},
@@ -85,13 +93,22 @@ MORE: dict[str, Mapping[str, Any]] = {
     "codegen": {**_GPTJ, "n_embd": 48, "n_head": 12},
     "cohere": {**_KV, "use_qk_norm": True},
     "cohere2": {**_KV, **_WINDOW},
+    "convbert": {**_BERT, "embedding_size": 20, "conv_kernel_size": 3},
     "ctrl": {"n_embd": 24, "n_head": 6, "dff": 35, "n_layer": 2, "n_positions": 32},
     "cwm": {**_LLAMA, **_WINDOW},
+    "deberta": {**_BERT, **_RELATIVE, "embedding_size": 20, "type_vocab_size": 2},
+    "deberta-v2": {**_BERT, **_RELATIVE, **_DEBERTA_V2},
     "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
+    "dpr": {**_BERT, "projection_dim": 7},
     "electra": {**_BERT, "embedding_size": 20},
     "ernie4_5": _LLAMA,
     "exaone4": {**_KV, **_WINDOW},
     "falcon": {**_KV, "num_kv_heads": 2, "new_decoder_architecture": True},
+    "flaubert": _XLM,
+    "funnel": {
+        **{"block_sizes": [2, 1], "num_decoder_layers": 1, "d_model": 24, "n_head": 6, "d_head": 4, "d_inner": 35},
+        **{"max_position_embeddings": 32, "pad_token_id": 0},
+    },
     "gemma": _LLAMA,
     "gemma2": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
     "gemma3_text": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
@@ -103,12 +120,21 @@ MORE: dict[str, Mapping[str, Any]] = {
     "helium": {**_LLAMA, "head_dim": 4},
     "hunyuan_v1_dense": _LLAMA,
     "layoutlm": _BERT,
+    "longformer": {**_BERT, "attention_window": 4},
+    "luke": {**_BERT, "entity_vocab_size": 17, "entity_emb_size": 10},
+    "lxmert": {
+        **{key: value for key, value in _BERT.items() if key != "num_hidden_layers"},
+        **{"l_layers": 2, "x_layers": 1, "r_layers": 1, "visual_feat_dim": 7, "num_qa_labels": 5},
+        **{"num_object_labels": 6, "num_attr_labels": 4},
+    },
     "m2m_100": _BART,
     "marian": _BART,
     "mbart": _BART,
     "megatron-bert": _BERT,
     "ministral": {**_LLAMA, **_WINDOW},
     "mistral": {**_LLAMA, "sliding_window": 4},
+    "mobilebert": {**_BERT, "embedding_size": 20, "intra_bottleneck_size": 18, "num_feedforward_networks": 2},
+    "modernbert": {**_BERT, **_WINDOW, "local_attention": 4},
     "mpnet": _BERT,
     "mpt": {"d_model": 24, "n_heads": 6, "n_layers": 2, "max_seq_len": 32, "expansion_ratio": 2},
     "mt5": _T5,
@@ -124,18 +150,26 @@ MORE: dict[str, Mapping[str, Any]] = {
     "qwen2": _KV,
     "qwen3": _LLAMA,
     "roberta": _BERT,
+    "roformer": {**_BERT, "embedding_size": 20, "is_decoder": True},
     "seed_oss": _LLAMA,
     "smollm3": {**_KV, "no_rope_layers": [1, 0]},
+    "squeezebert": {**_BERT, "intermediate_size": 36, "embedding_size": 24},
     "stablelm": _KV,
     "starcoder2": _KV,
+    "tapas": _BERT,
     "umt5": _T5,
     "vaultgemma": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
+    "visual_bert": {**_BERT, "visual_embedding_dim": 7},
     "xglm": {"d_model": 24, "ffn_dim": 35, "num_layers": 2, "attention_heads": 6, "max_position_embeddings": 32},
+    "xlm": {**_XLM, "n_langs": 2},
     "xlm-roberta": _BERT,
+    "xlnet": {"d_model": 24, "n_layer": 2, "n_head": 6, "d_inner": 35},
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     # other configurations of the types of `MORE`, which divide in another way
+    "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
+    "deberta-v2-plain": ("deberta-v2", {**_BERT, **_RELATIVE}),
     "falcon-one-kv": ("falcon", _KV),
     "falcon-alibi": ("falcon", {**MORE["falcon"], "alibi": True}),
     "falcon-in-turn": ("falcon", {**_KV, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
@@ -151,6 +185,10 @@ LEFT_OUT: dict[str, set[str]] = {
     "gemma3_text": {"Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification", "Gemma3Model"},
 }
 """Classes that transformers has in the module of a model type and the zoo does not."""
+
+
+_OF_ROWS = ("mc_labels", "next_sentence_label", "sentence_order_label", "sentence_image_labels", "matched_label", "ans")
+"""Labels of rows that go beside those of words."""
 
 
 def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConfig:
@@ -192,8 +230,9 @@ def lm_head(variant: str) -> str:
 
 def main_head(variant: str) -> str:
     """The name of the class that is tested most: that which generates text, or else that with the most to predict."""
-    names = lm_heads(variant)
-    order = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "Decoder", "ForMaskedLM", "ForCausalLM")
+    names = lm_heads(variant) or heads(variant)
+    masked = ("ForMaskedLM", "ForCausalLM")[:: -1 if MORE.get(variant, {}).get("is_decoder") else 1]
+    order = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "Decoder", *masked)
     return min(names, key=lambda name: next((i for i, end in enumerate(order) if name.endswith(end)), len(order)))
 
 
@@ -234,7 +273,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     if name == "OpenAIGPTDoubleHeadsModel":
         del given["attention_mask"]  # transformers cannot
     if "token_type_ids" in known:
-        given["token_type_ids"] = integers(0, 2, *shape)
+        tables = (len(config.type_vocab_sizes),) if hasattr(config, "type_vocab_sizes") else ()  # TAPAS
+        given["token_type_ids"] = integers(0, 2, *shape, *tables)
     if getattr(config, "add_cross_attention", False) and "encoder_hidden_states" in known:
         states = torch.randn(rows, 5, config.hidden_size, generator=generator, dtype=dtype)
         given |= {"encoder_hidden_states": states, "encoder_attention_mask": torch.ones(rows, 5, dtype=torch.long)}
@@ -246,15 +286,68 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         given["labels"] = words
         if name.startswith("MBart") and "decoder_input_ids" in known:
             given["decoder_input_ids"] = integers(0, vocab, *shape)  # which it cannot make of a row without labels
-        given |= {key: integers(0, 2, rows) for key in ("mc_labels", "next_sentence_label") if key in known}
+        given |= {key: integers(0, 2, rows) for key in _OF_ROWS if key in known}
     elif "start_positions" in known:
         given |= {"start_positions": integers(0, length, rows), "end_positions": integers(0, length, rows)}
     elif "labels" in known:
-        given["labels"] = integers(0, 2, rows, length) if "ForToken" in name else integers(0, 2, rows)
+        of_words = "ForToken" in name or name == "TapasForQuestionAnswering"
+        given["labels"] = integers(0, 2, rows, length) if of_words else integers(0, 2, rows)
     elif "decoder_input_ids" in known:
         given["decoder_input_ids"] = integers(0, vocab, rows, length - 2)
     if "decoder_attention_mask" in known:
         side = given.get("decoder_input_ids", ids)
         given["decoder_attention_mask"] = torch.ones_like(side)
         given["decoder_attention_mask"][2, -2:] = 0
+    if "global_attention_mask" in known:
+        given["global_attention_mask"] = torch.zeros_like(ids)
+        given["global_attention_mask"][..., 4] = 1
+    if "entity_ids" in known:
+        given |= _entities(name, config, shape, integers)
+    if {"visual_feats", "visual_embeds"} & known.keys():
+        given |= _regions(name, config, shape, given.get("labels"), generator, dtype)
+    return given
+
+
+def _entities(name: str, config: PreTrainedConfig, shape: tuple[int, ...], integers: Any) -> dict[str, Tensor]:
+    """Two entities of up to three words in each row."""
+    shape = (*shape[:-1], 2)
+    given = {"entity_ids": integers(1, config.entity_vocab_size, *shape)}
+    given |= {"entity_token_type_ids": integers(0, 2, *shape), "entity_position_ids": integers(3, 9, *shape, 3)}
+    given["entity_attention_mask"] = torch.ones_like(given["entity_ids"])
+    given["entity_position_ids"][0, ..., 2], given["entity_attention_mask"][1, ..., 1] = -1, 0
+    if name.endswith("MaskedLM"):
+        given["entity_labels"] = integers(0, config.entity_vocab_size, *shape)
+    if name.endswith("EntitySpanClassification"):
+        given |= {f"entity_{end}_positions": integers(0, 9, *shape) for end in ("start", "end")}
+        given["labels"] = integers(0, 2, *shape)
+    return given
+
+
+def _regions(
+    name: str,
+    config: PreTrainedConfig,
+    shape: tuple[int, ...],
+    labels: Tensor | None,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Four regions of an image in each row, of which one is not attended to, and the labels that they change."""
+    rows, length, size = shape[0], shape[-1], (*shape[:-1], 4)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=dtype)
+
+    mask = torch.ones(size, dtype=torch.long)
+    mask[1, ..., 3] = 0
+    if name.startswith("Lxmert"):
+        given = {"visual_feats": floats(*size, config.visual_feat_dim), "visual_pos": floats(*size, 4)}
+        return {**given, "visual_attention_mask": mask}
+    given = {"visual_embeds": floats(*size, config.visual_embedding_dim), "visual_attention_mask": mask}
+    if name.endswith("PreTraining") and labels is not None:
+        given["labels"] = torch.cat((labels, torch.full(size, -100)), -1)
+    elif name.endswith("QuestionAnswering"):
+        given["labels"] = floats(rows, config.num_labels).softmax(-1)
+    elif name.endswith("Alignment"):
+        given["region_to_phrase_position"] = torch.randint(-1, length, (rows, 3), generator=generator)
+        given["labels"] = floats(rows, 3, 4).softmax(-1)
     return given

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
-from oslo_models.collectives import copy_to
+from oslo_models.collectives import copy_to, scatter_to
 from oslo_models.layers.cross_entropy import Words
 from oslo_models.layers.linear_cross_entropy import linear_cross_entropy
 from oslo_models.layers.vocab import COMMON, PASSED_ON, LogitsInParts, VocabParallelHead, VocabParallelLogits
@@ -48,24 +48,28 @@ class DeferredLogits(LogitsInParts):
 
     head: DeferredHead
     kind: torch.dtype
+    bias: Tensor | None
     made: Tensor | None
 
     @classmethod
-    def wrap(cls, hidden: Tensor, head: DeferredHead, kind: torch.dtype | None = None) -> DeferredLogits:
-        """Logits of the type ``kind`` (default: as ``head`` would make them)."""
+    def wrap(
+        cls, hidden: Tensor, head: DeferredHead, kind: torch.dtype | None = None, bias: Tensor | None = None
+    ) -> DeferredLogits:
+        """Logits of the type ``kind`` with ``bias`` (default: as ``head`` would make them)."""
         if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         logits = hidden.as_subclass(cls)
         logits.head, logits.kind, logits.made = head, kind or hidden.dtype, None
+        logits.bias = head.bias if bias is None else bias
         logits.tp, logits.words = head.tp, head.layouts["weight"]
         return logits
 
     def _parameters(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias, kind = self.head.weight, self.head.bias, self.held().dtype
+        weight, bias, kind = self.head.weight, self.bias, self.held().dtype
         return weight.to(kind), None if bias is None else bias.to(kind)
 
     def _like(self, hidden: Tensor) -> DeferredLogits:
-        return DeferredLogits.wrap(hidden, self.head, self.kind)
+        return DeferredLogits.wrap(hidden, self.head, self.kind, self.bias)
 
     def _losses(self, target: Tensor, words: Words, reduction: str) -> Any:
         """Their sum only; one by one they need the logits."""
@@ -105,7 +109,7 @@ class DeferredLogits(LogitsInParts):
 
 
 def _float(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    return DeferredLogits.wrap(logits.held(), logits.head, torch.float32)
+    return DeferredLogits.wrap(logits.held(), logits.head, torch.float32, logits.bias)
 
 
 def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
@@ -113,13 +117,13 @@ def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 1:
         return NotImplemented
     if isinstance(args[0], torch.dtype) and torch.promote_types(args[0], logits.kind) == args[0]:
-        return DeferredLogits.wrap(logits.held(), logits.head, args[0])
+        return DeferredLogits.wrap(logits.held(), logits.head, args[0], logits.bias)
     return logits if args[0] in (logits.kind, logits.held().device) else NotImplemented
 
 
 def _mul(logits: DeferredLogits, factor: Any) -> Any:
     """A product with a number (Cohere, Granite), made of the hidden states instead."""
-    if not isinstance(factor, (int, float)) or logits.head.bias is not None:
+    if not isinstance(factor, (int, float)) or logits.bias is not None:
         return NotImplemented
     return DeferredLogits.wrap(logits.held() * factor, logits.head, logits.kind)
 
@@ -129,6 +133,17 @@ def _div(logits: DeferredLogits, divisor: Any, **kwargs: Any) -> Any:
     return _mul(logits, 1 / divisor) if plain else NotImplemented
 
 
+def _add(logits: DeferredLogits, other: Any) -> Any:
+    """A sum with a number for each word (LXMERT, BART) is a bias of the head."""
+    size = logits.vocab_size
+    if not isinstance(other, Tensor) or other.shape[-1:] != (size,) or other.numel() != size or logits.bias is not None:
+        return NotImplemented
+    sizes = [stop - start for ((start, stop),) in logits.words.ranges]
+    return DeferredLogits.wrap(
+        logits.held(), logits.head, logits.kind, scatter_to(logits.tp, other.flatten(), -1, sizes)
+    )
+
+
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _OF_HIDDEN = PASSED_ON - {_DTYPE, Tensor.register_hook}  # what is the same of hidden states and of logits
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -136,6 +151,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.float: _float,
     Tensor.to: _to,
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _mul),
+    **dict.fromkeys((Tensor.add, Tensor.__add__), _add),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _div),
     Tensor.contiguous: lambda logits, **kwargs: logits,
     _DTYPE: lambda logits: logits.kind,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
@@ -86,13 +87,15 @@ class ParallelModel(FusableModel):
         if mesh is None:
             return
         self.mesh, self.mpu, self._init_seed = mesh, MPU(mesh), init_seed
-        plan, prefix = self.plan(config), self._prefix()
-        self.layouts = layouts_of(self, plan, prefix, self.head, mesh.tp.size)
+        for param in self.parameters():  # some of XLNet's and DeBERTa's are float32, whatever is asked for
+            param.data = param.data.to(torch.get_default_dtype())
+        plan, prefix, head = self.plan(config), self._prefix(), type(self).head
+        self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
         if mesh.tp.size > 1:
-            divide(self, plan, prefix, self.head, mesh, self.layouts)
+            divide(self, plan, prefix, head, mesh, self.layouts)
         if mesh.pp.size > 1:
             pp = mesh.pp
-            self.stage = cut(self, plan, prefix, self.head, self.layouts, pp.rank, pp.size, blocks_per_stage)
+            self.stage = cut(self, plan, prefix, head, self.layouts, pp.rank, pp.size, blocks_per_stage)
             names = (name for name, _ in self.named_parameters(remove_duplicate=False))
             self.layouts = {name: self.layouts[self.stage.aliases.get(name, name)] for name in names}
 
@@ -460,12 +463,13 @@ class ParallelModel(FusableModel):
             omit = loss is not None and loss.requires_grad
         else:
             omit = loss is not None and not self.gather_logits
+        divided = self.is_tensor_parallelized() and self.plan(self.config).limit() is not None  # heads, that is
         fields = {}
         for name, value in output.items():
             if isinstance(value, (VocabParallelLogits, DeferredLogits)):
                 value = None if omit else value.full()
-            elif name.endswith("attentions") and value and self.is_tensor_parallelized():
-                value = tuple(None if weights is None else self._all_heads(weights) for weights in value)
+            elif name.endswith("attentions") and value and divided:
+                value = tree_map_only(Tensor, self._all_heads, tuple(value))
             fields[name] = value
         return fields
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from transformers import BertConfig
@@ -39,6 +41,19 @@ class BertParallel(ParallelModel):
             optional=("pooler.dense",),
             dropout=("embeddings.dropout",),
         )
+
+
+def whole_attention(plan: Plan, more: Collection[str] = ()) -> Plan:
+    """``plan`` with the attention of its blocks whole on every rank, of which ``more`` names what BERT's lacks."""
+    (stack, block), *_ = plan.blocks.items()
+    whole = {
+        name: Replicated() if "attention." in name and not isinstance(entry, Norm) else entry
+        for name, entry in block.items()
+    }
+    for name in block:
+        if name.endswith(".self.query"):
+            whole |= {f"{name.removesuffix('query')}{other}": Replicated() for other in more}
+    return replace(plan, blocks={stack: whole}, local={})
 
 
 LM_HEAD = {

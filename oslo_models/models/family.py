@@ -19,6 +19,16 @@ DECODER: Mapping[str, Entries] = {
 """The heads that transformers gives to the decoders of today."""
 
 
+class _Head:
+    """The ``head`` of a class whose instances have a module of that name."""
+
+    def __init__(self, entries: Entries) -> None:
+        self.entries = entries
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self.entries if instance is None else instance._modules["head"]
+
+
 def family(
     parallel: type[ParallelModel], modeling: ModuleType, heads: Mapping[str, Entries], **more: Mapping[str, Any]
 ) -> dict[str, type]:
@@ -37,7 +47,8 @@ def family(
     for ending, head in heads.items():
         original = getattr(modeling, prefix + ending, None)
         if original is not None:
-            attributes = {"head": head, "__module__": parallel.__module__, **more.get(ending, {})}
+            own = _Head(head) if any(name.startswith("head.") for name in head) else head
+            attributes = {"head": own, "__module__": parallel.__module__, **more.get(ending, {})}
             found[original.config_class.__name__] = original.config_class
             found[original.__name__] = type(original.__name__, (parallel, original), attributes)
     return found

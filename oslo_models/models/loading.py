@@ -98,7 +98,9 @@ class Arguments:
 
     def check_config(self, cls: type[ParallelModel], config: PreTrainedConfig) -> None:
         """Raise ``ValueError`` for what does not fit the model."""
-        name, tp, limit = type(config).__name__, self.tensor_parallel_size, cls.plan(config).limit()
+        name, tp, plan = type(config).__name__, self.tensor_parallel_size, cls.plan(config)
+        limit = plan.limit()
+        plan.check_stages(cls.__name__, self.pipeline_parallel_size)
         if limit is not None and tp > limit:
             raise ValueError(
                 f"tensor_parallel_size={tp} is more than num_attention_heads={limit} of {name}; use 1 to {limit}"
@@ -344,7 +346,7 @@ class Template:
         model = self.model
         self.state = model.state_dict()
         self.rank = mesh.tp.rank
-        self.layouts = layouts_of(model, model.plan(model.config), model._prefix(), model.head, mesh.tp.size)
+        self.layouts = layouts_of(model, model.plan(model.config), model._prefix(), cls.head, mesh.tp.size)
         aliases = {} if part.stage is None else part.stage.aliases
         self.names = {name: aliases.get(name, name) for name in part.state_dict()}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from oslo_models.layout import Layout, Range
-from oslo_models.plan import Entries, Norm, Plan, Vocab
+from oslo_models.plan import Entries, Norm, Plan, Vocab, Words
 from oslo_models.stage import partition
 
 
@@ -72,6 +73,7 @@ class Stage:
         shared: parameters that several stages hold: their name in the whole model, and those stages.
         tied: names of the whole model that are other names of a parameter, and the name it is known by.
         config: what the configuration of the whole model says where that of the stage says otherwise.
+        fixed: tables among the shared parameters, by the same names, that no gradient reaches.
     """
 
     index: int
@@ -82,6 +84,7 @@ class Stage:
     shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    fixed: set[str] = field(default_factory=set)
 
     def counts(self, name: str) -> bool:
         """Whether this stage is the first of those that hold the parameter, so that it is the one to count it."""
@@ -116,6 +119,7 @@ def cut(
     Raises:
         ValueError: there are more stages than blocks, or ``blocks_per_stage`` does not fit them.
     """
+    plan.check_stages(type(model).__name__, count)
     blocks = [
         (stack, name) for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
     ]
@@ -142,6 +146,7 @@ def cut(
     stage = Stage(index, count, stacks, ranges, tied=dict(model.all_tied_weights_keys))
     owners = _owners(plan, prefix, head, stacks, stage_of, layouts, model.all_tied_weights_keys)
     stage.shared = {name: stages for name, stages in owners.items() if len(stages) > 1}
+    stage.fixed = {name for name, param in model.named_parameters() if not param.requires_grad}
     _carry(model, plan, prefix, stage, stage_of)
     for stack, name in blocks:
         if stage_of[stack, name] != index:
@@ -304,12 +309,16 @@ def _replace_ends(model: nn.Module, plan: Plan, prefix: str, head: Entries, stag
             stand_in = PassOn() if applied else Received()
             model.set_submodule(prefix + key, stand_in)
             own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
-            if isinstance(entry, Vocab) and own and isinstance(stand_in, Received):
+            if isinstance(entry, (Vocab, Words)) and own and isinstance(stand_in, Received):
                 stack.received = stand_in
     for key, value in plan.neutral.items():
         if stage.index != _stack_of(key, prefix, stage.stacks, 0).first:
-            owner, _, attribute = (prefix + key).rpartition(".")
-            setattr(model.get_submodule(owner), attribute, value)
+            owner, _, name = (prefix + key).rpartition(".")
+            module = model.get_submodule(owner)
+            if hasattr(module, name):
+                setattr(module, name, value)
+            else:
+                module.register_forward_pre_hook(partial(_with_argument, name, value), with_kwargs=True)
     for key in plan.dropout:
         stack = _stack_of(key, prefix, stage.stacks, 0)
         if not _has(model, prefix + key):
@@ -329,6 +338,13 @@ def _replace_ends(model: nn.Module, plan: Plan, prefix: str, head: Entries, stag
             module = model.get_submodule(owner)
             del module._parameters[leaf]
             setattr(module, leaf, torch.empty(0))
+
+
+def _with_argument(
+    name: str, value: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with one of them, which the call names, replaced."""
+    return args, {**kwargs, name: value}
 
 
 def _has(model: nn.Module, path: str) -> bool:

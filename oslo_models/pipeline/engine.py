@@ -41,7 +41,8 @@ class Pipeline:
     def tied(self) -> list[tuple[nn.Parameter, Axis]]:
         """Each parameter here that other stages hold too, as it is now (FSDP replaces parameters), and those stages."""
         parameters = {self.stage.root(name): param for name, param in self.model.named_parameters()}
-        return [(parameters[name], axis) for name, axis in self._shared.items() if name in parameters]
+        here = parameters.keys() - self.stage.fixed
+        return [(parameters[name], axis) for name, axis in self._shared.items() if name in here]
 
     @torch.no_grad()
     def spread_tied(self) -> None:

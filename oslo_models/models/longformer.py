@@ -1,0 +1,23 @@
+"""Longformer: RoBERTa that attends to windows; its attention counts on the width of all heads and is not divided."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers.models.longformer import modeling_longformer as hf
+
+from oslo_models.models.bert import BertParallel, whole_attention
+from oslo_models.models.family import family
+from oslo_models.models.roberta import HEADS
+from oslo_models.plan import Plan
+
+
+class LongformerParallel(BertParallel):
+    """How every model of the Longformer family divides."""
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        plan = whole_attention(super().plan(config), ("query_global", "key_global", "value_global"))
+        return replace(plan, one_stage="it lengthens its input to whole windows, and shortens what it made of it")
+
+
+globals().update(family(LongformerParallel, hf, HEADS))

@@ -1,0 +1,53 @@
+"""LXMERT: blocks of BERT for words and for regions of an image, and then blocks in which these attend to each other."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers.models.lxmert import modeling_lxmert as hf
+
+from oslo_models.layout import Units
+from oslo_models.models.bert import LM_HEAD, BertParallel
+from oslo_models.models.family import family
+from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row
+
+ANSWER: Entries = {"answer_head.logit_fc.0": Replicated(), "answer_head.logit_fc.2": Norm()}
+ANSWER = {**ANSWER, "answer_head.logit_fc.3": Replicated()}
+OBJECTS: Entries = {
+    "obj_predict_head.transform.dense": Replicated(),
+    "obj_predict_head.transform.LayerNorm": Norm(),
+    **{f"obj_predict_head.decoder_dict.{name}": Replicated() for name in ("obj", "attr", "feat")},
+}
+WORDS: Entries = {**LM_HEAD, "cls.predictions.bias": Replicated(), "cls.seq_relationship": Replicated()}
+HEADS = {"Model": {}, "ForPreTraining": {**WORDS, **OBJECTS, **ANSWER}, "ForQuestionAnswering": ANSWER}
+ATTENTIONS = {"visual_attention": "att", "lang_self_att": "self", "visn_self_att": "self"}
+
+
+class LxmertParallel(BertParallel):
+    """How every model of the LXMERT family divides."""
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        plan = super().plan(config)
+        heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        (layer,) = plan.blocks.values()
+        crossing: dict[str, Replicated] = {}
+        for name, inner in ATTENTIONS.items():
+            crossing |= {f"{name}.{inner}.{projection}": Column(heads) for projection in ("query", "key", "value")}
+            crossing |= {f"{name}.output.dense": Row(heads), f"{name}.output.LayerNorm": Norm()}
+        for name in ("lang", "visn"):
+            crossing |= {f"{name}_inter.dense": Column(), f"{name}_output.dense": Row()}
+            crossing |= {f"{name}_output.LayerNorm": Norm()}
+        visual = {f"encoder.visn_fc.{name}_fc": Replicated() for name in ("visn", "box")}
+        norms = {f"encoder.visn_fc.{name}_layer_norm": Norm() for name in ("visn", "box")}
+        places = ("attention.self", *(f"{name}.{inner}" for name, inner in ATTENTIONS.items()))
+        return replace(
+            plan,
+            embed={**plan.embed, **visual, **norms},
+            blocks={"encoder.layer": layer, "encoder.r_layers": layer, "encoder.x_layers": crossing},
+            local={f"{place}.head_size": heads.local_extent for place in places},
+            optional=(*plan.optional, *OBJECTS, *ANSWER),
+            one_stage="words and regions pass its blocks side by side, and stages hand on one sequence",
+        )
+
+
+globals().update(family(LxmertParallel, hf, HEADS))
