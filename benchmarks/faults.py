@@ -312,7 +312,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("--times", metavar="N", type=int, default=20, help="how often each (default: 20)")
-    parser.add_argument("--only", metavar="TEXT", default="", help="only faults whose name contains this")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only faults whose name contains this; others stay")
     parser.add_argument("--out", metavar="FILE", type=Path, default=TABLE, help="where the table is written")
     parser.add_argument("--fresh", action="store_true", help="start workers as they are in use, which takes hours")
     args = parser.parse_args()
@@ -330,13 +330,16 @@ def main() -> int:
             rows.append({**stamp, "workers": workers, **_row(stand, name, args.times)})
             print(f"{name:42}", *(f"{rows[-1].get(field, '')!s:>14}" for field in FIGURES), flush=True)
         stand.close()
+    kept = {row["fault"]: row for row in csv.DictReader(args.out.open())} if args.out.exists() else {}
+    known = kept | {row["fault"]: row for row in rows}
+    rows = [known[name] for name in FAULTS if name in known]
     with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     after = sorted(os.listdir("/dev/shm"))
     print("/dev/shm is as it was" if after == before else f"/dev/shm: {before} became {after}")
-    return int(any(row["hangs"] or row["processes left"] for row in rows) or after != before)
+    return int(any(int(row["hangs"]) or int(row["processes left"]) for row in rows) or after != before)
 
 
 def _row(stand: Stand, name: str, times: int) -> dict[str, Any]:
