@@ -109,17 +109,19 @@ class _ScatterTo(torch.autograd.Function):
         return _all_gather(ctx.axis, grad, ctx.dim, ctx.sizes), None, None, None
 
 
-def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
+
+def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
     """Reduce ``x`` over the axis, in place and outside autograd; returns ``x``."""
     if axis.size == 1:
         return x
     if torch.compiler.is_compiling():  # becomes an operation of the graph
         dist.all_reduce(x, op=op, group=axis.group)
         return x
-    if x.dtype in DTYPES and op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX) and (memory := _shared_memory(axis, x)):
+    if x.dtype in DTYPES and op in (SUM, MAX) and (memory := _shared_memory(axis, x)):
         dense = x.contiguous()
-        with waiting(axis, "a sum"):
-            memory.all_reduce(dense, op == dist.ReduceOp.MAX, axis.timeout)
+        memory.all_reduce(dense, op is not SUM and op == MAX, axis.timeout, waiting(axis, "a sum"))
         return x if dense is x else x.copy_(dense)
     with waiting(axis, "a sum"):
         dist.all_reduce(x, op=op, group=axis.group)
@@ -202,12 +204,12 @@ def _all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=axis.group)
         split = zip(gathered.chunk(len(sizes)), sizes, strict=True)
         return torch.cat([part.narrow(dim, 0, size) for part, size in split], dim)
-    memory = _shared_memory(axis, x)
-    with waiting(axis, "a concatenation"):
-        if memory:
-            parts = memory.all_gather(x.contiguous(), axis.timeout).unbind()
-        else:
-            parts = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in sizes)
+    around, memory = waiting(axis, "a concatenation"), _shared_memory(axis, x)
+    if memory:
+        parts = memory.all_gather(x.contiguous(), axis.timeout, around).unbind()
+    else:
+        parts = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in sizes)
+        with around:
             dist.all_gather(list(parts), x.contiguous(), group=axis.group)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 

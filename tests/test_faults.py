@@ -101,17 +101,17 @@ def live(rank: int, fault: Fault, store: str, port: int, saved: Path, folder: Pa
 
 
 def arm(fault: Fault, before: Callable[[], object]) -> None:
-    enter = collectives.waiting.__enter__
+    prepare = collectives.waiting.__init__  # before every collective; it is entered only where others are late
 
-    def entering(self: Any) -> None:
-        own = self.axis.watch
+    def preparing(self: Any, axis: Any, *args: Any, **kwargs: Any) -> None:
+        own = axis.watch
         if fault.where in own._at(own.place[0]):
             time.sleep(1.5 * own.beat)  # so that the others have heard where it is
             before()
             fault.strike()
-        enter(self)
+        prepare(self, axis, *args, **kwargs)
 
-    collectives.waiting.__enter__ = entering  # type: ignore[method-assign]
+    collectives.waiting.__init__ = preparing  # type: ignore[method-assign]
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Gang:
             port = listener.getsockname()[1]
         context = multiprocessing.get_context("forkserver")
         arguments = (fault, str(folder / "store"), port, saved, folder)
-        processes = [context.Process(target=live, args=(rank, *arguments)) for rank in range(fault.ranks)]
+        processes = [context.Process(target=live, args=(rank, *arguments), daemon=True) for rank in range(fault.ranks)]
         for process in processes:
             process.start()
         return cls(fault, folder, processes)
@@ -145,9 +145,7 @@ class Gang:
             left = [rank for rank in survivors if self.processes[rank].is_alive()]
             assert not left, f"{fault}: ranks {left} are still there"
         finally:
-            for process in self.processes:
-                process.kill()
-                process.join()
+            self.kill()
         assert (self.folder / "struck").exists(), f"{fault} did not happen: {self.said(survivors[0])}"
         struck = float((self.folder / "struck").read_text())
         for rank in survivors:
@@ -159,6 +157,11 @@ class Gang:
             assert fault.where in said["message"].splitlines()[0], message
             assert fault.says in said["message"].splitlines()[0], message
             assert said["time"] - struck < TIMEOUT + NAMING, f"{said['time'] - struck:.1f} s: {message}"
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
 
     def said(self, rank: int) -> dict[str, Any]:
         with suppress(FileNotFoundError):
@@ -196,13 +199,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(faults: list[Fault], saved: Path, folder: Path, at_once: int = 3) -> None:
     """A few gangs at a time: they wait more than they compute."""
-    gangs = []
-    for number, fault in enumerate(faults):
-        gangs.append(Gang.start(fault, saved, folder / str(number)))
-        if len(gangs) == at_once:
+    gangs: list[Gang] = []
+    try:
+        for number, fault in enumerate(faults):
+            gangs.append(Gang.start(fault, saved, folder / str(number)))
+            if len(gangs) == at_once:
+                gangs.pop(0).end()
+        while gangs:
             gangs.pop(0).end()
-    for gang in gangs:
-        gang.end()
+    finally:
+        for gang in gangs:
+            gang.kill()
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop"])

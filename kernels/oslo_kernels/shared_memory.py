@@ -12,6 +12,7 @@ import ctypes
 import os
 import time
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ class PeerError(RuntimeError):
     def __init__(self, message: str, position: int = -1) -> None:
         super().__init__(message)
         self.position = position
+
+
+Waiting = AbstractContextManager[object]
+READY: Waiting = nullcontext()
 
 
 class SharedMemory:
@@ -85,12 +90,13 @@ class SharedMemory:
             raise FileNotFoundError(f"process {pid} of this host is not the one that shares its memory")
         return SharedMemory(fd, rank, size)
 
-    def all_reduce(self, x: Tensor, maximum: bool = False, timeout: float = 1800.0) -> Tensor:
+    def all_reduce(self, x: Tensor, maximum: bool = False, timeout: float = 1800.0, waiting: Waiting = READY) -> Tensor:
         """Add ``x`` up over the ranks, or take the maximum, in place; returns ``x``.
 
         Args:
             x: a contiguous CPU tensor of one of `DTYPES`; of the same shape on every rank.
             timeout: seconds to wait for another rank.
+            waiting: entered when the others are not there after a tenth of a second.
 
         Raises:
             PeerError: another rank died, did not come in time, or called something else.
@@ -98,10 +104,11 @@ class SharedMemory:
         arguments = self._handle, x.data_ptr(), x.nbytes, DTYPES[x.dtype], maximum
         code = self._library.oslo_shm_all_reduce(*arguments)
         if code:
-            self._go_on(code, self._library.oslo_shm_all_reduce, arguments, timeout)
+            with waiting:
+                self._go_on(code, self._library.oslo_shm_all_reduce, arguments, timeout)
         return x
 
-    def all_gather(self, x: Tensor, timeout: float = 1800.0) -> Tensor:
+    def all_gather(self, x: Tensor, timeout: float = 1800.0, waiting: Waiting = READY) -> Tensor:
         """What every rank has in ``x``, a contiguous CPU tensor of the same shape on each: ``[size, *x.shape]``.
 
         Raises:
@@ -111,7 +118,8 @@ class SharedMemory:
         arguments = self._handle, x.data_ptr(), out.data_ptr(), x.nbytes
         code = self._library.oslo_shm_all_gather(*arguments)
         if code:
-            self._go_on(code, self._library.oslo_shm_all_gather, arguments, timeout)
+            with waiting:
+                self._go_on(code, self._library.oslo_shm_all_gather, arguments, timeout)
         return out
 
     def _go_on(self, code: int, function: ctypes._FuncPointer, arguments: tuple[object, ...], timeout: float) -> None:
