@@ -149,7 +149,9 @@ def dropout_lines(dtype: torch.dtype, to: Callable[[Tensor], Tensor]) -> list[st
     """Of dropout, whose masks differ from torch's: how many are kept, and that all passes keep the same."""
     lines = []
     fused, back = dropout.bias_dropout_residual_triton, dropout.dropout_backward_triton
-    for shape, p in (((9, 700), 0.1), ((3, 2, 4099), 0.5), ((2, 3), 0.0)):
+    # drawing is what takes the interpreter longest, and is the same in every type
+    shapes = [((4, 700), 0.1), ((2, 1, 4099), 0.5), ((2, 3), 0.0)] if dtype == torch.float32 else [((2, 700), 0.3)]
+    for shape, p in shapes:
         ones, zeros = torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype)
         kept = fused(to(ones), None, to(zeros), p, 7).cpu() != 0
         rate = kept.double().mean().item()

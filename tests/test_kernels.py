@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,55 +20,24 @@ from oslo_kernels import cross_entropy, dropout, gelu, norm, rotary, softmax, sw
 HERE = Path(__file__).resolve().parent
 
 
-WITHOUT_TRITON = """
-import sys; sys.modules['triton'] = None
-import oslo_kernels.softmax, oslo_kernels.ngrams, oslo_models, oslo_models.sites
-"""
+def run(script: str, *arguments: str, **environment: str) -> str:
+    """Run a script of this folder by itself: Triton decides when it is imported whether it interprets."""
+    path = os.pathsep.join(map(str, (HERE, HERE.parent / "kernels", HERE.parent)))
+    variables = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", **environment}
+    command = [sys.executable, "-W", "ignore", str(HERE / script), *arguments]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-@dataclass
-class Script:
-    """A process by itself, since Triton decides when it is imported whether it interprets."""
-
-    process: subprocess.Popen[str]
-
-    @classmethod
-    def start(cls, *arguments: str | Path, **environment: str) -> Script:
-        path = os.pathsep.join(map(str, (HERE, HERE.parent / "kernels", HERE.parent)))
-        variables = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", **environment}
-        command = [sys.executable, "-W", "ignore", *map(str, arguments)]
-        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return cls(subprocess.Popen(command, env=variables, **both))
-
-    def output(self) -> str:
-        """What it said, once it has ended well."""
-        said, _ = self.process.communicate(timeout=900)
-        assert self.process.returncode == 0, said
-        return said
+def test_in_the_interpreter(seed: int) -> None:
+    run("kernel_cases.py", str(seed), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-@pytest.fixture(scope="module")
-def scripts(request: pytest.FixtureRequest) -> Iterator[dict[str, Script]]:
-    """They run beside one another, and beside the tests of this file. What is compiled is kept for the next time."""
-    compiled = str(request.config.cache.mkdir("triton"))
-    started = {
-        "builds": Script.start(HERE / "kernel_builds.py", TRITON_CACHE_DIR=compiled),
-        "cases": Script.start(
-            HERE / "kernel_cases.py", str(request.config.option.seed), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES=""
-        ),
-        "without": Script.start("-c", WITHOUT_TRITON),
-    }
-    yield started
-    for script in started.values():
-        script.process.kill()
-        script.process.wait()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def started_early(request: pytest.FixtureRequest) -> None:
-    """Start the scripts before the first test if one of them will be looked at."""
-    if any("scripts" in item.fixturenames for item in request.session.items if item.path == request.path):
-        request.getfixturevalue("scripts")
+def test_compiled_for_gpus_that_are_not_there(pytestconfig: pytest.Config) -> None:
+    """For Ampere and Hopper: no stack, few registers, wide loads and stores. Builds are kept for other runs."""
+    said = run("kernel_builds.py", TRITON_CACHE_DIR=str(pytestconfig.cache.mkdir("triton")))
+    assert said.count("stack 0") == len(said.splitlines()) > 40
 
 
 @pytest.mark.gpu
@@ -165,17 +132,3 @@ def test_the_norm_of_llama(dtype: torch.dtype, seed: int) -> None:
     x = torch.randn(3, 40).to(dtype)
     found = norm.add_norm(x, None, module.weight, None, 1e-5, False)[0]
     assert torch.allclose(found, module(x), rtol=2 * torch.finfo(dtype).eps)
-
-
-def test_importing_without_triton(scripts: dict[str, Script]) -> None:
-    scripts["without"].output()
-
-
-def test_in_the_interpreter(scripts: dict[str, Script]) -> None:
-    scripts["cases"].output()
-
-
-def test_compiled_for_gpus_that_are_not_there(scripts: dict[str, Script]) -> None:
-    """For Ampere and Hopper: no stack, few registers, wide loads and stores."""
-    said = scripts["builds"].output()
-    assert said.count("stack 0") == len(said.splitlines()) > 40
