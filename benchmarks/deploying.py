@@ -27,6 +27,7 @@ def call_overhead(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: 
 
     import oslo_models
 
+    torch.set_num_threads(1)  # of which a tiny model has no use for two, and they would wait for each other
     here = getattr(oslo_models, cls).from_pretrained_with_parallel(tiny)
     there = getattr(oslo_models, cls).from_pretrained_with_parallel(tiny, deploy=True)
     ids = tokens(here, 1, 4)

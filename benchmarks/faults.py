@@ -321,12 +321,12 @@ def main() -> int:
         serving.ProcessExecutor = ForkedExecutor  # type: ignore[misc]
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    workers = "fresh" if args.fresh else "forked"
     stamp, rows, before = _stamp(), [], sorted(os.listdir("/dev/shm"))
     print(f"{'fault':42}", *(f"{field:>14}" for field in FIGURES))
     with tempfile.TemporaryDirectory() as folder:
         stand = Stand(Path(folder))
         for name in [name for name in FAULTS if args.only in name]:
+            workers = "fresh" if args.fresh or FAULTS[name] is full_disk else "forked"
             rows.append({**stamp, "workers": workers, **_row(stand, name, args.times)})
             print(f"{name:42}", *(f"{rows[-1].get(field, '')!s:>14}" for field in FIGURES), flush=True)
         stand.close()
