@@ -170,7 +170,7 @@ PEERS = {
         Peer("oslo_models", 1, 2, _ours_alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("oslo_models-tp2", 2, 1, _ours),
         Peer("oslo_models-tp2-fused", 2, 1, _ours_fused, _fused_adamw),
-        Peer("oslo_models-deploy", 1, 2, _deployed),
+        Peer("oslo_models-deploy", 1, 2, _deployed, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("torch-1f1b", 2, 1, _alone, _schedule_of_torch),
         Peer("oslo_models-pp2", 2, 1, _our_stages, _micro_batches),
         Peer("oslo_models-data", 1, 2, _way("ours")),
