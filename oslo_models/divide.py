@@ -19,11 +19,25 @@ from oslo_models.layers.linear import (
     RowParallelConv1D,
     RowParallelLinear,
 )
-from oslo_models.layers.norm import HeadParallelNorm, WidthParallelNorm
+from oslo_models.layers.norm import HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
 from oslo_models.layers.vocab import VocabParallelEmbedding, VocabParallelHead
+from oslo_models.layers.width import OwnWidthModule
 from oslo_models.layout import Layout, Units
 from oslo_models.mesh import Axis, ParallelMesh
-from oslo_models.plan import BareHeads, Column, Entries, HeadNorm, LocalConfig, Plan, Replicated, Row, Vocab, WidthNorm
+from oslo_models.plan import (
+    BareHeads,
+    Column,
+    Entries,
+    HeadNorm,
+    HeadNorms,
+    LocalConfig,
+    Plan,
+    Replicated,
+    Row,
+    Vocab,
+    WidthNorm,
+    entry_of,
+)
 from oslo_models.rng import DividedStream
 
 _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
@@ -35,6 +49,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (Vocab, nn.Embedding): VocabParallelEmbedding,
     (Vocab, nn.Linear): VocabParallelHead,
     (HeadNorm, nn.Module): HeadParallelNorm,
+    (HeadNorms, nn.Module): HeadParallelNorms,
     (WidthNorm, nn.Module): WidthParallelNorm,
     (BareHeads, nn.Module): BareHeadsModule,
 }
@@ -53,11 +68,10 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
     entries = _named_entries(model, plan, prefix, head)
     layouts, used = {}, set()
     for name, param in model.named_parameters(remove_duplicate=False):
-        module, _, leaf = name.rpartition(".")
-        key = name if name in entries else module
-        if key in entries:
+        key = entry_of(name, entries)
+        if key is not None:
             used.add(key)
-            layouts[name] = entries[key].layout(leaf, tuple(param.shape), n)
+            layouts[name] = entries[key].layout(name.rpartition(".")[2], tuple(param.shape), n)
     unnamed = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in layouts]
     bare = {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
     unused = [key for key in entries if key not in used | bare and not key.endswith(tuple(plan.optional))]
@@ -83,6 +97,8 @@ def divide(
         if type(entry) in {kind for kind, _ in _CLASSES}:
             _change_class(module, key, entry, parts, tp.rank)
             module.tp, module.stream, module.layouts = tp, stream, parts  # type: ignore[assignment]
+            if isinstance(entry, HeadNorms):
+                module.heads = entry.heads  # type: ignore[assignment]
     for name, layout in layouts.items():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -91,10 +107,10 @@ def divide(
             local = layout.shard(full.detach(), tp.rank).clone()
             setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
             _tell_sizes(module)
-    for block in _blocks(model, plan, prefix):
-        _speak_of_local_heads(block, plan, tp)
+    for stack, block in _blocks(model, plan, prefix):
+        _speak_of_local_heads(stack, block, plan, tp)
     if stream is not None:
-        for block in _blocks(model, plan, prefix):
+        for _, block in _blocks(model, plan, prefix):
             # However a block ends, the streams are in order.
             block.register_forward_hook(lambda *_: stream.leave(), always_call=True)
             for path in plan.whole_dropout:
@@ -103,18 +119,25 @@ def divide(
                     dropout.register_forward_hook(lambda module, *_: stream.enter() if module.training else None)
 
 
-def _speak_of_local_heads(block: nn.Module, plan: Plan, tp: Axis) -> None:
+def _speak_of_local_heads(stack: str, block: nn.Module, plan: Plan, tp: Axis) -> None:
     """Let the attributes and arguments of a block's modules that count heads count what this rank has."""
     for path, value in plan.local.items():
-        owner, _, attribute = path.rpartition(".")
+        owner, _, attribute = path.removeprefix(f"{stack}.").rpartition(".")
         module: Any = _find(block, owner.removesuffix(".config"))
         if module is not None and owner.endswith(".config"):
             module.config = LocalConfig(module.config, **{attribute: value(tp.size, tp.rank)})
         elif hasattr(module, attribute):
             setattr(module, attribute, value(tp.size, tp.rank))
+    for path, heads in plan.widths.items():
+        module = _find(block, path.removeprefix(f"{stack}."))
+        if module is not None:
+            module.__class__ = _joined(OwnWidthModule, type(module))  # type: ignore[arg-type]
+            module.widths = heads.extent(), heads.local_extent(tp.size, tp.rank)
     for path, heads in plan.per_head.items():
-        owner, _, argument = path.rpartition(".")
-        module = block.get_submodule(owner)
+        owner, _, argument = path.removeprefix(f"{stack}.").rpartition(".")
+        module = _find(block, owner)
+        if not isinstance(module, nn.Module):
+            continue
         position = list(inspect.signature(module.forward).parameters).index(argument)
         module.register_forward_pre_hook(partial(_own_heads, argument, position, heads, tp), with_kwargs=True)
 
@@ -127,7 +150,7 @@ def _own_heads(
     if value is None:
         return args, kwargs
     start, stop = heads.counts(tp.size)[tp.rank]
-    if value.dim() == 4:  # [rows, heads or one for all, queries, keys]
+    if value.dim() >= 4:  # [rows, heads or one for all, queries, keys]
         own = value[:, start:stop] if value.shape[1] == heads.count else value
     else:
         own = value.unflatten(0, (-1, heads.count))[:, start:stop].flatten(0, 1)
@@ -173,9 +196,9 @@ def _tell_sizes(module: nn.Module) -> None:
         module.num_embeddings, module.embedding_dim = module.weight.shape
 
 
-def _blocks(model: nn.Module, plan: Plan, prefix: str) -> Iterator[nn.Module]:
+def _blocks(model: nn.Module, plan: Plan, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for stack in plan.blocks:
-        yield from model.get_submodule(prefix + stack).children()
+        yield from ((stack, block) for block in model.get_submodule(prefix + stack).children())
 
 
 def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:

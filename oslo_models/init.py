@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import sqrt
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oslo_models.layout import Layout
@@ -44,3 +46,21 @@ class SeededByName(TorchDispatchMode):
         finally:
             generator.set_state(before)
         return target.copy_(layout.shard(full, self._rank))
+
+
+@torch.no_grad()
+def initialize_computed(model: nn.Module, seed: int) -> None:
+    """Fill what the weight of a layer is computed from (``weight_norm``) as torch does when it makes the layer.
+
+    transformers fills the weight itself, which changes nothing.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.modules.conv._ConvNd) or not is_parametrized(module, "weight"):
+            continue
+        computed: Any = module.parametrizations
+        origin = next(iter(computed["weight"].parameters(recurse=False)), None)
+        if origin is None or getattr(origin, "_is_hf_initialized", False):  # of another stage; loaded
+            continue
+        generator = torch.Generator(origin.device).manual_seed(mix(seed, f"{name}.weight"))
+        weight = torch.empty_like(module.weight)
+        module.weight = nn.init.kaiming_uniform_(weight, a=sqrt(5), generator=generator)

@@ -11,7 +11,7 @@ from oslo_models.layout import Layout, Units
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds the whole module and computes the same with it."""
+    """Every rank holds the whole module, with all that is in it, and computes the same with it."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         """The layout over ``n`` ranks of the parameter ``leaf`` (its last name, such as ``"weight"``)."""
@@ -45,6 +45,17 @@ class HeadNorm(Norm):
 @dataclass(frozen=True)
 class WidthNorm(HeadNorm):
     """A root-mean-square normalisation over a width that is divided: the mean is taken over the ranks."""
+
+
+@dataclass(frozen=True)
+class HeadNorms(Norm):
+    """A list ``norms`` of a normalisation for each head, all of which every rank holds, though it applies its own.
+
+    Args:
+        heads: which rank has which heads.
+    """
+
+    heads: Units
 
 
 @dataclass(frozen=True)
@@ -119,8 +130,22 @@ class Words(Replicated):
 
 
 Entries = Mapping[str, Replicated]
+Positions = Callable[[Mapping[str, Any]], tuple[int, int]]
+"""``arguments of a forward -> (rows, positions)`` of the hidden states that they lead to."""
 LocalValue = Callable[[int, int], int]
 """``(number of ranks, rank) -> value`` of an attribute that counts local heads or local elements."""
+
+
+def entry_of(parameter: str, entries: Entries) -> str | None:
+    """The name of the entry that a parameter belongs to: its own, its module's, or a replicated one around that."""
+    module = parameter.rpartition(".")[0]
+    for name in (parameter, module):
+        if name in entries:
+            return name
+    while module := module.rpartition(".")[0]:
+        if type(entries.get(module)) in (Replicated, HeadNorms):
+            return module
+    return None
 
 
 class LocalConfig:
@@ -146,7 +171,8 @@ class Plan:
         head: the modules after the blocks.
         beside: modules that are neither before nor after the blocks, and that every pipeline stage needs.
         local: integer attributes of modules inside a block, or of their ``config``, that have to count what is local,
-            by name inside the block; modules that lack them are left alone.
+            by name inside the block, with the name of the stack before it where stacks have different numbers of heads;
+            modules that lack them are left alone.
         per_head: arguments of modules inside a block that speak of each head, such as the biases of ALiBi, by name
             inside the block (``"attention.alibi"``). Shape ``[heads, ...]`` or ``[rows * heads, ...]``, with four
             dimensions ``[rows, heads, ...]``.
@@ -158,6 +184,9 @@ class Plan:
             pipeline stage needs.
         whole_dropout: dropouts amid a divided region, by name inside the block, whose input is whole on every rank.
         one_stage: why the blocks cannot be divided into pipeline stages, if they cannot.
+        widths: attentions that give what their heads made the width of what they were given, and their heads; named as
+            in ``local``.
+        positions: for each stack that embeds something else than words (an image, a sound), how large that becomes.
     """
 
     embed: Entries
@@ -172,6 +201,8 @@ class Plan:
     carried: Collection[str] = ()
     whole_dropout: Collection[str] = ()
     one_stage: str = ""
+    widths: Mapping[str, Units] = field(default_factory=dict)
+    positions: Mapping[str, Positions] = field(default_factory=dict)
 
     def limit(self) -> int | None:
         """The largest tensor_parallel_size that every entry allows; ``None``: any."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import torch
 
-from oslo_models.collectives import broadcast
+from oslo_models.collectives import broadcast, broadcast_object
 from oslo_models.mesh import Axis
 
 
@@ -38,6 +39,12 @@ def synchronize(axis: Axis, device: torch.device) -> None:
     for generator in {default_generator(torch.device("cpu")), default_generator(device)}:
         state = generator.get_state()
         generator.set_state(broadcast(axis, state.to(device)).cpu())
+
+
+def synchronize_numpy(axis: Axis) -> None:
+    """As `synchronize`, for numpy's generator: models that hear draw from it what they mask while they train."""
+    if axis.size > 1:
+        np.random.set_state(broadcast_object(axis, np.random.get_state()))
 
 
 class DividedStream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 from pathlib import Path
@@ -91,3 +92,31 @@ def launched_script(address: str, checkpoint: Path, prompt: dict[str, torch.Tens
         return end.code
     torchrun._made.cache_clear()  # as the end of the program would
     return reached
+
+
+class Shelf:
+    """Holds one model at a time, so that one pair of workers serves many in turn.
+
+    Args:
+        make: what a deployment sends to its workers to have a model made.
+    """
+
+    def __init__(self, make: bytes) -> None:
+        self.put(make)
+
+    def put(self, make: bytes) -> None:
+        cls, constructor, args, kwargs = pickle.loads(make)
+        self.model = getattr(cls, constructor)(*args, **kwargs).eval()
+
+    @classmethod
+    def holding(cls, make: bytes) -> Shelf:
+        return cls(make)
+
+    def eval(self) -> Shelf:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["model"], name)

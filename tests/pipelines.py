@@ -52,7 +52,8 @@ def batch(
 ) -> Batch:
     """Rows with left padding and with unequal numbers of labels; those of token labels in row 1 do not count at all."""
     parts = [zoo.batch(name, config, seed + 1000 * part, dtype) for part in range(-(-rows // 3))]
-    made = {key: torch.cat([part[key] for part in parts])[:rows] for key in parts[0]}
+    made: Batch = {**parts[0]}
+    made |= {key: torch.cat([part[key] for part in parts])[:rows] for key, x in made.items() if isinstance(x, Tensor)}
     if "labels" in made and made["labels"].dim() > 1:
         made["labels"][1] = -100
         made["labels"][0, ..., : 4 + seed % 3] = -100

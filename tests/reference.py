@@ -70,7 +70,10 @@ def parallel(
 @torch.no_grad()
 def load(model: Any, weights: Mapping[str, Tensor]) -> None:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    assert names == weights.keys() == model.layouts.keys()
+    buffers = dict(model.named_buffers())
+    assert names == weights.keys() - buffers.keys() == model.layouts.keys()
+    for name in buffers.keys() & weights.keys():
+        buffers[name].copy_(weights[name])
     for name, param in model.named_parameters(remove_duplicate=False):
         part = model.layouts[name].shard(weights[name], model.mesh.tp.rank)
         assert part.shape == param.shape, f"{name}: {tuple(param.shape)} instead of {tuple(part.shape)}"
@@ -127,6 +130,8 @@ def take_step(
         key: value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in batch.items()
     }
+    if "input_values" in inputs:  # of which transformers' models make a leaf themselves
+        inputs["input_values"] = batch["input_values"]
     if lift:
         with lifted_casts():
             output = model(**inputs)
@@ -151,7 +156,7 @@ def reference_step(
 ) -> Step:
     """The step of transformers' own class. In float64, casts to float32 are lifted."""
     model = whole(name, config, seed, dtype, **options)
-    weights = full_parameters(model)
+    weights = {**model.state_dict(), **full_parameters(model)}  # buffers too, such as what BART adds to its logits
     batch = zoo.batch(name, config, seed + 1, dtype) if batch is None else batch
     outputs, value, input_gradients = take_step(model, batch, objective, lift=dtype == torch.float64)
     return Step(

@@ -77,6 +77,22 @@ def test_a_grown_vocabulary_is_the_same_at_every_size(pool: Pool, tmp_path: Path
                 torch.testing.assert_close(grown[101:], old.mean(0).expand(9, -1), rtol=1e-6, atol=1e-7)
 
 
+def _grown_bias(directory: Path) -> Tensor:
+    cls = registry.find("BartForConditionalGeneration")
+    model = cls.from_pretrained_with_parallel(directory, 2, resize_token_embeddings=110)  # type: ignore[attr-defined]
+    assert model(**zoo.batch("BartForConditionalGeneration", model.config, 0)).loss.isfinite()
+    return model.final_logits_bias
+
+
+def test_what_is_added_to_logits_grows_too(pool: Pool, tmp_path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = zoo.original("BartForConditionalGeneration")(zoo.config("bart"))
+    model.final_logits_bias.normal_()
+    model.save_pretrained(tmp_path)
+    for grown in pool.run(2, _grown_bias, tmp_path):
+        assert torch.equal(grown[:, :101], model.final_logits_bias) and not grown[:, 101:].any()
+
+
 def _seeded(sizes: dict[str, int]) -> dict[str, Tensor]:
     cls = registry.find("T5ForConditionalGeneration")
     model = cls.from_config_with_parallel(zoo.config("t5"), seed=7, **sizes)  # type: ignore[attr-defined]

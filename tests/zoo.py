@@ -80,16 +80,31 @@ _DEBERTA_V2: dict[str, Any] = {
 }
 _XLM: dict[str, Any] = {"emb_dim": 24, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32}
 
+_PATCHES = {"image_size": 12, "patch_size": 4}
+_VIT: dict[str, Any] = {**_BERT, **_PATCHES, "encoder_stride": 4, "problem_type": "single_label_classification"}
+_CLIP = {**_BERT, "projection_dim": 7}
+_WAV2VEC2: dict[str, Any] = {
+    **_BERT,
+    **{"conv_dim": [8, 8], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_feat_extract_layers": 2},
+    **{"num_conv_pos_embeddings": 5, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 10},
+    **{"codevector_dim": 8, "proj_codevector_dim": 8, "num_codevectors_per_group": 4, "num_negatives": 3},
+    **{"tdnn_dim": [10, 12], "tdnn_kernel": [3, 2], "tdnn_dilation": [1, 1], "xvector_output_dim": 10},
+    **{"apply_spec_augment": False, "layerdrop": 0.0},
+}
+_SPEECH: dict[str, Any] = {**_BART, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}
+
 MORE: dict[str, Mapping[str, Any]] = {
     "albert": {**_BERT, "embedding_size": 20, "inner_group_num": 2},
     "arcee": _LLAMA,
     "bart": _BART,
     "bert-generation": {**_BERT, "is_decoder": True},
     "big_bird": {**_BERT, "attention_type": "original_full", "is_decoder": True},
+    "bigbird_pegasus": {**_BART, "attention_type": "original_full"},
     "blenderbot": _BART,
     "blenderbot-small": _BART,
     "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 6},
     "camembert": _BERT,
+    "clip": {"text_config": {**_CLIP, **TOKENS}, "vision_config": {**_CLIP, **_PATCHES}, "projection_dim": 7},
     "codegen": {**_GPTJ, "n_embd": 48, "n_head": 12},
     "cohere": {**_KV, "use_qk_norm": True},
     "cohere2": {**_KV, **_WINDOW},
@@ -98,6 +113,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "cwm": {**_LLAMA, **_WINDOW},
     "deberta": {**_BERT, **_RELATIVE, "embedding_size": 20, "type_vocab_size": 2},
     "deberta-v2": {**_BERT, **_RELATIVE, **_DEBERTA_V2},
+    "deit": _VIT,
     "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
     "dpr": {**_BERT, "projection_dim": 7},
     "electra": {**_BERT, "embedding_size": 20},
@@ -109,6 +125,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"block_sizes": [2, 1], "num_decoder_layers": 1, "d_model": 24, "n_head": 6, "d_head": 4, "d_inner": 35},
         **{"max_position_embeddings": 32, "pad_token_id": 0},
     },
+    "fsmt": {**_BART, "langs": ["en", "de"], "src_vocab_size": TOKENS["vocab_size"]},
     "gemma": _LLAMA,
     "gemma2": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
     "gemma3_text": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
@@ -118,6 +135,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "gpt_neox": _BERT,
     "granite": {**_KV, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "helium": {**_LLAMA, "head_dim": 4},
+    "hubert": {**_WAV2VEC2, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
     "hunyuan_v1_dense": _LLAMA,
     "layoutlm": _BERT,
     "longformer": {**_BERT, "attention_window": 4},
@@ -126,6 +144,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{key: value for key, value in _BERT.items() if key != "num_hidden_layers"},
         **{"l_layers": 2, "x_layers": 1, "r_layers": 1, "visual_feat_dim": 7, "num_qa_labels": 5},
         **{"num_object_labels": 6, "num_attr_labels": 4},
+    },
+    "led": {
+        **{**_BART, "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32},
+        "attention_window": 4,
     },
     "m2m_100": _BART,
     "marian": _BART,
@@ -147,6 +169,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "pegasus": _BART,
     "phi": {**_BERT, "qk_layernorm": True},
     "phi3": _KV,
+    "plbart": _BART,
     "qwen2": _KV,
     "qwen3": _LLAMA,
     "roberta": _BERT,
@@ -154,12 +177,16 @@ MORE: dict[str, Mapping[str, Any]] = {
     "seed_oss": _LLAMA,
     "smollm3": {**_KV, "no_rope_layers": [1, 0]},
     "squeezebert": {**_BERT, "intermediate_size": 36, "embedding_size": 24},
+    "speech_to_text": {**_SPEECH, "input_feat_per_channel": 5, "conv_channels": 8, "max_source_positions": 30},
     "stablelm": _KV,
     "starcoder2": _KV,
     "tapas": _BERT,
     "umt5": _T5,
     "vaultgemma": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
     "visual_bert": {**_BERT, "visual_embedding_dim": 7},
+    "vit": _VIT,
+    "wav2vec2": _WAV2VEC2,
+    "whisper": {**_SPEECH, "num_mel_bins": 5, "max_source_positions": 9, "classifier_proj_size": 10},
     "xglm": {"d_model": 24, "ffn_dim": 35, "num_layers": 2, "attention_heads": 6, "max_position_embeddings": 32},
     "xlm": {**_XLM, "n_langs": 2},
     "xlm-roberta": _BERT,
@@ -170,6 +197,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     # other configurations of the types of `MORE`, which divide in another way
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
     "deberta-v2-plain": ("deberta-v2", {**_BERT, **_RELATIVE}),
+    "bigbird_pegasus-sparse": ("bigbird_pegasus", {**_BART, "block_size": 1, "num_random_blocks": 1}),
     "falcon-one-kv": ("falcon", _KV),
     "falcon-alibi": ("falcon", {**MORE["falcon"], "alibi": True}),
     "falcon-in-turn": ("falcon", {**_KV, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
@@ -177,7 +205,10 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     "gpt_neox-in-turn": ("gpt_neox", {**_BERT, "use_parallel_residual": False, "tie_word_embeddings": True}),
     "olmo2-many-kv": ("olmo2", {**_KV, "num_key_value_heads": 6}),
     "opt-plain": ("opt", {**_SIZE, "ffn_dim": 35, "do_layer_norm_before": False}),
-    "stablelm-parallel": ("stablelm", {**_KV, "use_parallel_residual": True, "use_qkv_bias": True}),
+    "stablelm-parallel": (
+        "stablelm",
+        {**_KV, "use_parallel_residual": True, "use_qkv_bias": True, "qk_layernorm": True},
+    ),
 }
 
 LEFT_OUT: dict[str, set[str]] = {
@@ -194,12 +225,20 @@ _OF_ROWS = ("mc_labels", "next_sentence_label", "sentence_order_label", "sentenc
 def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConfig:
     """A configuration; all of its dropout rates are ``dropout``."""
     model_type, values = {**VARIANTS, **ODD}.get(variant) or (variant, MORE[variant])
-    made = CONFIG_MAPPING[model_type](**{**TOKENS, **values, **changes})
+    tokens = {} if {"image_size", "vision_config", "backbone_config"} & values.keys() else TOKENS
+    made = CONFIG_MAPPING[model_type](**{**tokens, **values, **changes})
     made.classifier_dropout = dropout  # else 0.1 where a configuration does not know it
     for key, value in made.to_dict().items():
         if "drop" in key and "layerdrop" not in key and not isinstance(value, (bool, str)):
             setattr(made, key, dropout)
     return made
+
+
+def config_of(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a configuration of a whole that one of its classes takes."""
+    wanted = original(name).config_class
+    parts = (part for part in vars(config).values() if type(part) is wanted)
+    return config if isinstance(config, wanted) else next(parts)
 
 
 def heads(variant: str) -> list[str]:
@@ -218,9 +257,10 @@ def lm_heads(variant: str) -> list[str]:
         "ForPreTraining",
         "ForConditionalGeneration",
         "MTModel",
-        "Decoder",
+        "GenerationDecoder",
     )
-    return [name for name in heads(variant) if name.endswith(endings)]
+    named = [name for name in heads(variant) if name.endswith(endings)]
+    return [name for name in named if "sampled_negative_indices" not in parameters_of_forward(name)]  # of sounds
 
 
 def lm_head(variant: str) -> str:
@@ -230,10 +270,11 @@ def lm_head(variant: str) -> str:
 
 def main_head(variant: str) -> str:
     """The name of the class that is tested most: that which generates text, or else that with the most to predict."""
-    names = lm_heads(variant) or heads(variant)
     masked = ("ForMaskedLM", "ForCausalLM")[:: -1 if MORE.get(variant, {}).get("is_decoder") else 1]
-    order = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "Decoder", *masked)
-    return min(names, key=lambda name: next((i for i, end in enumerate(order) if name.endswith(end)), len(order)))
+    text = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
+    order = (*text, "CLIPModel", "ForCTC", "ForImageClassification", "ForObjectDetection")
+    names = heads(variant)
+    return next((name for end in order for name in names if name.endswith(end)), (lm_heads(variant) or names)[0])
 
 
 def base(variant: str) -> str:
@@ -255,6 +296,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     """What the forward of a class can be given: left padding, types of tokens, labels of which some do not count."""
     known = parameters_of_forward(name)
     generator = torch.Generator().manual_seed(seed)
+    if original(name).main_input_name != "input_ids" or name.startswith("CLIP"):
+        return _signals(name, config, generator, dtype)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)
@@ -284,7 +327,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     words[0, ..., -1], words[1, ..., -2] = vocab - 1, 0
     if name in lm_heads(config.model_type):
         given["labels"] = words
-        if name.startswith("MBart") and "decoder_input_ids" in known:
+        if name.startswith(("MBart", "PLBart")) and "decoder_input_ids" in known:
             given["decoder_input_ids"] = integers(0, vocab, *shape)  # which it cannot make of a row without labels
         given |= {key: integers(0, 2, rows) for key in _OF_ROWS if key in known}
     elif "start_positions" in known:
@@ -350,4 +393,52 @@ def _regions(
     elif name.endswith("Alignment"):
         given["region_to_phrase_position"] = torch.randint(-1, length, (rows, 3), generator=generator)
         given["labels"] = floats(rows, 3, 4).softmax(-1)
+    return given
+
+
+def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """`batch` of a class that takes images or sounds: sounds with padding on the right, labels of the kind it takes."""
+    known, rows, positions = parameters_of_forward(name), 3, 19
+    shapes: dict[str, tuple[int, ...]] = {"input_values": (rows, 200), "input_ids": (rows, 9)}
+    if "pixel_values" in known:
+        images = getattr(config, "vision_config", config)
+        side = getattr(images, "image_size", 64)
+        shapes["pixel_values"] = (rows, 3, side, side)
+        positions = (side // getattr(images, "patch_size", side)) ** 2
+    if "input_features" in known:
+        whisper = name.startswith("Whisper")  # takes sounds of one length only, and their features first
+        frames = 2 * config.max_source_positions
+        shapes["input_features"] = (rows, config.num_mel_bins, frames) if whisper else (rows, 29, 5)
+    main = original(name).main_input_name
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    given = {main: torch.randn(shapes[main], generator=generator, dtype=dtype)}
+    if main == "input_ids":  # and an image beside it
+        given = {main: integers(3, 101, *shapes[main])}
+        given[main][:, -2] = 1
+        if "pixel_values" in known:
+            given |= {"pixel_values": torch.randn(shapes["pixel_values"], generator=generator, dtype=dtype)}
+            given["return_loss"] = True  # type: ignore[assignment]
+    if "attention_mask" in known and main != "pixel_values" and not name.startswith("Whisper"):
+        given["attention_mask"] = torch.ones(shapes[main][:2], dtype=torch.long)
+        given["attention_mask"][1, -shapes[main][1] // 4 :] = 0
+    if name.endswith(("ForConditionalGeneration", "ForCTC")):
+        given["labels"] = integers(3, config.vocab_size, rows, 7)
+        given["labels"][2, -2:] = -100
+    elif name.endswith("ForAudioFrameClassification"):
+        given["labels"] = torch.nn.functional.one_hot(integers(0, 2, rows, positions), 2)
+    elif "sampled_negative_indices" in known:
+        given["mask_time_indices"] = integers(0, 2, rows, positions).bool()
+        given["sampled_negative_indices"] = integers(0, rows * positions, rows, positions, config.num_negatives)
+    elif "labels" in known and "pixel_mask" not in known:  # DETR's need another package
+        given["labels"] = integers(0, 2, rows)
+    elif "decoder_input_ids" in known:
+        given["decoder_input_ids"] = integers(0, config.vocab_size, rows, 7)
+    if "pixel_mask" in known:
+        given["pixel_mask"] = torch.ones(shapes[main][0], *shapes[main][2:], dtype=torch.long)
+        given["pixel_mask"][1, :, -20:] = 0
+    if name.endswith("ForMaskedImageModeling"):
+        given["bool_masked_pos"] = integers(0, 2, rows, positions).bool()
     return given

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oslo_models.collectives import copy_to, reduce_from
 from oslo_models.layers.linear import SumCopies
-from oslo_models.layout import Layout
+from oslo_models.layout import Layout, Units
 from oslo_models.mesh import Axis
 
 
@@ -47,3 +48,27 @@ class WidthParallelNorm(HeadParallelNorm):
         mean = copy_to(self.tp, reduce_from(self.tp, own)) / layout.shape[0]
         scale = ((squares.mean(-1, keepdim=True) + eps) / (mean + eps)).sqrt()
         return (super().forward(x) * scale).to(x.dtype)
+
+
+class HeadParallelNorms(nn.Module):
+    """A layer norm of its own for each head. Input and output ``[rows, local heads, positions, width]``.
+
+    Every rank holds all of them; a rank's gradients are zero but for those of its heads, and summed over the ranks.
+    """
+
+    tp: Axis
+    heads: Units
+    norms: nn.ModuleList
+
+    def forward(self, x: Tensor) -> Tensor:
+        start, stop = self.heads.counts(self.tp.size)[self.tp.rank]
+        norms: list[Any] = list(self.norms)
+        leaves = [[getattr(norm, leaf) for norm in norms] for leaf in ("weight", "bias")]
+        weights, biases = (None if params[0] is None else torch.stack(params) for params in leaves)
+        if weights is not None:
+            weights = copy_to(self.tp, weights)[start:stop, None]
+        if biases is not None:
+            biases = copy_to(self.tp, biases)[start:stop, None]
+        normed = F.layer_norm(x, x.shape[-1:], eps=norms[0].eps)
+        scaled = normed if weights is None else normed * weights
+        return scaled if biases is None else scaled + biases

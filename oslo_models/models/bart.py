@@ -17,7 +17,7 @@ HEADS: dict[str, Entries] = {
     "ForSequenceClassification": {f"classification_head.{name}": Replicated() for name in ("dense", "out_proj")},
     "ForQuestionAnswering": {"qa_outputs": Replicated()},
 }
-DECODER = {"stacks": ("decoder",)}
+DECODER = {"stacks": ("decoder",), "shifts_labels": False}
 
 
 class BartParallel(ParallelModel):
@@ -44,13 +44,17 @@ class BartParallel(ParallelModel):
             block |= {f"{name}.out_proj": Row(heads), f"{name}_layer_norm": Norm()}
         return block
 
+    @staticmethod
+    def heads(config: Any, stack: str) -> Units:
+        """The heads of an attention of the encoder or the decoder."""
+        count = getattr(config, f"{stack}_attention_heads")
+        return Units(count, config.d_model // count)
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        count = {stack: getattr(config, f"{stack}_attention_heads") for stack in ("encoder", "decoder")}
-        heads = {stack: Units(count[stack], config.d_model // count[stack]) for stack in count}
         blocks = {
-            "encoder": cls.block(heads["encoder"], "self_attn"),
-            "decoder": cls.block(heads["decoder"], "self_attn", "encoder_attn"),
+            "encoder": cls.block(cls.heads(config, "encoder"), "self_attn"),
+            "decoder": cls.block(cls.heads(config, "decoder"), "self_attn", "encoder_attn"),
         }
         before = {"embed_tokens": Vocab(), "embed_positions": Replicated(), **{name: Norm() for name in cls.before}}
         return Plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from transformers.utils import ModelOutput
 from oslo_models import checkpoint
 from oslo_models.collectives import agree, all_reduce, gather_from, require_equal
 from oslo_models.divide import divide, layouts_of
-from oslo_models.init import SeededByName
+from oslo_models.init import SeededByName, initialize_computed
 from oslo_models.inputs import InputCheck
 from oslo_models.layers.deferred import DeferredLogits
 from oslo_models.layers.vocab import VocabParallelLogits
@@ -47,6 +48,9 @@ class ParallelModel(FusableModel):
         mpu: the mesh under Megatron's names.
         layouts: the layout over the tp axis of every parameter that this rank holds.
         gather_logits: what to return for divided logits beside a loss: ``None`` as the constructors tell.
+        loss_order: the arguments that are labels, in the order in which a forward computes their losses.
+        shifts_labels: whether a causal language model's label is the token of the position after.
+        has_loss_of_rows: whether the loss of a batch is a mean over its labels or rows, which micro-batches can share.
     """
 
     head: ClassVar[Entries] = {}
@@ -54,6 +58,8 @@ class ParallelModel(FusableModel):
     mpu: MPU | None = None
     gather_logits: bool | None = None
     loss_order: ClassVar[tuple[str, ...]] = LABELS
+    shifts_labels: ClassVar[bool] = True
+    has_loss_of_rows: ClassVar[bool] = True
     pipeline: Pipeline | None = None
     stage: Stage | None = None
     micro_batch_size: int = 1
@@ -206,6 +212,7 @@ class ParallelModel(FusableModel):
             return
         with SeededByName(self, self.layouts, self._init_seed, self.mesh.tp.rank):
             super().initialize_weights()
+        initialize_computed(self, self._init_seed)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' method; refused once the vocabulary is divided."""
@@ -576,8 +583,9 @@ def _in_step(generate: Any) -> Any:
         self._generates = True
         try:
             if self.pipeline is not None and self.config.is_encoder_decoder and "encoder_outputs" not in kwargs:
-                ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
-                given = {"input_ids": ids, **{key: kwargs.get(key) for key in ("attention_mask", "inputs_embeds")}}
+                name, known = self.main_input_name, inspect.signature(self.get_encoder().forward).parameters
+                prompt = args[0] if args else kwargs.get(name, kwargs.get("inputs"))
+                given = {name: prompt, **{key: value for key, value in kwargs.items() if key in known}}
                 kwargs["encoder_outputs"] = self.pipeline.encode({k: v for k, v in given.items() if v is not None})
             return generate(self, *args, **kwargs)
         finally:

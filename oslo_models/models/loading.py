@@ -23,7 +23,7 @@ from oslo_models.divide import layouts_of
 from oslo_models.inputs import InputCheck
 from oslo_models.layout import Layout, Units
 from oslo_models.mesh import Axis, ParallelMesh, check_size, start_process_group, world_axis
-from oslo_models.rng import synchronize
+from oslo_models.rng import synchronize, synchronize_numpy
 from oslo_models.watch import PATIENCE
 
 if TYPE_CHECKING:
@@ -109,8 +109,12 @@ class Arguments:
             raise ValueError(
                 "the checkpoint is quantised (config.quantization_config); quantised weights cannot be divided"
             )
-        vocab, size = config.vocab_size, self.resize_token_embeddings
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < vocab):
+        vocab, size = getattr(config, "vocab_size", None), self.resize_token_embeddings
+        if size is None:
+            return
+        if vocab is None:
+            raise ValueError(f"resize_token_embeddings={size} was passed, and a {name} has no vocab_size; leave it out")
+        if isinstance(size, bool) or not isinstance(size, int) or size < vocab:
             raise ValueError(f"resize_token_embeddings must be an integer of at least vocab_size={vocab}, got {size!r}")
 
 
@@ -148,6 +152,7 @@ def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arg
     model.micro_batch_size = arguments.micro_batch_size
     model.check_inputs = InputCheck(arguments.check_inputs)
     synchronize(model.mesh.tp, model.mesh.device)
+    synchronize_numpy(model.mesh.tp)
     model.mark_parameters()
     model.start_pipeline()
     model.mesh.world.at(f"after construction of {cls.__name__}")
@@ -397,11 +402,13 @@ class Template:
             if source is None:
                 continue
             shape = reader.tensors[source].shape
-            layout = self.layouts.get(name, Layout(shape))
+            layout = self.layouts.get(name, Layout(tuple(self.state[name].shape)))
             if shape == layout.shape:
                 slices[local] = reader.slice(source, layout, self.rank)
             elif (old_vocab, *layout.shape[1:]) == shape and layout.shape[0] == new_vocab and layout.dim == 0:
                 slices[local] = GrownSlice(reader, source, layout, self.rank)
+            elif (*layout.shape[:-1], old_vocab) == shape and layout.shape[-1] == new_vocab and layout.dim is None:
+                slices[local] = LengthenedSlice(reader, source, layout, self.rank)
             else:
                 mismatched.append(f"{name}: {shape} in the checkpoint, {layout.shape} in the model")
         if mismatched and not ignore_mismatched_sizes:
@@ -462,3 +469,11 @@ class GrownSlice(checkpoint.LazySlice):
             [self.reader.read(self.name, chunks, chunk).double().sum(0) for chunk in range(len(chunks.ranges))]
         ).sum(0)
         return torch.cat((old, (total / shape[0]).to(old.dtype).expand(new, *shape[1:])))
+
+
+class LengthenedSlice(checkpoint.LazySlice):
+    """What is added to the logits of a vocabulary that has grown since it was saved; nothing is for new words."""
+
+    def read(self) -> Tensor:
+        old = self.reader.read(self.name, Layout(self.reader.tensors[self.name].shape), 0)
+        return torch.nn.functional.pad(old, (0, self.shape[-1] - old.shape[-1]))

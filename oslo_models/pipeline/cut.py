@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from oslo_models.layout import Layout, Range
-from oslo_models.plan import Entries, Norm, Plan, Vocab, Words
+from oslo_models.plan import Entries, Norm, Plan, Positions, Vocab, Words, entry_of
 from oslo_models.stage import partition
 
 
@@ -31,16 +32,45 @@ class PassOn(nn.Identity):
 
 
 class Received(PassOn):
-    """Stands in for an embedding: hands out once what was received; what else is looked up adds nothing."""
+    """Stands in for an embedding: hands out once what was received; what else is looked up adds nothing.
+
+    Args:
+        width: that of an embedding of words, by which some models lengthen what they embedded already.
+    """
 
     hidden: Tensor | None = None
+
+    def __init__(self, width: int | None = None) -> None:
+        super().__init__()
+        self.width = width
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden, self.hidden = self.hidden, None
         if hidden is not None:  # no leaf of the graph: its readers can share a copy of it, or work in place
             return hidden.clone()
-        given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        return torch.zeros((), device=next((value.device for value in given), None))
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        shape = () if given is None or self.width is None else (*given.shape, self.width)
+        return torch.zeros(shape, dtype=self.weight.dtype, device=None if given is None else given.device)
+
+
+class OfAnotherStage(nn.Module):
+    """A module that embeds images or sounds, on a stage that is not its: zeros in the shapes of what it would give.
+
+    Its weights are on the meta device, where it runs as it is: masks are made from these shapes, whatever it computes.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().to("meta"), (args, kwargs))
+        with torch.no_grad():
+            made = super().forward(*args, **kwargs)
+        return tree_map_only(Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device), made)
+
+
+@cache
+def _of_another_stage(cls: type[nn.Module]) -> type[nn.Module]:
+    """``cls`` on a stage that is not its; initialisation goes by names of classes, so the name stays."""
+    return type(cls.__name__, (OfAnotherStage, cls), {"__module__": cls.__module__})
 
 
 @dataclass
@@ -52,6 +82,7 @@ class Stack:
         first, last: the stages on which the stack begins and ends.
         here: whether this stage runs some of its blocks.
         received: where to put what comes from the stage before, on stages after the first.
+        positions: see `Plan`; ``None`` where a stack embeds words.
     """
 
     name: str
@@ -59,6 +90,7 @@ class Stack:
     last: int
     here: bool
     received: Received | None = None
+    positions: Positions | None = None
 
 
 @dataclass
@@ -142,7 +174,7 @@ def cut(
     for stack in plan.blocks:
         stages = [stage_of[block] for block in blocks if block[0] == stack]
         container = (prefix + _container(stack, plan)).rstrip(".")
-        stacks.append(Stack(container, stages[0], stages[-1], index in stages))
+        stacks.append(Stack(container, stages[0], stages[-1], index in stages, positions=plan.positions.get(stack)))
     stage = Stage(index, count, stacks, ranges, tied=dict(model.all_tied_weights_keys))
     owners = _owners(plan, prefix, head, stacks, stage_of, layouts, model.all_tied_weights_keys)
     stage.shared = {name: stages for name, stages in owners.items() if len(stages) > 1}
@@ -161,7 +193,11 @@ def cut(
 def _container(stack: str, plan: Plan) -> str:
     """The module that does what belongs to a stack, or, where it is the only one, to all that the plan names."""
     owner, names = stack.rpartition(".")[0], (*plan.embed, *plan.head)
-    return owner if len(plan.blocks) > 1 or all(name.startswith(f"{owner}.") for name in names) else ""
+    if len(plan.blocks) == 1:
+        return owner if all(name.startswith(f"{owner}.") for name in names) else ""
+    parts = owner.split(".")
+    around = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
+    return next((path for path in around if sum(name.startswith(f"{path}.") for name in plan.blocks) == 1), owner)
 
 
 class EndsDropout(nn.Dropout):
@@ -241,8 +277,7 @@ def _stages_of(
     stacks: Sequence[Stack],
     stage_of: Mapping[tuple[str, str], int],
 ) -> set[int]:
-    module = name.rpartition(".")[0]
-    if name in head or module in head:
+    if entry_of(name, head):
         return {stacks[-1].last}
     for stack in plan.blocks:
         if name.startswith(f"{prefix}{stack}."):
@@ -250,12 +285,12 @@ def _stages_of(
             if inner.rpartition(".")[0] in plan.carried:
                 return {stage for (other, _), stage in stage_of.items() if other == stack}
             return {stage_of[stack, block]}
-    entry = module.removeprefix(prefix)
-    if entry in plan.beside:
+    inner = name.removeprefix(prefix)
+    if entry_of(inner, plan.beside):
         return set(stage_of.values())
-    if entry in plan.embed:
+    if entry := entry_of(inner, plan.embed):
         return {_stack_of(entry, prefix, stacks, 0).first}
-    return {_stack_of(entry, prefix, stacks, -1).last}
+    return {_stack_of(entry_of(inner, plan.head) or inner, prefix, stacks, -1).last}
 
 
 def _carry(model: nn.Module, plan: Plan, prefix: str, stage: Stage, stage_of: Mapping[tuple[str, str], int]) -> None:
@@ -304,13 +339,22 @@ def _replace_ends(model: nn.Module, plan: Plan, prefix: str, head: Entries, stag
     """Put stand-ins where an embedding, a dropout, a norm or a head belongs to other stages."""
     for key, entry in plan.embed.items():
         stack = _stack_of(key, prefix, stage.stacks, 0)
-        if stage.index != stack.first and _has(model, prefix + key):
+        if stage.index != stack.first and stack.positions is not None:
+            _keep_shapes(model, prefix + key)
+        elif stage.index != stack.first and _has(model, prefix + key):
             applied = isinstance(entry, Norm) or isinstance(model.get_submodule(prefix + key), nn.Linear)
-            stand_in = PassOn() if applied else Received()
+            width: Any = model.get_submodule(prefix + key).embedding_dim if isinstance(entry, Vocab) else None
+            stand_in = PassOn() if applied else Received(width)
             model.set_submodule(prefix + key, stand_in)
             own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
             if isinstance(entry, (Vocab, Words)) and own and isinstance(stand_in, Received):
                 stack.received = stand_in
+    for name, stack in zip(plan.blocks, stage.stacks, strict=True):
+        if stage.index != stack.first and stack.positions is not None:  # in the place of the blocks before
+            stack.received, blocks = Received(), model.get_submodule(prefix + name)._modules
+            here = dict(blocks)
+            blocks.clear()
+            blocks.update({"received": stack.received, **here})
     for key, value in plan.neutral.items():
         if stage.index != _stack_of(key, prefix, stage.stacks, 0).first:
             owner, _, name = (prefix + key).rpartition(".")
@@ -345,6 +389,23 @@ def _with_argument(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with one of them, which the call names, replaced."""
     return args, {**kwargs, name: value}
+
+
+def _keep_shapes(model: nn.Module, path: str) -> None:
+    """Let a module, or a parameter, be one of another stage."""
+    if not _has(model, path):
+        owner, _, leaf = path.rpartition(".")
+        if model.get_submodule(owner)._parameters.pop(leaf, None) is not None:
+            setattr(model.get_submodule(owner), leaf, torch.zeros((), device="cpu"))
+        return
+    root = model.get_submodule(path)
+    for module in root.modules():
+        for tensors in (module._parameters, module._buffers):
+            here = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+            for name, tensor in here.items():
+                delattr(module, name)
+                setattr(module, name, tensor.detach().to("meta"))
+    root.__class__ = _of_another_stage(type(root))  # type: ignore[arg-type]
 
 
 def _has(model: nn.Module, path: str) -> bool:

@@ -70,9 +70,17 @@ class Pipeline:
         self.mesh.world.at(f"beginning of the loop over micro-batches, stage {self.stage.index}", steps=1)
         engine = Engine.around(self.model)
         order = type(self.model).loss_order
-        shifted = type(self.model).__name__.endswith(("LMHeadModel", "ForCausalLM", "DoubleHeadsModel"))
-        counts = label_counts(batch, order, shifted)
-        return self._loop(self._micro_batches(batch), counts, engine)
+        causal = type(self.model).__name__.endswith(("LMHeadModel", "ForCausalLM", "DoubleHeadsModel"))
+        counts = label_counts(batch, order, causal and self.model.shifts_labels)
+        micro_batches = self._micro_batches(batch)
+        if counts and len(micro_batches) > 1 and not self.model.has_loss_of_rows:
+            raise ValueError(
+                f"the loss of {type(self.model).__name__} is one of the whole batch, which micro-batches cannot share: "
+                f"call model.set_micro_batch_size({self.model.micro_batch_size * len(micro_batches)})"
+            )
+        if not self.model.has_loss_of_rows:
+            counts = [0] * len(counts)
+        return self._loop(micro_batches, counts, engine)
 
     def _loop(self, micro_batches: list[dict[str, Any]], counts: list[int], engine: Engine | None) -> Iterator[Any]:
         for module in self.model.modules():
@@ -85,7 +93,7 @@ class Pipeline:
         rows = next((x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim() > 1), None)
         size = self.model.micro_batch_size
         if rows is None or rows == 0:
-            raise ValueError("the batch has no rows: pass input_ids of shape [rows, length]")
+            raise ValueError(f"the batch has no rows: pass {self.model.main_input_name} of shape [rows, ...]")
         if rows % size:
             raise ValueError(
                 f"a batch of {rows} rows cannot be divided into micro-batches of micro_batch_size={size}; change one "
@@ -94,7 +102,8 @@ class Pipeline:
 
         def part(x: Any, i: int) -> Any:
             cut = isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows
-            return x[i * size : (i + 1) * size] if cut else x
+            # Not a view: some models write into what they are given.
+            return x[i * size : (i + 1) * size].clone() if cut else x
 
         return [{name: part(x, i) for name, x in batch.items()} for i in range(rows // size)]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_MEANS = {F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits}
+_MEANS = {F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits, F.ctc_loss}
 
 
 class ShareOfBatch(TorchFunctionMode):
@@ -20,7 +20,8 @@ class ShareOfBatch(TorchFunctionMode):
     so the mean of their means is not the mean of the batch; sums divided by the count of the whole batch are.
 
     Args:
-        counts: for each loss that a forward computes, in order, over how many targets the whole batch averages.
+        counts: for each loss that a forward computes, in order, over how many targets the whole batch averages; zero
+            leaves it as it is.
     """
 
     def __init__(self, counts: list[int]) -> None:
@@ -36,8 +37,21 @@ class ShareOfBatch(TorchFunctionMode):
             return func(*args, **kwargs)
         count = self._counts[min(self._next, len(self._counts) - 1)]
         self._next += 1
+        if not count:
+            return func(*args, **kwargs)
+        if func is F.ctc_loss:
+            return _sum_of_means(*args, **kwargs) / count
         summed = func(*args, **{**kwargs, "reduction": "sum"})
         return summed / count
+
+
+def _sum_of_means(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int = 0, **kwargs: Any
+) -> Tensor:
+    """The sum over rows of what ``F.ctc_loss`` averages over them: the loss of each for one of its targets."""
+    given = {**kwargs, "reduction": "none"}
+    losses = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, **given)
+    return (losses / target_lengths.clamp(min=1)).sum()
 
 
 def label_counts(batch: Mapping[str, Any], order: tuple[str, ...], shifted: bool, ignore: int = -100) -> list[int]:
@@ -45,7 +59,8 @@ def label_counts(batch: Mapping[str, Any], order: tuple[str, ...], shifted: bool
 
     Args:
         batch: the arguments of the forward, for the whole batch.
-        order: the arguments that are labels, in the order in which the forward computes their losses.
+        order: the arguments that are labels, in the order in which the forward computes their losses; or
+            ``"attention_mask"`` for all that it covers, ``"rows"`` for the rows that have labels.
         shifted: whether ``labels`` of a position are the next token (causal language models).
     """
     counts = []
@@ -54,7 +69,13 @@ def label_counts(batch: Mapping[str, Any], order: tuple[str, ...], shifted: bool
         if name == "attention_mask":  # every label that it covers
             counts.append(int(labels.sum()) if labels is not None else batch["input_ids"].numel())
             continue
-        if labels is None:
+        if name == "rows":
+            counts += [len(batch["labels"])] if batch.get("labels") is not None else []
+            continue
+        if labels is None or labels is False:
+            continue
+        if labels is True:  # asks for the loss of what has no labels
+            counts.append(1)
             continue
         if name in ("start_positions", "end_positions"):  # a position outside the sequence is ignored
             sides = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")

@@ -69,13 +69,16 @@ class StageRunner:
 
     def shape(self, batch: Batch, stack: int) -> tuple[int, int, int]:
         """``(rows, length, hidden size)`` of a stack's hidden states; every rank knows it from the batch."""
+        stack_of, model = self.stage.stacks[stack], self.model
+        hidden = getattr(model.get_submodule(stack_of.name), "config", model.config).hidden_size
+        if stack_of.positions is not None:
+            return (*stack_of.positions(batch), hidden)
         decoder = stack == len(self.stage.stacks) - 1 and len(self.stage.stacks) > 1
         labels = batch.get("labels")
         tokens = labels is not None and labels.dim() > 1 and not labels.is_floating_point()
         # Without tokens of its own, transformers makes those of a decoder from the labels, or from the encoder's.
         names = ("decoder_input_ids", *(("labels",) if tokens else ()), "input_ids") if decoder else ("input_ids",)
         embeds = batch.get("decoder_inputs_embeds" if decoder else "inputs_embeds")
-        hidden = self.model.config.hidden_size
         if embeds is not None:
             return embeds[..., 0].numel() // embeds.shape[-2], embeds.shape[-2], hidden
         ids = next(batch[name] for name in names if batch.get(name) is not None)
@@ -93,7 +96,7 @@ class StageRunner:
         """
         batch = dict(batch)
         for i, hidden in arrived.items():
-            if self.stage.stacks[i].last < self.stage.index:
+            if self.stage.stacks[i].last < self.stage.index and self.model.config.is_encoder_decoder:
                 batch["encoder_outputs"] = (hidden,)
             else:
                 self._feed(i, batch, hidden)

@@ -1,0 +1,36 @@
+"""BigBird-Pegasus: BART whose encoder attends to blocks drawn for all heads together; with these it is not divided."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers.models.bigbird_pegasus import modeling_bigbird_pegasus as hf
+
+from oslo_models.models.bart import DECODER, HEADS, BartParallel
+from oslo_models.models.family import family
+from oslo_models.plan import Column, Plan, Replicated, Row
+
+
+class BigBirdPegasusParallel(BartParallel):
+    """How every model of the BigBird-Pegasus family divides."""
+
+    before = ()
+    after = ("layernorm_embedding",)
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        plan = super().plan(config)
+        if "encoder" not in cls.stacks:
+            return plan
+        block = plan.blocks["encoder.layers"]
+        heads, whole = cls.heads(config, "encoder"), config.attention_type == "block_sparse"
+        names = [f"self_attn.self.{name}" for name in ("query", "key", "value")]
+        encoder = {
+            **{name: Replicated() if whole else Column(heads) for name in names},
+            "self_attn.output": Replicated() if whole else Row(heads),
+            **{name: entry for name, entry in block.items() if not name.startswith("self_attn.")},
+        }
+        local = {} if whole else {"self_attn.self.all_head_size": heads.local_extent}
+        return replace(plan, blocks={**plan.blocks, "encoder.layers": encoder}, local=local)
+
+
+globals().update(family(BigBirdPegasusParallel, hf, HEADS, ForCausalLM=DECODER))

@@ -1,0 +1,31 @@
+"""FSMT: BART with positions of sines, two vocabularies, and its head inside the decoder."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers.models.fsmt import modeling_fsmt as hf
+
+from oslo_models.models.bart import BartParallel
+from oslo_models.models.family import family
+from oslo_models.plan import Plan, Vocab
+
+
+class FSMTParallel(BartParallel):
+    """How every model of the FSMT family divides."""
+
+    before = ()
+    neutral = {"dropout": 0.0, "embed_scale": 1.0}
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        plan = super().plan(config)
+        widths = {
+            f"{stack}.layers.{attention}": cls.heads(config, stack)
+            for stack in cls.stacks
+            for attention in ("self_attn", "encoder_attn")
+        }
+        local = {f"{path}.num_heads": heads.local_count for path, heads in widths.items()}
+        return replace(plan, head={"decoder.output_projection": Vocab()}, local=local, widths=widths)
+
+
+globals().update(family(FSMTParallel, hf, {"Model": {}, "ForConditionalGeneration": {}}))

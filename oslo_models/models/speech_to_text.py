@@ -1,0 +1,26 @@
+"""Speech2Text: BART whose encoder hears, with positions of sines. Its convolutions are whole on every rank."""
+
+from typing import Any
+
+from transformers.models.speech_to_text import modeling_speech_to_text as hf
+
+from oslo_models.models.bart import HEADS
+from oslo_models.models.family import family
+from oslo_models.models.whisper import WhisperParallel
+
+
+class Speech2TextParallel(WhisperParallel):
+    """How every model of the Speech2Text family divides."""
+
+    ears = ("conv",)
+    neutral = {"dropout": 0.0, "embed_scale": 1.0}
+
+    @staticmethod
+    def positions(config: Any, batch: Any) -> tuple[int, int]:
+        rows, frames, _ = batch["input_features"].shape
+        for _ in range(config.num_conv_layers):
+            frames = (frames - 1) // 2 + 1
+        return rows, frames
+
+
+globals().update(family(Speech2TextParallel, hf, HEADS))

@@ -1,0 +1,64 @@
+"""Wav2Vec2: an encoder of sounds. Its convolutions, before the blocks and of positions, are whole on every rank."""
+
+from typing import Any
+
+from transformers.models.wav2vec2 import modeling_wav2vec2 as hf
+
+from oslo_models.layout import Units
+from oslo_models.models.base import ParallelModel
+from oslo_models.models.family import family
+from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row
+
+SUM: Entries = {"layer_weights": Replicated()}
+HEADS: dict[str, Entries] = {
+    "Model": {},
+    "ForPreTraining": {name: Replicated() for name in ("quantizer", "project_hid", "project_q")},
+    "ForCTC": {"lm_head": Replicated()},
+    "ForSequenceClassification": {**SUM, "projector": Replicated(), "classifier": Replicated()},
+    "ForAudioFrameClassification": {**SUM, "classifier": Replicated()},
+    "ForXVector": {
+        **SUM,
+        **{name: Replicated() for name in ("projector", "tdnn", "feature_extractor", "classifier", "objective")},
+    },
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "ForPreTraining": {"loss_order": ("sampled_negative_indices",), "has_loss_of_rows": False},
+    "ForCTC": {"loss_order": ("rows",)},
+    "ForAudioFrameClassification": {"has_loss_of_rows": False},
+}
+
+
+class Wav2Vec2Parallel(ParallelModel):
+    """How every model of the Wav2Vec2 family divides."""
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        block = {
+            **{f"attention.{name}_proj": Column(heads) for name in "qkv"},
+            "attention.out_proj": Row(heads),
+            "layer_norm": Norm(),
+            "feed_forward.intermediate_dense": Column(),
+            "feed_forward.output_dense": Row(),
+            "final_layer_norm": Norm(),
+            "adapter_layer": Replicated(),
+        }
+
+        def positions(batch: Any) -> tuple[int, int]:
+            rows, length = batch["input_values"].shape
+            for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
+                length = (length - kernel) // stride + 1
+            return rows, length
+
+        before = ("feature_extractor", "feature_projection", "masked_spec_embed", "encoder.pos_conv_embed")
+        norm = {"encoder.layer_norm": Norm()}
+        return Plan(
+            embed={**{name: Replicated() for name in before}, **({} if config.do_stable_layer_norm else norm)},
+            blocks={"encoder.layers": block},
+            head={**(norm if config.do_stable_layer_norm else {}), "adapter": Replicated()},
+            optional=("adapter_layer", "adapter", "masked_spec_embed", "layer_weights"),
+            positions={"encoder.layers": positions},
+        )
+
+
+globals().update(family(Wav2Vec2Parallel, hf, HEADS, **LOSSES))
