@@ -21,6 +21,7 @@ BUILDS_CUDA = CUDA == "1" or (CUDA == "auto" and shutil.which("nvcc") is not Non
 version: dict[str, str] = {}
 exec((ROOT / "oslo_models" / "_version.py").read_text(), version)  # importing the package would need torch
 readme = ROOT / "README.md"
+SERVE = ["fastapi", "uvicorn"]
 
 
 class BuildWithCUDA(build_py):
@@ -87,11 +88,15 @@ setup(
         "deepspeed": ["deepspeed>=0.19,<0.20"],
         "demo": ["matplotlib"],
         "ray": ["ray>=2.40"],  # deploy_backend="ray"
+        "serve": SERVE,
         "dev": [
+            *SERVE,
             "datasets",
+            "flask",
             "hypothesis",
             "megatron-core",
             "mypy",
+            "openai",
             "pytest",
             "pytest-xdist",
             "ruff",

@@ -13,9 +13,8 @@ from benchmarks.peers import Peer
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
 OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_models"
-OURS_FUSED = "oslo_models-tp2-fused"
+OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
-DEPLOYED = "oslo_models-deploy"
 OWN = (OURS_FUSED, OURS, OUR_STAGES, OURS_ALONE, OUR_DATA, DEPLOYED)
 
 
@@ -72,6 +71,7 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int) -> tuple[str
 # Random float32 weights. Without dropout losses can be compared, and nothing ends a text early.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-100m": _llama(768, 2048, 12, 12),
+    "llama-20m": _llama(256, 688, 4, 8),
     "llama-1gb": _llama(1024, 2816, 16, 16),
     "gpt2-124m": ("GPT2LMHeadModel", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
 }
@@ -177,6 +177,12 @@ CASES = {
         *_cases_of("gpt2-124m", "GPT-2 124M", (ALONE, OURS, OURS_FUSED)),
         _stages_of("llama-100m", "Llama 100M", (TORCH_STAGES, OUR_STAGES, NATIVE, ALONE)),
         _stages_of("gpt2-124m", "GPT-2 124M", (TORCH_STAGES, OUR_STAGES, ALONE)),
+        Case(
+            *("serve-threads", "Llama 20M, 8 threads x 50 prompts", measure.serve, "llama-20m", (DEPLOYED,)),
+            baseline="one by one",
+            options={"clients": 8, "requests": 50, "prompt": 16, "new": 16},
+            smoke={"requests": 2, "new": 4},
+        ),
         Case(
             *("load-memory", "Llama of 1.1 GB, load", measure.load_memory, "llama-1gb", (NATIVE, OURS, ALONE)),
             baseline="checkpoint",

@@ -36,6 +36,7 @@ UNITS = {
     "generation of a text": "ms",
     "start": "s",
     "call overhead": "ms",
+    "serving": "tokens/s",
 }
 
 
@@ -70,6 +71,47 @@ def generate(
         seconds.append(time.perf_counter() - start)
     assert out.shape == (batch, prompt + new)
     return Result({"generation": batch * new / statistics.median(seconds[1:])}, out[:, prompt:].flatten().tolist())
+
+
+def serve(
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, clients: int, requests: int, prompt: int, new: int
+) -> Result:
+    """Greedy answers to ``requests`` different prompts of each of some threads, beside the same prompts one by one.
+
+    Every answer has to be that of transformers in one process, to which the same prompts are given one by one too.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+    import transformers as hf
+
+    options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+
+    def seconds(model: Any, threads: int) -> tuple[float, list[Any]]:
+        ids_NL = tokens(model, clients * requests, prompt)
+        prompts = [ids_L[: prompt // 2 + i % (prompt // 2)].unsqueeze(0) for i, ids_L in enumerate(ids_NL)]
+
+        def ask(first: int) -> list[Any]:
+            mine = prompts[first::threads]
+            return [model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options) for ids in mine]
+
+        ask(len(prompts) - 1)  # warms up
+        start = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            answers = list(pool.map(ask, range(threads)))
+        return time.perf_counter() - start, [answers[i % threads][i // threads] for i in range(len(prompts))]
+
+    with peer.load(cls, checkpoint) as model:
+        at_once, found = seconds(model, clients)
+        one_by_one, single = seconds(model, 1)
+    alone, right = seconds(getattr(hf, cls).from_pretrained(checkpoint).eval(), 1)
+    for answers in (found, single):
+        wrong = sum(not torch.equal(mine, theirs) for mine, theirs in zip(answers, right, strict=True))
+        if wrong:
+            raise RuntimeError(f"{wrong} of {len(right)} answers are not those of one process")
+    total = clients * requests * new
+    references = {"one by one": {"serving": total / one_by_one}, "transformers": {"serving": total / alone}}
+    return Result({"serving": total / at_once}, [], references)
 
 
 def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int) -> Result:

@@ -18,6 +18,7 @@ RESULTS = Path(__file__).with_name("results.csv")
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 TITLES = {  # by the runner of a case
     "generate": "tokens per second, more is better",
+    "serve": "tokens per second from deploy=True, two workers, more is better",
     "train": "seconds per step, less is better",
     "train_in_stages": "two pipeline stages, 8 micro-batches",
     "collectives": "communication of a step, less is better",

@@ -65,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
               oslo-models merge checkpoint/ whole/   one file per rank -> what transformers loads
               oslo-models reshard checkpoint/ four/ --tensor-parallel-size 4
               oslo-models preprocess wiki.txt --tokenizer gpt2 --output data/wiki   texts -> a dataset of tokens
+              oslo-models serve gpt2 --tensor-parallel-size 2   over HTTP, with OpenAI's endpoints
 
             `oslo-models COMMAND --help` says more. In Python:
               from oslo_models import GPT2LMHeadModel
@@ -144,13 +145,54 @@ def make_parser() -> argparse.ArgumentParser:
           oslo-models reshard old/ new/ --tensor-parallel-size 2 --pipeline-parallel-size 2""",
     )
     _add_input_and_output(reshard)
-    for axis, what in (("tensor", "ranks per layer"), ("pipeline", "stages")):
-        reshard.add_argument(f"--{axis}-parallel-size", metavar="N", type=_size, default=1, help=f"{what} (default: 1)")
+    _add_sizes(reshard)
 
     texts = add("preprocess", preprocess.run, "turn texts into a dataset of tokens", preprocess.DESCRIPTION)
     texts.epilog = preprocess.EPILOG
     preprocess.add_arguments(texts)
+
+    serve = add(
+        "serve",
+        _serve,
+        "answer over HTTP, as OpenAI's API does",
+        """\
+        Load a model over several processes and serve it:
+          POST /v1/completions, /v1/chat/completions   as in OpenAI's API, streamed too
+          GET  /v1/models
+          GET  /generate_text/TEXT                     as in OSLO's documents
+          GET  /health                                 200 if all workers answer, else 503
+        SIGTERM ends it when the requests that run have been answered. Needs: pip install "oslo-models[serve]"
+
+        examples:
+          oslo-models serve gpt2 --tensor-parallel-size 2
+          oslo-models serve ./checkpoint --host 0.0.0.0 --port 80 --api-key "$(cat key)"
+          curl http://127.0.0.1:8000/generate_text/Messi""",
+    )
+    _add_serving(serve)
     return parser
+
+
+def _add_sizes(command: argparse.ArgumentParser) -> None:
+    for axis, what in (("tensor", "ranks per layer"), ("pipeline", "stages")):
+        command.add_argument(f"--{axis}-parallel-size", metavar="N", type=_size, default=1, help=f"{what} (default: 1)")
+
+
+def _add_serving(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", metavar="MODEL", help="a directory, or a name on the hub")
+    _add_sizes(command)
+    add("--fuse", action="store_true", help="use fused parts where they gain")
+    add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as saved)")
+    add("--tokenizer", metavar="NAME", help="a directory, or a name on the hub (default: MODEL)")
+    add("--host", default="127.0.0.1", help="where to listen; 0.0.0.0 for all the world (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 for any that is free (default: %(default)s)")
+    add("--api-key", metavar="KEY", help="what clients have to send (default: nothing)")
+    sizes: dict[str, Any] = {"metavar": "N", "type": _size}
+    add("--max-batch-size", **sizes, default=8, help="rows computed together (default: %(default)s)")
+    add("--batch-wait-ms", metavar="MS", type=float, default=2.0, help="wait so long for more (default: %(default)s)")
+    add("--max-queue-size", **sizes, default=64, help="calls that run or wait; for more, 429 (default: %(default)s)")
+    add("--max-length", **sizes, help="tokens of a prompt and its answer (default: what the model can)")
+    add("--max-body-size", **sizes, default=1 << 20, help="bytes of a request; for more, 413 (default: %(default)s)")
 
 
 def _add_input_and_output(command: argparse.ArgumentParser) -> None:
@@ -267,6 +309,16 @@ def _reshard(args: argparse.Namespace) -> None:
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size
     launch(args.directory, args.output, *sizes, _SAFE[args.format])
     print(f"{args.output}: split files for tensor_parallel_size={sizes[0]}, pipeline_parallel_size={sizes[1]}")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    try:
+        from oslo_models.deploy import server
+    except ModuleNotFoundError as error:
+        if error.name in ("fastapi", "uvicorn"):
+            raise ImportError(f'{error.name} is not installed: pip install "oslo-models[serve]"') from error
+        raise
+    server.run(args)
 
 
 _SAFE = {None: None, "safetensors": True, "bin": False}

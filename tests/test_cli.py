@@ -34,7 +34,7 @@ def split(pool: Pool, tmp_path: Path) -> Path:
     return tmp_path / "split"
 
 
-@pytest.mark.parametrize("command", ["", "demo", "list", "inspect", "merge", "reshard", "preprocess"])
+@pytest.mark.parametrize("command", ["", "demo", "list", "inspect", "merge", "reshard", "preprocess", "serve"])
 def test_help_is_instant(command: str) -> None:
     code = "import sys; from oslo_models.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     arguments = [command, "--help"] if command else []
