@@ -91,9 +91,6 @@ def test_without_a_launcher() -> None:
 def test_deploy_and_deployment(pool: Pool) -> None:
     for message in refused(pool, 1, from_config, deploy=True, deployment=False):
         assert "deploy=True and deployment=False are the same argument" in message
-    for name in ("deploy", "deployment"):
-        for message in refused(pool, 1, from_config, **{name: True}):
-            assert "deploy=True starts its own processes" in message
     pool.run(1, _call, from_config, (), {"deploy": False, "deployment": False})
 
 
