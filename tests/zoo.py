@@ -115,7 +115,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "deberta-v2": {**_BERT, **_RELATIVE, **_DEBERTA_V2},
     "deit": _VIT,
     "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
-    "dpr": {**_BERT, "projection_dim": 7},
+    "dpr": _BERT,
     "electra": {**_BERT, "embedding_size": 20},
     "ernie4_5": _LLAMA,
     "exaone4": {**_KV, **_WINDOW},
@@ -198,6 +198,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
     "deberta-v2-plain": ("deberta-v2", {**_BERT, **_RELATIVE}),
     "bigbird_pegasus-sparse": ("bigbird_pegasus", {**_BART, "block_size": 1, "num_random_blocks": 1}),
+    "dpr-projection": ("dpr", {**_BERT, "projection_dim": 7}),  # which transformers' own reader cannot have
     "falcon-one-kv": ("falcon", _KV),
     "falcon-alibi": ("falcon", {**MORE["falcon"], "alibi": True}),
     "falcon-in-turn": ("falcon", {**_KV, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
