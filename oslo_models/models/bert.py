@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from transformers import BertConfig
@@ -15,21 +13,16 @@ from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
 
 
 class BertParallel(ParallelModel):
-    """How every model of the BERT family divides, and those of the families that differ from it by names.
+    """How every model of the BERT family divides, and those of the families that differ from it by names."""
 
-    Attributes:
-        tables: the embeddings that are added to those of the words.
-    """
-
-    tables: ClassVar[tuple[str, ...]] = ("position", "token_type")
+    tables: ClassVar[tuple[str, ...]] = ("position", "token_type")  # the embeddings that are added to those of words
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
         block = {"intermediate.dense": Column(), "output.dense": Row(), "output.LayerNorm": Norm()}
-        for attention in (
-            ("attention", "crossattention") if getattr(config, "add_cross_attention", False) else ("attention",)
-        ):
+        crossed = getattr(config, "add_cross_attention", False)
+        for attention in ("attention", "crossattention") if crossed else ("attention",):
             block |= {f"{attention}.self.{name}": Column(heads) for name in ("query", "key", "value")}
             block |= {f"{attention}.output.dense": Row(heads), f"{attention}.output.LayerNorm": Norm()}
         tables = {f"embeddings.{name}_embeddings": Replicated() for name in cls.tables}
@@ -41,19 +34,6 @@ class BertParallel(ParallelModel):
             optional=("pooler.dense",),
             dropout=("embeddings.dropout",),
         )
-
-
-def whole_attention(plan: Plan, more: Collection[str] = ()) -> Plan:
-    """``plan`` with the attention of its blocks whole on every rank, of which ``more`` names what BERT's lacks."""
-    (stack, block), *_ = plan.blocks.items()
-    whole = {
-        name: Replicated() if "attention." in name and not isinstance(entry, Norm) else entry
-        for name, entry in block.items()
-    }
-    for name in block:
-        if name.endswith(".self.query"):
-            whole |= {f"{name.removesuffix('query')}{other}": Replicated() for other in more}
-    return replace(plan, blocks={stack: whole}, local={})
 
 
 LM_HEAD = {

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers.models.big_bird import modeling_big_bird as hf
 
-from oslo_models.models.bert import LM_HEAD, BertParallel, whole_attention
-from oslo_models.models.family import family
+from oslo_models.models.bert import LM_HEAD, BertParallel
+from oslo_models.models.family import family, whole_attention
 from oslo_models.models.roberta import HEADS as ROBERTA
 from oslo_models.plan import Entries, Norm, Plan, Replicated
 

@@ -5,9 +5,8 @@ from typing import Any
 
 from transformers.models.convbert import modeling_convbert as hf
 
-from oslo_models.models.bert import whole_attention
 from oslo_models.models.electra import HEADS, ElectraParallel
-from oslo_models.models.family import family
+from oslo_models.models.family import family, whole_attention
 from oslo_models.plan import Plan, Replicated
 
 CONVOLUTION = ("key_conv_attn_layer", "key_conv_attn_layer.depthwise", "key_conv_attn_layer.pointwise")

@@ -1,13 +1,14 @@
-"""The classes of an architecture from a table of their heads, where they state nothing but that."""
+"""What several architectures share: classes made from a table of their heads, and attention that is not divided."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from oslo_models.models.base import ParallelModel
-from oslo_models.plan import Entries, Replicated, Vocab
+from oslo_models.plan import Entries, Norm, Plan, Replicated, Vocab
 
 DECODER: Mapping[str, Entries] = {
     "Model": {},
@@ -52,3 +53,16 @@ def family(
             found[original.config_class.__name__] = original.config_class
             found[original.__name__] = type(original.__name__, (parallel, original), attributes)
     return found
+
+
+def whole_attention(plan: Plan, more: Collection[str] = ()) -> Plan:
+    """``plan`` with the attention of its blocks whole on every rank, of which ``more`` names what BERT's lacks."""
+    (stack, block), *_ = plan.blocks.items()
+    whole = {
+        name: Replicated() if "attention." in name and not isinstance(entry, Norm) else entry
+        for name, entry in block.items()
+    }
+    for name in block:
+        if name.endswith(".self.query"):
+            whole |= {f"{name.removesuffix('query')}{other}": Replicated() for other in more}
+    return replace(plan, blocks={stack: whole}, local={})

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers.models.longformer import modeling_longformer as hf
 
-from oslo_models.models.bert import BertParallel, whole_attention
-from oslo_models.models.family import family
+from oslo_models.models.bert import BertParallel
+from oslo_models.models.family import family, whole_attention
 from oslo_models.models.roberta import HEADS
 from oslo_models.plan import Plan
 
