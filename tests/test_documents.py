@@ -499,7 +499,7 @@ def launched(*command: str) -> str:
         without_stages(FROM_THE_HUB).replace("from oslo import", ADAPTED["from oslo import"])
         + "import torch\n"
         + "torch.distributed.barrier()\n"
-        + "print('rank', model.mpu.get_tensor_parallel_rank(), model.num_parameters(), flush=True)\n"
+        + "print(f'rank {model.mpu.get_tensor_parallel_rank()} {model.num_parameters()}\\n', end='', flush=True)\n"
     )
     root = Path(__file__).resolve().parent.parent
     path = os.pathsep.join(map(str, (root, root / "kernels")))
@@ -529,7 +529,7 @@ def test_launchers(hub: Any, launcher: str) -> None:
         needs_deepspeed()
     hub()
     printed = launched(*LAUNCHERS[launcher], f"--master_port={free_port()}", "YOUR_SCRIPT.py")
-    assert printed.count("rank 0 ") == printed.count("rank 1 ") == 1
+    assert printed.count("rank 0 ") == printed.count("rank 1 ") == 1, printed
 
 
 # DeepSpeed Support ----------------------------------------------------------------------------------------------------

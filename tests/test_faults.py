@@ -24,8 +24,6 @@ from pool import Pool
 
 from oslo_models import GPT2LMHeadModel, RankFailedError, collectives, inquiry, watch
 
-pytestmark = pytest.mark.alone
-
 TIMEOUT = 3.0
 NAMING = 4 * TIMEOUT / 10 + 4.0
 """Seconds that it may take to find out who it was, on a busy machine."""
@@ -232,6 +230,7 @@ def train_with_workers(saved: Path) -> int:
     return len([thread for thread in threading.enumerate() if thread.name == "oslo-watch"])
 
 
+@pytest.mark.alone
 def test_one_thread_that_ends(pool: Pool, saved: Path) -> None:
     for _ in range(3):
         assert pool.run(2, train_with_workers, saved) == [1, 1]

@@ -20,9 +20,6 @@ from oslo_models import collectives
 from oslo_models.collectives import all_reduce, gather_from
 from oslo_models.mesh import ParallelMesh
 
-pytestmark = pytest.mark.alone  # it also looks for what is left in /dev/shm
-
-
 def memory_of(n: int) -> SharedMemory:
     memory = collectives._shared_memory(ParallelMesh(n).tp, torch.zeros(1))
     assert memory is not None
