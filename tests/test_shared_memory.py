@@ -20,6 +20,7 @@ from oslo_models import collectives
 from oslo_models.collectives import all_reduce, gather_from
 from oslo_models.mesh import ParallelMesh
 
+
 def memory_of(n: int) -> SharedMemory:
     memory = collectives._shared_memory(ParallelMesh(n).tp, torch.zeros(1))
     assert memory is not None
