@@ -380,8 +380,9 @@ def _replace_ends(model: nn.Module, plan: Plan, prefix: str, head: Entries, stag
         elif not stage.is_last:
             owner, _, leaf = key.rpartition(".")
             module = model.get_submodule(owner)
-            del module._parameters[leaf]
-            setattr(module, leaf, torch.empty(0))
+            if leaf in module._parameters:  # what is optional may be missing
+                del module._parameters[leaf]
+                setattr(module, leaf, torch.empty(0))
 
 
 def _with_argument(
