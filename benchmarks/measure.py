@@ -114,16 +114,22 @@ def serve(
     return Result({"serving": total / at_once}, [], references)
 
 
-def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int) -> Result:
-    """Forward, backward and AdamW, after one step to warm up; the median of ``timed`` steps."""
-    model, step = peer.trainer(peer.load, cls, checkpoint)
-    ids = tokens(model, batch, length)
+def _steps(step: Callable[[Any], Any], ids: Any, timed: int) -> tuple[list[float], list[float]]:
+    """The seconds that each of ``timed`` steps takes after one to warm up, and the losses, of that one too."""
     seconds, losses = [], []
     for _ in range(timed + 1):
         start = time.perf_counter()
         losses.append(float(step(ids)))
         seconds.append(time.perf_counter() - start)
-    return Result({"training step": statistics.median(seconds[1:])}, losses[:2])
+    return seconds[1:], losses
+
+
+def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int) -> Result:
+    """Forward, backward and AdamW, after one step to warm up; the median of ``timed`` steps."""
+    model, step = peer.trainer(peer.load, cls, checkpoint)
+    ids = tokens(model, batch, length)
+    seconds, losses = _steps(step, ids, timed)
+    return Result({"training step": statistics.median(seconds)}, losses[:2])
 
 
 def train_in_stages(
@@ -141,14 +147,10 @@ def train_in_stages(
     memory = PeakMemory()
     model, step = peer.trainer(peer.load, cls, checkpoint)
     ids = tokens(model, batch, length)
-    seconds, losses = [], []
-    for _ in range(timed + 1):
-        start = time.perf_counter()
-        losses.append(float(step(ids)))
-        seconds.append(time.perf_counter() - start)
+    seconds, losses = _steps(step, ids, timed)
     with memory.watched():
         step(ids)
-    speed = batch * length / statistics.median(seconds[1:])
+    speed = batch * length / statistics.median(seconds)
     return Result({"training": speed, **memory.growth}, losses[:2])
 
 

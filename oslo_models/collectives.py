@@ -7,8 +7,9 @@ Source of the pairs: Shoeybi et al., "Megatron-LM", 2019, figure 3 (``f`` is `co
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from time import monotonic
@@ -138,14 +139,25 @@ def _shared_memory(axis: Axis, x: Tensor) -> SharedMemory | None:
     return memory
 
 
+@contextmanager
+def _or_gloo() -> Iterator[None]:
+    """Ranks on several hosts cannot share memory, which is no fault; without a compiler they do not, which is told."""
+    try:
+        yield
+    except OSError:
+        pass
+    except BuildError as error:
+        warnings.warn(f"ranks sum through gloo, which is slower than the memory they share: {error}", stacklevel=2)
+
+
 def _share_memory(axis: Axis) -> SharedMemory | None:
     """Memory of this host that all ranks of the axis share; ``None`` on all of them when that cannot be."""
     memory, address = None, None
-    with suppress(BuildError, OSError):
+    with _or_gloo():
         if axis.rank == 0:
             memory, address = SharedMemory.create(axis.size)
     address = broadcast_object(axis, address)
-    with suppress(BuildError, OSError):
+    with _or_gloo():
         if axis.rank > 0 and address is not None:
             memory = SharedMemory.attach(address, axis.rank, axis.size)
     return memory if all(gather_objects(axis, memory is not None)) else None

@@ -263,7 +263,9 @@ class _Call:
         except (EOFError, OSError):
             worker.process.join()
             self.died = True
-            self.failures[rank] = f"its process (pid {worker.pid}) died with exit code {worker.process.exitcode}"
+            died = f"its process (pid {worker.pid}) died with exit code {worker.process.exitcode}"
+            said = self.failures.get(rank, "")
+            self.failures[rank] = f"{died}\n{worker.stack_file.read_text()}{said}"
             return
         if message == WORN:
             worker.worn = True

@@ -26,7 +26,7 @@ THREADS = 6
 
 
 def serve(conn: connection.Connection, stack_file: str) -> None:
-    """The life of a worker: do what comes through ``conn``, show its stack in ``stack_file`` on SIGUSR1."""
+    """The life of a worker: do what comes through ``conn``; on SIGUSR1 and in a crash, write its stack to a file."""
     os.setpgid(0, 0)
     gc.freeze()  # what was preloaded need not be looked at after every job
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
@@ -34,6 +34,7 @@ def serve(conn: connection.Connection, stack_file: str) -> None:
     threading.Thread(target=_receive, args=(conn, inbox), daemon=True).start()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        faulthandler.enable(file=stacks, all_threads=True)  # an abort in C++ says where Python was
         while True:
             _work(conn, inbox)
 

@@ -25,6 +25,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from oslo_models import registry
 from oslo_models.collectives import gather_objects
 from oslo_models.fusion import Fusion, choose_backend
+from oslo_models.layers import apex
 from oslo_models.layers import fused as fused_layers
 from oslo_models.sites import sites
 
@@ -300,3 +301,10 @@ def test_a_label_outside_the_vocabulary_on_a_gpu() -> None:
     """By itself, since the assertion ends all work on the device."""
     done = subprocess.run([sys.executable, "-c", WRONG_LABEL], capture_output=True, text=True)
     assert done.returncode != 0 and "right ones are taken" in done.stdout and "a target is neither in" in done.stderr
+
+
+@pytest.mark.parametrize(("value", "taken"), [(0.0, True), (torch.finfo(torch.float16).min, True), (-0.5, False)])
+def test_apex_takes_no_bias_in_a_mask(value: float, taken: bool) -> None:
+    mask = torch.zeros(1, 1, 2, 3, dtype=torch.float16)
+    mask[..., 0] = value
+    assert apex._takes(torch.zeros(1, 2, 2, 4, dtype=torch.float16), mask, None) == taken

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,10 @@ def check_without_compiler(folder: Path) -> None:
             build.load.cache_clear()
             patch.setenv("CXX", "")
             patch.setenv("PATH", str(folder))
-        x = all_reduce(axis, torch.ones(3))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            x = all_reduce(axis, torch.ones(3))
+    assert any("needs a C++ compiler" in str(warning.message) for warning in told) == (axis.rank == 1)
     build.load.cache_clear()
     assert torch.equal(x, torch.full((3,), 2.0))
     assert vars(axis)["memory"] is None

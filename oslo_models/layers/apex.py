@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from oslo_models.layers.fused import eager_attention
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -41,40 +42,32 @@ class ApexLayerNorm(nn.LayerNorm):
 
 
 def apex_eager_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``eager_attention_forward`` of Llama, BERT, GPT-2, T5 or OPT: scale, mask and softmax in one pass.
+    """Scale, mask and softmax in one pass of apex's kernel for any length.
 
-    In half precision and without a bias, which is what apex's softmax of any length takes.
+    It takes half precision, and a mask that hides or does not: no bias, be it an argument or part of the mask.
     """
+    return eager_attention(plain, _softmax, _takes)
 
-    def eager_attention_forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        position_bias: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        takes = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
-        if not takes or position_bias is not None or query.dtype not in _HALF:
-            bias = {} if position_bias is None else {"position_bias": position_bias}
-            given = {"scaling": scaling, "dropout": dropout, **bias, **kwargs}
-            return plain(module, query, key, value, attention_mask, **given)
-        from apex.transformer.functional.fused_softmax import generic_scaled_masked_softmax
 
-        assert attention_mask is not None
-        if (groups := query.shape[1] // key.shape[1]) > 1:
-            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        scores = query @ key.transpose(-1, -2)
-        hidden = (attention_mask < 0).expand(len(scores), 1, *scores.shape[2:]).contiguous()
-        weights = generic_scaled_masked_softmax(scores, hidden, scaling)
-        weights = F.dropout(weights, dropout, module.training)
-        return (weights @ value).transpose(1, 2).contiguous(), weights
+def _takes(query: Tensor, mask: Tensor | None, bias: Tensor | None) -> bool:
+    if mask is None or bias is not None or query.dtype not in _HALF:
+        return False
+    if not mask.is_floating_point() or mask.shape[1] != 1:
+        return False
+    return bool(((mask == 0) | _hidden(mask)).all())
 
-    return eager_attention_forward
+
+def _hidden(mask: Tensor) -> Tensor:
+    """What a mask of transformers hides: it has the smallest number there, and nothing adds to that."""
+    return mask <= torch.finfo(mask.dtype).min / 2
+
+
+def _softmax(scores: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    from apex.transformer.functional.fused_softmax import generic_scaled_masked_softmax
+
+    assert mask is not None  # as `_takes` says
+    hidden = _hidden(mask).expand(len(scores), 1, *scores.shape[2:]).contiguous()
+    return generic_scaled_masked_softmax(scores, hidden, scaling)
 
 
 def why_not() -> str | None:

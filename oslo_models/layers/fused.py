@@ -245,8 +245,16 @@ def fused_rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
     return apply_rotary_pos_emb
 
 
-def fused_eager_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``eager_attention_forward`` of Llama, BERT, GPT-2, T5 or OPT: scale, mask, bias and softmax in one pass."""
+def eager_attention(
+    plain: Callable[..., Any],
+    softmax: Callable[[Tensor, Tensor | None, float], Tensor],
+    takes: Callable[[Tensor, Tensor | None, Tensor | None], bool],
+) -> Callable[..., Any]:
+    """``eager_attention_forward`` of Llama, BERT, GPT-2, T5 or OPT with ``softmax(scores, mask, scaling)`` inside.
+
+    Args:
+        plain: what computes instead where ``takes(query, mask, bias)`` is false.
+    """
 
     def eager_attention_forward(
         module: nn.Module,
@@ -260,7 +268,7 @@ def fused_eager_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if attention_mask is not None and attention_mask.dtype == torch.bool:
+        if not takes(query, attention_mask, position_bias):
             bias = {} if position_bias is None else {"position_bias": position_bias}
             given = {"scaling": scaling, "dropout": dropout, **bias, **kwargs}
             return plain(module, query, key, value, attention_mask, **given)
@@ -268,11 +276,20 @@ def fused_eager_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
             key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
         added = [x for x in (position_bias, attention_mask) if x is not None]
         mask = added[0] + added[1] if len(added) == 2 else added[0] if added else None
-        weights = masked_softmax(query @ key.transpose(-1, -2), mask, scaling).to(value.dtype)
+        weights = softmax(query @ key.transpose(-1, -2), mask, scaling).to(value.dtype)
         weights = F.dropout(weights, dropout, module.training)
         return (weights @ value).transpose(1, 2).contiguous(), weights
 
     return eager_attention_forward
+
+
+def fused_eager_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Scale, mask, bias and softmax in one pass of our kernel."""
+
+    def softmax(scores: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        return masked_softmax(scores, mask, scaling)
+
+    return eager_attention(plain, softmax, lambda query, mask, bias: mask is None or mask.dtype != torch.bool)
 
 
 class FusedBloomAttention(nn.Module):
