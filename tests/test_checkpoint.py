@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -182,8 +183,6 @@ def test_files_are_preferred_as_transformers_does(tmp_path: Path) -> None:
         assert (tmp_path / "all" / name).exists()
         without = frozenset() if "bin" in name else frozenset(TIED)
         assert_holds(open_checkpoint(tmp_path / "all"), model(generation=generation)[0], without)
-        listed = [path for path in (tmp_path / "new").iterdir() if path.suffix != ".json"]
-        assert_holds(open_checkpoint(listed), model(generation=generation)[0], without)
         shutil.rmtree(tmp_path / "new")
     save("merged", tmp_path / "all", generation=7, variant="fp16")
     assert_holds(open_checkpoint(tmp_path / "all", variant="fp16"), model(generation=7)[0], frozenset(TIED))
@@ -527,8 +526,8 @@ def test_save_function_writes_bin_files(tmp_path: Path) -> None:
 
 
 def save_on_ranks(how: str, directory: Path, tp: int, pp: int = 1, kwargs: dict[str, Any] | None = None) -> None:
-    merging._BLOCK = 40  # a row or two, so that tensors travel in several blocks
-    save(how, directory, ParallelMesh(tp, pp), **(kwargs or {}))
+    with patch.object(merging, "_BLOCK", 40):  # a row or two, so that tensors travel in several blocks
+        save(how, directory, ParallelMesh(tp, pp), **(kwargs or {}))
 
 
 def open_and_verify(directory: Path) -> None:
@@ -586,7 +585,6 @@ def test_fsdp_tensors_are_saved_whole(tmp_path: Path, pool: Pool) -> None:
 def merged_peak(directory: Path) -> float:
     """Growth of this rank's memory during a merged save, in largest tensors."""
     mesh = ParallelMesh(2)
-    merging._BLOCK = 8 << 20
     cut = {
         f"{dim}.{i}": Layout.divided((4096, 4096), dim, (Units((4096, 4096)[dim]),), 2)
         for dim in (0, 1)
