@@ -273,7 +273,7 @@ def inspect_checkpoint(directory: Path, verify: bool = False) -> dict[str, Any]:
     from oslo_models.checkpoint.finding import find
     from oslo_models.mesh import Axis
 
-    found = find([directory], None)
+    found = find(directory, None)
     if verify:
         verify_checkpoint(found, Axis("world", 0, (0,), None))
     ranks = {name: {"tp": t, "pp": p} for (t, p), name in found.grid.items()}

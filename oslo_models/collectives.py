@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from time import monotonic
 from typing import Any
 
 import torch
@@ -22,47 +21,7 @@ from torch import Tensor
 from oslo_kernels.build import BuildError
 from oslo_kernels.shared_memory import DTYPES, SharedMemory
 from oslo_models.mesh import Axis
-from oslo_models.watch import RankFailedError
-
-
-class waiting:  # noqa: N801  a context manager; a class, since one made by `contextmanager` takes twice the time
-    """Around everything that blocks until other ranks come: if they do not, the error says which one failed, and where.
-
-    Args:
-        what: what this rank waits in, for the message: ``"a sum"``.
-        peer: the position on the axis of the only one that it waits for.
-        long: first wait until all of them are here, however long they take as long as they live.
-
-    Raises:
-        RankFailedError: one of them died, stopped, or stayed away for longer than the timeout.
-    """
-
-    __slots__ = ("axis", "long", "peer", "what")
-
-    def __init__(self, axis: Axis, what: str, peer: int | None = None, long: bool = False) -> None:
-        self.axis, self.what, self.peer, self.long = axis, what, peer, long
-
-    def __enter__(self) -> None:
-        watch, axis = self.axis.watch, self.axis
-        if watch is None:
-            return
-        if watch.failed is not None:
-            raise watch.failed
-        ranks = axis.ranks if self.peer is None else (axis.ranks[self.peer],)
-        watch.waits = (ranks, self.what, monotonic())
-        if self.long:
-            watch.meet(axis, self.what)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        watch = self.axis.watch
-        if watch is None or watch.waits is None:
-            return
-        found: BaseException | None = error
-        if isinstance(error, RuntimeError) and not isinstance(error, RankFailedError):
-            found = watch.explain(error, self.axis)
-        watch.waits = None
-        if found is not error and found is not None:
-            raise found from error
+from oslo_models.watch import waiting
 
 
 class _CopyTo(torch.autograd.Function):

@@ -18,7 +18,7 @@ from oslo_models.checkpoint import open_checkpoint, save_checkpoint, verify_chec
 from oslo_models.collectives import agree
 from oslo_models.layout import Layout
 from oslo_models.mesh import ParallelMesh, start_process_group, world_axis
-from oslo_models.models.loading import Template
+from oslo_models.models.template import Template
 
 
 def convert(

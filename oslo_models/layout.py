@@ -1,6 +1,6 @@
 """How one full tensor divides over the ranks of an axis. Pure functions of shapes; nothing here communicates.
 
-``unshard([shard(x, r) for r in ranks]) == x`` bitwise, for every layout and every number of ranks.
+Placing the shards of all ranks into one tensor gives back what was sharded, bit for bit, for every layout.
 """
 
 from __future__ import annotations
@@ -206,13 +206,6 @@ class Layout:
         """The local part of ``full``."""
         pieces = [full[there] for there, _ in self.places(rank)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim or 0)
-
-    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """Put the parts of all ranks together again."""
-        full = shards[0].new_empty(self.shape)
-        for rank, local in enumerate(shards):
-            self.place(full, local, rank)
-        return full
 
     def place(self, full: Tensor, local: Tensor, rank: int) -> None:
         """Write the part of one rank into ``full``."""

@@ -186,10 +186,14 @@ class ParallelMesh:
         return f"ParallelMesh({sizes}, device={self.device})"
 
 
-def check_size(name: str, value: object) -> None:
-    """Raise ``ValueError`` unless ``value`` is an integer of at least 1 (a bool is not)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+def check_size(name: str, value: object, least: int = 1, source: str = "") -> None:
+    """Raise ``ValueError`` unless ``value`` is an integer of at least ``least`` (a bool is not).
+
+    Args:
+        source: where ``least`` comes from, for the message: ``"vocab_size="``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {source}{least}, got {value!r}")
 
 
 def start_process_group(needed: int = 1) -> torch.device:

@@ -2,7 +2,6 @@
 
 from oslo_models.checkpoint.names import CheckpointError
 from oslo_models.checkpoint.opening import open_checkpoint, verify_checkpoint
-from oslo_models.checkpoint.optimizer import load_optimizer, save_optimizer
 from oslo_models.checkpoint.reader import CheckpointReader, LazySlice
 from oslo_models.checkpoint.staging import finish_interrupted_save
 from oslo_models.checkpoint.writer import save_checkpoint
@@ -12,9 +11,7 @@ __all__ = [
     "CheckpointReader",
     "LazySlice",
     "finish_interrupted_save",
-    "load_optimizer",
     "open_checkpoint",
     "save_checkpoint",
-    "save_optimizer",
     "verify_checkpoint",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +16,30 @@ from oslo_models.checkpoint.weights import WeightsFile
 Grid = dict[tuple[int, int], str]
 
 
-def find(source: Sequence[Path], variant: str | None) -> CheckpointReader:
-    """Find the checkpoint in a directory, or among the files named; its tensors are not known yet.
+def find(directory: Path, variant: str | None) -> CheckpointReader:
+    """Find the checkpoint in a directory; its tensors are not known yet.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or files of it are missing.
         CheckpointError: manifest or index are damaged, or do not fit to the files.
     """
-    directory = source[0] if len(source) == 1 and source[0].is_dir() else None
-    if directory:
-        finish_interrupted_save(directory)
-        source = [path for path in directory.iterdir() if path.is_file()]
-    missing = [str(path) for path in source if not path.is_file()]
-    if missing or not source:
-        raise FileNotFoundError(f"there is no checkpoint: {', '.join(missing) or directory} is missing or empty")
-    paths = {path.name: path for path in source}
-    where = directory or source[0].parent
+    finish_interrupted_save(directory)
+    paths = {path.name: path for path in directory.iterdir() if path.is_file()} if directory.is_dir() else {}
     manifest = None
     if with_variant(MANIFEST, variant) in paths:
         manifest = read_manifest(paths[with_variant(MANIFEST, variant)])
-        names = _recorded(where, paths, manifest["files"])
+        names = _recorded(directory, paths, manifest["files"])
         grid = _grid(names)
     else:
-        grid = {} if variant else _full_grid(where, paths)
+        grid = {} if variant else _full_grid(directory, paths)
         names = list(grid.values()) or _merged(paths, variant)
-    if not names and directory is None:
-        names = [name for name in paths if name.endswith((".safetensors", ".bin"))]
     if not names:
         merged = ", ".join(with_variant(name, variant) for name in MERGED)
         raise FileNotFoundError(
-            f"{where} holds no weights: looked for split files (pytorch_model_tp=0_pp=0.bin ...), {merged} and their "
-            f"indexes, found {', '.join(sorted(paths)[:10])}"
+            f"{directory} holds no weights: looked for split files (pytorch_model_tp=0_pp=0.bin ...), {merged} and "
+            f"their indexes, found {', '.join(sorted(paths)[:10]) or 'nothing'}"
         )
-    return CheckpointReader(where, {name: WeightsFile(paths[name]) for name in names}, grid, manifest)
+    return CheckpointReader(directory, {name: WeightsFile(paths[name]) for name in names}, grid, manifest)
 
 
 def mismatch(path: Path, expected: str, actual: str) -> CheckpointError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,11 +20,10 @@ FallbackLayout = Callable[[str, list[tuple[int, ...]]], Layout]
 """``(name, local shapes on all tp ranks) -> Layout``, for split files that say nothing of their layout."""
 OwnerStage = Callable[[str, int], int]
 """``(name, number of stages) -> stage`` whose file has the live copy of a tensor, for old split files."""
-Source = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def open_checkpoint(
-    files_or_directory: Source,
+    directory: str | os.PathLike[str],
     *,
     variant: str | None = None,
     fallback_layout: FallbackLayout | None = None,
@@ -36,7 +35,6 @@ def open_checkpoint(
     to form a full grid, and merged ones are taken in transformers' order: safetensors, its index, ``.bin``, its index.
 
     Args:
-        files_or_directory: a directory, one file, or the files of one checkpoint wherever they are.
         variant: as transformers' ``variant``.
         fallback_layout: gives the layouts of split files without a manifest.
         owner_stage: says which stage's file is live where old files hold every layer; default: the first that has it.
@@ -45,9 +43,7 @@ def open_checkpoint(
         FileNotFoundError: there is no checkpoint, or files of it are missing and no manifest names them.
         CheckpointError: a file is damaged, missing or not one of this checkpoint.
     """
-    if isinstance(files_or_directory, (str, os.PathLike)):
-        files_or_directory = [files_or_directory]
-    source = [Path(path) for path in files_or_directory]
+    source = Path(directory)
     while True:
         before = _identity(source)
         try:
@@ -126,10 +122,10 @@ def _by_shapes(
     return stored
 
 
-def _identity(source: list[Path]) -> tuple[int, int] | None:
+def _identity(directory: Path) -> tuple[int, int] | None:
     """Tells whether the directory was exchanged for another."""
     try:
-        stat = os.stat(source[0] if source[0].is_dir() else source[0].parent)
-    except (FileNotFoundError, IndexError):
+        stat = os.stat(directory)
+    except FileNotFoundError:
         return None
     return stat.st_dev, stat.st_ino

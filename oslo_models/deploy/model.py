@@ -20,14 +20,8 @@ from oslo_models.deploy.batching import Batcher
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.serving import Serving, executor_of
 from oslo_models.deploy.torchrun import is_launched, launched_rank, serve
-from oslo_models.models.loading import (
-    HUB_ARGUMENTS,
-    Arguments,
-    find_checkpoint,
-    parse_dtype,
-    read_config,
-    read_generation_config,
-)
+from oslo_models.models.arguments import Arguments, parse_dtype
+from oslo_models.models.loading import HUB_ARGUMENTS, find_checkpoint, read_config, read_generation_config
 
 if TYPE_CHECKING:
     from oslo_models.models.base import ParallelModel

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from oslo_models.collectives import all_reduce
+from oslo_models.collectives import MAX, all_reduce
 from oslo_models.layout import Range
 from oslo_models.mesh import Axis
 
@@ -41,7 +40,7 @@ class _CrossEntropy(torch.autograd.Function):
         hit, rest = 1.0 - words.smoothing, words.smoothing / words.size
         half = logits_Nv.dtype in (torch.float16, torch.bfloat16)
         made_Nv = logits_Nv.float() if half else logits_Nv.clone()
-        made_Nv -= all_reduce(words.axis, made_Nv.amax(-1), op=dist.ReduceOp.MAX).unsqueeze(-1)
+        made_Nv -= all_reduce(words.axis, made_Nv.amax(-1), op=MAX).unsqueeze(-1)
         ignored_N = target_N == words.ignore_index
         elsewhere_N = (
             ignored_N | ((target_N >= 0) & (target_N < start)) | ((target_N >= stop) & (target_N < words.size))

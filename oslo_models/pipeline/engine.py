@@ -110,8 +110,12 @@ class Pipeline:
     # Generation -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode(self, batch: dict[str, Any]) -> BaseModelOutput:
-        """What the encoder makes of the batch, on every stage."""
+    def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BaseModelOutput:
+        """What the encoder makes of the arguments of ``generate``, on every stage."""
+        name, known = self.model.main_input_name, inspect.signature(self.model.get_encoder().forward).parameters
+        prompt = args[0] if args else kwargs.get(name, kwargs.get("inputs"))
+        given = {name: prompt, **{key: value for key, value in kwargs.items() if key in known}}
+        batch = {key: value for key, value in given.items() if value is not None}
         stack = self.stage.stacks[0]
         hidden = torch.empty(self.runner.shape(batch, 0), dtype=self.model.dtype, device=self.mesh.device)
         made, failure = None, None

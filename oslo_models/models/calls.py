@@ -1,0 +1,153 @@
+"""What happens around transformers' ``forward`` and ``generate`` of a divided model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from transformers.utils import ModelOutput
+
+from oslo_models.collectives import gather_from
+from oslo_models.layers.deferred import DeferredLogits
+from oslo_models.layers.vocab import VocabParallelLogits
+from oslo_models.mesh import Axis
+from oslo_models.overflow import share_overflow
+from oslo_models.rng import synchronize
+
+if TYPE_CHECKING:
+    from oslo_models.models.base import ParallelModel
+
+
+def resolving_outputs(forward: Any) -> Any:
+    """``forward`` with its divided outputs resolved. The signature stays: ``generate`` looks at it."""
+
+    @functools.wraps(forward)
+    def resolving(model: ParallelModel, /, *args: Any, **kwargs: Any) -> Any:
+        if model.mesh is not None:
+            args, kwargs = _on_device(model.mesh.device, args, kwargs)
+            if not model._generates and not (model.pipeline and model.pipeline.runner.inside):
+                model._compare(args, kwargs)
+        if model.pipeline is not None:
+            return model.pipeline(args, kwargs)
+        looked_at = kwargs.get("labels") is not None or kwargs.get("output_attentions")
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled() and not looked_at:
+            return forward(model, *args, **kwargs)  # decoding: heads give whole logits, and nothing else is to be done
+        deferring = model.defer_logits()
+        if not model.is_tensor_parallelized() and not deferring:
+            return forward(model, *args, **kwargs)
+        as_tuple = not (model.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"])
+        if as_tuple:  # the names of the outputs tell what is divided
+            kwargs["return_dict"] = True
+        model._at("forward" if torch.is_grad_enabled() else "forward without gradients", steps=1)
+        output = forward(model, *args, **kwargs)
+        if not isinstance(output, ModelOutput):
+            return output
+        fields = _resolve(model, output)
+        model._at("after forward")
+        _note_backward(fields.values(), model._at)
+        if fields.get("loss") is not None and model.mesh is not None:
+            share_overflow(fields["loss"], model.parameters, model.mesh.tp)
+        # A tuple keeps the place of logits that are left out: what comes after them is found where it always is.
+        return tuple(fields.values()) if as_tuple else type(output)(**fields)
+
+    return resolving
+
+
+def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
+    """Let the phase be the backward pass while there is one, of the first of these that has a graph."""
+
+    def when_it_begins(grad: Tensor) -> None:
+        at("backward")
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: at("after backward"))
+
+    for output in outputs:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(when_it_begins)
+            return
+
+
+def on_stage(forward: Any) -> Any:
+    """``forward`` on a pipeline stage, with its divided outputs resolved."""
+
+    @functools.wraps(forward)
+    def resolving(model: ParallelModel, /, **kwargs: Any) -> Any:
+        if "return_dict" in kwargs or not model.config.return_dict:
+            kwargs["return_dict"] = True  # the loop needs its loss by name
+        model.defer_logits()
+        output = forward(model, **kwargs)
+        return type(output)(**_resolve(model, output)) if isinstance(output, ModelOutput) else output
+
+    return resolving
+
+
+def _on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call with their tensors on the model's device; a batch without rows is refused."""
+
+    def moved(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() > 0 and value.shape[0] == 0:
+            raise ValueError(f"the batch is empty: {name} has shape {tuple(value.shape)}")
+        return value if value.device == device else value.to(device)
+
+    return (
+        tuple(moved(f"argument {position}", value) for position, value in enumerate(args)),
+        {name: moved(name, value) for name, value in kwargs.items()},
+    )
+
+
+def in_step(generate: Any) -> Any:
+    """``generate`` with the ranks of the tp axis drawing from the same random state, so that they sample alike."""
+
+    @functools.wraps(generate)
+    def generating(
+        model: ParallelModel, /, *args: Any, fused_no_repeat_ngram_blocking: bool | None = None, **kwargs: Any
+    ) -> Any:
+        model.fuse_ngram_blocking(fused_no_repeat_ngram_blocking)
+        if model.mesh is None or model._generates:
+            return generate(model, *args, **kwargs)
+        model._at("generate", steps=1)
+        synchronize(model.mesh.model, model.mesh.device)
+        args, kwargs = _on_device(model.mesh.device, args, kwargs)
+        model._compare(args, kwargs)
+        model._generates = True
+        try:
+            if model.pipeline is not None and model.config.is_encoder_decoder and "encoder_outputs" not in kwargs:
+                kwargs["encoder_outputs"] = model.pipeline.encode(args, kwargs)
+            return generate(model, *args, **kwargs)
+        finally:
+            model._generates = False
+            model._at("after generate")
+
+    return generating
+
+
+def _resolve(model: ParallelModel, output: ModelOutput) -> dict[str, Any]:
+    """The fields of the output of a forward, what is divided replaced by what transformers would return."""
+    loss = output.get("loss")
+    if model.gather_logits is None:
+        omit = loss is not None and loss.requires_grad
+    else:
+        omit = loss is not None and not model.gather_logits
+    divides_heads = model.plan(model.config).limit() is not None
+    fields = {}
+    for name, value in output.items():
+        if isinstance(value, (VocabParallelLogits, DeferredLogits)):
+            value = None if omit else value.full()
+        elif name.endswith("attentions") and value and divides_heads and model.mesh is not None:
+            value = tree_map_only(Tensor, partial(_all_heads, model.mesh.tp), tuple(value))
+        fields[name] = value
+    return fields
+
+
+def _all_heads(tp: Axis, weights_BHQK: Tensor) -> Tensor:
+    """Attention weights of all heads; ranks may hold different numbers of them."""
+    if tp.size == 1:
+        return weights_BHQK
+    own = torch.tensor([weights_BHQK.shape[1]], device=weights_BHQK.device)
+    return gather_from(tp, weights_BHQK, 1, gather_from(tp, own, 0, [1] * tp.size).tolist())
