@@ -11,6 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from oslo_models.layers.functional import (
+    ColumnParallelModule,
+    ExtremesModule,
+    RowParallelModule,
+    VocabParallelModule,
+)
 from oslo_models.layers.heads import BareHeadsModule
 from oslo_models.layers.linear import (
     ColumnParallelConv1D,
@@ -28,6 +34,7 @@ from oslo_models.plan import (
     BareHeads,
     Column,
     Entries,
+    Extremes,
     HeadNorm,
     HeadNorms,
     LocalConfig,
@@ -52,6 +59,11 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (HeadNorms, nn.Module): HeadParallelNorms,
     (WidthNorm, nn.Module): WidthParallelNorm,
     (BareHeads, nn.Module): BareHeadsModule,
+    # layers of an architecture's own
+    (Column, nn.Module): ColumnParallelModule,
+    (Row, nn.Module): RowParallelModule,
+    (Vocab, nn.Module): VocabParallelModule,
+    (Extremes, nn.Module): ExtremesModule,
 }
 
 
@@ -162,6 +174,8 @@ def _own_heads(
 def _change_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[str, Layout], rank: int) -> None:
     """Give ``module`` the parallel class of its kind, with its sizes told anew."""
     known = [kind for e, kind in _CLASSES if e is type(entry)]
+    if isinstance(entry, (Column, Vocab)) and type(module).__module__.startswith("torch."):
+        known.remove(nn.Module)  # torch's other layers (convolutions) apply other functions
     base = next((kind for kind in known if isinstance(module, kind)), None)
     if base is None:
         names = ", ".join(sorted(kind.__name__ for kind in known))
@@ -170,7 +184,7 @@ def _change_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[
     if new is ColumnParallelLinear and layouts["weight"].overlaps:
         new = KeyValueParallelLinear
     module.__class__ = new if type(module) is base else _joined(new, type(module))  # type: ignore[arg-type]
-    if isinstance(module, VocabParallelEmbedding) and module.padding_idx is not None:
+    if isinstance(module, (VocabParallelEmbedding, VocabParallelModule)) and module.padding_idx is not None:
         ((start, stop),) = layouts["weight"].ranges[rank]
         module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
 

@@ -129,6 +129,11 @@ class Words(Replicated):
     """The embedding of the words, where it is whole on every rank."""
 
 
+@dataclass(frozen=True)
+class Extremes(Replicated):
+    """A module that looks for the smallest and largest element of a divided activation: they are those of all ranks."""
+
+
 Entries = Mapping[str, Replicated]
 Positions = Callable[[Mapping[str, Any]], tuple[int, int]]
 """``arguments of a forward -> (rows, positions)`` of the hidden states that they lead to."""
@@ -184,6 +189,7 @@ class Plan:
             pipeline stage needs.
         whole_dropout: dropouts amid a divided region, by name inside the block, whose input is whole on every rank.
         one_stage: why the blocks cannot be divided into pipeline stages, if they cannot.
+        one_rank: why no layer can be divided over ranks, if none can.
         widths: attentions that give what their heads made the width of what they were given, and their heads; named as
             in ``local``.
         positions: for each stack that embeds something else than words (an image, a sound), how large that becomes.
@@ -201,6 +207,7 @@ class Plan:
     carried: Collection[str] = ()
     whole_dropout: Collection[str] = ()
     one_stage: str = ""
+    one_rank: str = ""
     widths: Mapping[str, Units] = field(default_factory=dict)
     positions: Mapping[str, Positions] = field(default_factory=dict)
 
@@ -209,6 +216,11 @@ class Plan:
         entries = [entry for stack in self.blocks.values() for entry in stack.values()]
         limits = [entry.limit() for entry in entries]
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def check_ranks(self, name: str, count: int) -> None:
+        """Raise ``ValueError`` if the layers of the model ``name`` cannot be divided over ``count`` ranks at all."""
+        if count > 1 and self.one_rank:
+            raise ValueError(f"tensor_parallel_size={count} is more than 1, all that {name} allows: {self.one_rank}")
 
     def check_stages(self, name: str, count: int) -> None:
         """Raise ``ValueError`` if the model ``name`` cannot be divided into ``count`` pipeline stages at all."""

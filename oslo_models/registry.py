@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "helium": "Helium",
     "hubert": "Hubert",
     "hunyuan_v1_dense": "HunYuanDenseV1",
+    "ibert": "IBert",
     "layoutlm": "LayoutLM",
     "led": "LED",
     "llama": "Llama",

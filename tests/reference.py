@@ -119,6 +119,7 @@ class Step:
     value: Tensor
     gradients: dict[str, Tensor | None]
     input_gradients: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     objective: Objective = loss_or_all_outputs
 
 

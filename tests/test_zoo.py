@@ -34,7 +34,7 @@ from reference import (
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from oslo_models import registry, support
+from oslo_models import IBertModel, registry, support
 from oslo_models.divide import layouts_of
 from oslo_models.plan import HeadNorm
 
@@ -65,8 +65,10 @@ def check_divided(
     """Loaded from transformers' own file: the step, the tokens; then saved in parts."""
     cls: Any = registry.find(step.name)
     model = cls.from_pretrained_with_parallel(source, tp, gather_logits=True).train()
-    lines = differ_in_step(model, step) + differ_in_tokens(model, step.batch, tokens, ways)
     model.save_pretrained_with_parallel(target)
+    lines = differ_in_step(model, step) + differ_in_tokens(model, step.batch, tokens, ways)
+    own = model.state_dict()
+    lines += [line for name in step.buffers for line in differ(name, own[name], step.buffers[name], TOLERANCE)]
     assert not lines, "\n".join(lines)
 
 
@@ -111,7 +113,9 @@ def saved_step(name: str, config: PreTrainedConfig, seed: int, batch: dict[str, 
     model.save_pretrained(folder)
     torch.manual_seed(0)
     outputs, value, inputs = take_step(model, batch, loss_or_all_outputs)
-    return Step(name, config, batch, full_parameters(model), outputs, value, full_gradients(model), inputs)
+    weights = full_parameters(model)
+    buffers = {key: value for key, value in model.state_dict().items() if key not in weights}
+    return Step(name, config, batch, weights, outputs, value, full_gradients(model), inputs, buffers)
 
 
 def check_type(
@@ -193,6 +197,13 @@ def test_ranks_mask_alike_what_they_hear(pool: Pool, seed: int) -> None:
     batch = zoo.batch("Wav2Vec2Model", config, seed, torch.float32)
     for first, second in pool.run(2, masks_while_training, config, batch):
         assert torch.equal(first, second)
+
+
+def test_integers_are_not_divided() -> None:
+    plan = IBertModel.plan(zoo.config("ibert", quant_mode=True))
+    plan.check_ranks("IBertModel", 1)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that IBertModel allows"):
+        plan.check_ranks("IBertModel", 2)
 
 
 def test_every_type_is_tested() -> None:

@@ -137,6 +137,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "helium": {**_LLAMA, "head_dim": 4},
     "hubert": {**_WAV2VEC2, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
     "hunyuan_v1_dense": _LLAMA,
+    "ibert": _BERT,
     "layoutlm": _BERT,
     "longformer": {**_BERT, "attention_window": 4},
     "luke": {**_BERT, "entity_vocab_size": 17, "entity_emb_size": 10},

@@ -23,12 +23,22 @@ class VocabParallelEmbedding(nn.Embedding):
     layouts: dict[str, Layout]
 
     def forward(self, ids: Tensor) -> Tensor:
-        layout = self.layouts["weight"]
-        ((start, stop),) = layout.ranges[self.tp.rank]
-        elsewhere = ((ids >= 0) & (ids < start)) | ((ids >= stop) & (ids < layout.shape[0]))
-        # An id outside the vocabulary stays out of range, so that the lookup refuses it as it would undivided.
-        rows = F.embedding((ids - start).masked_fill(elsewhere, 0), self.weight, self.padding_idx)
-        return reduce_from(self.tp, rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        return look_up(self.tp, ids, self.weight, self.layouts["weight"], self.padding_idx)
+
+
+def look_up(axis: Axis, ids: Tensor, weight: Tensor, layout: Layout, padding_idx: int | None) -> Tensor:
+    """The rows ``[..., hidden]``, whole on every rank, that ``ids`` name in a table of which each rank has a part.
+
+    Args:
+        weight: this rank's rows, ``[local_vocab, hidden]``.
+        layout: which rows those are.
+        padding_idx: among this rank's rows, the one that gets no gradient.
+    """
+    ((start, stop),) = layout.ranges[axis.rank]
+    elsewhere = ((ids >= 0) & (ids < start)) | ((ids >= stop) & (ids < layout.shape[0]))
+    # An id outside the vocabulary stays out of range, so that the lookup refuses it as it would undivided.
+    rows = F.embedding((ids - start).masked_fill(elsewhere, 0), weight, padding_idx)
+    return reduce_from(axis, rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
 class VocabParallelHead(nn.Linear):

@@ -76,6 +76,7 @@ class Arguments:
         """Raise ``ValueError`` for what does not fit the model."""
         name, tp, plan = type(config).__name__, self.tensor_parallel_size, cls.plan(config)
         limit = plan.limit()
+        plan.check_ranks(cls.__name__, tp)
         plan.check_stages(cls.__name__, self.pipeline_parallel_size)
         if limit is not None and tp > limit:
             raise ValueError(

@@ -1,0 +1,35 @@
+"""I-BERT: RoBERTa that learns the ranges of its activations, to compute in integers; with `quant_mode`, on one rank."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers.models.ibert import modeling_ibert as hf
+
+from oslo_models.models.bert import BertParallel
+from oslo_models.models.family import family
+from oslo_models.models.roberta import HEADS
+from oslo_models.plan import Extremes, Plan
+
+RANGES = (
+    *(f"attention.self.{name}_activation" for name in ("query", "key", "value", "output")),
+    *("intermediate.output_activation", "pre_output_act"),
+)
+
+
+class IBertParallel(BertParallel):
+    """How every model of the I-BERT family divides."""
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        plan = super().plan(config)
+        (block,) = plan.blocks.values()
+        reason = "with quant_mode=True it rounds down what it computes, and sums of parts are not exactly those of all"
+        return replace(
+            plan,
+            blocks={"encoder.layer": {**block, **{name: Extremes() for name in RANGES}}},
+            one_stage="its layers hand on the scale of their integers too, and stages exchange hidden states only",
+            one_rank=reason if config.quant_mode else "",
+        )
+
+
+globals().update(family(IBertParallel, hf, HEADS))
