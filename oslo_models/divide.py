@@ -140,18 +140,18 @@ def _speak_of_local_heads(stack: str, block: nn.Module, plan: Plan, tp: Axis) ->
             module.config = LocalConfig(module.config, **{attribute: value(tp.size, tp.rank)})
         elif hasattr(module, attribute):
             setattr(module, attribute, value(tp.size, tp.rank))
-    for path, heads in plan.widths.items():
-        module = _find(block, path.removeprefix(f"{stack}."))
-        if module is not None:
-            module.__class__ = _joined(OwnWidthModule, type(module))  # type: ignore[arg-type]
-            module.widths = heads.extent(), heads.local_extent(tp.size, tp.rank)
-    for path, heads in plan.per_head.items():
+    for path, heads in plan.per_head.items():  # before the widths, whose module has no arguments of its own
         owner, _, argument = path.removeprefix(f"{stack}.").rpartition(".")
         module = _find(block, owner)
         if not isinstance(module, nn.Module):
             continue
         position = list(inspect.signature(module.forward).parameters).index(argument)
         module.register_forward_pre_hook(partial(_own_heads, argument, position, heads, tp), with_kwargs=True)
+    for path, heads in plan.widths.items():
+        module = _find(block, path.removeprefix(f"{stack}."))
+        if module is not None:
+            module.__class__ = _joined(OwnWidthModule, type(module))  # type: ignore[arg-type]
+            module.widths = heads.extent(), heads.local_extent(tp.size, tp.rank)
 
 
 def _own_heads(

@@ -192,6 +192,8 @@ class Plan:
         one_rank: why no layer can be divided over ranks, if none can.
         widths: attentions that give what their heads made the width of what they were given, and their heads; named as
             in ``local``.
+        whole: attention weights among the outputs that every rank has of all heads, where those of other attentions are
+            divided.
         positions: for each stack that embeds something else than words (an image, a sound), how large that becomes.
     """
 
@@ -209,6 +211,7 @@ class Plan:
     one_stage: str = ""
     one_rank: str = ""
     widths: Mapping[str, Units] = field(default_factory=dict)
+    whole: Collection[str] = ()
     positions: Mapping[str, Positions] = field(default_factory=dict)
 
     def limit(self) -> int | None:

@@ -79,6 +79,7 @@ ARCHITECTURES = {
     "phi": "Phi",
     "phi3": "Phi3",
     "plbart": "PLBart",
+    "prophetnet": "ProphetNet",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "roberta": "Roberta",

@@ -126,6 +126,8 @@ def _decoding(model: Any) -> Iterator[Site]:
 def _head(model: Any, name: str, module: nn.Linear, classes: tuple[type, ...]) -> Site:
     if getattr(model.config, "final_logit_softcapping", None):
         return Site(name, classes, "head and cross entropy", None, "logits are capped by tanh before the loss")
+    if model.loss_of_whole_logits:
+        return Site(name, classes, "head and cross entropy", None, "the loss needs the logits of all words")
     reason = "loss without logits (training with labels)"
     if isinstance(module, VocabParallelHead):
         return Site(name, classes, "head and cross entropy", DeferredVocabParallelHead, reason, {"deferring": False})

@@ -13,7 +13,7 @@ from oslo_models.sites import sites
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
 COLUMNS = ("model type", "classes", "tp", "pp", "fused", "what it is, and what cannot be divided")
 DEPTHS = {
-    *("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers"),
+    *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),
     *("encoder_layers", "decoder_layers", "l_layers", "r_layers", "x_layers"),
 }
 """How configurations call their numbers of blocks."""

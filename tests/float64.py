@@ -26,6 +26,7 @@ _CASTS = {
         for name in ("softmax", "log_softmax", "sum", "mean", "cumsum")
     ),
 }
+_SMALLEST = torch.finfo(torch.float64).min
 _PRODUCTS = {torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__}
 
 
@@ -52,6 +53,8 @@ class lifted_casts(TorchFunctionMode):  # noqa: N801  reads as the context manag
                 args, kwargs = (args[0], *map(_widen, args[1:])), {key: _widen(value) for key, value in kwargs.items()}
         elif func is torch.full and "dtype" not in kwargs and abs(args[1]) > torch.finfo(torch.float32).max:
             kwargs = {**kwargs, "dtype": torch.float64}  # XGLM's smallest number
+        elif func in (Tensor.__mul__, Tensor.mul) and isinstance(args[1], float) and args[1] == _SMALLEST:
+            args = (_widen(args[0]), args[1])  # ProphetNet's masks, which begin as integers
         elif func is Tensor.scatter_reduce and any(_is_double(value) for value in (*args[1:], *kwargs.values())):
             args = (_widen(args[0]), *args[1:])  # TAPAS's zeros to reduce into
         elif func in _PRODUCTS and any(_is_double(arg) for arg in args):

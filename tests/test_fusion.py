@@ -65,11 +65,11 @@ def check_steps(steps: list[Step], n: int) -> None:
     for step in steps:
         model = parallel(step.name, step.config, step.weights, n).fuse()
         names = list(model.state_dict())
-        capped = getattr(step.config, "final_logit_softcapping", None)  # by tanh, which needs the logits
+        needed = model.loss_of_whole_logits or getattr(step.config, "final_logit_softcapping", None)  # by tanh
         divided = any(isinstance(entry, Vocab) for entry in type(model).head.values())
-        assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == (divided and not capped)
+        assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == (divided and not needed)
         with small_chunks(), mock.patch.object(DeferredLogits, "make", side_effect=AssertionError("logits were made")):
-            without = LOGITS if divided and not capped else ()
+            without = LOGITS if divided and not needed else ()
             lines += [f"{step.name}: {line}" for line in differ_in_step(model, step, without=without)]
         assert names == list(model.state_dict())
     assert not lines, "\n".join(lines)

@@ -97,7 +97,9 @@ def test_gathered_logits_can_be_differentiated(pool: Pool, variant: str, seed: i
     pool.run(3, check_differentiable, steps, 3)
 
 
-@pytest.mark.parametrize("variant", [*zoo.FOUNDING, "gpt2-cross", "bert-decoder"])
+@pytest.mark.parametrize(
+    "variant", [*zoo.FOUNDING, "gpt2-cross", "bert-decoder", "prophetnet", "bigbird_pegasus-sparse"]
+)
 def test_attentions_of_all_heads_and_hidden_states(pool: Pool, variant: str, seed: int) -> None:
     """On four ranks, which share six heads unevenly; the gradients pass through them as well."""
     names = zoo.heads(variant) if variant in zoo.FOUNDING else [zoo.base(variant), zoo.lm_head(variant)]
@@ -105,6 +107,8 @@ def test_attentions_of_all_heads_and_hidden_states(pool: Pool, variant: str, see
     for name in names:
         config = zoo.config(variant)
         batch = {**zoo.batch(name, config, seed), "output_attentions": True, "output_hidden_states": True}
+        if variant == "prophetnet":  # its weights are from before the softmax: the smallest number where a mask is
+            batch = {key: value for key, value in batch.items() if not key.endswith("attention_mask")}
         steps.append(
             reference_step(name, config, seed, objective=all_outputs, batch=batch, attn_implementation="eager")
         )

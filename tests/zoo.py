@@ -171,6 +171,11 @@ MORE: dict[str, Mapping[str, Any]] = {
     "phi": {**_BERT, "qk_layernorm": True},
     "phi3": _KV,
     "plbart": _BART,
+    "prophetnet": {
+        **{"hidden_size": 24, "num_encoder_attention_heads": 6, "num_decoder_attention_heads": 4, "num_buckets": 5},
+        **{"num_encoder_layers": 2, "num_decoder_layers": 2, "encoder_ffn_dim": 35, "decoder_ffn_dim": 33},
+        **{"max_position_embeddings": 32, "relative_max_distance": 6, "decoder_start_token_id": 2, "eps": 0.1},
+    },
     "qwen2": _KV,
     "qwen3": _LLAMA,
     "roberta": _BERT,
@@ -281,7 +286,8 @@ def main_head(variant: str) -> str:
 
 def base(variant: str) -> str:
     """The name of the class without a head."""
-    return f"{registry.ARCHITECTURES[VARIANTS[variant][0]]}Model"
+    model_type, _ = {**VARIANTS, **ODD}.get(variant, (variant, {}))
+    return f"{registry.ARCHITECTURES[model_type]}Model"
 
 
 def original(name: str) -> type[PreTrainedModel]:

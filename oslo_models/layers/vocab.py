@@ -209,6 +209,7 @@ _ELEMENTWISE = {
 }
 PASSED_ON = {
     *(Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.register_hook, Tensor.get_device),
+    Tensor.is_contiguous,
     *(
         getattr(Tensor, name).__get__
         for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "layout", "ndim", "is_meta")

@@ -41,6 +41,7 @@ class ParallelModel(FusableModel, TrainableModel, SavableModel):
         gather_logits: what to return for divided logits beside a loss: ``None`` as the constructors tell.
         loss_order: the arguments that are labels, in the order in which a forward computes their losses.
         shifts_labels: whether a causal language model's label is the token of the position after.
+        loss_of_whole_logits: whether a loss is computed in a way that needs the logits of all words.
         has_loss_of_rows: whether the loss of a batch is a mean over its labels or rows, which micro-batches can share.
     """
 
@@ -50,6 +51,7 @@ class ParallelModel(FusableModel, TrainableModel, SavableModel):
     gather_logits: bool | None = None
     loss_order: ClassVar[tuple[str, ...]] = LABELS
     shifts_labels: ClassVar[bool] = True
+    loss_of_whole_logits: ClassVar[bool] = False
     has_loss_of_rows: ClassVar[bool] = True
     _init_seed: int | None = None
     check_inputs: InputCheck | None = None

@@ -30,7 +30,8 @@ class BigBirdPegasusParallel(BartParallel):
             **{name: entry for name, entry in block.items() if not name.startswith("self_attn.")},
         }
         local = {} if whole else {"self_attn.self.all_head_size": heads.local_extent}
-        return replace(plan, blocks={**plan.blocks, "encoder.layers": encoder}, local=local)
+        blocks = {**plan.blocks, "encoder.layers": encoder}
+        return replace(plan, blocks=blocks, local=local, whole=("encoder_attentions",) if whole else ())
 
 
 globals().update(family(BigBirdPegasusParallel, hf, HEADS, ForCausalLM=DECODER))

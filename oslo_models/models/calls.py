@@ -134,12 +134,13 @@ def _resolve(model: ParallelModel, output: ModelOutput) -> dict[str, Any]:
         omit = loss is not None and loss.requires_grad
     else:
         omit = loss is not None and not model.gather_logits
-    divides_heads = model.plan(model.config).limit() is not None
+    plan = model.plan(model.config)
+    whole = plan.limit() is None
     fields = {}
     for name, value in output.items():
         if isinstance(value, (VocabParallelLogits, DeferredLogits)):
             value = None if omit else value.full()
-        elif name.endswith("attentions") and value and divides_heads and model.mesh is not None:
+        elif name.endswith("attentions") and value and model.mesh is not None and not (whole or name in plan.whole):
             value = tree_map_only(Tensor, partial(_all_heads, model.mesh.tp), tuple(value))
         fields[name] = value
     return fields
