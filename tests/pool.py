@@ -28,10 +28,11 @@ PRELOAD = (
     "pytest",
     "torch",
     "torch.distributed.tensor",
+    "torch._inductor.compile_fx",  # a decorator of DeepSpeed's imports it, and all that follows
+    "torch._dynamo.repro.after_dynamo",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
+    *(f"oslo_models.models.{name}" for name in ("bert", "gpt2", "gpt_neo", "gptj", "llama", "t5")),
 )
 PATIENCE = 2.0
 """Seconds that the other ranks get to finish by themselves once one has failed; then its connections are closed."""
