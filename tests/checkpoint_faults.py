@@ -145,7 +145,7 @@ def fake_mesh(tp_rank: int = 0, tp: int = 1) -> Any:
     axes = {name: Axis(name, 0, (0,), None) for name in ("pp", "dp")}
     if tp == 1:
         return SimpleNamespace(**axes, **{name: Axis(name, 0, (0,), None) for name in ("tp", "model", "world")})
-    return ParallelMesh(tensor_parallel_size=tp)
+    return ParallelMesh(tensor_parallel_size=tp, timeout=4)  # who waits for less hears sooner who died
 
 
 def save(directory: Path, generation: int, how: str, mesh: Any) -> None:

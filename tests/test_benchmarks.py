@@ -50,7 +50,7 @@ def test_stages_of_both_libraries_compute_the_same(pool: Pool, tmp_path: Path, c
 @pytest.mark.parametrize("case", ["blend", "index-samples"])
 def test_cases_of_data(tmp_path: Path, case: str) -> None:
     result = measure(case, OUR_DATA, tmp_path)
-    assert all(value > 0 for value in result.values.values())
+    assert result.values and all(value >= 0 for value in result.values.values())  # so little may need no more memory
 
 
 def test_peers_that_disagree_fail_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from torch.overrides import BaseTorchFunctionMode
 from oslo_models import collectives, init
 from oslo_models.layers import cross_entropy, linear, vocab
 from oslo_models.layout import Units
-from oslo_models.models import base, gpt2
+from oslo_models.models import base, calls, gpt2
 from oslo_models.pipeline import cut, schedule
 from oslo_models.pipeline.loss import ShareOfBatch, loss_object
 from oslo_models.plan import Column, Plan
@@ -128,11 +128,11 @@ def norm_counts_copies(patch: Patch) -> None:
 
 
 def overflow_kept_to_oneself(patch: Patch) -> None:
-    patch.setattr(base, "share_overflow", lambda *_: None)
+    patch.setattr(calls, "share_overflow", lambda *_: None)
 
 
 def every_rank_samples_for_itself(patch: Patch) -> None:
-    patch.setattr(base, "synchronize", lambda *_: None)
+    patch.setattr(calls, "synchronize", lambda *_: None)
 
 
 def weights_drawn_in_parts(patch: Patch) -> None:
