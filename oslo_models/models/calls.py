@@ -130,10 +130,7 @@ def in_step(generate: Any) -> Any:
 def _resolve(model: ParallelModel, output: ModelOutput) -> dict[str, Any]:
     """The fields of the output of a forward, what is divided replaced by what transformers would return."""
     loss = output.get("loss")
-    if model.gather_logits is None:
-        omit = loss is not None and loss.requires_grad
-    else:
-        omit = loss is not None and not model.gather_logits
+    omit = loss is not None and (loss.requires_grad if model.gather_logits is None else not model.gather_logits)
     plan = model.plan(model.config)
     whole = plan.limit() is None
     fields = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,9 +62,7 @@ def _from_config(
 ) -> tuple[ParallelModel, None]:
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
-        if not isinstance(config, cls.config_class):
-            raise ValueError(f"config must be a {cls.config_class.__name__} for {cls.__name__}, got {config!r:.200}")
-        config = copy.deepcopy(config)
+        config = _copy_of_config(cls, config)
         options = {key: value for key, value in kwargs.items() if key != "deployment"}
         dtype = parse_dtype(options) or config.dtype
         for key in [key for key in options if hasattr(config, key)]:
@@ -114,25 +112,26 @@ def _from_pretrained(
         )
     try:
         checkpoint.verify_checkpoint(reader, world)
-        with agree(world, f"reading {directory}"):
+        with agree(world, f"reading {directory}"), ExitStack() as stack:
             slices = template.slices(reader, old_vocab, ignore_mismatched_sizes, key_mapping)
-            with _one_progress_bar(world):
-                result = cls.from_pretrained(
-                    None,
-                    config=config,
-                    state_dict=slices,
-                    dtype=dtype or config.dtype or _dtype_of(reader),
-                    device_map={"": mesh.device} if mesh.device.type == "cuda" else None,
-                    generation_config=read_generation_config(directory),
-                    output_loading_info=True,
-                    mesh=mesh,
-                    init_seed=init_seed,
-                    blocks_per_stage=arguments.blocks_per_stage,
-                    **options,
-                )
+            if world.rank > 0 and is_progress_bar_enabled():  # one rank shows its progress
+                disable_progress_bar()
+                stack.callback(enable_progress_bar)
+            model, info = cls.from_pretrained(
+                None,
+                config=config,
+                state_dict=slices,
+                dtype=dtype or config.dtype or _dtype_of(reader),
+                device_map={"": mesh.device} if mesh.device.type == "cuda" else None,
+                generation_config=read_generation_config(directory),
+                output_loading_info=True,
+                mesh=mesh,
+                init_seed=init_seed,
+                blocks_per_stage=arguments.blocks_per_stage,
+                **options,
+            )
     finally:
         reader.close()
-    model, info = result
     model.config.name_or_path = model.name_or_path = str(name)
     require_equal(mesh.tp, {"tied weights": sorted(model.all_tied_weights_keys)}, "checkpoints")
     return model, info
@@ -184,9 +183,7 @@ def read_config(cls: type[ParallelModel], directory: Path, options: dict[str, An
     """The configuration, with those of ``options`` that it knows taken over."""
     config = options.pop("config", None)
     if config is not None:
-        if not isinstance(config, cls.config_class):
-            raise ValueError(f"config must be a {cls.config_class.__name__} for {cls.__name__}, got {config!r:.200}")
-        return copy.deepcopy(config)
+        return _copy_of_config(cls, config)
     if not (directory / "config.json").is_file():
         raise OSError(f"{directory} holds no config.json")
     raw, _ = PreTrainedConfig.get_config_dict(directory)
@@ -200,17 +197,10 @@ def read_config(cls: type[ParallelModel], directory: Path, options: dict[str, An
     return config
 
 
-@contextmanager
-def _one_progress_bar(world: Axis) -> Iterator[None]:
-    """Let transformers show the progress of one rank only."""
-    hide = world.rank > 0 and is_progress_bar_enabled()
-    if hide:
-        disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hide:
-            enable_progress_bar()
+def _copy_of_config(cls: type[ParallelModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    if not isinstance(config, cls.config_class):
+        raise ValueError(f"config must be a {cls.config_class.__name__} for {cls.__name__}, got {config!r:.200}")
+    return copy.deepcopy(config)
 
 
 def read_generation_config(directory: Path) -> GenerationConfig | None:
