@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
 
 from oslo_models import registry
 from oslo_models.plan import Column, Plan, Vocab
@@ -80,6 +81,8 @@ def _fused(cls: Any) -> list[str]:
     config = cls.config_class()
     for name in DEPTHS & config.to_dict().keys():
         setattr(config, name, 1)
+    if getattr(config, "backbone_config", None) is not None:  # by default one of a package that may be missing
+        config.backbone_config = CONFIG_MAPPING["resnet"]()
     if getattr(config, "num_key_value_heads", 0) is None:  # HunYuan's defaults are none
         config.num_key_value_heads = config.num_attention_heads
     if getattr(config, "head_dim", 0) is None:

@@ -20,6 +20,7 @@ _CASTS = {
     Tensor.type_as,
     F.softmax,
     F.log_softmax,
+    F.cross_entropy,  # DETR's has weights
     *(
         getattr(owner, name)
         for owner in (torch, Tensor)

@@ -78,6 +78,7 @@ def load(model: Any, weights: Mapping[str, Tensor]) -> None:
         part = model.layouts[name].shard(weights[name], model.mesh.tp.rank)
         assert part.shape == param.shape, f"{name}: {tuple(param.shape)} instead of {tuple(part.shape)}"
         param.copy_(part)
+        param.requires_grad_(True)  # as transformers loads it, even if it is frozen in a model that is made anew (DETR)
 
 
 def tensors(output: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -56,7 +56,8 @@ def small_chunks() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def reference(variant: str, name: str, seed: int) -> Step:
-    return reference_step(name, zoo.config(variant, **GELU_NEW.get(variant, {})), seed)
+    config = zoo.config_of(name, zoo.config(variant, **GELU_NEW.get(variant, {})))
+    return reference_step(name, config, seed)
 
 
 def check_steps(steps: list[Step], n: int) -> None:

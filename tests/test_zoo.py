@@ -185,6 +185,25 @@ def test_losses_that_count_in_their_own_way(
     pool.run(2, check_stages, step, {}, {}, tmp_path / "whole", tmp_path / "merged", 2)
 
 
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", ["DetrForObjectDetection", "DetrForSegmentation"])
+def test_losses_of_matched_objects(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
+    pytest.importorskip("scipy")  # by which transformers matches them
+    config = zoo.config("detr", auxiliary_loss=True)
+    batch, generator = zoo.batch(name, config, seed), torch.Generator().manual_seed(seed)
+    batch["labels"] = [  # type: ignore[assignment]
+        {
+            "class_labels": torch.randint(2, (count,), generator=generator),
+            "boxes": torch.rand(count, 4, generator=generator, dtype=torch.float64),
+            "masks": torch.randint(2, (count, 64, 64), generator=generator).double(),
+        }
+        for count in (2, 1, 3)
+    ]
+    step = saved_step(name, config, seed, batch, tmp_path / name)
+    assert "loss" in step.outputs
+    pool.run(2, check_heads, [step], tmp_path)
+
+
 def masks_while_training(config: PreTrainedConfig, batch: dict[str, Any]) -> list[Tensor]:
     np.random.seed(dist.get_rank())
     cls: Any = registry.find("Wav2Vec2Model")
@@ -197,6 +216,33 @@ def test_ranks_mask_alike_what_they_hear(pool: Pool, seed: int) -> None:
     batch = zoo.batch("Wav2Vec2Model", config, seed, torch.float32)
     for first, second in pool.run(2, masks_while_training, config, batch):
         assert torch.equal(first, second)
+
+
+def slopes_with_dropout(config: PreTrainedConfig, batch: dict[str, Any]) -> Any:
+    """A directional derivative of all outputs, by the gradient and by differences, and the outputs of every rank."""
+    cls: Any = registry.find("ReformerModel")
+    model = cls.from_config_with_parallel(config, 2, seed=0, dtype=torch.float64)
+    weight, ways = model.embeddings.position_embeddings.embedding.weight, []
+
+    def value(step: float) -> Tensor:
+        torch.manual_seed(1)  # of the same masks
+        with torch.no_grad():
+            weight[:, ::2] += step
+        with lifted_casts():
+            ways.append(model(**batch).last_hidden_state)
+        return (ways[-1] ** 3).sum()
+
+    value(0.0).backward()  # type: ignore[no-untyped-call]
+    difference = value(1e-7) - value(-2e-7)
+    return weight.grad[:, ::2].sum().item(), difference.item() / 2e-7, pipelines.everywhere(ways[0].detach())
+
+
+def test_reversed_blocks_drop_out_alike(pool: Pool, seed: int) -> None:
+    config = zoo.config("reformer", dropout=0.3, hash_seed=None)
+    batch = zoo.batch("ReformerModel", config, seed)
+    for slope, difference, (first, second) in pool.run(2, slopes_with_dropout, config, batch):
+        assert torch.equal(first, second)
+        assert slope == pytest.approx(difference, rel=1e-4)
 
 
 def test_integers_are_not_divided() -> None:
@@ -232,7 +278,8 @@ def test_the_readme_has_the_table() -> None:
 @pytest.mark.parametrize("model_type", registry.ARCHITECTURES)
 def test_what_transformers_divides_is_divided(model_type: str) -> None:
     """Where transformers has a plan: each module that it divides is divided here, or `NOT_DIVIDED` says why."""
-    name, config = (zoo.lm_heads(model_type) or zoo.heads(model_type))[0], zoo.config(model_type)
+    name = (zoo.lm_heads(model_type) or zoo.heads(model_type))[0]
+    config = zoo.config_of(name, zoo.config(model_type))
     with torch.device("meta"):
         model: Any = registry.find(name)._from_config(config)  # type: ignore[attr-defined]
     plan, prefix = model.plan(config), model._prefix()

@@ -80,6 +80,13 @@ _DEBERTA_V2: dict[str, Any] = {
 }
 _XLM: dict[str, Any] = {"emb_dim": 24, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32}
 
+_REFORMER: dict[str, Any] = {
+    # with as many heads as positions in a chunk, or more, transformers cannot generate
+    **{"hidden_size": 24, "feed_forward_size": 35, "num_attention_heads": 3, "attention_head_size": 4, "hash_seed": 1},
+    **{"attn_layers": ["local", "lsh"], "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_hashes": 2},
+    **{"num_buckets": 4, "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [10, 14], "max_position_embeddings": 32},
+}
+
 _PATCHES = {"image_size": 12, "patch_size": 4}
 _VIT: dict[str, Any] = {**_BERT, **_PATCHES, "encoder_stride": 4, "problem_type": "single_label_classification"}
 _CLIP = {**_BERT, "projection_dim": 7}
@@ -90,6 +97,14 @@ _WAV2VEC2: dict[str, Any] = {
     **{"codevector_dim": 8, "proj_codevector_dim": 8, "num_codevectors_per_group": 4, "num_negatives": 3},
     **{"tdnn_dim": [10, 12], "tdnn_kernel": [3, 2], "tdnn_dilation": [1, 1], "xvector_output_dim": 10},
     **{"apply_spec_augment": False, "layerdrop": 0.0},
+}
+_DETR: dict[str, Any] = {
+    **{"d_model": 16, "encoder_attention_heads": 8, "decoder_attention_heads": 4, "num_queries": 5},
+    **{"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 35, "decoder_ffn_dim": 33},
+    "backbone_config": {
+        **{"model_type": "resnet", "layer_type": "basic", "depths": [1, 1, 1, 1]},
+        **{"embedding_size": 4, "hidden_sizes": [4, 6, 8, 10], "out_features": [f"stage{i}" for i in (1, 2, 3, 4)]},
+    },
 }
 _SPEECH: dict[str, Any] = {**_BART, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}
 
@@ -114,6 +129,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "deberta": {**_BERT, **_RELATIVE, "embedding_size": 20, "type_vocab_size": 2},
     "deberta-v2": {**_BERT, **_RELATIVE, **_DEBERTA_V2},
     "deit": _VIT,
+    "detr": _DETR,
     "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
     "dpr": _BERT,
     "electra": {**_BERT, "embedding_size": 20},
@@ -178,6 +194,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "qwen2": _KV,
     "qwen3": _LLAMA,
+    "reformer": {**_REFORMER, "is_decoder": True, "axial_pos_embds": False},
     "roberta": _BERT,
     "roformer": {**_BERT, "embedding_size": 20, "is_decoder": True},
     "seed_oss": _LLAMA,
@@ -212,6 +229,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     "gpt_neox-in-turn": ("gpt_neox", {**_BERT, "use_parallel_residual": False, "tie_word_embeddings": True}),
     "olmo2-many-kv": ("olmo2", {**_KV, "num_key_value_heads": 6}),
     "opt-plain": ("opt", {**_SIZE, "ffn_dim": 35, "do_layer_norm_before": False}),
+    "reformer-axial": ("reformer", _REFORMER),
     "stablelm-parallel": (
         "stablelm",
         {**_KV, "use_parallel_residual": True, "use_qkv_bias": True, "qk_layernorm": True},
@@ -243,6 +261,8 @@ def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConf
 
 def config_of(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
     """The part of a configuration of a whole that one of its classes takes."""
+    if name == "ReformerForMaskedLM":
+        config.is_decoder = False
     wanted = original(name).config_class
     parts = (part for part in vars(config).values() if type(part) is wanted)
     return config if isinstance(config, wanted) else next(parts)
@@ -258,6 +278,7 @@ def lm_heads(variant: str) -> list[str]:
     """The names of the classes with logits over the vocabulary."""
     endings = (
         "LMHeadModel",
+        "ModelWithLMHead",
         "DoubleHeadsModel",
         "ForCausalLM",
         "ForMaskedLM",
@@ -277,7 +298,8 @@ def lm_head(variant: str) -> str:
 
 def main_head(variant: str) -> str:
     """The name of the class that is tested most: that which generates text, or else that with the most to predict."""
-    masked = ("ForMaskedLM", "ForCausalLM")[:: -1 if MORE.get(variant, {}).get("is_decoder") else 1]
+    is_decoder = MORE.get(variant, {}).get("is_decoder")
+    masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
     text = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
     order = (*text, "CLIPModel", "ForCTC", "ForImageClassification", "ForObjectDetection")
     names = heads(variant)
@@ -310,7 +332,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
-    rows, length, vocab = 3, 9, config.vocab_size
+    rows, length, vocab = 3, 12 if name.startswith("Reformer") else 9, config.vocab_size  # that one wants whole chunks
     choices = (2,) if name.endswith(("MultipleChoice", "DoubleHeadsModel")) else ()
     shape = (rows, *choices, length)
     ids, mask = integers(3, vocab, *shape), torch.ones(shape, dtype=torch.long)
@@ -446,7 +468,7 @@ def _signals(name: str, config: Any, generator: torch.Generator, dtype: torch.dt
         given["decoder_input_ids"] = integers(0, config.vocab_size, rows, 7)
     if "pixel_mask" in known:
         given["pixel_mask"] = torch.ones(shapes[main][0], *shapes[main][2:], dtype=torch.long)
-        given["pixel_mask"][1, :, -20:] = 0
+        given["pixel_mask"][1, :, -40:] = 0
     if name.endswith("ForMaskedImageModeling"):
         given["bool_masked_pos"] = integers(0, 2, rows, positions).bool()
     return given
