@@ -234,6 +234,7 @@ def _find(root: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
 
 
 def _uses_dropout(model: PreTrainedModel) -> bool:
-    """Whether some dropout of the model's configuration can fire: switching streams costs time, if little."""
-    rates = [value for key, value in model.config.to_dict().items() if "drop" in key]
+    """Whether some dropout of the model, or of a model in it, can fire: switching streams costs time, if little."""
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    rates = [value for config in configs for key, value in config.to_dict().items() if "drop" in key]
     return any(isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 for rate in rates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from oslo_models.layout import Layout, Units
@@ -224,6 +224,30 @@ class Plan:
         """Raise ``ValueError`` if the layers of the model ``name`` cannot be divided over ``count`` ranks at all."""
         if count > 1 and self.one_rank:
             raise ValueError(f"tensor_parallel_size={count} is more than 1, all that {name} allows: {self.one_rank}")
+
+    def under(self, prefix: str) -> Plan:
+        """The plan of a model in which the names of the base model's modules begin with ``prefix``."""
+
+        def inside(values: Mapping[str, Any]) -> dict[str, Any]:
+            """Of names inside a block, with the name of each stack before them."""
+            stacks, own = self.blocks, values.items()
+            return {f"{prefix}{stack}.{key.removeprefix(f'{stack}.')}": value for stack in stacks for key, value in own}
+
+        renamed: dict[str, Any] = {name: inside(getattr(self, name)) for name in ("local", "per_head", "widths")}
+        for name in ("embed", "blocks", "head", "beside", "neutral", "positions"):
+            renamed[name] = {prefix + key: value for key, value in getattr(self, name).items()}
+        return replace(self, **renamed, dropout=[prefix + key for key in self.dropout])
+
+    def __or__(self, other: Plan) -> Plan:
+        """The plan of a model that runs the blocks of this plan and then those of another."""
+        both: dict[str, Any] = {}
+        for each in fields(self):
+            one, two = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(one, Mapping):
+                both[each.name] = {**one, **two}
+            else:
+                both[each.name] = one or two if isinstance(one, str) else (*one, *two)
+        return Plan(**both)
 
     def check_stages(self, name: str, count: int) -> None:
         """Raise ``ValueError`` if the model ``name`` cannot be divided into ``count`` pipeline stages at all."""

@@ -64,7 +64,8 @@ _CALLED = {
 
 def sites(model: Any, backend: str) -> Iterator[Site]:
     """Every module of a model that fusion has an opinion on."""
-    heads = {name for name, entry in type(model).head.items() if isinstance(entry, Vocab)}
+    head = {**model.plan(model.config).under(model._prefix()).head, **type(model).head}
+    heads = {name for name, entry in head.items() if isinstance(entry, Vocab)}
     norms: set[str] = set()
     yield from _decoding(model)
     for name, module in model.named_modules():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from oslo_models import registry
 from oslo_models.plan import Column, Plan, Vocab
@@ -62,7 +62,7 @@ def _row(model_type: str) -> list[str]:
 
 
 def _predicts_words(cls: Any) -> bool:
-    return any(isinstance(entry, Vocab) for entry in cls.head.values())
+    return any(isinstance(entry, Vocab) for entry in (*cls.head.values(), *_plan(cls).head.values()))
 
 
 def _plan(cls: Any) -> Plan:
@@ -79,8 +79,9 @@ def _tp(plan: Plan) -> str:
 def _fused(cls: Any) -> list[str]:
     """What `fuse` swaps on a GPU, in a model of one block."""
     config = cls.config_class()
-    for name in DEPTHS & config.to_dict().keys():
-        setattr(config, name, 1)
+    for each in (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))):
+        for name in DEPTHS & each.to_dict().keys():
+            setattr(each, name, 1)
     if getattr(config, "backbone_config", None) is not None:  # by default one of a package that may be missing
         config.backbone_config = CONFIG_MAPPING["resnet"]()
     if getattr(config, "num_key_value_heads", 0) is None:  # HunYuan's defaults are none

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 import zoo
 from float64 import lifted_casts
 from pool import Pool
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from oslo_models import registry
+from oslo_models.divide import _uses_dropout
 from oslo_models.layout import Layout
 
 RATE = 0.3
@@ -261,3 +263,10 @@ def test_masks_follow_the_seed(pool: Pool, seed: int) -> None:
     assert losses == other
     assert losses[:2] == losses[2:4]
     assert len(set(losses)) == 4
+
+
+@pytest.mark.parametrize("rate", [0.0, RATE])
+def test_dropouts_of_the_models_in_a_model_are_known(rate: float) -> None:
+    with torch.device("meta"):
+        model = transformers.EncoderDecoderModel(zoo.config("encoder-decoder", rate))
+    assert _uses_dropout(model) == (rate > 0)

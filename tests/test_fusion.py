@@ -67,7 +67,8 @@ def check_steps(steps: list[Step], n: int) -> None:
         model = parallel(step.name, step.config, step.weights, n).fuse()
         names = list(model.state_dict())
         needed = model.loss_of_whole_logits or getattr(step.config, "final_logit_softcapping", None)  # by tanh
-        divided = any(isinstance(entry, Vocab) for entry in type(model).head.values())
+        heads = (*type(model).head.values(), *model.plan(model.config).head.values())
+        divided = any(isinstance(entry, Vocab) for entry in heads)
         assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == (divided and not needed)
         with small_chunks(), mock.patch.object(DeferredLogits, "make", side_effect=AssertionError("logits were made")):
             without = LOGITS if divided and not needed else ()

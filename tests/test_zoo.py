@@ -44,7 +44,8 @@ Tokens = dict[str, Tensor]
 
 
 def generated(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:
-    prompt = {key: batch[key] for key in (model.main_input_name, "attention_mask") if key in batch}
+    names = (model.main_input_name, "attention_mask", "context_input_ids", "context_attention_mask", "doc_scores")
+    prompt = {key: batch[key] for key in names if key in batch}
     model.eval()
     with lifted_casts():
         return {way: model.generate(**prompt, **ways[way], do_sample=False, max_new_tokens=5) for way in ways}
@@ -122,8 +123,11 @@ def check_type(
     pool: Pool, folder: Path, variant: str, seed: int, tp: int, pp: int, ways: dict[str, dict[str, int]]
 ) -> None:
     name, config = zoo.main_head(variant), zoo.config(variant)
-    step = saved_step(name, config, seed, pipelines.batch(name, config, seed), folder / "whole")
-    generates = zoo.original(name).can_generate()
+    make_batch = (
+        zoo.batch if variant.startswith("rag") else pipelines.batch
+    )  # no micro-batches, and several rows for one
+    step = saved_step(name, config, seed, make_batch(name, config, seed), folder / "whole")
+    generates = hasattr(zoo.original(name), "generate")
     tokens = generated(whole(name, config, seed), step.batch, ways) if generates else {}
     if tp == pp:
         pool.run(tp, check_both, step, tokens, ways, folder, tp)

@@ -5,6 +5,7 @@ A new architecture adds a line to `VARIANTS` under its model type; its classes c
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -133,6 +134,11 @@ MORE: dict[str, Mapping[str, Any]] = {
     "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
     "dpr": _BERT,
     "electra": {**_BERT, "embedding_size": 20},
+    "encoder-decoder": {
+        "encoder": {**_BERT, **TOKENS, "model_type": "bert", "hidden_size": 18},
+        "decoder": {**_BERT, **TOKENS, "model_type": "bert", "is_decoder": True, "add_cross_attention": True},
+        "decoder_start_token_id": 2,
+    },
     "ernie4_5": _LLAMA,
     "exaone4": {**_KV, **_WINDOW},
     "falcon": {**_KV, "num_kv_heads": 2, "new_decoder_architecture": True},
@@ -194,6 +200,11 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "qwen2": _KV,
     "qwen3": _LLAMA,
+    "rag": {
+        "question_encoder": {**_BERT, **TOKENS, "model_type": "dpr"},
+        "generator": {**_BART, **TOKENS, "model_type": "bart"},
+        **{"n_docs": 2, "decoder_start_token_id": 2, "label_smoothing": 0.1},
+    },
     "reformer": {**_REFORMER, "is_decoder": True, "axial_pos_embds": False},
     "roberta": _BERT,
     "roformer": {**_BERT, "embedding_size": 20, "is_decoder": True},
@@ -222,6 +233,14 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     "deberta-v2-plain": ("deberta-v2", {**_BERT, **_RELATIVE}),
     "bigbird_pegasus-sparse": ("bigbird_pegasus", {**_BART, "block_size": 1, "num_random_blocks": 1}),
     "dpr-projection": ("dpr", {**_BERT, "projection_dim": 7}),  # which transformers' own reader cannot have
+    "encoder-decoder-gpt2": (
+        "encoder-decoder",
+        {
+            "encoder": {**_SIZE, **TOKENS, "model_type": "bert-generation"},
+            "decoder": {**_GPT2, **TOKENS, "model_type": "gpt2", "add_cross_attention": True},
+            "decoder_start_token_id": 2,
+        },
+    ),
     "falcon-one-kv": ("falcon", _KV),
     "falcon-alibi": ("falcon", {**MORE["falcon"], "alibi": True}),
     "falcon-in-turn": ("falcon", {**_KV, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),
@@ -229,6 +248,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     "gpt_neox-in-turn": ("gpt_neox", {**_BERT, "use_parallel_residual": False, "tie_word_embeddings": True}),
     "olmo2-many-kv": ("olmo2", {**_KV, "num_key_value_heads": 6}),
     "opt-plain": ("opt", {**_SIZE, "ffn_dim": 35, "do_layer_norm_before": False}),
+    "rag-token": ("rag", {**MORE["rag"], "generator": {**_T5, **TOKENS, "model_type": "t5"}}),
     "reformer-axial": ("reformer", _REFORMER),
     "stablelm-parallel": (
         "stablelm",
@@ -251,11 +271,15 @@ def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConf
     """A configuration; all of its dropout rates are ``dropout``."""
     model_type, values = {**VARIANTS, **ODD}.get(variant) or (variant, MORE[variant])
     tokens = {} if {"image_size", "vision_config", "backbone_config"} & values.keys() else TOKENS
-    made = CONFIG_MAPPING[model_type](**{**tokens, **values, **changes})
-    made.classifier_dropout = dropout  # else 0.1 where a configuration does not know it
-    for key, value in made.to_dict().items():
-        if "drop" in key and "layerdrop" not in key and not isinstance(value, (bool, str)):
-            setattr(made, key, dropout)
+    parts = [name for name in ("encoder", "decoder", "question_encoder", "generator") if name in values]
+    if parts:  # they know the sizes of vocabularies
+        tokens = {key: value for key, value in TOKENS.items() if key != "vocab_size"}
+    made = CONFIG_MAPPING[model_type](**copy.deepcopy({**tokens, **values, **changes}))
+    for each in (made, *(getattr(made, name) for name in parts)):
+        each.classifier_dropout = dropout  # else 0.1 where a configuration does not know it
+        for key, value in each.to_dict().items():
+            if "drop" in key and "layerdrop" not in key and not isinstance(value, (bool, str)):
+                setattr(each, key, dropout)
     return made
 
 
@@ -286,6 +310,9 @@ def lm_heads(variant: str) -> list[str]:
         "ForConditionalGeneration",
         "MTModel",
         "GenerationDecoder",
+        "EncoderDecoderModel",
+        "TokenForGeneration",
+        "SequenceForGeneration",
     )
     named = [name for name in heads(variant) if name.endswith(endings)]
     return [name for name in named if "sampled_negative_indices" not in parameters_of_forward(name)]  # of sounds
@@ -301,6 +328,7 @@ def main_head(variant: str) -> str:
     is_decoder = MORE.get(variant, {}).get("is_decoder")
     masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
     text = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
+    text = (*text, "RagTokenForGeneration") if variant == "rag-token" else text
     order = (*text, "CLIPModel", "ForCTC", "ForImageClassification", "ForObjectDetection")
     names = heads(variant)
     return next((name for end in order for name in names if name.endswith(end)), (lm_heads(variant) or names)[0])
@@ -328,11 +356,14 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     generator = torch.Generator().manual_seed(seed)
     if original(name).main_input_name != "input_ids" or name.startswith("CLIP"):
         return _signals(name, config, generator, dtype)
+    if "context_input_ids" in known:
+        return _documents(name, config, generator, dtype)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
-    rows, length, vocab = 3, 12 if name.startswith("Reformer") else 9, config.vocab_size  # that one wants whole chunks
+    rows, length = 3, 12 if name.startswith("Reformer") else 9  # that one wants whole chunks
+    vocab = getattr(config, "vocab_size", None) or config.decoder.vocab_size
     choices = (2,) if name.endswith(("MultipleChoice", "DoubleHeadsModel")) else ()
     shape = (rows, *choices, length)
     ids, mask = integers(3, vocab, *shape), torch.ones(shape, dtype=torch.long)
@@ -379,6 +410,21 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
     if {"visual_feats", "visual_embeds"} & known.keys():
         given |= _regions(name, config, shape, given.get("labels"), generator, dtype)
     return given
+
+
+def _documents(name: str, config: Any, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Documents that were found for each row, with left padding, and their scores."""
+    rows, vocab = 3, config.generator.vocab_size
+    size = (rows * config.n_docs, 9)
+    ids, mask = torch.randint(3, vocab, size, generator=generator), torch.ones(size, dtype=torch.long)
+    ids[1, :3], mask[1, :3] = config.generator.pad_token_id, 0
+    words = torch.randint(3, vocab, (rows, 7), generator=generator)
+    words[2, -2:] = config.generator.pad_token_id
+    scores = torch.randn(rows, config.n_docs, generator=generator, dtype=dtype)
+    given = {"context_input_ids": ids, "context_attention_mask": mask, "doc_scores": scores}
+    if name not in lm_heads("rag"):
+        return {**given, "decoder_input_ids": words}
+    return {**given, "labels": words, "reduce_loss": True}  # type: ignore[dict-item]
 
 
 def _entities(name: str, config: PreTrainedConfig, shape: tuple[int, ...], integers: Any) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ class Arguments:
         vocab, size = getattr(config, "vocab_size", None), self.resize_token_embeddings
         if size is None:
             return
-        if vocab is None:
+        if vocab is None or config.get_text_config() is not config:  # that of a part counts
             raise ValueError(f"resize_token_embeddings={size} was passed, and a {name} has no vocab_size; leave it out")
         check_size("resize_token_embeddings", size, vocab, "vocab_size=")
 

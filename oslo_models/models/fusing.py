@@ -121,16 +121,24 @@ class FusableModel(PreTrainedModel):
         self._fuses_ngrams = bool(wanted)
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, length: int, *args: Any
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+        *args: Any,
     ) -> Any:
         """transformers' method; a static cache, whose decoding it compiles, where that gains and none is asked for."""
         plain = generation_config.cache_implementation is None and model_kwargs.get("past_key_values") is None
         plain = plain and generation_config.use_cache is not False and not generation_config.disable_compile
-        if self._decodes_in_graphs and plain and getattr(mode, "value", mode) in _STEPWISE:
+        if self._decodes_in_graphs and plain and getattr(generation_mode, "value", generation_mode) in _STEPWISE:
             rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            if self._cache_is_small(rows, length):
+            if self._cache_is_small(rows, max_cache_length):
                 generation_config.cache_implementation = "static"
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, length, *args)
+        return super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
+        )
 
     def _cache_is_small(self, rows: int, length: int) -> bool:
         """Whether reading a whole cache, as every step does of a static one, takes less than reading the weights."""

@@ -196,8 +196,10 @@ def _container(stack: str, plan: Plan) -> str:
     if len(plan.blocks) == 1:
         return owner if all(name.startswith(f"{owner}.") for name in names) else ""
     parts = owner.split(".")
-    around = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
-    return next((path for path in around if sum(name.startswith(f"{path}.") for name in plan.blocks) == 1), owner)
+    around = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+    alone = [path for path in around if sum(name.startswith(f"{path}.") for name in plan.blocks) == 1] or [owner]
+    own = [name for name in plan.embed if name.startswith(f"{alone[0]}.")]
+    return next(path for path in reversed(alone) if all(name.startswith(f"{path}.") for name in own))
 
 
 class EndsDropout(nn.Dropout):
@@ -371,18 +373,16 @@ def _replace_ends(model: nn.Module, plan: Plan, prefix: str, head: Entries, stag
         assert isinstance(dropout, nn.Dropout)
         ends = EndsDropout(dropout.p, stage.index == stack.first, stage.index == stack.last)
         model.set_submodule(prefix + key, ends)
-    for key in plan.head:
-        if stage.index != _stack_of(key, prefix, stage.stacks, -1).last and _has(model, prefix + key):
-            model.set_submodule(prefix + key, PassOn())
-    for key in head:
-        if not stage.is_last and _has(model, key):
+    after = [prefix + key for key in plan.head if stage.index != _stack_of(key, prefix, stage.stacks, -1).last]
+    for key in (*after, *(head if not stage.is_last else ())):
+        if _has(model, key):
             model.set_submodule(key, PassOn())
-        elif not stage.is_last:
-            owner, _, leaf = key.rpartition(".")
-            module = model.get_submodule(owner)
-            if leaf in module._parameters:  # what is optional may be missing
-                del module._parameters[leaf]
-                setattr(module, leaf, torch.empty(0))
+            continue
+        owner, _, leaf = key.rpartition(".")
+        module = model.get_submodule(owner) if _has(model, owner) else model
+        if leaf in module._parameters:  # what is optional may be missing
+            del module._parameters[leaf]
+            setattr(module, leaf, torch.empty(0))
 
 
 def _with_argument(

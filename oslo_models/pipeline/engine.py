@@ -136,7 +136,8 @@ class Pipeline:
         keep = wanted if isinstance(wanted, int) and wanted > 0 else 1
         past, failure = batch.get("past_key_values"), None
         rows, length, width = self.runner.shape(batch, number)
-        vocab = self.model.config.vocab_size
+        config = self.model.config
+        vocab = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
         logits = torch.empty(rows, min(keep, length), vocab, dtype=self.model.dtype, device=self.mesh.device)
         if stack.here:
             hidden = torch.empty(rows, length, width, dtype=self.model.dtype, device=self.mesh.device)

@@ -1,0 +1,36 @@
+"""RAG: an encoder of questions and a generator, both of this table; `set_retriever` gives each rank its retriever."""
+
+from typing import Any
+
+from transformers.models.rag import modeling_rag as hf
+
+from oslo_models.auto import AutoModel, AutoModelForSeq2SeqLM
+from oslo_models.models.base import ParallelModel
+from oslo_models.models.composed import part
+from oslo_models.models.family import family
+from oslo_models.plan import Plan
+
+ENCODED = {"attentions": "question_enc_attentions"}
+GENERATED = {
+    "encoder_attentions": "generator_enc_attentions",
+    "decoder_attentions": "generator_dec_attentions",
+    "cross_attentions": "generator_cross_attentions",
+}
+
+
+class RagParallel(ParallelModel):
+    """How every model of the RAG family divides: as its encoder of questions and its generator do."""
+
+    loss_of_whole_logits = True
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        asks, answers = config.question_encoder, config.generator
+        plan = part("question_encoder", AutoModel.class_for(asks), asks, ENCODED)
+        plan |= part("generator", AutoModelForSeq2SeqLM.class_for(answers), answers, GENERATED)
+        return plan | Plan(
+            {}, {}, {}, one_stage="documents are found between its parts, and their scores count in the loss"
+        )
+
+
+globals().update(family(RagParallel, hf, {"Model": {}, "SequenceForGeneration": {}, "TokenForGeneration": {}}))
