@@ -37,7 +37,6 @@ from oslo_models.plan import (
     Extremes,
     HeadNorm,
     HeadNorms,
-    LocalConfig,
     Plan,
     Replicated,
     Row,
@@ -169,6 +168,19 @@ def _own_heads(
     if name in kwargs:
         return args, {**kwargs, name: own}
     return (*args[:position], own, *args[position + 1 :]), kwargs
+
+
+class LocalConfig:
+    """A configuration as a module of one rank should see it: some numbers are local, the rest is as in the model's."""
+
+    def __init__(self, whole: Any, **local: int) -> None:
+        self._whole = whole
+        vars(self).update(local)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_whole" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._whole, name)
 
 
 def _change_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[str, Layout], rank: int) -> None:

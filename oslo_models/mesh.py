@@ -141,12 +141,6 @@ class ParallelMesh:
         assert self.device_mesh is not None
         return self._new_axis("model", [self.device_mesh.mesh[:, dp, :].flatten() for dp in range(self.dp.size)])
 
-    @property
-    def pipelines(self) -> list[list[int]]:
-        """The global ranks of the stages of every pipeline."""
-        ranks = [[0]] if self.device_mesh is None else self.device_mesh.mesh.flatten(1).T.tolist()
-        return list(ranks)
-
     def destroy(self) -> None:
         """Destroy the groups that were made here, as every rank has to; a process group of the user's stays."""
         self.device_mesh, self.destroyed = None, True

@@ -88,7 +88,9 @@ class MPU:
     get_p2p_communication_global_ranks = _asked(lambda mesh: [list(pair) for pair in pairwise(mesh.pp.ranks)])
     get_p2p_communication_world_size = _asked(lambda mesh: min(2, mesh.pp.size))
     get_pipeline_model_parallel_global_ranks_per_group = _asked(lambda mesh: list(mesh.pp.ranks))
-    get_pipeline_parallel_global_ranks_across_all_groups = _asked(lambda mesh: mesh.pipelines)
+    get_pipeline_parallel_global_ranks_across_all_groups = _asked(
+        lambda mesh: [[0]] if mesh.device_mesh is None else mesh.device_mesh.mesh.flatten(1).T.tolist()
+    )
 
     # The names of Megatron-core, by which DeepSpeed asks
 

@@ -153,19 +153,6 @@ def entry_of(parameter: str, entries: Entries) -> str | None:
     return None
 
 
-class LocalConfig:
-    """A configuration as a module of one rank should see it: some numbers are local, the rest is as in the model's."""
-
-    def __init__(self, whole: Any, **local: int) -> None:
-        self._whole = whole
-        vars(self).update(local)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_whole" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._whole, name)
-
-
 @dataclass(frozen=True)
 class Plan:
     """How one architecture divides. Names are those of transformers' base model.

@@ -220,7 +220,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "visual_bert": {**_BERT, "visual_embedding_dim": 7},
     "vit": _VIT,
     "wav2vec2": _WAV2VEC2,
-    # transformers fails on a text that is all padding; where that is the end of a text as well, as in Whisper, it does not
+    # transformers fails on a text of padding alone, unless that is the end of a text as well, as in its checkpoints
     "whisper": {**_SPEECH, "pad_token_id": 1, "num_mel_bins": 5, "max_source_positions": 9, "classifier_proj_size": 10},
     "xglm": {"d_model": 24, "ffn_dim": 35, "num_layers": 2, "attention_heads": 6, "max_position_embeddings": 32},
     "xlm": {**_XLM, "n_langs": 2},

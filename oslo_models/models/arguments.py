@@ -57,11 +57,10 @@ class Arguments:
         if not isinstance(when, bool) and when != "always" and not (isinstance(when, int) and when > 0):
             raise ValueError(f'check_inputs must be True, False, "always" or an integer of at least 1, got {when!r}')
         blocks = self.blocks_per_stage
-        if blocks is not None:
-            if not isinstance(blocks, (list, tuple)):
-                raise ValueError(f"blocks_per_stage must be a list of integers, got {blocks!r}")
-            for number in blocks:
-                check_size("each of blocks_per_stage", number)
+        if blocks is not None and not isinstance(blocks, (list, tuple)):
+            raise ValueError(f"blocks_per_stage must be a list of integers, got {blocks!r}")
+        for number in blocks or ():
+            check_size("each of blocks_per_stage", number)
         if self.seed is not None:
             check_size("seed", self.seed, 0)
         for reason, names in REFUSED.items():

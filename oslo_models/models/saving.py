@@ -57,10 +57,9 @@ class SavableModel(PreTrainedModel):
         merging = kwargs.pop("save_with_merge", save_with_merging)
         mesh = self.mesh or ParallelMesh()
         mesh.world.at(f"saving to {save_directory}")
-        known = {"max_shard_size", "variant"}
         with agree(mesh.world, "checking arguments of save_pretrained_with_parallel"):
-            if unknown := kwargs.keys() - known:
-                raise ValueError(f"unknown arguments {sorted(unknown)}; beside the named ones: {sorted(known)}")
+            if unknown := kwargs.keys() - {"max_shard_size", "variant"}:
+                raise ValueError(f"unknown arguments {sorted(unknown)}; beside the named ones: max_shard_size, variant")
             if kwargs and not merging:
                 raise ValueError(f"{sorted(kwargs)} are for save_with_merging=True; split files are one per rank")
         what = {"save_directory": str(save_directory), "save_with_merging": merging, "save_config": save_config}

@@ -34,11 +34,10 @@ class Template:
         blocks_per_stage: Sequence[int] | None = None,
     ) -> None:
         options = {**options, "dtype": config.dtype}
-        own = {**options, "mesh": mesh, "blocks_per_stage": blocks_per_stage}
         with torch.device("meta"):
-            self.model = cls._from_config(copy.deepcopy(config), **options)
-            part = self.model if mesh.pp.size == 1 else cls._from_config(copy.deepcopy(config), **own)
-        model = self.model
+            part = self.model = model = cls._from_config(copy.deepcopy(config), **options)
+            if mesh.pp.size > 1:
+                part = cls._from_config(copy.deepcopy(config), mesh=mesh, blocks_per_stage=blocks_per_stage, **options)
         self.state = model.state_dict()
         self.rank = mesh.tp.rank
         self.layouts = layouts_of(model, model.plan(model.config), model._prefix(), cls.head, mesh.tp.size)
