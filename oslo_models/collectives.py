@@ -100,12 +100,12 @@ def _shared_memory(axis: Axis, x: Tensor) -> SharedMemory | None:
 
 @contextmanager
 def _or_gloo() -> Iterator[None]:
-    """Ranks on several hosts cannot share memory, which is no fault; without a compiler they do not, which is told."""
+    """Ranks on several hosts cannot share memory, which is no fault; what keeps ranks of one host from it is told."""
     try:
         yield
-    except OSError:
+    except (FileNotFoundError, PermissionError):  # the process of that number, if there is one, is not that rank
         pass
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         warnings.warn(f"ranks sum through gloo, which is slower than the memory they share: {error}", stacklevel=2)
 
 

@@ -47,10 +47,15 @@ def test_stages_of_both_libraries_compute_the_same(pool: Pool, tmp_path: Path, c
     assert all(result.values["training"] > 0 for results in found.values() for result in results)
 
 
+MEMORIES = ("peak memory", "peak anonymous memory")
+
+
 @pytest.mark.parametrize("case", ["blend", "index-samples"])
 def test_cases_of_data(tmp_path: Path, case: str) -> None:
     result = measure(case, OUR_DATA, tmp_path)
-    assert result.values and all(value >= 0 for value in result.values.values())  # so little may need no more memory
+    assert any(name not in MEMORIES for name in result.values)
+    for name, value in result.values.items():
+        assert value > 0 or (name in MEMORIES and value == 0), name  # so little may need no more memory
 
 
 def test_peers_that_disagree_fail_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
