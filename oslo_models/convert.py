@@ -45,11 +45,7 @@ def convert(
     with agree(world_axis(), f"reading {directory}"):
         config = AutoConfig.from_pretrained(directory)
         cls: Any = registry.find((config.architectures or ["(no architecture in config.json)"])[0])
-        plan = cls.plan(config)
-        plan.check_ranks(cls.__name__, tensor_parallel_size)
-        limit = plan.limit()
-        if limit is not None and tensor_parallel_size > limit:
-            raise ValueError(f"tensor_parallel_size={tensor_parallel_size} is more than the {limit} attention heads")
+        cls.plan(config).check_ranks(cls.__name__, type(config).__name__, tensor_parallel_size)
     mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size)
     with agree(mesh.world, f"opening {directory}"):
         template = Template(cls, config, {}, mesh)

@@ -207,10 +207,13 @@ class Plan:
         limits = [entry.limit() for entry in entries]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def check_ranks(self, name: str, count: int) -> None:
-        """Raise ``ValueError`` if the layers of the model ``name`` cannot be divided over ``count`` ranks at all."""
+    def check_ranks(self, name: str, config: str, count: int) -> None:
+        """Raise ``ValueError`` if the model ``name``, with a ``config``, cannot be divided over ``count`` ranks."""
+        limit, more = self.limit(), f"tensor_parallel_size={count} is more than"
         if count > 1 and self.one_rank:
-            raise ValueError(f"tensor_parallel_size={count} is more than 1, all that {name} allows: {self.one_rank}")
+            raise ValueError(f"{more} 1, all that {name} allows: {self.one_rank}")
+        if limit is not None and count > limit:
+            raise ValueError(f"{more} num_attention_heads={limit} of {config}; use 1 to {limit}")
 
     def under(self, prefix: str) -> Plan:
         """The plan of a model in which the names of the base model's modules begin with ``prefix``."""

@@ -251,9 +251,9 @@ def test_reversed_blocks_drop_out_alike(pool: Pool, seed: int) -> None:
 
 def test_integers_are_not_divided() -> None:
     plan = IBertModel.plan(zoo.config("ibert", quant_mode=True))
-    plan.check_ranks("IBertModel", 1)
+    plan.check_ranks("IBertModel", "IBertConfig", 1)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that IBertModel allows"):
-        plan.check_ranks("IBertModel", 2)
+        plan.check_ranks("IBertModel", "IBertConfig", 2)
 
 
 def test_every_type_is_tested() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,20 +27,22 @@ def collect(tensor: Tensor | None, layout: Layout, dtype: torch.dtype, stage: in
     if mesh.dp.rank != 0:
         return None
     axis, wire, tp = mesh.model, _wire(mesh), mesh.tp
-    part: Any = tensor  # which those have that are asked for it below
     holders = [stage * tp.size + rank for rank in range(1 if layout.dim is None else tp.size)]
     if axis.rank != 0:
         if axis.rank in holders:
-            for block in _blocks(part, [here for _, here in layout.places(tp.rank)]):
+            assert tensor is not None
+            for block in _blocks(tensor, [here for _, here in layout.places(tp.rank)]):
                 data = block.to(wire).contiguous().view(-1)
                 send(axis, data.view(torch.uint8), 0, long=True)
         return None
     if holders == [0]:
-        return part.cpu()
+        assert tensor is not None
+        return tensor.cpu()
     full = torch.empty(layout.shape, dtype=dtype)
     for rank, holder in enumerate(holders):
         if holder == 0:
-            layout.place(full, part, 0)
+            assert tensor is not None
+            layout.place(full, tensor, 0)
             continue
         blocks = [*_blocks(full, [there for there, _ in layout.places(rank)])]
         buffer = torch.empty(max((block.nbytes for block in blocks), default=0), dtype=torch.uint8, device=wire)

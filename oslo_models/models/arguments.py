@@ -73,14 +73,9 @@ class Arguments:
 
     def check_config(self, cls: type[ParallelModel], config: PreTrainedConfig) -> None:
         """Raise ``ValueError`` for what does not fit the model."""
-        name, tp, plan = type(config).__name__, self.tensor_parallel_size, cls.plan(config)
-        limit = plan.limit()
-        plan.check_ranks(cls.__name__, tp)
+        name, plan = type(config).__name__, cls.plan(config)
+        plan.check_ranks(cls.__name__, name, self.tensor_parallel_size)
         plan.check_stages(cls.__name__, self.pipeline_parallel_size)
-        if limit is not None and tp > limit:
-            raise ValueError(
-                f"tensor_parallel_size={tp} is more than num_attention_heads={limit} of {name}; use 1 to {limit}"
-            )
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError(
                 "the checkpoint is quantised (config.quantization_config); quantised weights cannot be divided"
