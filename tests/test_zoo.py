@@ -256,6 +256,23 @@ def test_integers_are_not_divided() -> None:
         plan.check_ranks("IBertModel", "IBertConfig", 2)
 
 
+@pytest.mark.parametrize("name", ["Wav2Vec2ForSequenceClassification", "WhisperForAudioClassification"])
+def test_what_a_head_sums_up_is_on_one_stage(name: str) -> None:
+    cls: Any = registry.find(name)
+    config = zoo.config(cls.config_class.model_type, use_weighted_layer_sum=True)
+    with pytest.raises(ValueError, match=f"is more than 1, all that {name} allows: with use_weighted_layer_sum=True"):
+        cls.from_config_with_parallel(config, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", ["CLIPTextModel", "CLIPVisionModelWithProjection"])
+def test_a_part_of_a_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
+    whole("CLIPModel", zoo.config("clip"), seed).save_pretrained(tmp_path)
+    cls: Any = registry.find(name)
+    expected = zoo.original(name).from_pretrained(tmp_path).state_dict()
+    own = cls.from_pretrained_with_parallel(tmp_path).state_dict()
+    assert own.keys() == expected.keys() and all(torch.equal(own[key], expected[key]) for key in own)
+
+
 def test_every_type_is_tested() -> None:
     assert set(zoo.FOUNDING) | zoo.MORE.keys() == registry.ARCHITECTURES.keys()
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from oslo_models.models.base import ParallelModel
 from oslo_models.plan import Plan
-
-_PREFIXES: dict[type[ParallelModel], str] = {}
 
 
 def part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapping[str, str]) -> Plan:
@@ -24,7 +22,7 @@ def part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapping[str,
         config: its configuration.
         outputs: how the model's output calls the attention weights that the part gives, by how its own calls them.
     """
-    plan = cls.plan(config).under(f"{name}.{_prefix_of(cls, config)}")
+    plan = cls.plan(config).under(f"{name}.{_prefix_of(cls)}")  # type: ignore[arg-type]
     types = getattr(config, "layer_types", None)  # of which a stage keeps its own, in the configuration of a model
     return replace(
         plan,
@@ -34,9 +32,8 @@ def part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapping[str,
     )
 
 
-def _prefix_of(cls: type[ParallelModel], config: Any) -> str:
+@cache
+def _prefix_of(cls: type[ParallelModel]) -> str:
     """Where the base model sits in the models of a class; it takes one to see."""
-    if cls not in _PREFIXES:
-        with torch.device("meta"):
-            _PREFIXES[cls] = cls._from_config(copy.deepcopy(config))._prefix()
-    return _PREFIXES[cls]
+    with torch.device("meta"):
+        return cls._from_config(cls.config_class())._prefix()

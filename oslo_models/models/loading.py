@@ -40,6 +40,12 @@ def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arg
     world.at(f"construction of {cls.__name__}")
     make = _from_config if method == "from_config_with_parallel" else _from_pretrained
     model, info = make(cls, source, arguments, kwargs, world, f"{cls.__name__}.{method}")
+    start(model, arguments)
+    return (model, info) if kwargs.get("output_loading_info") else model
+
+
+def start(model: ParallelModel, arguments: Arguments) -> None:
+    """What is left to do when this rank's part of a model has its weights; a collective of all ranks."""
     assert model.mesh is not None
     model.gather_logits = arguments.gather_logits
     model.micro_batch_size = arguments.micro_batch_size
@@ -48,8 +54,7 @@ def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arg
     synchronize_numpy(model.mesh.tp)
     model.mark_parameters()
     model.start_pipeline()
-    model.mesh.world.at(f"after construction of {cls.__name__}")
-    return (model, info) if kwargs.get("output_loading_info") else model
+    model.mesh.world.at(f"after construction of {type(model).__name__}")
 
 
 def _from_config(
@@ -68,7 +73,7 @@ def _from_config(
         for key in [key for key in options if hasattr(config, key)]:
             setattr(config, key, options.pop(key))
         arguments.check_config(cls, config)
-    mesh, init_seed = _join(arguments, config, kwargs, call)
+    mesh, init_seed = join(arguments, config, kwargs, call)
     own = {"init_seed": init_seed, "blocks_per_stage": arguments.blocks_per_stage}
     with torch.device("meta"):
         model = cls._from_config(config, dtype=dtype, mesh=mesh, **own, **options)
@@ -100,7 +105,7 @@ def _from_pretrained(
         config = read_config(cls, directory, options)
         old_vocab = getattr(config, "vocab_size", None)
         arguments.check_config(cls, config)
-    mesh, init_seed = _join(arguments, config, {**kwargs, "pretrained_model_name_or_path": str(name)}, call)
+    mesh, init_seed = join(arguments, config, {**kwargs, "pretrained_model_name_or_path": str(name)}, call)
     with agree(world, f"opening {directory}"):
         key_mapping = options.pop("key_mapping", None)
         template = Template(cls, config, options, mesh, arguments.blocks_per_stage)
@@ -137,7 +142,7 @@ def _from_pretrained(
     return model, info
 
 
-def _join(
+def join(
     arguments: Arguments, config: PreTrainedConfig, kwargs: Mapping[str, Any], call: str
 ) -> tuple[ParallelMesh, int]:
     """Make the mesh, once it is sure that all ranks want the same; and the seed of random weights, equal everywhere."""
@@ -187,7 +192,8 @@ def read_config(cls: type[ParallelModel], directory: Path, options: dict[str, An
     if not (directory / "config.json").is_file():
         raise OSError(f"{directory} holds no config.json")
     raw, _ = PreTrainedConfig.get_config_dict(directory)
-    wanted, found = cls.config_class.model_type, raw.get("model_type", cls.config_class.model_type)
+    part = raw.get(cls.config_class.base_config_key, raw)  # a class may be for a part of what was saved: CLIP's text
+    wanted, found = cls.config_class.model_type, part.get("model_type", cls.config_class.model_type)
     if found != wanted:
         saved = ", ".join(raw.get("architectures") or ["one of its own classes"])
         raise ValueError(f"{directory} is a {found} checkpoint and {cls.__name__} is for {wanted}; use {saved}")

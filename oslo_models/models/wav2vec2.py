@@ -10,6 +10,7 @@ from oslo_models.models.family import family
 from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row
 
 SUM: Entries = {"layer_weights": Replicated()}
+SUMMED = "with use_weighted_layer_sum=True, its head sums up what all blocks made"
 HEADS: dict[str, Entries] = {
     "Model": {},
     "ForPreTraining": {name: Replicated() for name in ("quantizer", "project_hid", "project_q")},
@@ -58,6 +59,7 @@ class Wav2Vec2Parallel(ParallelModel):
             head={**(norm if config.do_stable_layer_norm else {}), "adapter": Replicated()},
             optional=("adapter_layer", "adapter", "masked_spec_embed", "layer_weights"),
             positions={"encoder.layers": positions},
+            one_stage=SUMMED if "layer_weights" in cls.head and config.use_weighted_layer_sum else "",
         )
 
 

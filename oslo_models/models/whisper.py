@@ -7,6 +7,7 @@ from transformers.models.whisper import modeling_whisper as hf
 
 from oslo_models.models.bart import DECODER, BartParallel
 from oslo_models.models.family import family
+from oslo_models.models.wav2vec2 import SUMMED
 from oslo_models.plan import Entries, Plan, Replicated, Vocab
 
 HEADS: dict[str, Entries] = {
@@ -47,7 +48,10 @@ class WhisperParallel(BartParallel):
         }
         positions = {"encoder.layers": lambda batch: cls.positions(config, batch)}
         optional = (*plan.optional, "layer_weights")
-        return replace(plan, embed={**ears, **words}, local=local, positions=positions, optional=optional)
+        summed = SUMMED if "layer_weights" in cls.head and config.use_weighted_layer_sum else ""
+        return replace(
+            plan, embed={**ears, **words}, local=local, positions=positions, optional=optional, one_stage=summed
+        )
 
 
 globals().update(family(WhisperParallel, hf, HEADS, ForCausalLM=DECODER, ForAudioClassification=ENCODER))
