@@ -22,6 +22,7 @@ _OWN = {
     "ParallelMesh": "oslo_models.mesh",
     "ParallelModel": "oslo_models.models.base",
     "RankFailedError": "oslo_models.watch",
+    "initialize": "oslo_models.models.parallelized",
 }
 
 

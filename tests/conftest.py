@@ -8,8 +8,10 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test reaches for the network
@@ -83,6 +85,15 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Callable[..., Any]:
+    """Makes a tiny "gpt2" of a dtype in the working directory, which is that of the ranks too."""
+    from documents import tiny_gpt2
+
+    monkeypatch.chdir(tmp_path)
+    return partial(tiny_gpt2, seed)
 
 
 @pytest.fixture

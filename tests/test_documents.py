@@ -1,16 +1,15 @@
 """The chapters of OSLO's documents do what they say: their code runs as printed, but for import, data and device.
 
 The strings below are the code blocks of OSLO's USAGE document ("3D Parallelism", "DeepSpeed Support", "Activation
-Checkpointing", "Additional Parameters") and of its tutorial "Tensor Model Parallelism" (Apache-2.0); `ADAPTED` lists
-everything that is replaced in them. A chapter is a sequence of blocks, run on every rank in one namespace as if pasted
-into a script that a launcher starts. What has to come out is what transformers computes in one process.
+Checkpointing", "Additional Parameters"; Apache-2.0); `documents.ADAPTED` lists everything that is replaced in them. A
+chapter is a sequence of blocks, run on every rank in one namespace as if pasted into a script that a launcher starts.
+What has to come out is what transformers computes in one process.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import os
 import random
 import socket
@@ -25,30 +24,13 @@ import pipelines
 import pytest
 import torch
 import transformers as hf
-import zoo
+from documents import ADAPTED, TEXTS, TOKENIZER, paste
 from float64 import lifted_casts
 from pipelines import Weights, differ_in_gradients, differ_in_stage, stage_parameters
 from pool import Pool
-from reference import TOLERANCE, differ, full_gradients, full_parameters, whole
+from reference import TOLERANCE, differ, full_gradients, full_parameters
 from torch import Tensor
 from torch.utils.data import DistributedSampler
-
-ADAPTED = {
-    "from oslo import": "from oslo_models import",
-    # data: below the working directory lie "gpt2", a tiny model with a tokenizer of bytes, and all that is saved
-    '"/path/to/': '"path/to/',
-    "dataset: Dataset = ...": "dataset: Dataset = given",
-    "ds_config: dict = ...": "ds_config: dict = given",
-    "num_workers=4": "num_workers=0",  # processes that each of eight ranks on two cores would start
-    # device
-    "from torch.cuda import current_device\n": "",
-    "device_ids=[current_device()]": "device_ids=None",
-    "output_device=current_device()": "output_device=None",
-    ".cuda()": "",
-    '.to("cuda")': '.to("cpu")',
-    "torch.cuda.amp.GradScaler()": 'torch.amp.GradScaler("cpu")',
-    "torch.cuda.amp.autocast()": 'torch.autocast("cpu", dtype=torch.bfloat16)',
-}
 
 # 3D Parallelism: Model Parallelism ------------------------------------------------------------------------------------
 
@@ -296,49 +278,10 @@ model = GPT2LMHeadModel.from_pretrained_with_parallel(
 )
 """
 
-# The tutorial "Tensor Model Parallelism": what it does with a model ---------------------------------------------------
-
-INFERENCE = """
-text = "I don't want a lot for Christmas. There is just one thing"
-tokens = tokenizer(text, return_tensors="pt").to("cuda")
-print(tokenizer.decode(model.generate(**tokens, num_beams=3)[0]))
-"""
-
-TRAINING = """
-for step, batch in enumerate(dataloader):
-    optimizer.zero_grad()
-
-    # Make batch
-    input_batch = tokenizer(
-        batch,
-        return_tensors="pt",
-        padding=True,
-        truncation=True,
-        max_length=SEQ_LEN,
-    ).to("cuda")
-
-    # Forward-Backward-Step
-    loss = model(**input_batch, labels=input_batch["input_ids"]).loss
-    loss.backward()
-    optimizer.step()
-"""
-
 # What stands around them ----------------------------------------------------------------------------------------------
 
 Sample = dict[str, Tensor]
-TEXTS = [f"{'many ' * (number % 5)}words, number {number * 37 % 101}" for number in range(64)]
-TOKENIZER = hf.ByT5Tokenizer(extra_ids=0)
 BATCH_SIZE = 16
-SHAPES = {"n_positions": 96, "vocab_size": len(TOKENIZER)}
-
-
-def paste(*blocks: str, **namespace: Any) -> dict[str, Any]:
-    """Run blocks of a document one after another; returns their variables."""
-    for block in blocks:
-        for printed, adapted in ADAPTED.items():
-            block = block.replace(printed, adapted)
-        exec(compile(block, "<document>", "exec"), namespace)
-    return namespace
 
 
 def without_stages(block: str) -> str:
@@ -361,20 +304,6 @@ def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Any]:
-    """In the working directory, where ranks work too, a function that makes a tiny "gpt2" of a dtype."""
-    monkeypatch.chdir(tmp_path)
-
-    def make(dtype: torch.dtype = torch.float64) -> Any:
-        model = whole("GPT2LMHeadModel", zoo.config("gpt2", **SHAPES), seed, dtype)
-        model.save_pretrained("gpt2")
-        TOKENIZER.save_pretrained("gpt2")
-        return model
-
-    return make
 
 
 def steps_of(replicas: int) -> list[list[Sample]]:
@@ -629,32 +558,3 @@ def test_additional_parameters(pool: Pool, hub: Any) -> None:
     torch.manual_seed(42)
     expected = [torch.rand(()).item(), numpy.random.RandomState(42).rand(), random.Random(42).random()]
     assert drawn[0] == expected
-
-
-# The tutorial "Tensor Model Parallelism" ------------------------------------------------------------------------------
-
-
-def tutorial(model: Any) -> tuple[str, Weights]:
-    """What is written, and the parameters after training, which is as usual; `model` is divided or not."""
-    made = {"model": model, "tokenizer": hf.AutoTokenizer.from_pretrained("gpt2")}
-    with contextlib.redirect_stdout(io.StringIO()) as printed, lifted_casts():
-        paste(INFERENCE, **made)
-        loader = torch.utils.data.DataLoader(TEXTS, batch_size=BATCH_SIZE)
-        optimizer = torch.optim.Adam(model.parameters(), lr=3e-5)
-        paste(TRAINING, **made, dataloader=loader, optimizer=optimizer, SEQ_LEN=20)
-    return printed.getvalue(), full_parameters(model)
-
-
-def check_tutorial(printed: str, weights: Weights) -> None:
-    model = paste(without_stages(FROM_THE_HUB))["model"]
-    assert tutorial(model)[0] == printed
-    lines = differ_in_weights(model, weights)
-    assert not lines, "\n".join(lines)
-
-
-def test_tensor_model_parallelism(pool: Pool, hub: Any) -> None:
-    """Inference and training as usual."""
-    model = hub().eval()
-    printed, weights = tutorial(model)
-    assert printed.startswith("I don't want a lot for Christmas.") and len(printed) > 60
-    pool.run(2, check_tutorial, printed, weights, env=True)

@@ -30,8 +30,8 @@ def index_name(name: str, variant: str | None) -> str:
     return with_variant(f"{name}.index.json", variant)
 
 
-def split_name(tp_rank: int, pp_rank: int, safe: bool) -> str:
-    return f"pytorch_model_tp={tp_rank}_pp={pp_rank}.{'safetensors' if safe else 'bin'}"
+def split_name(tp_rank: int, pp_rank: int, safe: bool, sign: str = "=") -> str:
+    return f"pytorch_model_tp{sign}{tp_rank}_pp{sign}{pp_rank}.{'safetensors' if safe else 'bin'}"
 
 
 def split_position(name: str) -> tuple[int, int] | None:

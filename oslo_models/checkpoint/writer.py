@@ -53,6 +53,7 @@ def save_checkpoint(
     save_function: SaveFunction | None = None,
     max_shard_size: int | str = "50GB",
     variant: str | None = None,
+    sign: str = "=",
 ) -> None:
     """Write what each rank holds to a file of its own or, merged, the whole model as transformers would.
 
@@ -73,6 +74,7 @@ def save_checkpoint(
         save_function: takes the place of `torch.save` for ``.bin``.
         max_shard_size: of merged files, as in transformers' ``save_pretrained``.
         variant: likewise.
+        sign: what stands before the numbers in the names of split files: ``"="``, or ``"_"`` as in OSLO 2.
 
     Raises:
         ValueError: a tensor does not have the shape that its layout gives this rank.
@@ -86,7 +88,7 @@ def save_checkpoint(
         entries = {name: {**_describe(entry), "file": place[name]} for name, entry in table.items()}
         writes, kind = world.rank == 0, {"kind": "merged", "tp": 1, "pp": 1}
     else:
-        plan, place = [_split_file(table, mesh, safe)], {}
+        plan, place = [_split_file(table, mesh, safe, sign)], {}
         entries = _divisions(stages, safe)
         writes, kind = mesh.dp.rank == 0, {"kind": "split", "tp": mesh.tp.size, "pp": mesh.pp.size}
 
@@ -119,7 +121,7 @@ def save_checkpoint(
                 write_manifest(staging / with_variant(MANIFEST, variant), content)
 
 
-def _split_file(table: Table, mesh: ParallelMesh, safe: bool) -> _File:
+def _split_file(table: Table, mesh: ParallelMesh, safe: bool, sign: str) -> _File:
     """The file of this rank."""
     aliases = {name: entry.alias_of for name, entry in table.items() if entry.alias_of is not None}
     infos = {
@@ -127,7 +129,7 @@ def _split_file(table: Table, mesh: ParallelMesh, safe: bool) -> _File:
         for name, entry in table.items()
         if name not in aliases
     }
-    return _File(split_name(mesh.tp.rank, mesh.pp.rank, safe), infos, {} if safe else aliases)
+    return _File(split_name(mesh.tp.rank, mesh.pp.rank, safe, sign), infos, {} if safe else aliases)
 
 
 def _divisions(stages: Sequence[Table], safe: bool) -> dict[str, dict[str, Any]]:

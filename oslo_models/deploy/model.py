@@ -103,6 +103,10 @@ class Deployment:
         """As `ParallelModel.save_pretrained_with_parallel`: the workers write what they hold."""
         self._engine.call("save_pretrained_with_parallel", args, kwargs)
 
+    def save_parallelized(self, *args: Any, **kwargs: Any) -> None:
+        """As `ParallelModel.save_parallelized`."""
+        self._engine.call("save_parallelized", args, kwargs)
+
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """As `ParallelModel.save_pretrained`, which a divided model refuses."""
         self._engine.call("save_pretrained", args, kwargs)
@@ -186,6 +190,7 @@ class Deployment:
         )
 
     parameters = named_parameters = state_dict = load_state_dict = resize_token_embeddings = _refuse
+    from_parallelized = _refuse
     half = float = double = bfloat16 = _refuse
 
     def __repr__(self) -> str:

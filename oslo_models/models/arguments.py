@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from oslo_models.mesh import check_size
+from oslo_models.watch import PATIENCE
 
 if TYPE_CHECKING:
     from oslo_models.models.base import ParallelModel
@@ -28,16 +29,16 @@ REFUSED = {
 class Arguments:
     """The arguments that are ours, as the constructors got them."""
 
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
-    micro_batch_size: int
-    resize_token_embeddings: int | None
-    seed: int | None
-    deploy: bool | None
-    gather_logits: bool | None
-    timeout: float
-    blocks_per_stage: Sequence[int] | None
-    check_inputs: bool | int | str
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    micro_batch_size: int = 1
+    resize_token_embeddings: int | None = None
+    seed: int | None = None
+    deploy: bool | None = None
+    gather_logits: bool | None = None
+    timeout: float = PATIENCE
+    blocks_per_stage: Sequence[int] | None = None
+    check_inputs: bool | int | str = True
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:

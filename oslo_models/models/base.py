@@ -18,7 +18,7 @@ from oslo_models.models.arguments import Arguments
 from oslo_models.models.calls import in_step, on_stage, resolving_outputs
 from oslo_models.models.fusing import FusableModel
 from oslo_models.models.loading import construct
-from oslo_models.models.saving import SavableModel
+from oslo_models.models.parallelized import ParallelizedModel
 from oslo_models.models.training import TrainableModel
 from oslo_models.mpu import MPU
 from oslo_models.pipeline.cut import cut
@@ -27,7 +27,7 @@ from oslo_models.plan import Entries, Plan
 from oslo_models.watch import PATIENCE
 
 
-class ParallelModel(FusableModel, TrainableModel, SavableModel):
+class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
     """The half of a zoo class that is ours; the other half is the transformers class of the same name.
 
     An architecture states a `plan`, and each of its classes a `head`. Made by `from_pretrained_with_parallel` or
@@ -82,10 +82,15 @@ class ParallelModel(FusableModel, TrainableModel, SavableModel):
         self.layouts: dict[str, Layout] = {}
         if mesh is None:
             return
-        self.mesh, self.mpu, self._init_seed = mesh, MPU(mesh), init_seed
+        self._init_seed = init_seed
         for param in self.parameters():  # some of XLNet's and DeBERTa's are float32, whatever is asked for
             param.data = param.data.to(torch.get_default_dtype())
-        plan, prefix, head = self.plan(config), self._prefix(), type(self).head
+        self.become_part(mesh, blocks_per_stage)
+
+    def become_part(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
+        """Turn the whole model, with weights or on the meta device, into this rank's part of it."""
+        self.mesh, self.mpu = mesh, MPU(mesh)
+        plan, prefix, head = self.plan(self.config), self._prefix(), type(self).head
         self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
         if mesh.tp.size > 1:
             divide(self, plan, prefix, head, mesh, self.layouts)

@@ -54,8 +54,8 @@ class SeededAlike(hf.ReformerLayer):
 class ReformerParallel(ParallelModel):
     """How every model of the Reformer family divides."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def become_part(self, *args: Any) -> None:
+        super().become_part(*args)
         own = {hf.LSHSelfAttention: OwnHashes, hf.ReformerLayer: SeededAlike}
         for module in self.modules() if self.is_tensor_parallelized() else ():
             module.__class__ = own.get(type(module), type(module))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models import checkpoint
 from oslo_models.collectives import agree, require_equal
@@ -55,9 +55,24 @@ class SavableModel(PreTrainedModel):
                 the old checkpoint is intact.
         """
         merging = kwargs.pop("save_with_merge", save_with_merging)
+        options = {"save_config": save_config, "safe_serialization": safe_serialization, **kwargs}
+        self._save(save_directory, merging, state_dict, save_function, "=", **options)
+
+    def _save(
+        self,
+        save_directory: str | Path,
+        merging: bool,
+        state_dict: Mapping[str, Tensor] | None,
+        save_function: Any,
+        sign: str,
+        save_config: bool = True,
+        safe_serialization: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """`save_pretrained_with_parallel`; ``sign`` is that of the names of split files."""
         mesh = self.mesh or ParallelMesh()
         mesh.world.at(f"saving to {save_directory}")
-        with agree(mesh.world, "checking arguments of save_pretrained_with_parallel"):
+        with agree(mesh.world, "checking arguments of saving"):
             if unknown := kwargs.keys() - {"max_shard_size", "variant"}:
                 raise ValueError(f"unknown arguments {sorted(unknown)}; beside the named ones: max_shard_size, variant")
             if kwargs and not merging:
@@ -82,13 +97,18 @@ class SavableModel(PreTrainedModel):
             metadata={"model_type": self.config.model_type, "architectures": [type(self).__name__]},
             safe_serialization=safe_serialization,
             save_function=save_function,
+            sign=sign,
             **kwargs,
         )
         mesh.world.at("after saving")
 
-    def _write_config(self, directory: Path) -> None:
+    def whole_config(self) -> PreTrainedConfig:
+        """The configuration of the whole model, of which a stage has another."""
         whole = {} if self.stage is None else self.stage.config
-        config = type(self.config).from_dict({**self.config.to_dict(), **whole})
+        return type(self.config).from_dict({**self.config.to_dict(), **whole})
+
+    def _write_config(self, directory: Path) -> None:
+        config = self.whole_config()
         config.dtype, config.architectures = self.dtype, [type(self).__name__]
         config.save_pretrained(directory)
         if self.can_generate() and self.generation_config is not None:
