@@ -135,7 +135,7 @@ def _fused_cases() -> list[Case]:
         _fused("adamw", "AdamW on GPT-2 124M", fusing.adamw, model="gpt2-124m", timed=10),
     ]
     for batch, length in ((8, 128), (32, 512), (128, 1024)):
-        sizes = {"batch": batch, "length": length, "vocab": 50257, "timed": 50, "smoke": {"vocab": 100}}
+        sizes = {"batch": batch, "length": length, "vocab": 50257, "timed": 20, "smoke": {"vocab": 100}}
         cases.append(
             _fused(f"ngrams-{batch}x{length}", f"n-grams of {batch} x {length} tokens", fusing.blocking, **sizes)
         )

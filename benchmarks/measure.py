@@ -32,6 +32,7 @@ UNITS = {
     "MLP": "ms",
     "optimizer step": "ms",
     "n-gram blocking": "us",
+    "n-gram blocking, cold": "us",
     "forward and backward": "ms",
     "generation of a text": "ms",
     "start": "s",

@@ -17,11 +17,13 @@ from oslo_kernels.build import BuildError, load
 from oslo_kernels.language import jit, launch, power_of_two, tl, triton
 
 _MINUS_INFINITY = {
-    torch.float32: 0xFF800000,
-    torch.float64: 0xFFF0000000000000,
-    torch.bfloat16: 0xFF80,
-    torch.float16: 0xFC00,
+    torch.float32: (4, 0xFF800000),
+    torch.float64: (8, 0xFFF0000000000000),
+    torch.bfloat16: (2, 0xFF80),
+    torch.float16: (2, 0xFC00),
 }
+"""The bytes of a score, and the bits of minus infinity."""
+_Integers = ctypes.c_uint64 * 15
 
 
 def block_repeats_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tensor | None = None) -> Tensor:
@@ -35,12 +37,16 @@ def block_repeats_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tens
             in ``ids`` themselves. Tokens of it that have no score are passed over.
     """
     source_SL = ids_RL if source_SL is None else source_SL
-    if ids_RL.shape[1] < size - 1 or source_SL.shape[1] < size or not len(ids_RL):
+    rows, length = ids_RL.shape
+    sources, source_length = source_SL.shape
+    if length < size - 1 or source_length < size or not rows:
         return scores_RV
     run = _compiled(scores_RV.device.type)
-    whole_rows = all(x.stride(-1) == 1 for x in (scores_RV, ids_RL, source_SL))
-    if run is not None and whole_rows and scores_RV.dtype in _MINUS_INFINITY:
-        run(scores_RV, ids_RL, size, source_SL)
+    strides, inner = zip(scores_RV.stride(), ids_RL.stride(), source_SL.stride(), strict=True)
+    if run is not None and inner == (1, 1, 1) and (infinity := _MINUS_INFINITY.get(scores_RV.dtype)):
+        pointers = scores_RV.data_ptr(), ids_RL.data_ptr(), source_SL.data_ptr()
+        sizes = rows, length, source_length, rows // sources, scores_RV.shape[1], size
+        run(scores_RV.device, (*pointers, *strides, *sizes, *infinity))
     elif scores_RV.is_cuda and triton is not None:
         _in_triton(scores_RV, ids_RL, size, source_SL)
     else:
@@ -69,28 +75,23 @@ def _compiled(device: str) -> Any:
     except (BuildError, OSError):
         return None
     function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
+    if device == "cpu":
+        return lambda device, values: function(_Integers(*values))
 
-    def run(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tensor) -> None:
-        values = (
-            *(scores_RV.data_ptr(), ids_RL.data_ptr(), source_SL.data_ptr()),
-            *(scores_RV.stride(0), ids_RL.stride(0), source_SL.stride(0)),
-            *(len(ids_RL), ids_RL.shape[1], source_SL.shape[1], len(ids_RL) // len(source_SL), scores_RV.shape[1]),
-            *(size, scores_RV.element_size(), _MINUS_INFINITY[scores_RV.dtype]),
-            torch.cuda.current_stream(scores_RV.device).cuda_stream if scores_RV.is_cuda else 0,
-        )
-        with torch.cuda.device(scores_RV.device if scores_RV.is_cuda else -1):
-            error = function((ctypes.c_uint64 * len(values))(*values))
+    def launch_on(device: torch.device, values: tuple[int, ...]) -> None:
+        with torch.cuda.device(device):
+            error = function(_Integers(*values, torch.cuda.current_stream(device).cuda_stream))
         if error:
             raise RuntimeError(f"the n-gram kernel was not launched: CUDA error {error}")
 
-    return run if device == "cpu" or _launches(run) else None
+    return launch_on if _launches(launch_on) else None
 
 
-def _launches(run: Any) -> bool:
+def _launches(launch_on: Any) -> bool:
     """Whether driver and GPU take what was compiled, maybe on another machine; if not, Triton compiles for them."""
     one = torch.zeros((1, 1), dtype=torch.long, device="cuda")
     try:
-        run(one.float(), one, 1, one)
+        launch_on(one.device, (*[one.data_ptr()] * 3, *[1] * 9, 8, 0))
     except RuntimeError:
         return False
     return True
