@@ -23,6 +23,7 @@ _OWN = {
     "ParallelModel": "oslo_models.models.base",
     "RankFailedError": "oslo_models.watch",
     "initialize": "oslo_models.models.parallelized",
+    "parallelize": "oslo_models.deploy.existing",
 }
 
 

@@ -11,6 +11,7 @@ from reference import whole
 
 ADAPTED = {
     "from oslo import": "from oslo_models import",
+    "from parallelformers import": "from oslo_models import",
     "import oslo\n": "import oslo_models as oslo\n",
     # data: below the working directory lie "gpt2", a tiny model with a tokenizer of bytes, and all that is saved
     '"/path/to/': '"path/to/',
@@ -19,6 +20,8 @@ ADAPTED = {
     "num_workers=4": "num_workers=0",  # processes that each of eight ranks on two cores would start
     "from datasets import load_dataset\n": "",
     'load_dataset("squad").data["train"]["context"]': "given",
+    "EleutherAI/gpt-neo-2.7B": "gpt2",
+    "max_length=15,": "max_length=30,",  # tokens are bytes
     # device
     "from torch.cuda import current_device\n": "",
     "device_ids=[current_device()]": "device_ids=None",

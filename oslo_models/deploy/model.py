@@ -199,12 +199,18 @@ class Deployment:
 
 
 def deploy(
-    cls: type[ParallelModel], constructor: str, source: Any, arguments: Arguments, kwargs: dict[str, Any]
+    cls: type[ParallelModel],
+    constructor: str,
+    source: Any,
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    maker: Any = None,
 ) -> Any:
     """Start workers that construct the model, and return what stands for it here.
 
     Args:
         constructor: the name of the class method that the workers call with ``source`` and the arguments.
+        maker: whose method it is, if not that of ``cls``.
 
     Raises:
         ValueError: an argument is wrong, or the class or an argument cannot be sent to the workers.
@@ -228,7 +234,7 @@ def deploy(
             f"{cls.__name__} is defined in the script itself; put it into a module that workers can import"
         )
     try:
-        make = pickle.dumps((cls, constructor, (source,), kwargs))
+        make = pickle.dumps((maker or cls, constructor, (source,), kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
@@ -238,7 +244,7 @@ def deploy(
     kind: Any = type(cls.__name__, (Deployment, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     model = object.__new__(kind)
     batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
-    model._begin(config, generation_config, engine, batcher, _Remake(cls, constructor, source, kwargs))
+    model._begin(config, generation_config, engine, batcher, _Remake(maker or cls, constructor, source, kwargs))
     if serving.verbose:
         _show(engine, serving.verbose)
     return model
@@ -254,7 +260,7 @@ def _look_at(
     """
     arguments.check(kwargs)
     options = dict(kwargs)
-    parse_dtype(options)
+    dtype = parse_dtype(options)
     if isinstance(source, PreTrainedConfig):
         config, generation_config = copy.deepcopy(source), None
     else:
@@ -262,6 +268,7 @@ def _look_at(
         variant, subfolder = options.pop("variant", None), options.pop("subfolder", "")
         directory = find_checkpoint(source, variant, hub) / subfolder
         config, generation_config = read_config(cls, directory, options), read_generation_config(directory)
+    config.dtype = dtype or config.dtype
     arguments.check_config(cls, config)
     if generation_config is None and cls.can_generate():
         generation_config = GenerationConfig.from_model_config(config)
@@ -271,8 +278,8 @@ def _look_at(
 class _Remake:
     """Constructs the whole model in this process."""
 
-    def __init__(self, cls: Any, constructor: str, source: Any, kwargs: dict[str, Any]) -> None:
-        self._make, self._source = getattr(cls, constructor), source
+    def __init__(self, maker: Any, constructor: str, source: Any, kwargs: dict[str, Any]) -> None:
+        self._make, self._source = getattr(maker, constructor), source
         self._kwargs = {**kwargs, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 
     def __call__(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
 from oslo_models import checkpoint, registry
-from oslo_models.collectives import agree, broadcast
+from oslo_models.collectives import agree, broadcast, gather_objects
 from oslo_models.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.models.arguments import Arguments
 from oslo_models.models.loading import join, start
@@ -50,12 +51,10 @@ def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -
     world.at(f"initialization of a {type(model).__name__}")
     with agree(world, "checking arguments of initialize"):
         arguments = _arguments(config)
-        cls = _zoo_class(model)
+        cls = zoo_class(model)
         arguments.check({})
         arguments.check_config(cls, model.config)
         whole = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
-        if any(tensor.is_meta for tensor in model.parameters()):
-            raise ValueError("the model has no weights (they are on the meta device): use from_config_with_parallel")
     mesh, _ = join(arguments, model.config, whole, "initialize")
     with agree(world, "dividing the model"):  # one without memory, so that what does not fit changes nothing
         template = Template(cls, model.config, {}, mesh, arguments.blocks_per_stage)
@@ -81,8 +80,13 @@ def _arguments(config: Mapping[str, Any] | str | Path) -> Arguments:
     return Arguments(**{key: value for key, value in section.items() if key not in left_out})
 
 
-def _zoo_class(model: PreTrainedModel) -> Any:
-    """The class of the zoo for a transformers model."""
+def zoo_class(model: PreTrainedModel) -> Any:
+    """The class of the zoo for a transformers model that is whole.
+
+    Raises:
+        ValueError: there is none.
+        RuntimeError: the model is divided already.
+    """
     if getattr(model, "mesh", None) is not None:
         raise RuntimeError(f"this {type(model).__name__} is divided already")
     if not isinstance(model, PreTrainedModel):
@@ -93,6 +97,8 @@ def _zoo_class(model: PreTrainedModel) -> Any:
         raise ValueError(str(error)) from None
     if type(model) not in cls.__mro__:
         raise ValueError(f"{type(model).__module__}.{type(model).__name__} is not the class of transformers")
+    if any(tensor.is_meta for tensor in model.parameters()):
+        raise ValueError("the model has no weights (they are on the meta device): use from_config_with_parallel")
     return cls
 
 
@@ -100,8 +106,12 @@ def _zoo_class(model: PreTrainedModel) -> Any:
 def _divide(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> None:
     """Let the model be this rank's part, with the weights of rank 0."""
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))
+    if mesh.world.size > 1:
+        tensors = [*model.parameters(), *model.buffers()]
+        prints = gather_objects(mesh.world, [_fingerprint(tensor) for tensor in tensors])
+        for tensor, *seen in zip(tensors, *prints, strict=True):
+            if len(set(seen)) > 1:  # what is not written to may stay where others see it too, in a file
+                tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))
     model.__class__ = cls
     with local_torch_dtype(model.dtype, cls.__name__):
         model.become_part(mesh, arguments.blocks_per_stage)
@@ -118,6 +128,10 @@ def _divide(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> 
             old.data, old.grad = old.data.new_empty(0), None
     model.to(mesh.device)
     start(model, arguments)
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class ParallelizedModel(SavableModel):
