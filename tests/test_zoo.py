@@ -273,6 +273,21 @@ def test_a_part_of_a_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
     assert own.keys() == expected.keys() and all(torch.equal(own[key], expected[key]) for key in own)
 
 
+def test_logits_of_which_there_is_no_loss(tmp_path: Path, seed: int) -> None:
+    name, config = "LukeForMaskedLM", zoo.config("luke")
+    batch, right = zoo.batch(name, config, seed), whole(name, config, seed)
+    right.save_pretrained(tmp_path)
+    cls: Any = registry.find(name)
+    model = cls.from_pretrained_with_parallel(tmp_path).fuse()
+    both = model(**batch)
+    assert both.logits is both.entity_logits is None
+    for labels, logits, other in (("labels", "logits", "entity_logits"), ("entity_labels", "entity_logits", "logits")):
+        given = {key: value for key, value in batch.items() if key != labels}
+        output = model(**given)
+        torch.testing.assert_close(output[logits], right(**given)[logits])
+        assert other not in output
+
+
 def test_every_type_is_tested() -> None:
     assert set(zoo.FOUNDING) | zoo.MORE.keys() == registry.ARCHITECTURES.keys()
 

@@ -40,6 +40,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         layouts: the layout over the tp axis of every parameter that this rank holds.
         gather_logits: what to return for divided logits beside a loss: ``None`` as the constructors tell.
         loss_order: the arguments that are labels, in the order in which a forward computes their losses.
+        labels_of: of models with several logits, the argument with the labels for each.
         shifts_labels: whether a causal language model's label is the token of the position after.
         loss_of_whole_logits: whether a loss is computed in a way that needs the logits of all words.
         has_loss_of_rows: whether the loss of a batch is a mean over its labels or rows, which micro-batches can share.
@@ -50,6 +51,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
     mpu: MPU | None = None
     gather_logits: bool | None = None
     loss_order: ClassVar[tuple[str, ...]] = LABELS
+    labels_of: ClassVar[Mapping[str, str]] = {}
     shifts_labels: ClassVar[bool] = True
     loss_of_whole_logits: ClassVar[bool] = False
     has_loss_of_rows: ClassVar[bool] = True

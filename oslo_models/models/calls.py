@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,7 @@ def resolving_outputs(forward: Any) -> Any:
         output = forward(model, *args, **kwargs)
         if not isinstance(output, ModelOutput):
             return output
-        fields = _resolve(model, output)
+        fields = _resolve(model, output, kwargs)
         model._at("after forward")
         _note_backward(fields.values(), model._at)
         if fields.get("loss") is not None and model.mesh is not None:
@@ -80,7 +80,7 @@ def on_stage(forward: Any) -> Any:
             kwargs["return_dict"] = True  # the loop needs its loss by name
         model.defer_logits()
         output = forward(model, **kwargs)
-        return type(output)(**_resolve(model, output)) if isinstance(output, ModelOutput) else output
+        return type(output)(**_resolve(model, output, kwargs)) if isinstance(output, ModelOutput) else output
 
     return resolving
 
@@ -127,8 +127,8 @@ def in_step(generate: Any) -> Any:
     return generating
 
 
-def _resolve(model: ParallelModel, output: ModelOutput) -> dict[str, Any]:
-    """The fields of the output of a forward, what is divided replaced by what transformers would return."""
+def _resolve(model: ParallelModel, output: ModelOutput, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the output of a forward that was ``given`` these arguments, as transformers would return them."""
     loss = output.get("loss")
     omit = loss is not None and (loss.requires_grad if model.gather_logits is None else not model.gather_logits)
     plan = model.plan(model.config)
@@ -136,7 +136,8 @@ def _resolve(model: ParallelModel, output: ModelOutput) -> dict[str, Any]:
     fields = {}
     for name, value in output.items():
         if isinstance(value, (VocabParallelLogits, DeferredLogits)):
-            value = None if omit else value.full()
+            labels = model.labels_of.get(name)  # without them, there was no loss that these logits spared
+            value = None if omit and (labels is None or given.get(labels) is not None) else value.full()
         elif name.endswith("attentions") and value and model.mesh is not None and not (whole or name in plan.whole):
             value = tree_map_only(Tensor, partial(_all_heads, model.mesh.tp), tuple(value))
         fields[name] = value

@@ -31,6 +31,8 @@ QUERIES = tuple(f"attention.self.{name}_query" for name in ("w2e", "e2w", "e2e")
 class LukeParallel(BertParallel):
     """How every model of the LUKE family divides."""
 
+    labels_of = {"logits": "labels", "entity_logits": "entity_labels"}
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)

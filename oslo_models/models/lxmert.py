@@ -25,6 +25,8 @@ ATTENTIONS = {"visual_attention": "att", "lang_self_att": "self", "visn_self_att
 class LxmertParallel(BertParallel):
     """How every model of the LXMERT family divides."""
 
+    labels_of = {"prediction_logits": "labels"}
+
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
