@@ -28,7 +28,7 @@ from oslo_models import collectives, init
 from oslo_models.layers import cross_entropy, linear, vocab
 from oslo_models.layout import Units
 from oslo_models.models import base, calls, gpt2
-from oslo_models.pipeline import cut, schedule
+from oslo_models.pipeline import schedule, stages, stand_ins
 from oslo_models.pipeline.loss import ShareOfBatch, loss_object
 from oslo_models.plan import Column, Plan
 from oslo_models.rng import DividedStream
@@ -178,11 +178,11 @@ def one_micro_batch_after_another(patch: Patch) -> None:
 
 
 def norm_counts_tied_copies(patch: Patch) -> None:
-    patch.setattr(cut.Stage, "counts", lambda self, name: True)
+    patch.setattr(stages.Stage, "counts", lambda self, name: True)
 
 
 def dropout_at_both_ends(patch: Patch) -> None:
-    patch.setattr(cut.EndsDropout, "forward", torch.nn.Dropout.forward)
+    patch.setattr(stand_ins.EndsDropout, "forward", torch.nn.Dropout.forward)
 
 
 Caught = tuple[Callable[[Patch], None], Callable[..., None], dict[str, Any]]

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from oslo_models.mesh import ParallelMesh
-from oslo_models.pipeline.cut import Received, Stack, Stage
 from oslo_models.pipeline.engine import Pipeline
+from oslo_models.pipeline.stages import Stack, Stage
+from oslo_models.pipeline.stand_ins import Received
 
 pytestmark = pytest.mark.alone
 

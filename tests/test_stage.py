@@ -20,7 +20,8 @@ from torch import nn
 from oslo_models import registry
 from oslo_models.divide import divide, layouts_of
 from oslo_models.mesh import Axis
-from oslo_models.pipeline.cut import Stage, cut
+from oslo_models.pipeline.cut import cut
+from oslo_models.pipeline.stages import Stage
 from oslo_models.stage import partition
 
 # partition ------------------------------------------------------------------------------------------------------------

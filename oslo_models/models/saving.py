@@ -13,7 +13,7 @@ from oslo_models import checkpoint
 from oslo_models.collectives import agree, require_equal
 from oslo_models.layout import Layout
 from oslo_models.mesh import ParallelMesh
-from oslo_models.pipeline.cut import Stage
+from oslo_models.pipeline.stages import Stage
 
 
 class SavableModel(PreTrainedModel):

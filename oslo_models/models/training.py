@@ -16,8 +16,8 @@ from oslo_models.checkpoint import optimizer as optimizers
 from oslo_models.collectives import all_reduce
 from oslo_models.layout import Layout
 from oslo_models.mesh import ParallelMesh, check_size
-from oslo_models.pipeline.cut import Stage
 from oslo_models.pipeline.engine import Pipeline
+from oslo_models.pipeline.stages import Stage
 
 
 class TrainableModel(PreTrainedModel):

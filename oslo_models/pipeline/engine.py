@@ -13,11 +13,11 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 from oslo_models.collectives import broadcast, receive, send
 from oslo_models.mesh import Axis
-from oslo_models.pipeline.cut import Stack, Stage
 from oslo_models.pipeline.deepspeed import Engine
 from oslo_models.pipeline.loss import label_counts
 from oslo_models.pipeline.runner import OtherStageError, StageRunner
 from oslo_models.pipeline.schedule import Schedule
+from oslo_models.pipeline.stages import Stack, Stage
 
 LABELS = ("labels", "next_sentence_label", "start_positions", "end_positions")
 

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from oslo_models.pipeline.cut import EndsDropout, Stage
+from oslo_models.pipeline.stages import Stage
+from oslo_models.pipeline.stand_ins import EndsDropout
 
 Batch = Mapping[str, Any]
 EMBEDS = "inputs_embeds"
