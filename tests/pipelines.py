@@ -217,3 +217,16 @@ def import_deepspeed() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+# Language models of each founding architecture -----------------------------------------------------------------------
+
+LM = {variant: zoo.lm_head(variant) for variant in zoo.FOUNDING}
+
+
+def lm_case(variant: str, seed: int, **options: Any) -> Case:
+    return case(LM[variant], config(variant), seed, **options)
+
+
+def stages_of(given: Case, tp: int, pp: int, **options: Any) -> Any:
+    return on_stages(given.name, given.config, given.weights, tp, pp, **options)

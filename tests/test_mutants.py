@@ -15,6 +15,7 @@ import test_overlap
 import test_parity
 import test_pipeline
 import test_schedule
+import test_schedule_precision
 import test_training
 import torch
 import torch.distributed as dist
@@ -214,7 +215,7 @@ MUTANTS: list[Caught] = [
     (one_micro_batch_more, test_schedule.test_what_travels_and_what_is_alive, {"variant": "gpt2", **STAGES, "size": 1}),
     (one_micro_batch_after_another, test_overlap.test_a_step_is_as_short_as_it_can_be, STEP),
     (norm_counts_tied_copies, test_schedule.test_clip_grad_norm, {"variant": "gpt2", **STAGES}),
-    (dropout_at_both_ends, test_schedule.test_every_dropout_is_applied_once, {"variant": "t5", "pp": 2}),
+    (dropout_at_both_ends, test_schedule_precision.test_every_dropout_is_applied_once, {"variant": "t5", "pp": 2}),
 ]
 
 
