@@ -233,3 +233,13 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     resized.more = torch.nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"differs in: \['more.bias', 'more.weight'\]"):
         oslo_models.initialize(resized, {})
+
+
+def test_weights_that_are_missing(tmp_path: Path) -> None:
+    marian = oslo_models.initialize(hf.MarianMTModel(zoo.config("marian")), {})
+    marian.save_parallelized(tmp_path / "marian")
+    marian.from_parallelized(tmp_path / "marian")  # without its positions, which are computed
+    oslo_models.initialize(hf.GPT2Model(zoo.config("gpt2")), {}).save_parallelized(tmp_path / "base")
+    model = oslo_models.initialize(hf.GPT2LMHeadModel(zoo.config("gpt2-untied")), {})
+    with pytest.raises(ValueError, match=r"lacks \['lm_head.weight'\] of this GPT2LMHeadModel"):
+        model.from_parallelized(tmp_path / "base")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -175,7 +176,10 @@ class ParallelizedModel(SavableModel):
             with agree(mesh.world, f"reading {directory}"):
                 slices = template.slices(reader, None, False, None)
                 given = {id(own[name]) for name in slices.keys() & own.keys()}  # tied ones are there once
-                if missing := [name for name, tensor in own.items() if id(tensor) not in given]:
+                missing = [name for name, tensor in own.items() if id(tensor) not in given]
+                # Some weights are computed when a model is made (Marian's positions), and never saved.
+                computed = [*(self._keys_to_ignore_on_save or ()), *(self._keys_to_ignore_on_load_missing or ())]
+                if missing := [name for name in missing if not any(re.search(key, name) for key in computed)]:
                     raise ValueError(f"{directory} lacks {missing} of this {type(self).__name__}")
                 for name in slices.keys() & own.keys():
                     own[name].copy_(slices[name].read())
