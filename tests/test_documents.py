@@ -1,36 +1,42 @@
 """The chapters of OSLO's documents do what they say: their code runs as printed, but for import, data and device.
 
-The strings below are the code blocks of OSLO's USAGE document ("3D Parallelism", "DeepSpeed Support", "Activation
-Checkpointing", "Additional Parameters"; Apache-2.0); `documents.ADAPTED` lists everything that is replaced in them. A
-chapter is a sequence of blocks, run on every rank in one namespace as if pasted into a script that a launcher starts.
-What has to come out is what transformers computes in one process.
+The strings below are the code blocks of OSLO's USAGE document ("3D Parallelism", "Activation Checkpointing",
+"Additional Parameters"; Apache-2.0); `documents.ADAPTED` lists everything that is replaced in them. A chapter is a
+sequence of blocks, run on every rank in one namespace as if pasted into a script that a launcher starts. What has to
+come out is what transformers computes in one process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import random
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
-import pipelines
 import pytest
 import torch
 import transformers as hf
-from documents import ADAPTED, TEXTS, TOKENIZER, paste
+from documents import (
+    ADAPTED,
+    BATCH_SIZE,
+    differ_in_weights,
+    needs_deepspeed,
+    paste,
+    samples,
+    steps_of,
+    trained,
+    without_stages,
+)
 from float64 import lifted_casts
-from pipelines import Weights, differ_in_gradients, differ_in_stage, stage_parameters
+from pipelines import Weights, differ_in_gradients
 from pool import Pool
-from reference import TOLERANCE, differ, full_gradients, full_parameters
+from reference import TOLERANCE, differ, full_parameters
 from torch import Tensor
-from torch.utils.data import DistributedSampler
 
 # 3D Parallelism: Model Parallelism ------------------------------------------------------------------------------------
 
@@ -188,59 +194,6 @@ for sample in loader:
         scaler.update()
 """
 
-# DeepSpeed Support ----------------------------------------------------------------------------------------------------
-
-DEEPSPEED = """
-import deepspeed
-from oslo import GPT2LMHeadModel
-
-# Prepare your deespeed config
-ds_config: dict = ...
-
-model = GPT2LMHeadModel.from_pretrained_with_parallel(
-    pretrained_model_name_or_path="gpt2",
-    tensor_parallel_size=2,
-    pipeline_parallel_size=2,
-)
-
-engine, _, _, _ = deepspeed.initialize(
-    model=model.gpu_modules(),
-    model_parameters=model.gpu_parameters(),
-    mpu=model.mpu,
-    config=ds_config,
-)
-"""
-
-DEEPSPEED_WITHOUT_PIPELINE = """
-for sample in loader:
-    # forward
-    output = engine(
-        input_ids=sample["input_ids"].cuda(),
-        attention_mask=sample["attention_mask"].cuda(),
-        labels=sample["labels"].cuda(),
-    )
-    # backward
-    loss = output.loss
-    engine.backward(loss)
-    # step
-    engine.step()
-"""
-
-DEEPSPEED_WITH_PIPELINE = """
-for sample in loader:
-    # forward
-    for micro_output in engine(
-        input_ids=sample["input_ids"].cuda(),
-        attention_mask=sample["attention_mask"].cuda(),
-        labels=sample["labels"].cuda(),
-    ):
-        # backward
-        micro_loss = micro_output.loss
-        engine.backward(micro_loss)
-    # step
-    engine.step()
-"""
-
 # Activation Checkpointing, Additional Parameters ----------------------------------------------------------------------
 
 MICRO_BATCH_SIZE = """
@@ -277,57 +230,6 @@ model = GPT2LMHeadModel.from_pretrained_with_parallel(
     seed=SEED,
 )
 """
-
-# What stands around them ----------------------------------------------------------------------------------------------
-
-Sample = dict[str, Tensor]
-BATCH_SIZE = 16
-
-
-def without_stages(block: str) -> str:
-    """What a reader writes who wants no pipeline."""
-    assert "pipeline_parallel_size=2" in block
-    return block.replace("pipeline_parallel_size=2", "pipeline_parallel_size=1")
-
-
-def samples() -> list[Sample]:
-    """A dataset: padded texts, with labels of which unequal numbers count."""
-    tokens = TOKENIZER(TEXTS, return_tensors="pt", padding="max_length", max_length=24, truncation=True)
-    labels = tokens.input_ids.masked_fill(tokens.attention_mask == 0, -100)
-    fields = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask, "labels": labels}
-    return [{name: value[row] for name, value in fields.items()} for row in range(len(TEXTS))]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Workers of this file alone: DeepSpeed keeps process groups, whose threads would slow down all later tests."""
-    workers = Pool()
-    yield workers
-    workers.close()
-
-
-def steps_of(replicas: int) -> list[list[Sample]]:
-    """For each step the batch of each replica, as a `DistributedSampler` deals them."""
-    dataset, steps = samples(), []
-    dealt = [list(DistributedSampler(dataset, num_replicas=replicas, rank=rank)) for rank in range(replicas)]
-    for start in range(0, len(dealt[0]), BATCH_SIZE):
-        rows = [[dataset[row] for row in indices[start : start + BATCH_SIZE]] for indices in dealt]
-        steps.append([{name: torch.stack([row[name] for row in part]) for name in part[0]} for part in rows])
-    return steps
-
-
-def trained(model: Any, optimizer: torch.optim.Optimizer, replicas: int) -> tuple[list[Tensor], Weights, Weights]:
-    """What the loop gives in one process: losses and gradients of the last step, and parameters after it."""
-    for batches in steps_of(replicas):
-        optimizer.zero_grad()
-        losses = pipelines.take_reference_step(model, batches)
-        optimizer.step()
-    gradients = {name: grad for name, grad in full_gradients(model).items() if grad is not None}
-    return losses, gradients, full_parameters(model)
-
-
-def differ_in_weights(model: Any, weights: Weights, tolerance: float = TOLERANCE) -> list[str]:
-    return differ_in_stage(model, "", stage_parameters(model), weights, tolerance)
 
 
 def adam(model: Any) -> torch.optim.Optimizer:
@@ -459,43 +361,6 @@ def test_launchers(hub: Any, launcher: str) -> None:
     hub()
     printed = launched(*LAUNCHERS[launcher], f"--master_port={free_port()}", "YOUR_SCRIPT.py")
     assert printed.count("rank 0 ") == printed.count("rank 1 ") == 1, printed
-
-
-# DeepSpeed Support ----------------------------------------------------------------------------------------------------
-
-DS_CONFIG = {
-    "train_micro_batch_size_per_gpu": BATCH_SIZE,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    "zero_optimization": {"stage": 1},
-    "zero_allow_untested_optimizer": True,
-    "gradient_clipping": 0.0,
-}
-
-
-def needs_deepspeed() -> None:
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip('needs DeepSpeed: pip install "oslo-models[deepspeed]"')
-
-
-def check_deepspeed(pipelined: bool, weights: Weights) -> None:
-    pipelines.import_deepspeed()
-    initialization, loop = DEEPSPEED, DEEPSPEED_WITH_PIPELINE
-    if not pipelined:
-        initialization, loop = without_stages(DEEPSPEED), DEEPSPEED_WITHOUT_PIPELINE
-    made = paste(initialization, given=DS_CONFIG)
-    model = made["model"]
-    steps = [batches[model.mpu.get_data_parallel_rank()] for batches in steps_of(1 if pipelined else 2)]
-    paste(loop, **{**made, "loader": steps})
-    lines = differ_in_weights(model, weights, 2e-6)
-    assert not lines, "\n".join(lines)
-
-
-@pytest.mark.parametrize("pipelined", [False, True], ids=["without pipeline", "with pipeline"])
-def test_deepspeed_support(pool: Pool, hub: Any, pipelined: bool) -> None:
-    needs_deepspeed()
-    model = hub(torch.float32).eval()
-    _, _, weights = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 1 if pipelined else 2)
-    pool.run(4, check_deepspeed, pipelined, weights, env=True)
 
 
 # Activation Checkpointing ---------------------------------------------------------------------------------------------
