@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tens
         return x
     if x.dtype in DTYPES and op in (SUM, MAX) and (memory := _shared_memory(axis, x)):
         dense = x.contiguous()
-        memory.all_reduce(dense, op is not SUM and op == MAX, axis.timeout, waiting(axis, "a sum"))
+        memory.all_reduce(dense, op is not SUM and op == MAX, axis.timeout, partial(waiting, axis, "a sum"))
         return x if dense is x else x.copy_(dense)
     with waiting(axis, "a sum"):
         dist.all_reduce(x, op=op, group=axis.group)
@@ -92,9 +93,10 @@ def _shared_memory(axis: Axis, x: Tensor) -> SharedMemory | None:
     """What the ranks of the axis exchange ``x`` through if they can share memory; made when first asked for."""
     if not x.is_cpu:
         return None
-    if "memory" not in vars(axis):
-        vars(axis)["memory"] = _share_memory(axis)
-    memory: SharedMemory | None = vars(axis)["memory"]
+    known = vars(axis)
+    if "memory" not in known:
+        known["memory"] = _share_memory(axis)
+    memory: SharedMemory | None = known["memory"]
     return memory
 
 
@@ -175,12 +177,12 @@ def _all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=axis.group)
         split = zip(gathered.chunk(len(sizes)), sizes, strict=True)
         return torch.cat([part.narrow(dim, 0, size) for part, size in split], dim)
-    around, memory = waiting(axis, "a concatenation"), _shared_memory(axis, x)
+    around, memory = partial(waiting, axis, "a concatenation"), _shared_memory(axis, x)
     if memory:
         parts = memory.all_gather(x.contiguous(), axis.timeout, around).unbind()
     else:
         parts = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in sizes)
-        with around:
+        with around():
             dist.all_gather(list(parts), x.contiguous(), group=axis.group)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 

@@ -12,6 +12,7 @@ import ctypes
 import os
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -36,8 +37,7 @@ class PeerError(RuntimeError):
         self.position = position
 
 
-Waiting = AbstractContextManager[object]
-READY: Waiting = nullcontext()
+Waiting = Callable[[], AbstractContextManager[object]]
 
 
 class SharedMemory:
@@ -54,6 +54,7 @@ class SharedMemory:
             OSError: it cannot be mapped.
         """
         self._library, self.rank, self.size = _library(), rank, size
+        self._reduce = self._library.oslo_shm_all_reduce
         handle = self._library.oslo_shm_open(fd, rank, size, SLOT)
         if not handle:
             raise OSError(f"rank {rank} of {size} cannot map the shared memory")
@@ -90,25 +91,27 @@ class SharedMemory:
             raise FileNotFoundError(f"process {pid} of this host is not the one that shares its memory")
         return SharedMemory(fd, rank, size)
 
-    def all_reduce(self, x: Tensor, maximum: bool = False, timeout: float = 1800.0, waiting: Waiting = READY) -> Tensor:
+    def all_reduce(
+        self, x: Tensor, maximum: bool = False, timeout: float = 1800.0, waiting: Waiting = nullcontext
+    ) -> Tensor:
         """Add ``x`` up over the ranks, or take the maximum, in place; returns ``x``.
 
         Args:
             x: a contiguous CPU tensor of one of `DTYPES`; of the same shape on every rank.
             timeout: seconds to wait for another rank.
-            waiting: entered when the others are not there after a tenth of a second.
+            waiting: makes what is entered when the others are not there after a tenth of a second.
 
         Raises:
             PeerError: another rank died, did not come in time, or called something else.
         """
         arguments = self._handle, x.data_ptr(), x.nbytes, DTYPES[x.dtype], maximum
-        code = self._library.oslo_shm_all_reduce(*arguments)
+        code = self._reduce(*arguments)
         if code:
-            with waiting:
-                self._go_on(code, self._library.oslo_shm_all_reduce, arguments, timeout)
+            with waiting():
+                self._go_on(code, self._reduce, arguments, timeout)
         return x
 
-    def all_gather(self, x: Tensor, timeout: float = 1800.0, waiting: Waiting = READY) -> Tensor:
+    def all_gather(self, x: Tensor, timeout: float = 1800.0, waiting: Waiting = nullcontext) -> Tensor:
         """What every rank has in ``x``, a contiguous CPU tensor of the same shape on each: ``[size, *x.shape]``.
 
         Raises:
@@ -118,7 +121,7 @@ class SharedMemory:
         arguments = self._handle, x.data_ptr(), out.data_ptr(), x.nbytes
         code = self._library.oslo_shm_all_gather(*arguments)
         if code:
-            with waiting:
+            with waiting():
                 self._go_on(code, self._library.oslo_shm_all_gather, arguments, timeout)
         return out
 
