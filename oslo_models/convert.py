@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from oslo_models import registry
-from oslo_models.checkpoint import open_checkpoint, save_checkpoint, verify_checkpoint
+from oslo_models.checkpoint import CheckpointReader, open_checkpoint, save_checkpoint, verify_checkpoint
 from oslo_models.collectives import agree
-from oslo_models.layout import Layout
+from oslo_models.layout import Layout, Units
 from oslo_models.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.models.template import Template
 
@@ -56,6 +56,9 @@ def convert(
         verify_checkpoint(reader, mesh.world)
         with agree(mesh.world, f"reading {directory}"):
             slices = template.slices(reader, None, False, None)
+            for name, source in template.model.all_tied_weights_keys.items():  # which .bin files hold under both names
+                if name in slices and source in slices and _are_equal(reader, slices[name].name, slices[source].name):
+                    del slices[name]
             names = {local: template.names.get(local, local) for local in slices}
             tensors: Mapping[str, Tensor] = _OnDemand({names[local]: part for local, part in slices.items()})
             if not merging:
@@ -95,6 +98,16 @@ def launch(
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
+
+
+def _are_equal(reader: CheckpointReader, one: str, other: str) -> bool:
+    """Whether two tensors of a checkpoint are the same, some rows at a time."""
+    shape = reader.tensors[one].shape
+    if shape != reader.tensors[other].shape:
+        return False
+    parts = Layout.divided(shape, 0, (Units(shape[0]),), min(shape[0], 64))
+    ranks = range(len(parts.ranges))
+    return all(torch.equal(reader.read(one, parts, rank), reader.read(other, parts, rank)) for rank in ranks)
 
 
 class _OnDemand(Mapping[str, Tensor]):

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from oslo_models import GPT2LMHeadModel
 from oslo_models.cli import main
 
 CONFIG = dict(vocab_size=53, n_positions=16, n_embd=24, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=1)
@@ -41,6 +42,15 @@ def test_reshard_and_merge_keep_every_bit(whole: tuple[Path, dict[str, Tensor]],
     assert main(["merge", str(split), str(binary), "--format", "bin"]) == 0
     assert (binary / "pytorch_model.bin").is_file()
     require_same(binary, expected)
+
+
+def test_what_is_tied_is_there_once(whole: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+    directory, _ = whole
+    model = GPT2LMHeadModel.from_pretrained_with_parallel(directory)
+    model.save_pretrained_with_parallel(tmp_path / "split", safe_serialization=False)
+    assert "lm_head.weight" in torch.load(tmp_path / "split/pytorch_model_tp=0_pp=0.bin")
+    assert main(["merge", str(tmp_path / "split"), str(tmp_path / "merged")]) == 0
+    assert (tmp_path / "merged/model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
 
 
 def test_sizes_that_do_not_fit_are_refused(
