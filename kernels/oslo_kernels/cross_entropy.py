@@ -28,7 +28,9 @@ def row_statistics(logits_Nv: Tensor) -> Tensor:
 def softmax_minus_(logits_Nv: Tensor, log_total_N: Tensor, uniform: float) -> None:
     """Replace logits by ``exp(logit - log_total) - uniform``, in place."""
     for part_Rv, log_total_R in zip(logits_Nv.split(8), log_total_N.split(8), strict=True):
-        made_Rv = part_Rv.to(log_total_N.dtype).sub_(log_total_R.unsqueeze(-1)).exp_().sub_(uniform)
+        made_Rv = part_Rv.to(log_total_N.dtype).sub_(log_total_R.unsqueeze(-1)).exp_()
+        if uniform:
+            made_Rv.sub_(uniform)
         if made_Rv.dtype != logits_Nv.dtype:
             part_Rv.copy_(made_Rv)
 

@@ -33,7 +33,7 @@ class DeferredHead(nn.Linear):
         # FSDP gives the weight of a head that it wraps by itself away when this forward ends.
         if not self.deferring or torch.compiler.is_compiling() or isinstance(self, FSDPModule):
             return super().forward(x)
-        return DeferredLogits.wrap(copy_to(self.tp, x), self)
+        return DeferredLogits.wrap(x, self)
 
 
 class DeferredVocabParallelHead(DeferredHead, VocabParallelHead):
@@ -80,7 +80,7 @@ class DeferredLogits(LogitsInParts):
     def make(self) -> Tensor:
         """The logits: divided where the vocabulary is. They are made once, so that changes in place stay."""
         if self.made is None:
-            self.made = F.linear(self.held(), *self._parameters()).to(self.kind)
+            self.made = F.linear(copy_to(self.tp, self.held()), *self._parameters()).to(self.kind)
             if self.tp.size > 1:
                 self.made = VocabParallelLogits.wrap(self.made, self.tp, self.words)
         return self.made

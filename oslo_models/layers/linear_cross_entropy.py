@@ -28,10 +28,11 @@ def linear_cross_entropy(
     """The cross entropy of ``hidden @ weight.T + bias``, summed over the rows that count, as a scalar.
 
     Gradients are made in the forward pass, so it can be differentiated once. Half precision sums in float32. Two
-    all-reduces of O(rows) numbers travel per chunk.
+    all-reduces of O(rows) numbers travel per chunk, and one of ``hidden``'s gradient in the backward pass.
 
     Args:
-        hidden_NH: the same on every rank; its gradient is this rank's share of the sum over the axis.
+        hidden_NH: the same on every rank, as is its gradient: the sum over the axis is part of this operation, which
+            knows that nobody else has the gradient and adds up in place.
         weight_vH: the rows of this rank's words.
         target_N: indices into the whole vocabulary, the same on every rank.
 
@@ -59,6 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             target_N = target_N[rows]
         with torch.autocast(hidden_NH.device.type, enabled=False):
             loss, ctx.grads = _run(hidden_NH, weight_vH, bias_v, target_N, rows, words, ctx.needs_input_grad)
+        ctx.axis = words.axis
         return loss
 
     @staticmethod
@@ -73,6 +75,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for made in grads:
             if made is not None and (grad.is_cuda or grad != 1):  # on the CPU a look is cheaper than a pass
                 made.mul_(grad)
+        if grads[0] is not None:
+            all_reduce(ctx.axis, grads[0])
         return (*grads, None, None)
 
 
@@ -85,7 +89,7 @@ def _run(
     words: Words,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The summed loss, and the gradients of hidden states, weight and bias for a gradient of one."""
+    """The summed loss, and this rank's gradients of hidden states, weight and bias for a gradient of one."""
     kind = weight_vH.dtype
     sums = wide(kind)
     size = _rows_at_once(len(target_N), weight_vH, words)
@@ -121,7 +125,10 @@ def _rows_at_once(rows: int, weight_vH: Tensor, words: Words) -> int:
     """How many rows a chunk has: the same on every rank, however unevenly the words are divided."""
     most_bytes = CHUNK_BYTES.get(weight_vH.device.type, CHUNK_BYTES["cuda"])
     most = most_bytes // (-(-words.size // words.axis.size) * weight_vH.itemsize)
-    return max(1, min(most, max(FAST_ROWS, rows // CHUNKS)))
+    fast = max(FAST_ROWS, rows // CHUNKS)
+    if weight_vH.is_cpu and words.axis.size > 1:  # a part of the weight has a small gradient: logits would weigh more
+        fast = (fast + 1) // 2
+    return max(1, min(most, fast))
 
 
 def _loss_and_gradient(logits_Cv: Tensor, target_C: Tensor, words: Words, differentiate: bool) -> Tensor:
