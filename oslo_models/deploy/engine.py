@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import queue
-import random
 import sys
 import threading
 import time
@@ -33,6 +32,8 @@ from oslo_models.deploy.messages import (
 
 GRACE = 3.0
 """Seconds that the other ranks get to answer when one has raised; they may wait for it in a collective for ever."""
+PAUSE = 0.05
+"""Seconds that callers have to hear the workers for themselves before a thread does it for them."""
 ROOT_CAUSE = 0.3
 """Seconds to hear that a rank has died once another could not load: that one may only have missed it."""
 
@@ -73,6 +74,7 @@ class Engine:
         self._lock, self._starting = threading.Lock(), threading.RLock()
         self._calls: dict[int, _Call] = {}
         self._pongs: dict[int, tuple[float, Pong]] = {}
+        self._hearing, self._unheard = threading.Lock(), threading.Event()
         self._number, self._pid = 0, os.getpid()
         self._broken: str | None = "it was not started"
         self._executor: Executor | None = None  # once it can be called
@@ -135,7 +137,8 @@ class Engine:
     @staticmethod
     def _heard(executor: Executor, timeout: float) -> list[tuple[int, Any]]:
         try:
-            return list(executor.receive(timeout))
+            executor.wait(timeout)
+            return list(executor.receive())
         except (OSError, ValueError):
             raise EngineError("the workers were ended while the model was loaded") from None
 
@@ -191,7 +194,7 @@ class Engine:
         """
         if self._pid != os.getpid():
             raise EngineError("this process was forked from the one that deployed the model; deploy it here")
-        seed = random.SystemRandom().randrange(2**32) if seed is None else seed
+        seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
         with self._lock:
             self._number += 1
             number = self._number
@@ -217,6 +220,10 @@ class Engine:
         ended = False
         try:
             while True:
+                if streamer is None and timeout is None and len(self._calls) == 1 and not self._hearing.locked():
+                    self._hear_for(call)
+                if self._calls:
+                    self._unheard.set()
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 kind, value = call.events.get(timeout=left)
                 if kind == "stream":
@@ -253,6 +260,7 @@ class Engine:
             return {"healthy": False, "reason": self._broken, "ranks": []}
         with self._lock:
             executor.broadcast(encode(Ping()))
+        self._unheard.set()
         while time.monotonic() < asked + timeout and self._executor is executor:
             if all(self._pongs.get(rank, (0.0,))[0] > asked for rank in range(self.ranks)):
                 break
@@ -272,33 +280,56 @@ class Engine:
     # Collecting -------------------------------------------------------------------------------------------------------
 
     def _collect(self, executor: Executor) -> None:
-        """Hear the workers, in a thread of its own, until they end."""
-        try:
-            self._hear(executor)
-        except Exception as error:  # noqa: BLE001  callers wait for this thread
-            self._break(executor, f"the workers cannot be heard: {error!r}")
-
-    def _hear(self, executor: Executor) -> None:
+        """Hear the workers, in a thread of its own, until they end, whenever no caller does."""
         while self._executor is executor:
-            late = [call for call in list(self._calls.values()) if call.deadline < time.monotonic()]
-            if late:
-                assert late[0].failure is not None
-                rank, failure = late[0].failure
-                missing = sorted(late[0].waiting)
-                late[0].events.put(("raise", _raised(rank, failure, executor.pids, "while the others went on")))
-                self._break(
-                    executor, f"rank {rank} raised {failure.error!r} and ranks {missing} did not end the same call"
-                )
+            self._unheard.wait(PAUSE)
+            self._unheard.clear()
+            if self._hearing.acquire(blocking=False):
+                try:
+                    self._hear(executor, 1.0)
+                    while self._calls and self._executor is executor:
+                        self._hear(executor, 0.2)
+                finally:
+                    self._hearing.release()
+
+    def _hear_for(self, call: _Call) -> None:
+        """Hear the workers in the thread of a caller, the only one there is: it is awake the sooner."""
+        # Not by `acquire`: an interrupt could come before what releases it is sure to.
+        with self._hearing:
+            while call.events.empty() and (executor := self._executor) is not None:
+                self._hear(executor, 0.2)
+
+    def _hear(self, executor: Executor, timeout: float) -> None:
+        """Wait for what workers say, and tell the callers."""
+        waits = True
+        try:
+            executor.wait(timeout)
+            waits = False
+            self._tell(executor)
+        except (OSError, ValueError):  # the connections were closed in another thread
+            return
+        except BaseException as error:
+            if isinstance(error, Exception) or not waits:  # waiting may be interrupted, but what was heard is gone
+                self._break(executor, f"the workers cannot be heard: {error!r}")
+            if not isinstance(error, Exception):
+                raise
+
+    def _tell(self, executor: Executor) -> None:
+        late = [call for call in list(self._calls.values()) if call.deadline < time.monotonic()]
+        if late:
+            assert late[0].failure is not None
+            rank, failure = late[0].failure
+            missing = sorted(late[0].waiting)
+            late[0].events.put(("raise", _raised(rank, failure, executor.pids, "while the others went on")))
+            why = f"rank {rank} raised {failure.error!r} and ranks {missing} did not end the same call"
+            self._break(executor, why)
+            return
+        for rank, message in executor.receive():
+            if message is None:
+                if self._executor is executor:
+                    self._break(executor, executor.obituary(rank))
                 return
-            try:
-                for rank, message in executor.receive(1.0 if not self._calls else 0.2):
-                    if message is None:
-                        if self._executor is executor:
-                            self._break(executor, executor.obituary(rank))
-                        return
-                    self._take(rank, message, executor.pids)
-            except (OSError, ValueError):  # the connections were closed in another thread
-                return
+            self._take(rank, message, executor.pids)
 
     def _take(self, rank: int, message: Any, pids: list[int]) -> None:
         if isinstance(message, Pong):

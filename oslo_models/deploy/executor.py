@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -11,12 +12,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from oslo_models.deploy.messages import decode, encode
 
+_SMALL = 4096
+"""Bytes for which there is always room in a socket that can be written to at all."""
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
@@ -37,11 +39,15 @@ class Executor(Protocol):
     def broadcast(self, data: bytes) -> None:
         """Send to all workers what `encode` has made."""
 
-    def receive(self, timeout: float) -> Iterator[tuple[int, Any]]:
-        """What workers have said, as ``(rank, message)``; a message of ``None`` says that the worker has died.
+    def wait(self, timeout: float) -> None:
+        """Wait for at most so many seconds until a worker has said something, or has died.
 
-        Args:
-            timeout: seconds to wait for the first.
+        Raises:
+            OSError: `kill` was called.
+        """
+
+    def receive(self) -> Iterator[tuple[int, Any]]:
+        """What workers have said, as ``(rank, message)``; a message of ``None`` says that the worker has died.
 
         Raises:
             OSError: `kill` was called.
@@ -76,11 +82,15 @@ class ProcessExecutor:
     def __init__(self, count: int) -> None:
         self.processes: list[Process] = []
         self._lines: list[_Line] = []
+        self._incoming = select.poll()
+        self._ends: dict[int, tuple[int, Connection]] = {}
         try:
             for rank in range(count):
                 process, conn = self._start(rank)
                 self.processes.append(process)
                 self._lines.append(_Line(conn))
+                self._incoming.register(conn.fileno(), select.POLLIN)
+                self._ends[conn.fileno()] = rank, conn
         except BaseException:
             self.kill()
             raise
@@ -102,17 +112,21 @@ class ProcessExecutor:
         for line in self._lines:
             line.send(data)
 
-    def receive(self, timeout: float) -> Iterator[tuple[int, Any]]:
-        ranks = {line.connection: rank for rank, line in enumerate(self._lines)}
-        if not ranks:
+    def wait(self, timeout: float) -> None:
+        if not self._lines:
             raise OSError("the connections are closed")
-        for conn in connection.wait(list(ranks), timeout):
-            assert isinstance(conn, Connection)
+        self._incoming.poll(timeout * 1e3)
+
+    def receive(self) -> Iterator[tuple[int, Any]]:
+        if not self._lines:
+            raise OSError("the connections are closed")
+        for descriptor, _ in self._incoming.poll(0):
+            rank, conn = self._ends[descriptor]
             try:
                 message = decode(conn.recv_bytes())
             except (EOFError, OSError):
                 message = None
-            yield ranks[conn], message
+            yield rank, message
 
     def obituary(self, rank: int) -> str:
         process = self.processes[rank]
@@ -134,21 +148,41 @@ class ProcessExecutor:
 
 
 class _Line:
-    """A connection with a thread that writes to it: whoever sends to a worker that is stopped does not wait for it."""
+    """A connection to which is written without waiting for the other side, which may be stopped.
+
+    What there is room for goes at once, the rest through a thread.
+    """
 
     def __init__(self, conn: Connection) -> None:
         self.connection = conn
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._queued = 0
+        self._lock = threading.Lock()
+        self._room = select.poll()
+        self._room.register(conn.fileno(), select.POLLOUT)
         threading.Thread(target=self._write, daemon=True, name="oslo-deploy-send").start()
 
     def send(self, data: bytes) -> None:
-        self._outbox.put(data)
+        with self._lock:
+            if self.connection.closed:
+                return
+            if self._queued or len(data) > _SMALL or not self._room.poll(0):
+                self._queued += 1
+                self._outbox.put(data)
+            else:
+                self._send(data)
 
     def _write(self) -> None:
         while (data := self._outbox.get()) is not None:
-            with suppress(OSError):  # of the end of the other side hears who receives
-                self.connection.send_bytes(data)
-        self.connection.close()
+            self._send(data)
+            with self._lock:
+                self._queued -= 1
+        with self._lock:
+            self.connection.close()
+
+    def _send(self, data: bytes) -> None:
+        with suppress(OSError):  # of the end of the other side hears who receives
+            self.connection.send_bytes(data)
 
     def close(self) -> None:
         with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as ours:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import io
 import pickle
 import sys
@@ -109,6 +111,17 @@ class Reply:
     result: Any = None
 
 
+class SentOutput:
+    """A ``ModelOutput`` on its way: with what has a value, but for caches, which stay where they are."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {key: value for key, value in self.output.items() if key != "past_key_values"}
+        return _output, (type(self.output), fields)
+
+
 @dataclass(frozen=True)
 class Failure:
     """From a worker: a call, or loading (number -1), has raised.
@@ -139,27 +152,42 @@ def encode(message: object, number: int = 0) -> bytes:
     """A message as bytes, with the number of the call that it is about in front."""
     file = io.BytesIO()
     file.write(number.to_bytes(8, "little", signed=True))
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(message)
+    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+    if "torch" in sys.modules:  # where it is not imported there are no tensors
+        pickler.dispatch_table = _reducers()
+    pickler.dump(message)
     return file.getvalue()
 
 
-class _Pickler(pickle.Pickler):
-    """Sends tensors as their bytes. torch's own way takes as long as a small model, and sends all that a view views."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")  # where it is not imported there are no tensors
-        if torch is None or type(obj) is not torch.Tensor or not obj.is_cpu or obj.layout is not torch.strided:
-            return NotImplemented
-        if obj.requires_grad or obj.is_quantized or obj.is_conj() or obj.is_neg():
-            return NotImplemented
-        data = bytearray(obj.contiguous().reshape(-1).view(torch.uint8).numpy())
-        return _tensor, (data, obj.dtype, tuple(obj.shape))
-
-
-def _tensor(data: bytearray, dtype: Any, shape: tuple[int, ...]) -> Any:
+@functools.cache
+def _reducers() -> dict[type, Any]:
+    """How to send what pickle would send otherwise, by type."""
     import torch
 
-    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    def tensor(value: Any) -> Any:
+        # As its bytes: torch's own way takes as long as a small model, and sends all that a view views.
+        if value.requires_grad or not value.is_cpu:
+            value = value.detach().cpu()
+        if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
+            return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        data = bytearray(value.reshape(-1).view(torch.uint8).numpy())
+        return _tensor, (data, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+
+    return {**copyreg.dispatch_table, torch.Tensor: tensor}
+
+
+def _output(cls: Any, fields: dict[str, Any]) -> Any:
+    output = cls.__new__(cls)  # what is checked where it is constructed takes as long as the rest of a message
+    for key, value in fields.items():
+        output[key] = value
+    return output
+
+
+def _tensor(data: bytearray, dtype: str, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    return torch.frombuffer(data, dtype=kind).view(shape) if data else torch.empty(shape, dtype=kind)
 
 
 def decode(data: bytes) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import random
 import weakref
@@ -50,7 +49,6 @@ class Deployment:
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def generate(
         self,
         inputs: Tensor | None = None,
@@ -76,7 +74,6 @@ class Deployment:
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
         return self._batcher.generate(kwargs, options, self.generation_config)
 
-    @torch.no_grad()
     def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:
         """As transformers' ``forward``, without a graph; caches of keys and values stay with the workers."""
         return self._engine.call("forward", args, kwargs, timeout=timeout, seed=seed)
@@ -240,7 +237,7 @@ def deploy(
             f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
         ) from error
     start_executor = executor_of(backend, arguments.pipeline_parallel_size)
-    engine = Engine(ranks, max(1, _cores() // ranks), make, start_executor)
+    engine = Engine(ranks, max(1, torch.get_num_threads() // ranks), make, start_executor)
     kind: Any = type(cls.__name__, (Deployment, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     model = object.__new__(kind)
     batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
@@ -284,10 +281,6 @@ class _Remake:
 
     def __call__(self) -> Any:
         return self._make(self._source, **self._kwargs).eval()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _show(engine: Engine, verbose: str | bool) -> None:

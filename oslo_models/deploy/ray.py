@@ -109,11 +109,17 @@ class RayExecutor:
         for actor in self._actors:
             actor.tell.remote(data)
 
-    def receive(self, timeout: float) -> Iterator[tuple[int, Any]]:
+    def wait(self, timeout: float) -> None:
+        self._ready(timeout)
+
+    def _ready(self, timeout: float) -> list[Any]:
         if self._closed.is_set() or not ray.is_initialized():
             raise OSError("the actors were ended")
         ready, _ = ray.wait(list(self._hearing), timeout=timeout)
-        for ref in ready:
+        return ready
+
+    def receive(self) -> Iterator[tuple[int, Any]]:
+        for ref in self._ready(0):
             rank = self._hearing.pop(ref)
             try:
                 said = ray.get(ref)

@@ -35,12 +35,16 @@ from oslo_models.deploy.messages import (
     Ready,
     Reply,
     Request,
+    SentOutput,
     Setup,
     Streamed,
     decode,
     encode,
     portable,
 )
+
+HANDOVER = 0.05
+"""Seconds after which messages are heard while the model computes: no thread slows down calls that take less."""
 
 
 class Channel(Protocol):
@@ -61,7 +65,7 @@ class Worker:
         self.since: float | None = time.monotonic()
         self.progress = 0
         self.model: Any = None
-        self._sending = threading.Lock()
+        self._sending, self._hearing = threading.Lock(), threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, message: object, number: int = 0) -> None:
@@ -70,22 +74,40 @@ class Worker:
             self.connection.send_bytes(data)
 
     def _listen(self) -> None:
-        """Hear the application while the main thread computes; its silence for ever is the end."""
+        """Hear the application while the main thread computes for long; when it does not, it hears for itself."""
         while True:
+            if self.since is not None:
+                with self._hearing:
+                    while not self._hear():
+                        pass
+            time.sleep(HANDOVER)
+
+    def _hear(self) -> bool:
+        """Take one message; whether the main thread is to act on it. The end of the connection is that of all."""
+        try:
+            message = decode(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        if isinstance(message, Ping):
+            self.send(Pong(self.since and time.monotonic() - self.since, self.progress))
+        elif isinstance(message, Cancel):
+            self.cancelled.add(message.number)
+        else:
+            self.inbox.put(message)
+            return True
+        return False
+
+    def _next(self) -> Any:
+        """What the main thread is to do next."""
+        while self.inbox.empty() and self._hearing.acquire(blocking=False):
             try:
-                data = self.connection.recv_bytes()
-            except (EOFError, OSError):
-                os._exit(0)
-            message = decode(data)
-            if isinstance(message, Ping):
-                self.send(Pong(self.since and time.monotonic() - self.since, self.progress))
-            elif isinstance(message, Cancel):
-                self.cancelled.add(message.number)
-            else:
-                self.inbox.put(message)
+                self._hear()
+            finally:
+                self._hearing.release()
+        return self.inbox.get()
 
     def run(self) -> None:
-        setup = self.inbox.get()
+        setup = self._next()
         self.rank = setup.rank
         sys.path[:] = setup.path
         try:
@@ -94,10 +116,10 @@ class Worker:
             self.send(Failure(-1, portable(error), traceback.format_exc()))
             return
         self.answers = setup.rank == self.model.mesh.tp.size * (self.model.mesh.pp.size - 1)
-        self.send(Ready(str(self.model.device)))
+        self.send(Ready(str(self.device)))
         while True:
             self.since = None
-            request = self.inbox.get()
+            request = self._next()
             self.since = time.monotonic()
             self._answer(request)
 
@@ -117,7 +139,7 @@ class Worker:
                 store = TCPStore(setup.host, port, setup.world_size, is_master=True, **options)
                 self.send(Listening(port))
             else:
-                join = self.inbox.get()
+                join = self._next()
                 assert isinstance(join, Join)
                 store = TCPStore(setup.host, join.port, setup.world_size, is_master=False)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -125,6 +147,7 @@ class Worker:
         cls, constructor, args, kwargs = pickle.loads(setup.make)
         set_tqdm_hook(self._progress)
         self.model = getattr(cls, constructor)(*args, **kwargs).eval()
+        self.device = self.model.device  # which a module has to look for each time
         set_tqdm_hook(None)
 
     def _progress(self, bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,6 +165,8 @@ class Worker:
                 self.send(Loading(number, len(items)))
 
     def _answer(self, request: Request | Failure) -> None:
+        from transformers.utils import ModelOutput
+
         from oslo_models.pipeline.runner import OtherStageError
 
         if isinstance(request, Failure):  # what was asked could not be read
@@ -149,6 +174,8 @@ class Worker:
             return
         try:
             result = self._call(request)
+            if isinstance(result, ModelOutput):
+                result = SentOutput(result)
             self.send(Reply(request.number, result if self.answers or request.gather else None), request.number)
         except BaseException as error:  # noqa: BLE001  everything is reported
             secondary = isinstance(error, OtherStageError)
@@ -157,7 +184,7 @@ class Worker:
         self.cancelled.discard(request.number)
 
     def _call(self, request: Request) -> Any:
-        _seed(request.seed, self.model.device)
+        _seed(request.seed, self.device, only_torch=request.method == "forward")
         if request.generation_config is not None:
             self.model.generation_config = request.generation_config
         if self.model.pipeline is not None:  # what a call before this one has left undone is no concern of this one
@@ -166,11 +193,11 @@ class Worker:
         if request.method == "memory":
             return self._memory(*request.args)
         if request.method == "generate":
-            return _plain(self._generate(request, kwargs))
+            return self._generate(request, kwargs)
         if request.method == "forward":
-            return _plain(self._forward(request.args, kwargs))
+            return self._forward(request.args, kwargs)
         result = getattr(self.model, request.method)(*request.args, **kwargs)
-        return None if result is self.model else _plain(result)
+        return None if result is self.model else result
 
     def _generate(self, request: Request, kwargs: dict[str, Any]) -> Any:
         from transformers import StoppingCriteriaList
@@ -179,19 +206,19 @@ class Worker:
         if request.stream:  # on every rank, so that whatever transformers says to a streamer it says on all
             send = partial(self._stream, request.number) if self.answers else lambda value: None
             kwargs["streamer"] = _Relay(send)
-        kwargs = _on_device(kwargs, self.model.device)
-        args = _on_device(request.args, self.model.device)
+        kwargs = _on_device(kwargs, self.device)
+        args = _on_device(request.args, self.device)
         return self.model.generate(*args, **kwargs, stopping_criteria=StoppingCriteriaList(criteria))
 
     def _stream(self, number: int, value: Any) -> None:
         self.send(Streamed(number, value), number)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from torch import Tensor
-
-        args, kwargs = (_on_device(given, self.model.device) for given in (args, kwargs))
+        args, kwargs = (_on_device(given, self.device) for given in (args, kwargs))
         if not self.model.is_pipeline_parallelized():
             return self.model(*args, **kwargs)
+        from torch import Tensor
+
         rows = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
         self.model.set_micro_batch_size(rows[0] if rows else 1)
         (output,) = self.model(*args, **kwargs)
@@ -224,13 +251,14 @@ class Worker:
         return stops
 
 
-def _seed(seed: int, device: Any) -> None:
+def _seed(seed: int, device: Any, only_torch: bool) -> None:
     """As transformers' ``set_seed``, which seeds devices that nobody uses and takes as long as a small model."""
     import numpy
     import torch
 
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
+    if not only_torch:
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -243,24 +271,15 @@ class _Relay:
         self._send = send
 
     def put(self, value: Any) -> None:
-        self._send(value.cpu())
+        self._send(value)
 
     def end(self) -> None:
         self._send(None)
 
 
-def _plain(result: Any) -> Any:
-    """The result as it can be sent: tensors on the CPU, without caches, which stay here."""
-    from torch import Tensor
-    from torch.utils._pytree import tree_map_only
-    from transformers.utils import ModelOutput
-
-    if isinstance(result, ModelOutput):
-        result = type(result)(**{key: value for key, value in result.items() if key != "past_key_values"})
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), result)
-
-
 def _on_device(values: Any, device: Any) -> Any:
+    if device.type == "cpu":  # where messages bring them
+        return values
     from torch import Tensor
     from torch.utils._pytree import tree_map_only
 
