@@ -140,8 +140,8 @@ def _fused_cases() -> list[Case]:
             _fused(f"ngrams-{batch}x{length}", f"n-grams of {batch} x {length} tokens", fusing.blocking, **sizes)
         )
     for family in fusing.FAMILIES:
-        train = {"family": family, "batch": 4, "length": 128, "timed": 5, "smoke": {"length": 8}}
-        write = {"family": family, "batch": 4, "length": 16, "new": 48, "timed": 5, "smoke": {"length": 8, "new": 4}}
+        train = {"family": family, "batch": 4, "length": 128, "timed": 8, "smoke": {"length": 8}}
+        write = {"family": family, "batch": 4, "length": 16, "new": 48, "timed": 8, "smoke": {"length": 8, "new": 4}}
         cases.append(_fused(f"train-{family}", f"A small {family}, train, 4 x 128 tokens", fusing.training, **train))
         cases.append(
             _fused(f"generate-{family}", f"A small {family}, generate 4 x 48 tokens", fusing.generation, **write)

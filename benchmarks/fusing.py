@@ -48,10 +48,13 @@ def _family(name: str, processes: int, smoke: bool) -> Any:
 
 
 def _in_turn(runs: dict[str, Callable[[], Any]], timed: int, calls: int = 1) -> dict[str, float]:
-    """The median seconds of each, ``calls`` at a time in turn in every round, after one round to warm up."""
+    """The median seconds of each, ``calls`` at a time in turn in every round, after one round to warm up.
+
+    The order changes from round to round, as whoever comes first may find another machine than whoever comes second.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(timed + 1):
-        for name, run in runs.items():
+    for number in range(timed + 1):
+        for name, run in list(runs.items())[:: 1 if number % 2 else -1]:
             start = time.perf_counter()
             for _ in range(calls):
                 run()
