@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import queue
+import random
 import sys
 import threading
 import time
@@ -75,7 +77,7 @@ class Engine:
         self._calls: dict[int, _Call] = {}
         self._pongs: dict[int, tuple[float, Pong]] = {}
         self._hearing, self._unheard = threading.Lock(), threading.Event()
-        self._number, self._pid = 0, os.getpid()
+        self._numbers, self._seeds, self._pid = itertools.count(1), random.Random(), os.getpid()
         self._broken: str | None = "it was not started"
         self._executor: Executor | None = None  # once it can be called
         self._loading: Executor | None = None
@@ -194,10 +196,8 @@ class Engine:
         """
         if self._pid != os.getpid():
             raise EngineError("this process was forked from the one that deployed the model; deploy it here")
-        seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
-        with self._lock:
-            self._number += 1
-            number = self._number
+        seed = self._seeds.getrandbits(32) if seed is None else seed
+        number = next(self._numbers)
         request = Request(number, method, args, kwargs or {}, seed, streamer is not None, gather, generation_config)
         try:
             data = encode(request, number)
