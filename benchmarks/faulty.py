@@ -23,6 +23,7 @@ from transformers import GPT2Config, LogitsProcessor
 from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import serving
 from oslo_models.deploy.executor import ProcessExecutor
+from oslo_models.deploy.line import Line
 from oslo_models.deploy.worker import Worker
 
 CONFIG = GPT2Config(
@@ -39,7 +40,7 @@ class ForkedExecutor(ProcessExecutor):
         ours, theirs = socket.socketpair()
         with theirs:
             process = start_forked_worker(theirs, rank)
-        return process, Connection(ours.detach())
+        return process, Line(ours)
 
 
 def start_forked_worker(theirs: socket.socket, local_rank: int, loopback: bool = True) -> Any:
@@ -71,7 +72,7 @@ def _work(conn: Connection, local_rank: int) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update({"LOCAL_RANK": str(local_rank), "GLOO_SOCKET_IFNAME": "lo"})
-    Worker(conn).run()
+    Worker(Line(socket.socket(fileno=os.dup(conn.fileno())))).run()
 
 
 def server_address() -> Any:

@@ -12,9 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from oslo_models.deploy.line import Line
 from oslo_models.deploy.messages import decode, encode
 
 _SMALL = 4096
@@ -81,49 +81,49 @@ class ProcessExecutor:
 
     def __init__(self, count: int) -> None:
         self.processes: list[Process] = []
-        self._lines: list[_Line] = []
+        self._senders: list[_Sender] = []
         self._incoming = select.poll()
-        self._ends: dict[int, tuple[int, Connection]] = {}
+        self._ends: dict[int, tuple[int, Line]] = {}
         try:
             for rank in range(count):
-                process, conn = self._start(rank)
+                process, line = self._start(rank)
                 self.processes.append(process)
-                self._lines.append(_Line(conn))
-                self._incoming.register(conn.fileno(), select.POLLIN)
-                self._ends[conn.fileno()] = rank, conn
+                self._senders.append(_Sender(line))
+                self._incoming.register(line.fileno(), select.POLLIN)
+                self._ends[line.fileno()] = rank, line
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, rank: int) -> tuple[Process, Connection]:
+    def _start(self, rank: int) -> tuple[Process, Line]:
         ours, theirs = socket.socketpair()
         with theirs:
             process = start_worker(theirs, rank)
-        return process, Connection(ours.detach())
+        return process, Line(ours)
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
 
     def send(self, rank: int, message: object) -> None:
-        self._lines[rank].send(encode(message))
+        self._senders[rank].send(encode(message))
 
     def broadcast(self, data: bytes) -> None:
-        for line in self._lines:
-            line.send(data)
+        for sender in self._senders:
+            sender.send(data)
 
     def wait(self, timeout: float) -> None:
-        if not self._lines:
+        if not self._senders:
             raise OSError("the connections are closed")
         self._incoming.poll(timeout * 1e3)
 
     def receive(self) -> Iterator[tuple[int, Any]]:
-        if not self._lines:
+        if not self._senders:
             raise OSError("the connections are closed")
         for descriptor, _ in self._incoming.poll(0):
-            rank, conn = self._ends[descriptor]
+            rank, line = self._ends[descriptor]
             try:
-                message = decode(conn.recv_bytes())
+                message = decode(line.recv_bytes())
             except (EOFError, OSError):
                 message = None
             yield rank, message
@@ -143,28 +143,28 @@ class ProcessExecutor:
             process.kill()
         for process in self.processes:
             process.wait()
-        while self._lines:
-            self._lines.pop().close()
+        while self._senders:
+            self._senders.pop().close()
 
 
-class _Line:
-    """A connection to which is written without waiting for the other side, which may be stopped.
+class _Sender:
+    """Writes to a line without waiting for the other side, which may be stopped.
 
     What there is room for goes at once, the rest through a thread.
     """
 
-    def __init__(self, conn: Connection) -> None:
-        self.connection = conn
+    def __init__(self, line: Line) -> None:
+        self._line = line
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._queued = 0
         self._lock = threading.Lock()
         self._room = select.poll()
-        self._room.register(conn.fileno(), select.POLLOUT)
+        self._room.register(line.fileno(), select.POLLOUT)
         threading.Thread(target=self._write, daemon=True, name="oslo-deploy-send").start()
 
     def send(self, data: bytes) -> None:
         with self._lock:
-            if self.connection.closed:
+            if self._line.fileno() < 0:
                 return
             if self._queued or len(data) > _SMALL or not self._room.poll(0):
                 self._queued += 1
@@ -178,15 +178,15 @@ class _Line:
             with self._lock:
                 self._queued -= 1
         with self._lock:
-            self.connection.close()
+            self._line.close()
 
     def _send(self, data: bytes) -> None:
         with suppress(OSError):  # of the end of the other side hears who receives
-            self.connection.send_bytes(data)
+            self._line.send_bytes(data)
 
     def close(self) -> None:
-        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
-            ours.shutdown(socket.SHUT_RDWR)  # wakes who reads or writes; closing is left to the thread that writes
+        with suppress(OSError):
+            self._line.shutdown()  # wakes who reads or writes; closing is left to the thread that writes
         self._outbox.put(None)
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from oslo_models.deploy.executor import Process, ProcessExecutor, start_worker
+from oslo_models.deploy.line import Line
 
 ARRIVAL = 300.0
 """Seconds that the application waits for the other processes to reach their constructor."""
@@ -56,13 +57,13 @@ class TorchrunExecutor(ProcessExecutor):
         self.host = self._others.host
         super().__init__(count)
 
-    def _start(self, rank: int) -> tuple[Process, Connection]:
+    def _start(self, rank: int) -> tuple[Process, Line]:
         if rank > 0:
             return self._others.start(rank)
         ours, theirs = socket.socketpair()
         with theirs:
             process = start_worker(theirs, int(os.environ.get("LOCAL_RANK", "0")), self._others.loopback)
-        return process, Connection(ours.detach())
+        return process, Line(ours)
 
 
 class _Others:
@@ -85,7 +86,7 @@ class _Others:
         missing = set(range(1, launched_size()))
         while missing:
             try:
-                conn = self._accept()
+                conn = Connection(self._accept().detach())
             except TimeoutError:
                 raise TimeoutError(
                     f"the processes {sorted(missing)} of the launcher have not come to deploy a model within "
@@ -95,7 +96,7 @@ class _Others:
             self._orders[rank] = conn
             missing.discard(rank)
 
-    def _accept(self) -> Connection:
+    def _accept(self) -> socket.socket:
         """A connection from a process that knows the key."""
         while True:
             accepted, _ = self._listener.accept()
@@ -106,10 +107,10 @@ class _Others:
                     shown += more
             if hmac.compare_digest(shown, self._key):
                 accepted.settimeout(None)
-                return Connection(accepted.detach())
+                return accepted
             accepted.close()
 
-    def start(self, rank: int) -> tuple[Process, Connection]:
+    def start(self, rank: int) -> tuple[Process, Line]:
         """Have a worker started by another process."""
         if rank not in self._orders:
             raise ValueError(f"{rank + 1} processes are needed, and the launcher started {launched_size()}")
@@ -117,7 +118,7 @@ class _Others:
             pid = self._ask(rank, "start")
             if pid is None:
                 raise ConnectionError(f"the process of rank {rank} that the launcher started has ended")
-            return _Remote(self, rank, pid), self._accept()
+            return _Remote(self, rank, pid), Line(self._accept())
 
     def ask(self, rank: int, *order: Any) -> Any:
         with self._lock:

@@ -20,10 +20,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from oslo_models.deploy.line import Line
 from oslo_models.deploy.messages import (
     Cancel,
     Failure,
@@ -304,7 +304,7 @@ def main() -> None:
         if (stream := getattr(sys, name)) is not None:
             setattr(sys, name, _Log(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application, which decides what it means
-    Worker(Connection(int(sys.argv[1]))).run()
+    Worker(Line(socket.socket(fileno=int(sys.argv[1])))).run()
 
 
 if __name__ == "__main__":
