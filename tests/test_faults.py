@@ -99,17 +99,26 @@ def live(rank: int, fault: Fault, store: str, port: int, saved: Path, folder: Pa
 
 
 def arm(fault: Fault, before: Callable[[], object]) -> None:
-    prepare = collectives.waiting.__init__  # before every collective; it is entered only where others are late
+    """Let the fault happen before a collective at its place: before a wait, or before memory is shared without one."""
+    wait, share = collectives.waiting.__init__, collectives._shared_memory
 
-    def preparing(self: Any, axis: Any, *args: Any, **kwargs: Any) -> None:
+    def strike(axis: Any) -> None:
         own = axis.watch
         if fault.where in own._at(own.place[0]):
             time.sleep(1.5 * own.beat)  # so that the others have heard where it is
             before()
             fault.strike()
-        prepare(self, axis, *args, **kwargs)
 
-    collectives.waiting.__init__ = preparing  # type: ignore[method-assign]
+    def waiting(self: Any, axis: Any, *args: Any, **kwargs: Any) -> None:
+        strike(axis)
+        wait(self, axis, *args, **kwargs)
+
+    def sharing(axis: Any, *args: Any) -> Any:
+        strike(axis)
+        return share(axis, *args)
+
+    collectives.waiting.__init__ = waiting  # type: ignore[method-assign]
+    collectives._shared_memory = sharing
 
 
 @dataclass
