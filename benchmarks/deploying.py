@@ -37,7 +37,7 @@ def call_overhead(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: 
     ids = tokens(here, 1, 4)
     seconds: dict[Any, list[float]] = {here: [], there: []}
     with torch.no_grad(), there:
-        for _ in range(timed // row + 1):  # the first ones warm up
+        for _ in range(-(-timed // row) + 1):  # the first ones warm up
             for model, taken in seconds.items():
                 for _ in range(row):
                     began = time.perf_counter()
