@@ -82,7 +82,7 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tens
         return x
     if x.dtype in DTYPES and op in (SUM, MAX) and (memory := _shared_memory(axis, x)):
         dense = x.contiguous()
-        memory.all_reduce(dense, op is not SUM and op == MAX, axis.timeout, partial(waiting, axis, "a sum"))
+        memory.all_reduce(dense, op is not SUM and op == MAX)
         return x if dense is x else x.copy_(dense)
     with waiting(axis, "a sum"):
         dist.all_reduce(x, op=op, group=axis.group)
@@ -121,7 +121,11 @@ def _share_memory(axis: Axis) -> SharedMemory | None:
     with _or_gloo():
         if axis.rank > 0 and address is not None:
             memory = SharedMemory.attach(address, axis.rank, axis.size)
-    return memory if all(gather_objects(axis, memory is not None)) else None
+    if not all(gather_objects(axis, memory is not None)) or memory is None:
+        return None
+    memory.timeout = axis.timeout
+    memory.waiting = partial(waiting, replace(axis))  # a copy: the axis keeps the memory, which ends with it
+    return memory
 
 
 def copy_to(axis: Axis, x: Tensor) -> Tensor:
@@ -177,12 +181,11 @@ def _all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=axis.group)
         split = zip(gathered.chunk(len(sizes)), sizes, strict=True)
         return torch.cat([part.narrow(dim, 0, size) for part, size in split], dim)
-    around, memory = partial(waiting, axis, "a concatenation"), _shared_memory(axis, x)
-    if memory:
-        parts = memory.all_gather(x.contiguous(), axis.timeout, around).unbind()
+    if memory := _shared_memory(axis, x):
+        parts = memory.all_gather(x.contiguous()).unbind()
     else:
         parts = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in sizes)
-        with around():
+        with waiting(axis, "a concatenation"):
             dist.all_gather(list(parts), x.contiguous(), group=axis.group)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 

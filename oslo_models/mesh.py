@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ class Axis:
         name: ``"tp"``, ``"dp"``, ``"pp"``, ``"model"`` (pp and tp together) or ``"world"``.
         rank: the position of this process on the axis.
         ranks: the global ranks on the axis, in order.
+        size: how many they are.
         group: their process group; ``None`` when no process group is running.
         timeout: seconds to wait for the others in one collective.
         watch: knows where they are; ``None`` without a process group.
@@ -40,10 +41,10 @@ class Axis:
     group: dist.ProcessGroup | None
     timeout: float = PATIENCE
     watch: Watch | None = None
+    size: int = field(init=False)  # asked for in every collective, where a property is felt
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # a process group cannot be copied, and a copied model lives on the same ranks

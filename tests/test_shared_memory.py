@@ -121,9 +121,10 @@ def test_a_source_that_does_not_compile(tmp_path: Path) -> None:
 def differ(what: str) -> None:
     memory = memory_of(2)
     x = torch.ones(4, dtype=torch.float64 if what == "dtype" and memory.rank else torch.float32)
+    memory.timeout = 5
     if what == "operation" and memory.rank:
-        memory.all_gather(x, timeout=5)
-    memory.all_reduce(x[:3] if what == "shape" and memory.rank else x, timeout=5)
+        memory.all_gather(x)
+    memory.all_reduce(x[:3] if what == "shape" and memory.rank else x)
 
 
 @pytest.mark.parametrize("what", ["shape", "dtype", "operation"])
@@ -142,8 +143,9 @@ def come_late(seconds: float) -> None:
     memory.all_reduce(torch.ones(1))
     assert time.process_time() - spent < 0.5 * seconds
     if memory.rank == 0:
+        memory.timeout = 0.3
         with pytest.raises(PeerError, match=r"rank 1 of 2 has not come in 0.3 s, while rank 0 waited for it"):
-            memory.all_reduce(torch.ones(1), timeout=0.3)
+            memory.all_reduce(torch.ones(1))
         with pytest.raises(PeerError, match="of no use after an error"):
             memory.all_reduce(torch.ones(1))
     dist.barrier()
@@ -167,10 +169,11 @@ def test_a_rank_that_is_killed_or_stopped(number: int, said: str) -> None:
         while not memory._library.oslo_shm_alive(memory._handle, 1):  # until it has attached
             time.sleep(0.01)
         memory.all_reduce(torch.ones(1))
+        memory.timeout = 1
         threading.Timer(0.3, os.kill, (child, number)).start()
         started = time.monotonic()
         with pytest.raises(PeerError, match=f"rank 1 of 2 {said}.*, while rank 0 waited for it") as caught:
-            memory.all_reduce(torch.ones(1), timeout=1)
+            memory.all_reduce(torch.ones(1))
         assert caught.value.position == 1
         assert time.monotonic() - started < 3
     finally:
@@ -192,7 +195,7 @@ def interrupt() -> None:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         before = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            memory.all_reduce(torch.ones(1), timeout=20)
+            memory.all_reduce(torch.ones(1))
         assert time.monotonic() - before < 2
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     else:

@@ -137,9 +137,9 @@ using Combine = void (*)(Region&, void*, int64_t);
 template <bool kMax>
 Combine combine_of(int dtype) {
     switch (dtype) {
-        case 0: return combine<float, float, kMax>;
-        case 1: return combine<double, double, kMax>;
-        case 2: return combine<BFloat16, float, kMax>;
+        case 2: return combine<float, float, kMax>;
+        case 4: return combine<double, double, kMax>;
+        case 6: return combine<BFloat16, float, kMax>;
         default: return combine<_Float16, float, kMax>;
     }
 }
@@ -200,14 +200,15 @@ int oslo_shm_alive(void* handle, int peer) {
     return fcntl(static_cast<Region*>(handle)->fd, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
-// Reduce `bytes` bytes at `data` over the ranks, in place. 0 when done; 1 + rank when that rank keeps this one waiting:
-// call again with the same arguments to go on; -1 - rank when that rank is in another call.
-int oslo_shm_all_reduce(void* handle, void* data, int64_t bytes, int dtype, int max) {
+// Reduce what is at `data` over the ranks, in place; `call` is bytes << 8 | dtype | whether the maximum is wanted. 0 when
+// done; 1 + rank when that rank keeps this one waiting: call again with the same arguments to go on; -1 - rank when that
+// rank is in another call.
+int oslo_shm_all_reduce(void* handle, void* data, int64_t call) {
     if (!handle) return kClosed;
     Region& region = *static_cast<Region*>(handle);
     char* bytes_of = static_cast<char*>(data);
-    const Combine combine = max ? combine_of<true>(dtype) : combine_of<false>(dtype);
-    const uint64_t call = static_cast<uint64_t>(bytes) << 8 | (1 + 2 * dtype + max);
+    const int64_t bytes = call >> 8;
+    const Combine combine = call & 1 ? combine_of<true>(call & 0xfe) : combine_of<false>(call & 0xfe);
     for (int64_t& done = region.offset; done < bytes;) {
         const int64_t n = least(region.slot, bytes - done);
         if (const int error = exchange(region, bytes_of + done, n, call)) return error;
