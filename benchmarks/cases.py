@@ -197,10 +197,10 @@ CASES = {
             Case(
                 *(f"all-reduce-{name}", f"All-reduce of {label}, float32", measure.all_reduce, "", (OURS,)),
                 baseline="gloo",
-                options={"kilobytes": kilobytes, "timed": 300},
+                options={"kilobytes": kilobytes, "timed": timed},
                 smoke={"timed": 3},
             )
-            for name, label, kilobytes in (("4kb", "4 KB", 4), ("3mb", "3 MB", 3072))
+            for name, label, kilobytes, timed in (("4kb", "4 KB", 4, 3000), ("3mb", "3 MB", 3072, 300))
         ),
         *(
             Case(
