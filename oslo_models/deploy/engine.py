@@ -286,9 +286,11 @@ class Engine:
             self._unheard.clear()
             if self._hearing.acquire(blocking=False):
                 try:
-                    self._hear(executor, 1.0)
-                    while self._calls and self._executor is executor:
-                        self._hear(executor, 0.2)
+                    calls = True
+                    while calls and self._executor is executor:
+                        self._hear(executor, 0.2 if self._calls else 1.0)
+                        self._unheard.clear()  # its caller has put its call there before: the next line sees that
+                        calls = bool(self._calls)
                 finally:
                     self._hearing.release()
 

@@ -33,7 +33,7 @@ class Executor(Protocol):
     def host(self) -> str:
         """The address at which the others reach rank 0."""
 
-    def send(self, rank: int, message: object) -> None:
+    def send(self, rank: int, message: tuple[Any, ...]) -> None:
         """Send to one worker, without waiting for it; one that has died is reported by `receive`."""
 
     def broadcast(self, data: bytes) -> None:
@@ -105,7 +105,7 @@ class ProcessExecutor:
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
 
-    def send(self, rank: int, message: object) -> None:
+    def send(self, rank: int, message: tuple[Any, ...]) -> None:
         self._senders[rank].send(encode(message))
 
     def broadcast(self, data: bytes) -> None:

@@ -102,7 +102,7 @@ class RayExecutor:
             actor.work.remote()
             self._hearing[actor.hear.remote()] = rank
 
-    def send(self, rank: int, message: object) -> None:
+    def send(self, rank: int, message: tuple[Any, ...]) -> None:
         self._actors[rank].tell.remote(encode(message))
 
     def broadcast(self, data: bytes) -> None:

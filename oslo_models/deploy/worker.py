@@ -65,10 +65,11 @@ class Worker:
         self.since: float | None = time.monotonic()
         self.progress = 0
         self.model: Any = None
+        self.output: Any = None  # transformers' class of them, which is imported when there is work
         self._sending, self._hearing = threading.Lock(), threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def send(self, message: object, number: int = 0) -> None:
+    def send(self, message: tuple[Any, ...], number: int = 0) -> None:
         data = encode(message, number)
         with self._sending:
             self.connection.send_bytes(data)
@@ -127,8 +128,10 @@ class Worker:
         import torch
         import torch.distributed as dist
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from transformers.utils import ModelOutput
         from transformers.utils.logging import set_tqdm_hook
 
+        self.output = ModelOutput
         torch.set_num_threads(setup.threads)
         torch.set_grad_enabled(False)
         if setup.world_size > 1:
@@ -165,19 +168,17 @@ class Worker:
                 self.send(Loading(number, len(items)))
 
     def _answer(self, request: Request | Failure) -> None:
-        from transformers.utils import ModelOutput
-
-        from oslo_models.pipeline.runner import OtherStageError
-
         if isinstance(request, Failure):  # what was asked could not be read
             self.send(request, request.number)
             return
         try:
             result = self._call(request)
-            if isinstance(result, ModelOutput):
+            if isinstance(result, self.output):
                 result = SentOutput(result)
             self.send(Reply(request.number, result if self.answers or request.gather else None), request.number)
         except BaseException as error:  # noqa: BLE001  everything is reported
+            from oslo_models.pipeline.runner import OtherStageError
+
             secondary = isinstance(error, OtherStageError)
             failure = Failure(request.number, portable(error), traceback.format_exc(), secondary)
             self.send(failure, request.number)
