@@ -17,8 +17,6 @@ from typing import Any, Protocol
 from oslo_models.deploy.line import Line
 from oslo_models.deploy.messages import decode, encode
 
-_SMALL = 4096
-"""Bytes for which there is always room in a socket that can be written to at all."""
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
@@ -82,7 +80,7 @@ class ProcessExecutor:
     def __init__(self, count: int) -> None:
         self.processes: list[Process] = []
         self._senders: list[_Sender] = []
-        self._incoming = select.poll()
+        self._incoming, self._ready = select.poll(), list[tuple[int, int]]()
         self._ends: dict[int, tuple[int, Line]] = {}
         try:
             for rank in range(count):
@@ -115,12 +113,13 @@ class ProcessExecutor:
     def wait(self, timeout: float) -> None:
         if not self._senders:
             raise OSError("the connections are closed")
-        self._incoming.poll(timeout * 1e3)
+        self._ready = self._incoming.poll(timeout * 1e3)
 
     def receive(self) -> Iterator[tuple[int, Any]]:
         if not self._senders:
             raise OSError("the connections are closed")
-        for descriptor, _ in self._incoming.poll(0):
+        ready, self._ready = self._ready, []
+        for descriptor, _ in ready:
             rank, line = self._ends[descriptor]
             try:
                 message = decode(line.recv_bytes())
@@ -155,34 +154,28 @@ class _Sender:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[bytes | memoryview | None] = queue.SimpleQueue()
         self._queued = 0
         self._lock = threading.Lock()
-        self._room = select.poll()
-        self._room.register(line.fileno(), select.POLLOUT)
         threading.Thread(target=self._write, daemon=True, name="oslo-deploy-send").start()
 
     def send(self, data: bytes) -> None:
-        with self._lock:
+        with self._lock, suppress(OSError):  # of the end of the other side hears who receives
             if self._line.fileno() < 0:
                 return
-            if self._queued or len(data) > _SMALL or not self._room.poll(0):
+            rest = data if self._queued else self._line.send_now(data)
+            if rest:
                 self._queued += 1
-                self._outbox.put(data)
-            else:
-                self._send(data)
+                self._outbox.put(rest)
 
     def _write(self) -> None:
         while (data := self._outbox.get()) is not None:
-            self._send(data)
+            with suppress(OSError):
+                self._line.send_bytes(data) if isinstance(data, bytes) else self._line.send_rest(data)
             with self._lock:
                 self._queued -= 1
         with self._lock:
             self._line.close()
-
-    def _send(self, data: bytes) -> None:
-        with suppress(OSError):  # of the end of the other side hears who receives
-            self._line.send_bytes(data)
 
     def close(self) -> None:
         with suppress(OSError):

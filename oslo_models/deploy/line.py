@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import time
 
 _HEAD = 8
-_SMALL = 65536
 
 
 class Line:
@@ -14,18 +15,35 @@ class Line:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         connected.settimeout(None)  # whatever the application has made the default
+        self._incoming = select.poll()
+        self._incoming.register(connected, select.POLLIN)
 
     def fileno(self) -> int:
         """Its descriptor, -1 when it is closed."""
         return self._socket.fileno()
 
     def send_bytes(self, data: bytes) -> None:
+        if rest := self.send_now(data):
+            self.send_rest(rest)
+
+    def send_now(self, data: bytes) -> memoryview:
+        """Send as much as there is room for, and return the rest: for `send_rest`, before any other message."""
         head = len(data).to_bytes(_HEAD, "little")
-        if len(data) <= _SMALL:
-            self._socket.sendall(head + data)
-        else:
-            self._socket.sendall(head)
-            self._socket.sendall(data)
+        try:
+            sent = self._socket.sendmsg((head, data), (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        return memoryview(data)[sent - _HEAD :] if sent >= _HEAD else memoryview(head + data)[sent:]
+
+    def send_rest(self, rest: memoryview) -> None:
+        """Send what `send_now` has returned."""
+        self._socket.sendall(rest)
+
+    def watch(self, seconds: float) -> None:
+        """Wait for at most so long until there is something to receive, without sleeping."""
+        until = time.monotonic() + seconds
+        while not self._incoming.poll(0) and time.monotonic() < until:
+            pass
 
     def recv_bytes(self) -> bytes:
         """The next message.

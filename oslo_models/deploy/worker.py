@@ -45,6 +45,9 @@ from oslo_models.deploy.messages import (
 
 HANDOVER = 0.05
 """Seconds after which messages are heard while the model computes: no thread slows down calls that take less."""
+WAKEFUL = 0.001
+"""Seconds that a worker watches for the next call before it sleeps: where calls follow one another, waking up, with
+caches that others have used in between, takes longer than all else that a call adds to the model's time."""
 
 
 class Channel(Protocol):
@@ -58,8 +61,13 @@ class Channel(Protocol):
 class Worker:
     """One rank: what it was asked, what it is doing, and the model."""
 
-    def __init__(self, connection: Channel) -> None:
-        self.connection = connection
+    def __init__(self, connection: Channel, watch: Callable[[float], object] | None = None) -> None:
+        """Begin to listen.
+
+        Args:
+            watch: waits for at most so many seconds until there is something to hear, without sleeping.
+        """
+        self.connection, self.watch = connection, watch
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.cancelled: set[int] = set()
         self.since: float | None = time.monotonic()
@@ -102,6 +110,8 @@ class Worker:
         """What the main thread is to do next."""
         while self.inbox.empty() and self._hearing.acquire(blocking=False):
             try:
+                if self.watch is not None and self.model is not None:
+                    self.watch(WAKEFUL)
                 self._hear()
             finally:
                 self._hearing.release()
@@ -133,6 +143,8 @@ class Worker:
 
         self.output = ModelOutput
         torch.set_num_threads(setup.threads)
+        if len(os.sched_getaffinity(0)) <= setup.world_size:  # the application needs the core
+            self.watch = None
         torch.set_grad_enabled(False)
         if setup.world_size > 1:
             if setup.rank == 0:
@@ -305,7 +317,8 @@ def main() -> None:
         if (stream := getattr(sys, name)) is not None:
             setattr(sys, name, _Log(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application, which decides what it means
-    Worker(Line(socket.socket(fileno=int(sys.argv[1])))).run()
+    line = Line(socket.socket(fileno=int(sys.argv[1])))
+    Worker(line, line.watch).run()
 
 
 if __name__ == "__main__":
