@@ -125,6 +125,19 @@ def test_many_threads(model: Any, whole: Any, seed: int) -> None:
     assert sum(sent) == 48 and max(sent) <= 8 and len(sent) < 40
 
 
+def test_who_hears(model: Any, seed: int) -> None:
+    """A caller that is alone hears the workers for itself, also after many have called at once."""
+    given, engine, heard = prompt(seed), model._engine, list[str]()
+    tell = engine._tell
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda number: model(**given), range(12)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_tell", lambda executor: (heard.append(threading.current_thread().name), tell(executor)))
+        for _ in range(20):
+            model(**given)
+    assert heard.count(threading.current_thread().name) >= 5
+
+
 def test_streaming(model: Any, seed: int) -> None:
     streamer = Collected()
     out = model.generate(**prompt(seed, 1), max_new_tokens=15, do_sample=False, streamer=streamer)
