@@ -24,6 +24,8 @@ _OWN = {
     "RankFailedError": "oslo_models.watch",
     "initialize": "oslo_models.models.parallelized",
     "parallelize": "oslo_models.deploy.existing",
+    "save_tensor_parallel": "oslo_models.models.tensor_parallel",
+    "tensor_parallel": "oslo_models.models.tensor_parallel",
 }
 
 

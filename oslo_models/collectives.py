@@ -1,6 +1,7 @@
 """What ranks say to each other: Megatron's conjugate pairs as autograd functions, and agreement between ranks.
 
-The only file that calls ``torch.distributed``'s collectives. An axis of size one returns early, here and nowhere else.
+The only file that calls ``torch.distributed``'s collectives, and those of ranks that are threads. An axis of size one
+returns early, here and nowhere else.
 Source of the pairs: Shoeybi et al., "Megatron-LM", 2019, figure 3 (``f`` is `copy_to`, ``g`` is `reduce_from`).
 """
 
@@ -84,6 +85,9 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tens
         dense = x.contiguous()
         memory.all_reduce(dense, op is not SUM and op == MAX)
         return x if dense is x else x.copy_(dense)
+    if axis.threads is not None:
+        axis.threads.all_reduce(axis.rank, x, op)
+        return x
     with waiting(axis, "a sum"):
         dist.all_reduce(x, op=op, group=axis.group)
     return x
@@ -113,6 +117,8 @@ def _or_gloo() -> Iterator[None]:
 
 def _share_memory(axis: Axis) -> SharedMemory | None:
     """Memory of this host that all ranks of the axis share; ``None`` on all of them when that cannot be."""
+    if axis.threads is not None:
+        return None
     memory, address = None, None
     with _or_gloo():
         if axis.rank == 0:
@@ -183,6 +189,8 @@ def _all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor
         return torch.cat([part.narrow(dim, 0, size) for part, size in split], dim)
     if memory := _shared_memory(axis, x):
         parts = memory.all_gather(x.contiguous()).unbind()
+    elif axis.threads is not None:
+        parts = tuple(axis.threads.all_gather(axis.rank, x))
     else:
         parts = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in sizes)
         with waiting(axis, "a concatenation"):
@@ -255,6 +263,8 @@ def gather_objects(axis: Axis, value: Any) -> list[Any]:
     """
     if axis.size == 1:
         return [value]
+    if axis.threads is not None:
+        return axis.threads.all_gather(axis.rank, value)
     on_cpu = "cpu:" in dist.get_backend_config(axis.group)
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     data = data if on_cpu else data.cuda()

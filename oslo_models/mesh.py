@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from oslo_models.threads import ThreadGroup
 from oslo_models.watch import PATIENCE, Watch, watch_of_world
 
 
@@ -33,6 +34,7 @@ class Axis:
         group: their process group; ``None`` when no process group is running.
         timeout: seconds to wait for the others in one collective.
         watch: knows where they are; ``None`` without a process group.
+        threads: the group of ranks that are threads of this process, in place of a process group.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Axis:
     group: dist.ProcessGroup | None
     timeout: float = PATIENCE
     watch: Watch | None = None
+    threads: ThreadGroup | None = None
     size: int = field(init=False)  # asked for in every collective, where a property is felt
 
     def __post_init__(self) -> None:
@@ -133,6 +136,15 @@ class ParallelMesh:
         self.pp_back = self.stages(tuple(range(pp)), "pp_back") if pp > 1 else self.pp
         self.model = self._model_axis()
         atexit.register(_forget_groups, weakref.ref(self))
+
+    @classmethod
+    def of_thread(cls, threads: ThreadGroup, rank: int) -> ParallelMesh:
+        """The mesh of one of the ranks that are threads of this process; they divide layers and nothing else."""
+        mesh = cls.__new__(cls)
+        mesh.device, mesh.device_mesh, mesh._made, mesh.destroyed = threads.devices[rank], None, [], False
+        mesh.tp = mesh.model = mesh.world = Axis("tp", rank, tuple(range(threads.size)), None, threads=threads)
+        mesh.dp = mesh.pp = mesh.pp_back = Axis("pp", 0, (0,), None)
+        return mesh
 
     def _model_axis(self) -> Axis:
         """The ranks that hold one copy of the model; a group of their own only where no axis is already that."""

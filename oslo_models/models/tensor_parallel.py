@@ -1,0 +1,239 @@
+"""The front door of tensor_parallel: `tensor_parallel` divides a model over devices of one process, in a notebook."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from oslo_models.mesh import ParallelMesh, start_process_group, world_axis
+from oslo_models.models.arguments import Arguments
+from oslo_models.models.parallelized import initialize, zoo_class
+from oslo_models.models.together import Together, call_together
+from oslo_models.threads import ThreadGroup
+
+Device = torch.device | str | int
+
+_FSDP = "what is not divided is on every device; under torchrun, FSDP2 divides it: use `initialize`"
+_REFUSED = {
+    "tensor_parallel_config": "the plan of the architecture says how it is divided: `oslo-models list`",
+    "sharded": _FSDP,
+    "sharded_param_names": _FSDP,
+    "delay_init": "pass a model with weights, or load parts only, under torchrun, by from_pretrained_with_parallel",
+}
+"""What the original took and this does not, and what to do instead."""
+
+
+def tensor_parallel(
+    model: PreTrainedModel,
+    device_ids: Sequence[Device] | None = None,
+    tensor_parallel_config: None = None,
+    distributed: bool | None = None,
+    sharded: bool | None = None,
+    *,
+    output_device: Device | None = None,
+    gather_logits: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Divide a transformers model over devices of this process, without a launcher, to train and to generate.
+
+    What is returned is a model of the same transformers class, with the shares of all devices as its parameters;
+    parameters that are not divided are on each device once. Its ``state_dict`` and ``save_pretrained`` are those of an
+    undivided model. Ranks are threads of this process that take turns (`oslo_models.threads`).
+
+    Args:
+        model: a whole model of a class of which the zoo has one, with weights, best on the CPU. It stays as it is.
+        device_ids: a device for each rank: ``["cuda:0", "cuda:1"]``, ``[0, 1]``, ``["cpu", "cpu"]``; default: all GPUs.
+        distributed: ``True``: each process, started by ``torchrun``, is a rank; returns what `initialize` does.
+        output_device: where outputs are; by default on the first device.
+        gather_logits: as with `ParallelModel.from_pretrained_with_parallel`.
+
+    Raises:
+        ValueError: an argument does not fit, or the zoo has no such class.
+        RuntimeError: the model is divided already.
+    """
+    given = {"tensor_parallel_config": tensor_parallel_config, "sharded": sharded, **options}
+    for name, value in given.items():
+        if name not in _REFUSED:
+            raise ValueError(f"tensor_parallel has no argument {name}")
+        if value is not None and value is not False:
+            raise ValueError(f"{name}={value!r}: {_REFUSED[name]}")
+    if distributed:
+        if device_ids is not None or output_device is not None:
+            raise ValueError("with distributed=True each process has the device of its rank: leave out device_ids")
+        start_process_group()
+        sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
+        return initialize(model, {"model_parallelism": sizes})
+    devices = _devices(device_ids)
+    cls = zoo_class(model)
+    arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits)
+    arguments.check({})
+    arguments.check_config(cls, model.config)
+    threads = ThreadGroup(devices, _has_numpy(model))
+    config = copy.deepcopy(model.config)  # of all parts: what is changed in it is changed for all
+    parts = [_part(model, cls, config, threads, rank) for rank in range(threads.size)]
+    for part in parts:
+        part.gather_logits = gather_logits
+    divided = _of_parts(model, cls, parts, threads, devices[0] if output_device is None else _device(output_device))
+    divided.config = config
+    return divided
+
+
+def _device(device: Device) -> torch.device:
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
+
+
+def _devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
+    """The device of each rank."""
+    devices = [_device(device) for device in (range(torch.cuda.device_count()) if device_ids is None else device_ids)]
+    if not devices:
+        raise ValueError('there is no GPU: pass device_ids, such as ["cpu", "cpu"]')
+    if {device.type for device in devices} not in ({"cpu"}, {"cuda"}):
+        raise ValueError(f"device_ids must be GPUs only or CPUs only, got {[*map(str, devices)]}")
+    if devices[0].type == "cuda" and len(set(devices)) < len(devices):
+        raise ValueError(f"device_ids names a GPU twice, which would hold two shares: {[*map(str, devices)]}")
+    return devices
+
+
+def _has_numpy(model: nn.Module) -> bool:
+    """Whether transformers' code of the model may draw from numpy's generator: few import it at all."""
+    return any("np" in vars(sys.modules[type(module).__module__]) for module in model.modules())
+
+
+@torch.no_grad()
+def _part(model: Any, cls: type, config: PreTrainedConfig, threads: ThreadGroup, rank: int) -> Any:
+    """The share of one rank, on its device, made without a copy of the whole model."""
+    part: Any = copy.deepcopy(model, {id(model.config): config, **{id(param): param for param in model.parameters()}})
+    part.__class__ = cls
+    before = dict(part.named_parameters(remove_duplicate=False))
+    part.become_part(ParallelMesh.of_thread(threads, rank), None)
+    device, made = threads.devices[rank], {}
+    for name, param in list(part.named_parameters(remove_duplicate=False)):
+        whole = before[name]
+        if id(whole) not in made:  # tied parameters are one
+            own = param.to(device, copy=param is whole)
+            made[id(whole)] = nn.Parameter(own, whole.requires_grad)
+        owner, _, leaf = name.rpartition(".")
+        part.get_submodule(owner)._parameters[leaf] = made[id(whole)]
+    return part.to(device)
+
+
+def _of_parts(
+    model: PreTrainedModel, cls: type, parts: list[Any], threads: ThreadGroup, output_device: torch.device
+) -> Any:
+    """A model of the class of transformers, made of these parts and what is no part of ``model`` as a module."""
+    original: Any = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+    joined: Any = type(original.__name__, (TensorParallelModel, original), {"__module__": original.__module__})
+    joined.forward = functools.wraps(original.forward)(TensorParallelModel.forward)
+    divided = joined.__new__(joined)
+    nn.Module.__init__(divided)
+    own = vars(divided).keys()
+    vars(divided).update({name: copy.copy(value) for name, value in vars(model).items() if name not in own})
+    divided.parts, divided.threads, divided.output_device = nn.ModuleList(parts), threads, output_device
+    if threads.devices[0].type == "cuda":  # by which transformers' Trainer sees that it is not to be moved
+        divided.hf_device_map = {f"parts.{rank}": device.index for rank, device in enumerate(threads.devices)}
+    divided.register_state_dict_post_hook(_merge)
+    divided.register_load_state_dict_pre_hook(_divide)
+    return divided.train(model.training)
+
+
+class TensorParallelModel(PreTrainedModel):
+    """What `tensor_parallel` returns is this and a class of transformers.
+
+    Attributes:
+        parts: the models of the ranks, each of the class of the zoo.
+        threads: the group of the ranks.
+        output_device: where outputs are.
+    """
+
+    parts: nn.ModuleList
+    threads: ThreadGroup
+    output_device: torch.device
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of the class of transformers; what it raises, too. One call has one backward pass."""
+        return call_together(self.parts, self.threads, self.output_device, *args, **kwargs)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As torch's, with each parameter of the undivided model counted once: torch's sees replicated ones repeatedly.
+
+        Returns:
+            The norm before.
+        """
+        parts: Any = self.parts
+        return self.threads.run(lambda rank: parts[rank].clip_grad_norm_(max_norm, norm_type))[0].to(self.output_device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.output_device
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
+        """The encoders of all parts as one."""
+        parts: Any = self.parts
+        return Together([part.get_encoder(*args, **kwargs) for part in parts], self.threads, self.output_device)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: the vocabulary is divided."""
+        raise RuntimeError("the vocabulary is divided: resize it before tensor_parallel")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What ``to``, ``half`` and so on do. Each part stays on its device."""
+        moved = [device for device in set(self.threads.devices) if fn(torch.empty(0, device=device)).device != device]
+        if moved:
+            raise ValueError(
+                f"the parts of this model stay on {[*map(str, self.threads.devices)]}, and inputs are moved there; "
+                "for a whole model on one device, load its state_dict() into one"
+            )
+        return super()._apply(fn, recurse)
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return False  # a graph has one thread
+
+    def _get_static_cache_init_shape(self) -> None:
+        return None  # ranks have different numbers of heads
+
+
+@contextmanager
+def save_tensor_parallel(model: nn.Module) -> Iterator[nn.Module]:
+    """For scripts written for the original, around what saves a model: here it is saved whole anyway."""
+    yield model
+
+
+def _merge(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """The state of the parts becomes that of the whole model, in memory of the host; tied tensors are one."""
+    parts = [_taken(state, f"{prefix}parts.{rank}.") for rank in range(len(model.parts))]
+    params = dict(model.parts[0].named_parameters(remove_duplicate=False))
+    made: dict[int, Tensor] = {}
+    for name, first in parts[0].items():
+        layout, key = model.parts[0].layouts.get(name), id(params.get(name, first))
+        if layout is None or layout.dim is None:
+            state[prefix + name] = first.cpu()
+            continue
+        if key not in made:
+            made[key] = first.new_empty(layout.shape, device="cpu")
+            for rank, part in enumerate(parts):
+                layout.place(made[key], part[name], rank)
+        state[prefix + name] = made[key]
+
+
+def _divide(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """The state of a whole model becomes that of the parts."""
+    for name, tensor in _taken(state, prefix).items():
+        for rank, part in enumerate(model.parts):
+            layout = part.layouts.get(name)
+            fits = layout is not None and tuple(tensor.shape) == layout.shape
+            state[f"{prefix}parts.{rank}.{name}"] = layout.shard(tensor, rank) if fits else tensor
+
+
+def _taken(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """What is named so, out of the state and without the prefix."""
+    names = [name for name in state if name.startswith(prefix)]
+    return {name.removeprefix(prefix): state.pop(name) for name in names}
