@@ -57,6 +57,8 @@ def launch(case: Case, peer: Peer, folder: Path, smoke: bool) -> Result:
                 options = {"cwd": ROOT, "env": {**environment, **own}, "stdout": out, "stderr": out}
                 processes.append(subprocess.Popen([*command, *(["--smoke"] if smoke else [])], **options))
         failed = _wait(processes)
+        for left in Path("/dev/shm").glob(f"deepspeed_*_{store.port}_*"):
+            left.unlink()  # which DeepSpeed does not do
         if failed is not None:
             raise MeasurementError(f"{case.name}: {peer.name}, rank {failed}:\n{logs[failed].read_text()[-3000:]}")
         found = [Result(**json.loads(log.with_suffix(".json").read_text())) for log in logs]
