@@ -9,9 +9,9 @@ launched on one goes on while the next rank launches.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
 from copy import copy
 from functools import partial
@@ -36,7 +36,7 @@ class ThreadGroup:
 
     def __init__(self, devices: Sequence[torch.device], has_numpy: bool = False) -> None:
         self.devices, self.size, self.has_numpy = tuple(devices), len(devices), has_numpy
-        self._called = threading.Lock()
+        self._called = threading.RLock()
         self._turns = [threading.Semaphore(0) for _ in devices]
         self._threads = ThreadPoolExecutor(max(self.size - 1, 1), "oslo-rank")  # starts none before it needs one
         self._error: BaseException | None = None
@@ -53,8 +53,11 @@ class ThreadGroup:
 
         Raises:
             BaseException: what the first rank that failed raised. The others have ended then, too.
+            RuntimeError: rank 0 calls it while it takes part in another.
         """
         with self._called:
+            if self._running:
+                raise RuntimeError("a model of tensor_parallel cannot be called from inside itself, as from a hook")
             self._error, self._arrived, self._running = None, {}, set(range(self.size))
             self._random = [self._random_state()] * self.size
             self._share_seed()
@@ -92,7 +95,7 @@ class ThreadGroup:
 
     def _enter(self, rank: int, task: Callable[[int], Any], results: list[Any], around: _Surroundings) -> None:
         def surrounded(rank: int) -> Any:
-            with around.on(self.devices[rank]):
+            with around.here():
                 return task(rank)
 
         self._wait(rank)
@@ -101,7 +104,9 @@ class ThreadGroup:
     def _take_part(self, rank: int, task: Callable[[int], Any], results: list[Any]) -> None:
         try:
             if self._error is None:
-                results[rank] = task(rank)
+                device = self.devices[rank]
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                    results[rank] = task(rank)
         except BaseException as error:  # noqa: BLE001  the thread that called raises it
             self._error = self._error or error
         self._running.discard(rank)
@@ -182,18 +187,15 @@ class _Surroundings:
         self.autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds]
         self.modes = _get_current_function_mode_stack()
 
-    def on(self, device: torch.device) -> ExitStack:
-        """The same in this thread, with ``device`` as the current one."""
-        stack = ExitStack()
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-        stack.enter_context(torch.inference_mode(self.inference))
-        stack.enter_context(torch.set_grad_enabled(self.grad))
-        for kind, dtype, caches in self.autocast:
-            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
-        for mode in self.modes:
-            stack.enter_context(copy(mode))  # that of `torch.device` remembers what was before it
-        return stack
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """The same in this thread."""
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), ExitStack() as stack:
+            for kind, dtype, caches in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
+            for mode in self.modes:
+                stack.enter_context(copy(mode))  # that of `torch.device` remembers what was before it
+            yield
 
 
 def _reduce(op: dist.ReduceOp.RedOpType, parts: list[Tensor]) -> list[None]:

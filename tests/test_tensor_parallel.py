@@ -240,6 +240,18 @@ def test_what_a_thread_inherits(seed: int) -> None:
     assert seen == [(torch.bfloat16, False)] * 2 + [(torch.float32, True)] * 2
 
 
+def test_inputs_changed_in_place(seed: int) -> None:
+    """Each rank changes its own, and that of the first is the caller's."""
+    model = of_transformers("gpt2", seed).eval()
+    other, ids = divided(model), torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed))
+    expected = model(ids + 1).logits
+    for part in other.parts:
+        part.transformer.wte.register_forward_pre_hook(lambda module, args: (args[0].add_(1),))
+    given = ids.clone()
+    torch.testing.assert_close(other(given).logits, expected, rtol=0, atol=TOLERANCE)
+    assert torch.equal(given, ids + 1)
+
+
 # What goes wrong ------------------------------------------------------------------------------------------------------
 
 
@@ -299,6 +311,12 @@ def test_one_rank_fails(broken_now_and_then: Any, rank: int) -> None:
     block = broken_now_and_then.model.parts[rank].transformer.h[1]
     broken_now_and_then(_Broken, block.mlp.register_forward_hook(_raise))
     broken_now_and_then(_Broken, block.mlp.c_fc.weight.register_hook(_raise))
+
+
+def test_a_call_inside_a_call(broken_now_and_then: Any) -> None:
+    model = broken_now_and_then.model
+    again = model.parts[0].register_forward_hook(lambda *_: model(**broken_now_and_then.batch))
+    broken_now_and_then(RuntimeError, again)
 
 
 def test_interruption(broken_now_and_then: Any) -> None:
