@@ -16,6 +16,7 @@ import torch
 import transformers as hf
 import zoo
 from float64 import lifted_casts
+from pool import Pool
 from reference import (
     TOLERANCE,
     differ,
@@ -166,9 +167,8 @@ def test_checkpointing_draws_the_same_masks(seed: int) -> None:
 
 def test_masks_that_numpy_draws(seed: int) -> None:
     """Of Wav2Vec2 in training: those of transformers."""
-    config = zoo.config(
-        "wav2vec2", mask_time_prob=0.3, mask_time_length=2, mask_feature_prob=0.2, mask_feature_length=2
-    )
+    masks = {"mask_time_prob": 0.3, "mask_time_length": 2, "mask_feature_prob": 0.2, "mask_feature_length": 2}
+    config = zoo.config("wav2vec2", apply_spec_augment=True, **masks)
     model = whole("Wav2Vec2Model", config, seed)
     batch, outputs = zoo.batch("Wav2Vec2Model", config, seed), []
     for each in (model, divided(model)):
@@ -176,6 +176,8 @@ def test_masks_that_numpy_draws(seed: int) -> None:
         with lifted_casts():
             outputs.append((each(**batch).last_hidden_state.detach(), np.random.rand()))
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=TOLERANCE)
+    np.random.seed(seed)
+    assert np.random.rand() != outputs[0][1]  # masks were drawn
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "t5"])
@@ -348,6 +350,15 @@ def test_gradients_only_by_backward(seed: int) -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward pass"):
         loss.backward()
+
+
+def part_of_a_process() -> Any:
+    model = oslo_models.tensor_parallel(hf.GPT2LMHeadModel(zoo.config("gpt2")), distributed=True)
+    return type(model) is oslo_models.GPT2LMHeadModel, model.mesh.tp.size, model.mesh.tp.threads
+
+
+def test_distributed(pool: Pool) -> None:
+    assert pool.run(2, part_of_a_process) == [(True, 2, None)] * 2
 
 
 def test_what_is_refused() -> None:
