@@ -143,7 +143,8 @@ class ParallelMesh:
         mesh = cls.__new__(cls)
         mesh.device, mesh.device_mesh, mesh._made, mesh.destroyed = threads.devices[rank], None, [], False
         mesh.tp = mesh.model = mesh.world = Axis("tp", rank, tuple(range(threads.size)), None, threads=threads)
-        mesh.dp = mesh.pp = mesh.pp_back = Axis("pp", 0, (0,), None)
+        mesh.dp, mesh.pp = (Axis(name, 0, (0,), None) for name in ("dp", "pp"))
+        mesh.pp_back = mesh.pp
         return mesh
 
     def _model_axis(self) -> Axis:

@@ -73,7 +73,7 @@ class Worker:
         self.since: float | None = time.monotonic()
         self.progress = 0
         self.model: Any = None
-        self.output: Any = None  # transformers' class of them, which is imported when there is work
+        self.output_class: Any = None  # transformers' ModelOutput, which is imported when there is work
         self._sending, self._hearing = threading.Lock(), threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -141,7 +141,7 @@ class Worker:
         from transformers.utils import ModelOutput
         from transformers.utils.logging import set_tqdm_hook
 
-        self.output = ModelOutput
+        self.output_class = ModelOutput
         torch.set_num_threads(setup.threads)
         if len(os.sched_getaffinity(0)) <= setup.world_size:  # the application needs the core
             self.watch = None
@@ -185,7 +185,7 @@ class Worker:
             return
         try:
             result = self._call(request)
-            if isinstance(result, self.output):
+            if isinstance(result, self.output_class):
                 result = SentOutput(result)
             self.send(Reply(request.number, result if self.answers or request.gather else None), request.number)
         except BaseException as error:  # noqa: BLE001  everything is reported
