@@ -34,6 +34,9 @@ from oslo_models.deploy.messages import (
 
 GRACE = 3.0
 """Seconds that the other ranks get to answer when one has raised; they may wait for it in a collective for ever."""
+AWAKE = 0.005
+"""Seconds that a lone caller watches for its answer before it sleeps, where a core is free for it: what a thread does
+right after it was woken takes several times as long, and a small model's call is short."""
 PAUSE = 0.05
 """Seconds that callers have to hear the workers for themselves before a thread does it for them."""
 ROOT_CAUSE = 0.3
@@ -77,6 +80,7 @@ class Engine:
         self._calls: dict[int, _Call] = {}
         self._pongs: dict[int, tuple[float, Pong]] = {}
         self._hearing, self._unheard = threading.Lock(), threading.Event()
+        self._awake = AWAKE if len(os.sched_getaffinity(0)) > ranks else 0.0
         self._numbers, self._seeds, self._pid = itertools.count(1), random.Random(), os.getpid()
         self._broken: str | None = "it was not started"
         self._executor: Executor | None = None  # once it can be called
@@ -298,14 +302,16 @@ class Engine:
         """Hear the workers in the thread of a caller, the only one there is: it is awake the sooner."""
         # Not by `acquire`: an interrupt could come before what releases it is sure to.
         with self._hearing:
+            awake = self._awake
             while call.events.empty() and (executor := self._executor) is not None:
-                self._hear(executor, 0.2)
+                self._hear(executor, 0.2, awake)
+                awake = 0.0
 
-    def _hear(self, executor: Executor, timeout: float) -> None:
+    def _hear(self, executor: Executor, timeout: float, awake: float = 0.0) -> None:
         """Wait for what workers say, and tell the callers."""
         waits = True
         try:
-            executor.wait(timeout)
+            executor.wait(timeout, awake)
             waits = False
             self._tell(executor)
         except (OSError, ValueError):  # the connections were closed in another thread

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
-from oslo_models.deploy.line import Line
+from oslo_models.deploy.line import Line, watched
 from oslo_models.deploy.messages import decode, encode
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -37,8 +37,11 @@ class Executor(Protocol):
     def broadcast(self, data: bytes) -> None:
         """Send to all workers what `encode` has made."""
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout: float, awake: float = 0.0) -> None:
         """Wait for at most so many seconds until a worker has said something, or has died.
+
+        Args:
+            awake: seconds before that for which it does not sleep, if that hastens its end.
 
         Raises:
             OSError: `kill` was called.
@@ -110,10 +113,10 @@ class ProcessExecutor:
         for sender in self._senders:
             sender.send(data)
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout: float, awake: float = 0.0) -> None:
         if not self._senders:
             raise OSError("the connections are closed")
-        self._ready = self._incoming.poll(timeout * 1e3)
+        self._ready = (awake and watched(self._incoming, awake)) or self._incoming.poll(timeout * 1e3)
 
     def receive(self) -> Iterator[tuple[int, Any]]:
         if not self._senders:

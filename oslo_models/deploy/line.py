@@ -41,9 +41,7 @@ class Line:
 
     def watch(self, seconds: float) -> None:
         """Wait for at most so long until there is something to receive, without sleeping."""
-        until = time.monotonic() + seconds
-        while not self._incoming.poll(0) and time.monotonic() < until:
-            pass
+        watched(self._incoming, seconds)
 
     def recv_bytes(self) -> bytes:
         """The next message.
@@ -67,3 +65,11 @@ class Line:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def watched(incoming: select.poll, seconds: float) -> list[tuple[int, int]]:
+    """What `poll` returns as soon as something is there, or after so many seconds; meanwhile it does not sleep."""
+    until = time.monotonic() + seconds
+    while not (ready := incoming.poll(0)) and time.monotonic() < until:
+        pass
+    return ready

@@ -109,7 +109,7 @@ class RayExecutor:
         for actor in self._actors:
             actor.tell.remote(data)
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout: float, awake: float = 0.0) -> None:
         self._ready(timeout)
 
     def _ready(self, timeout: float) -> list[Any]:
