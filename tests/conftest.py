@@ -87,6 +87,23 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
+@pytest.fixture(scope="module")
+def stand(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A deployed model on two workers that are forked, which takes less time than to start them; see `faults.Stand`."""
+    import deployed
+
+    from benchmarks import faults
+    from oslo_models.deploy import engine, serving
+
+    pool.start(1)  # and with it the server that workers are forked from
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "GRACE", 0.5)  # seconds that every fault of one rank takes
+        patch.setattr(serving, "ProcessExecutor", deployed.ForkedExecutor)
+        made = faults.Stand(tmp_path_factory.mktemp("stand"))
+        yield made
+        made.close()
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Callable[..., Any]:
     """Makes a tiny "gpt2" of a dtype in the working directory, which is that of the ranks too."""

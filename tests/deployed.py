@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import GPT2Config, LogitsProcessor, StoppingCriteria
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +32,12 @@ from benchmarks.faulty import (  # noqa: E402
 from oslo_models import GPT2LMHeadModel  # noqa: E402
 from oslo_models.deploy import torchrun  # noqa: E402
 
-__all__ = ["CONFIG", "LONG", "Collected", "ForkedExecutor", "Trouble", "application", "server_address"]
+__all__ = ["CONFIG", "LONG", "Collected", "ForkedExecutor", "Trouble", "application", "prompt", "server_address"]
+
+
+def prompt(seed: int, rows: int = 2, length: int = 7) -> dict[str, Tensor]:
+    ids = torch.randint(3, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 class Never(LogitsProcessor):
