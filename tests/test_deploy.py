@@ -185,12 +185,16 @@ def test_a_worker_that_is_stopped(stand: faults.Stand, seed: int) -> None:
     stand.answers()
     model, pids = stand.model, stand.pids
     os.kill(pids[0], signal.SIGSTOP)
-    assert model.health(0.2)["reason"] == "ranks [0] did not answer within 0.2 s"
-    for _ in range(2):
-        with pytest.raises(TimeoutError):
-            model(inputs_embeds=torch.zeros(16, 400, 48), timeout=0.2)  # more than fits into a socket
-    assert model.health(0.2)["reason"] == "ranks [0] did not answer within 0.2 s"
-    model.close()
+    while Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[0] != "T":  # soon, but not at once
+        time.sleep(0.001)
+    try:
+        assert model.health(0.2)["reason"] == "ranks [0] did not answer within 0.2 s"
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                model(inputs_embeds=torch.zeros(16, 400, 48), timeout=0.2)  # more than fits into a socket
+        assert model.health(0.2)["reason"] == "ranks [0] did not answer within 0.2 s"
+    finally:
+        model.close()
     assert gone(pids)
     with pytest.raises(EngineError, match=r"it was closed; model.restart\(\) starts it again"):
         model.generate(**prompt(seed))

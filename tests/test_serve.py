@@ -25,6 +25,7 @@ import uvicorn
 from corpora import tokenizer
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
+from benchmarks.faults import gone
 from oslo_models.deploy import EngineError
 from oslo_models.deploy.protocol import Stops
 from oslo_models.deploy.server import application
@@ -99,13 +100,6 @@ def program(*arguments: object, folder: Path, says: str) -> Iterator[SimpleNames
     finally:
         process.kill()
         process.wait()
-
-
-def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
-        time.sleep(0.02)
-    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def get(url: str) -> tuple[int, Any]:
@@ -220,7 +214,7 @@ def test_it_ends_in_order(server: SimpleNamespace, whole: Whole) -> None:
     server.process.send_signal(signal.SIGTERM)
     pieces += [piece.choices[0] for piece in stream]
     assert "".join(piece.text for piece in pieces) == whole("def", 100) and pieces[-1].finish_reason
-    assert server.process.wait(20) == 0 and gone(server.workers), server.lines
+    assert server.process.wait(20) == 0 and gone(server.workers, 5), server.lines
     assert not any("Traceback" in line or "Error" in line for line in server.lines), server.lines
 
 
@@ -286,7 +280,7 @@ def test_flask_as_documented(checkpoint: Path, whole: Whole, tmp_path: Path) -> 
         assert get(f"{running.url}/generate_text/Messi") == (200, whole.documented("Messi"))
         running.process.kill()
         running.process.wait()  # what it held is closed by then, however busy the machine is
-        assert gone(running.workers) and len(running.workers) == 2
+        assert gone(running.workers, 5) and len(running.workers) == 2
 
 
 APPLICATION = """
