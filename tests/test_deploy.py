@@ -180,6 +180,39 @@ def test_a_fault(stand: faults.Stand, fault: str, seed: int) -> None:
     assert all_gone and seconds < 5
 
 
+@pytest.mark.parametrize("fault", ["worker killed in a call", "one rank raises, the other waits for it"])
+def test_a_fault_while_the_caller_is_awake(
+    stand: faults.Stand, fault: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand.answers()
+    monkeypatch.setattr(stand.model._engine, "_awake", 60.0)
+    stand.rng.seed(seed)
+    seconds, all_gone = faults.strike(stand, faults.FAULTS[fault])
+    assert all_gone and seconds < 5
+
+
+@pytest.mark.parametrize("awake", [0.0, 60.0])
+def test_an_alarm(model: Any, whole: Any, seed: int, awake: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the handler of a signal raises while a call waits is the caller's; the model answers on."""
+    monkeypatch.setattr(model._engine, "_awake", awake)
+    slow = {"max_new_tokens": 400, "min_new_tokens": 400, "logits_processor": [deployed.Trouble("sleep", 0)]}
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("too late")
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    try:
+        for call in (slow, {"max_new_tokens": 400, "min_new_tokens": 400}):  # the second could be batched
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(TimeoutError, match="too late"):
+                model.generate(**prompt(seed), **call)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(**prompt(seed), **options), whole.generate(**prompt(seed), **options))
+
+
 def test_a_worker_that_is_stopped(stand: faults.Stand, seed: int) -> None:
     """Nobody waits for it for longer than he says, however much it was sent; ending it works."""
     stand.answers()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_models.deploy.engine import Engine, EngineError
+from oslo_models.deploy.engine import Engine, EngineError, raised_by_workers
 
 
 @dataclass(eq=False)
@@ -114,7 +114,9 @@ class Batcher:
     def _finish(self, batch: list[_Waiting]) -> None:
         try:
             self._compute(batch)
-        except Exception as error:  # noqa: BLE001  the callers get it
+        except Exception as error:
+            if not raised_by_workers(error):  # by a signal's handler: it is the leader's alone
+                raise
             if len(batch) > 1 and not isinstance(error, EngineError):
                 for member in batch:
                     self._finish([member])

@@ -54,6 +54,11 @@ class _RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
+def raised_by_workers(error: BaseException) -> bool:
+    """Whether a call raised this because of what happened to the workers, not in its own thread."""
+    return isinstance(error, EngineError) or isinstance(error.__cause__, _RemoteTraceback)
+
+
 class _Call:
     """One call, from the side that waits for it."""
 
@@ -314,12 +319,13 @@ class Engine:
             executor.wait(timeout, awake)
             waits = False
             self._tell(executor)
-        except (OSError, ValueError):  # the connections were closed in another thread
-            return
         except BaseException as error:
-            if isinstance(error, Exception) or not waits:  # waiting may be interrupted, but what was heard is gone
+            if self._executor is not executor and isinstance(error, (OSError, ValueError)):
+                return  # the connections were closed in another thread
+            interrupted = threading.current_thread() is threading.main_thread()  # a signal's handler may raise anything
+            if not (interrupted and waits):  # what was heard is gone
                 self._break(executor, f"the workers cannot be heard: {error!r}")
-            if not isinstance(error, Exception):
+            if interrupted:
                 raise
 
     def _tell(self, executor: Executor) -> None:
