@@ -242,12 +242,21 @@ def test_loading_that_fails(pool: Pool, stand: faults.Stand) -> None:
     class Kept(deployed.ForkedExecutor):
         def __init__(self, count: int) -> None:
             super().__init__(count)
-            made.extend(self.pids)
+            made[:] = self.pids
 
+    class Alarmed(Kept):
+        def wait(self, timeout: float, awake: float = 0.0) -> None:
+            raise TimeoutError("too late")  # as the handler of a signal may
+
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "deploy": True}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError, match="no room for the weights") as caught:
         patch.setattr(serving, "ProcessExecutor", Kept)
-        deployed.FailsToLoad.from_config_with_parallel(deployed.CONFIG, tensor_parallel_size=2, deploy=True)
+        deployed.FailsToLoad.from_config_with_parallel(deployed.CONFIG, **options)
     assert f"raised by rank 1 (pid {made[1]})" in str(caught.value.__cause__)
+    assert gone(made)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TimeoutError, match="too late"):
+        patch.setattr(serving, "ProcessExecutor", Alarmed)
+        GPT2LMHeadModel.from_config_with_parallel(deployed.CONFIG, **options)
     assert gone(made)
 
 

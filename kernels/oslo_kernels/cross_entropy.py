@@ -12,12 +12,16 @@ from torch import Tensor
 
 from oslo_kernels.language import jit, launch, power_of_two, tl, wide
 
+PART = 1 << 20
+"""Logits that the CPU takes at once: what they become stays in its last cache, and threads have enough to do with them
+not to be woken in vain."""
+
 
 @torch.library.custom_op("oslo::row_statistics", mutates_args=())
 def row_statistics(logits_Nv: Tensor) -> Tensor:
     """``[3, N]``: for each row the maximum, the sum of ``exp(logit - maximum)``, and the sum."""
     parts = []
-    for part_Rv in logits_Nv.split(8):  # few rows at a time, so that what they become stays in the processor's cache
+    for part_Rv in logits_Nv.split(_rows(logits_Nv)):
         part_Rv = part_Rv.to(wide(logits_Nv.dtype))
         highest_R1 = part_Rv.amax(-1, keepdim=True)
         parts.append(torch.stack((highest_R1.squeeze(-1), (part_Rv - highest_R1).exp_().sum(-1), part_Rv.sum(-1))))
@@ -27,12 +31,17 @@ def row_statistics(logits_Nv: Tensor) -> Tensor:
 @torch.library.custom_op("oslo::softmax_minus", mutates_args=("logits_Nv",))
 def softmax_minus_(logits_Nv: Tensor, log_total_N: Tensor, uniform: float) -> None:
     """Replace logits by ``exp(logit - log_total) - uniform``, in place."""
-    for part_Rv, log_total_R in zip(logits_Nv.split(8), log_total_N.split(8), strict=True):
+    rows = _rows(logits_Nv)
+    for part_Rv, log_total_R in zip(logits_Nv.split(rows), log_total_N.split(rows), strict=True):
         made_Rv = part_Rv.to(log_total_N.dtype).sub_(log_total_R.unsqueeze(-1)).exp_()
         if uniform:
             made_Rv.sub_(uniform)
         if made_Rv.dtype != logits_Nv.dtype:
             part_Rv.copy_(made_Rv)
+
+
+def _rows(logits_Nv: Tensor) -> int:
+    return max(1, PART // max(1, logits_Nv.shape[1]))
 
 
 @row_statistics.register_fake

@@ -145,12 +145,13 @@ class Engine:
             raise _raised(*next(iter(failures.items())), executor.pids, "while loading")
         return [devices[rank] for rank in range(self.ranks)]
 
-    @staticmethod
-    def _heard(executor: Executor, timeout: float) -> list[tuple[int, Any]]:
+    def _heard(self, executor: Executor, timeout: float) -> list[tuple[int, Any]]:
         try:
             executor.wait(timeout)
             return list(executor.receive())
         except (OSError, ValueError):
+            if self._loading is executor:  # not closed in another thread: a signal's handler has raised this
+                raise
             raise EngineError("the workers were ended while the model was loaded") from None
 
     def restart(self) -> None:
@@ -164,6 +165,7 @@ class Engine:
         if self._pid != os.getpid():  # a forked child: they belong to its parent
             return
         if (loading := self._loading) is not None:
+            self._loading = None
             loading.kill()  # and who starts it hears that
         if (executor := self._executor) is not None:
             self._break(executor, why)
