@@ -13,9 +13,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from transformers.utils.logging import is_progress_bar_enabled, tqdm
-
 from oslo_models.deploy.executor import Executor, ProcessExecutor, StartExecutor
+from oslo_models.deploy.line import spare_core
 from oslo_models.deploy.messages import (
     Cancel,
     Failure,
@@ -31,6 +30,7 @@ from oslo_models.deploy.messages import (
     Streamed,
     encode,
 )
+from oslo_models.deploy.progress import Bars
 
 GRACE = 3.0
 """Seconds that the other ranks get to answer when one has raised; they may wait for it in a collective for ever."""
@@ -85,7 +85,7 @@ class Engine:
         self._calls: dict[int, _Call] = {}
         self._pongs: dict[int, tuple[float, Pong]] = {}
         self._hearing, self._unheard = threading.Lock(), threading.Event()
-        self._awake = AWAKE if len(os.sched_getaffinity(0)) > ranks else 0.0
+        self._awake = AWAKE if spare_core(ranks) else 0.0
         self._numbers, self._seeds, self._pid = itertools.count(1), random.Random(), os.getpid()
         self._broken: str | None = "it was not started"
         self._executor: Executor | None = None  # once it can be called
@@ -126,7 +126,7 @@ class Engine:
         devices: dict[int, str] = {}
         failures: dict[int, Failure] = {}
         deadline = float("inf")
-        with _Bars(self.ranks) as bars:
+        with Bars() as bars:
             while len(devices) < self.ranks and time.monotonic() < deadline:
                 for rank, message in self._heard(executor, min(1.0, max(0.0, deadline - time.monotonic()))):
                     if isinstance(message, Listening):
@@ -380,30 +380,3 @@ def _raised(rank: int, failure: Failure, pids: list[int], when: str = "") -> Bas
         error.__cause__ = _RemoteTraceback(f"{note}:\n{failure.text}")
         return error
     return EngineError(f"{note}: {failure.text}")
-
-
-class _Bars:
-    """Progress bars of all ranks, where transformers would show one. A terminal that is gone is no reason to stop."""
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks, self._bars = ranks, dict[int, Any]()
-        self._enabled = is_progress_bar_enabled()
-
-    def show(self, rank: int, message: Loading) -> None:
-        if not self._enabled:
-            return
-        try:
-            if rank not in self._bars:
-                desc = f"Loading weights of rank {rank}"
-                self._bars[rank] = tqdm(total=message.total, desc=desc, position=rank, leave=True)
-            self._bars[rank].update(message.done - self._bars[rank].n)
-        except (OSError, ValueError):
-            self._enabled = False
-
-    def __enter__(self) -> _Bars:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with suppress(OSError, ValueError):
-            for bar in self._bars.values():
-                bar.close()

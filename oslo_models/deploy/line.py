@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
@@ -65,6 +66,11 @@ class Line:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def spare_core(ranks: int) -> bool:
+    """Whether there is a core to watch with beside those on which the ranks compute."""
+    return len(os.sched_getaffinity(0)) > ranks
 
 
 def watched(incoming: select.poll, seconds: float) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from oslo_models.deploy.line import Line
+from oslo_models.deploy.line import Line, spare_core
 from oslo_models.deploy.messages import (
     Cancel,
     Failure,
@@ -143,7 +143,7 @@ class Worker:
 
         self.output_class = ModelOutput
         torch.set_num_threads(setup.threads)
-        if len(os.sched_getaffinity(0)) <= setup.world_size:  # the application needs the core
+        if not spare_core(setup.world_size):  # the application needs it
             self.watch = None
         torch.set_grad_enabled(False)
         if setup.world_size > 1:
