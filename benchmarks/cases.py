@@ -146,6 +146,10 @@ def _fused_cases() -> list[Case]:
         cases.append(
             _fused(f"generate-{family}", f"A small {family}, generate 4 x 48 tokens", fusing.generation, **write)
         )
+        if family in ("gpt2", "llama"):
+            half = {**write, "dtype": "bfloat16", "timed": 3}
+            what = f"A small {family} in bfloat16, generate 4 x 48 tokens"
+            cases.append(_fused(f"generate-{family}-bf16", what, fusing.generation, **half))
     return cases
 
 

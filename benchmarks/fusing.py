@@ -34,7 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 _ENDLESS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def _family(name: str, processes: int, smoke: bool) -> Any:
+def _family(name: str, processes: int, smoke: bool, dtype: str = "float32") -> Any:
     """A model with random weights and without dropout."""
     import oslo_models
 
@@ -44,7 +44,7 @@ def _family(name: str, processes: int, smoke: bool) -> Any:
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
-    return zoo.from_config_with_parallel(config, tensor_parallel_size=processes, seed=0)
+    return zoo.from_config_with_parallel(config, tensor_parallel_size=processes, seed=0, dtype=dtype)
 
 
 def _in_turn(runs: dict[str, Callable[[], Any]], timed: int, calls: int = 1) -> dict[str, float]:
@@ -179,10 +179,20 @@ def training(
 
 
 def generation(
-    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, family: str, batch: int, length: int, new: int, timed: int
+    peer: Peer,
+    cls: str,
+    checkpoint: Path,
+    tiny: Path,
+    *,
+    family: str,
+    batch: int,
+    length: int,
+    new: int,
+    timed: int,
+    dtype: str = "float32",
 ) -> Result:
     """Greedy generation by a small model, n-grams blocked."""
-    model = _family(family, peer.processes, length < 16).eval()
+    model = _family(family, peer.processes, length < 16, dtype).eval()
     ids = tokens(model, batch, length)
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
 

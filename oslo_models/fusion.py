@@ -99,7 +99,7 @@ class Fusion:
         """One row for all sites that were treated alike."""
         counted: dict[tuple[str, str, bool, str], int] = {}
         for site in self.sites:
-            fused = site.module in self._swapped
+            fused = site.cls is not None and site.module in self._swapped
             reason = site.reason if fused or site.cls is None else "not selected"
             key = (site.classes[0].__name__, site.operation, fused, reason)
             counted[key] = counted.get(key, 0) + 1

@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.activations import FastGELUActivation, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.models.bert import modeling_bert as bert
@@ -19,10 +20,12 @@ from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.opt import modeling_opt as opt
 from transformers.models.t5 import modeling_t5 as t5
+from transformers.pytorch_utils import Conv1D
 
+from oslo_kernels import linear
 from oslo_models.fusion import Site
 from oslo_models.layers import apex, fused
-from oslo_models.layers.deferred import DeferredHead, DeferredVocabParallelHead
+from oslo_models.layers.deferred import DeferredVocabParallelHead, DeferredWholeHead
 from oslo_models.layers.vocab import VocabParallelHead
 from oslo_models.layout import Layout, Units
 from oslo_models.mesh import Axis
@@ -55,6 +58,9 @@ _FUNCTIONS: dict[str, _Functions] = {
     },
     "apex": {"eager_attention_forward": (_EAGER, apex.apex_eager_attention)},
 }
+# Linear layers, and with what the divided ones multiply.
+_LINEAR: dict[type, type] = {nn.Linear: fused.FusedLinear, Conv1D: fused.FusedConv1D}
+_PRODUCTS: dict[Any, Callable[..., Any]] = {F.linear: linear.linear, linear.plain_conv1d: linear.conv1d}
 _CALLED = {
     "apply_rotary_pos_emb": "rotary positions",
     "eager_attention_forward": "softmax of weights that are made",
@@ -71,7 +77,9 @@ def sites(model: Any, backend: str) -> Iterator[Site]:
     for name, module in model.named_modules():
         classes = _classes_around(model, name)
         if name in heads and isinstance(module, nn.Linear):
-            yield _head(model, name, module, classes)
+            yield (site := _head(model, name, module, classes))
+            if site.cls is None:
+                yield from _linear(model, name, module, classes, backend)
         elif isinstance(module, NewGELUActivation):
             yield Site(name, classes, "gelu_new", fused.TanhGELU, "one operation instead of eight")
         elif type(module) in (GELUActivation, GELUTanh):
@@ -107,6 +115,8 @@ def sites(model: Any, backend: str) -> Iterator[Site]:
             yield _calling(name, module, classes, called, backend)
         elif type(module).__name__.endswith("Attention") and hasattr(module, "config"):
             yield Site(name, classes, "attention", None, _how_attention_is_computed(module))
+        else:
+            yield from _linear(model, name, module, classes, backend)
 
 
 def _decoding(model: Any) -> Iterator[Site]:
@@ -134,7 +144,27 @@ def _head(model: Any, name: str, module: nn.Linear, classes: tuple[type, ...]) -
         return Site(name, classes, "head and cross entropy", DeferredVocabParallelHead, reason, {"deferring": False})
     layout = Layout.divided(tuple(module.weight.shape), 0, (Units(module.weight.shape[0]),), 1)
     attributes = {"deferring": False, "tp": _NO_AXIS, "layouts": {"weight": layout}}
-    return Site(name, classes, "head and cross entropy", DeferredHead, reason, attributes)
+    return Site(name, classes, "head and cross entropy", DeferredWholeHead, reason, attributes)
+
+
+def _linear(model: Any, name: str, module: nn.Module, classes: tuple[type, ...], backend: str) -> Iterator[Site]:
+    """Linear layers gain on a CPU."""
+    cls = _fused_linear(_class_of(module)) if backend == "torch" and model.device.type == "cpu" else None
+    if cls is None:
+        return
+    if missing := linear.why_not():
+        yield Site(name, classes, "linear", None, missing)
+    else:
+        yield Site(name, classes, "linear", cls, "products of few rows, without gradients, in C++")
+
+
+@cache
+def _fused_linear(cls: Any) -> type | None:
+    product = getattr(cls, "product", None)
+    if product not in _PRODUCTS:
+        return _LINEAR.get(cls)
+    members = {"__module__": __name__, "product": staticmethod(_PRODUCTS[product])}
+    return type(f"Fused{cls.__name__}", (cls,), members)
 
 
 def _on_gpu(

@@ -60,6 +60,8 @@ def test_kernel_fusion(pool: Pool, tp: int, pp: int) -> None:
     for rank, found in enumerate(pool.run(tp * pp, check_chapters, tp, pp)):
         assert torch.equal(found["before"], found["after"])
         last = rank >= (pp - 1) * tp
-        assert found["fused"] == ["GPT2MLP", *(["GPT2LMHeadModel"] if last else [])]
-        assert found["# MLP only fusion"] == found["# MLP + Attention fusion"] == ["GPT2MLP"]
-        assert found["# Attention only fusion"] == []
+        layers = {"GPT2Attention", "GPT2MLP"}
+        assert set(found["fused"]) == layers | ({"GPT2LMHeadModel"} if last else set())
+        assert set(found["# MLP only fusion"]) == {"GPT2MLP"}
+        assert set(found["# Attention only fusion"]) == {"GPT2Attention"}
+        assert set(found["# MLP + Attention fusion"]) == layers

@@ -34,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oslo_models import GPT2MLP, BertModel, GPT2Attention, GPT2LMHeadModel, registry
 from oslo_models.layers import linear_cross_entropy as chunks
-from oslo_models.layers.deferred import DeferredHead, DeferredLogits
-from oslo_models.layers.fused import TanhGELU
+from oslo_models.layers.deferred import DeferredHead, DeferredLogits, DeferredWholeHead
+from oslo_models.layers.fused import FusedConv1D, TanhGELU
 from oslo_models.layout import Layout, Units
 from oslo_models.mesh import ParallelMesh
 from oslo_models.plan import Vocab
@@ -199,7 +199,7 @@ def test_unfuse_restores_every_bit() -> None:
     kept = [list(module.__dict__) for module in model.children()]
     assert model.fuse() is model
     fused, _ = step(model)
-    assert fused.logits is None and type(model.lm_head) is DeferredHead and isinstance(model.lm_head, nn.Linear)
+    assert fused.logits is None and type(model.lm_head) is DeferredWholeHead and isinstance(model.lm_head, nn.Linear)
     assert model.unfuse() is model and model.unfuse() is model
     after, restored = step(model)
     assert torch.equal(before.loss, after.loss) and torch.equal(before.logits, after.logits)
@@ -218,13 +218,15 @@ def test_selection() -> None:
     model.fuse([])
     assert fused() == set() and not any(isinstance(module, (TanhGELU, DeferredHead)) for module in model.modules())
     model.fuse([GPT2Attention])
-    assert fused() == set() and "sdpa" in str(model.fusion_report())
-    model.fuse([GPT2MLP])
+    assert fused() == {"GPT2Attention"} and "sdpa" in str(model.fusion_report())
+    assert all(type(block.attn.c_proj) is FusedConv1D for block in model.transformer.h)
+    assert not any(isinstance(module, (TanhGELU, DeferredHead)) for module in model.modules())
+    model.unfuse().fuse([GPT2MLP])
     assert fused() == {"GPT2MLP"} and all(type(block.mlp.act) is TanhGELU for block in model.transformer.h)
     model.fuse([GPT2MLP, GPT2Attention]).fuse([GPT2LMHeadModel])
-    assert fused() == {"GPT2MLP", "GPT2LMHeadModel"}
+    assert fused() == {"GPT2MLP", "GPT2Attention", "GPT2LMHeadModel"}
     assert model.unfuse() is model and fused() == set()
-    assert str(model.fuse().fusion_report()).count("yes") == 2
+    assert str(model.fuse().fusion_report()).count("yes") == 4
 
 
 @pytest.mark.parametrize(
@@ -432,7 +434,7 @@ def deferred(tp: Any, seed: int) -> tuple[list[Tensor], Tensor, list[Tensor], Te
     head = nn.Linear(1, 1)
     head.weight, head.bias = nn.Parameter(own[1]), nn.Parameter(own[2])
     own = [own[0].requires_grad_(), head.weight, head.bias]
-    head.__class__ = DeferredHead
+    head.__class__ = DeferredWholeHead
     head.tp, head.layouts, head.deferring = tp, {"weight": words}, True
     for leaf in full:
         leaf.requires_grad_()

@@ -30,7 +30,7 @@ class BuildError(RuntimeError):
 
 @cache
 def load(source: str, cuda: bool = False) -> ctypes.CDLL:
-    """The shared library of ``csrc/<source>``; compiled (a second or two) unless this machine has done so before.
+    """The shared library of ``csrc/<source>``; compiled (some seconds) unless this machine has done so before.
 
     The compiler is ``$CXX``, ``c++``, ``g++`` or ``clang++``, whichever is found first; for GPUs it is ``nvcc``. Any
     number of processes may do this at once.
@@ -50,7 +50,8 @@ def load(source: str, cuda: bool = False) -> ctypes.CDLL:
         needed = "nvcc" if cuda else "a C++ compiler (c++, g++ or clang++)"
         raise BuildError(f"{source} needs {needed}, and none was found; install one")
     flags = _CUDA_FLAGS if cuda else (*_FLAGS, _processor())
-    key = hashlib.sha256("\0".join((path.read_text(), compiler, *flags)).encode()).hexdigest()[:16]
+    sources = (file.read_text() for file in (path, *sorted(SOURCES.glob("*.h"))))
+    key = hashlib.sha256("\0".join((*sources, compiler, *flags)).encode()).hexdigest()[:16]
     library = _cache() / f"{path.stem}-{key}.so"
     if not library.exists():
         _compile([compiler, *(_CUDA_FLAGS if cuda else _FLAGS)], path, library)

@@ -16,11 +16,29 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels.dropout import bias_dropout_residual, new_seed
 from oslo_kernels.gelu import bias_gelu
+from oslo_kernels.linear import conv1d, linear
 from oslo_kernels.norm import add_norm
 from oslo_kernels.rotary import rotary
 from oslo_kernels.softmax import masked_softmax
 from oslo_kernels.swiglu import swiglu
 from oslo_models.layers.linear import ColumnParallelConv1D, ColumnParallelLinear
+
+# Linear layers --------------------------------------------------------------------------------------------------------
+
+
+class FusedLinear(nn.Linear):
+    """``nn.Linear`` whose products of few rows take as long as reading the weights does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+class FusedConv1D(Conv1D):
+    """The same of GPT-2's layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return conv1d(x, self.weight, self.bias)
+
 
 # Norms and activations ------------------------------------------------------------------------------------------------
 

@@ -5,13 +5,15 @@ Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from oslo_kernels.linear import plain_conv1d
 from oslo_models.collectives import all_reduce, copy_to, reduce_from
 from oslo_models.layout import Layout
 from oslo_models.mesh import Axis
@@ -23,6 +25,10 @@ class _Divided(nn.Module):
 
     tp: Axis
     stream: DividedStream | None
+    weight: Tensor
+    bias: Any
+    product: ClassVar[Callable[..., Tensor]]
+    """Of activations, the weight and a bias, if there is one: ``F.linear``, or what `fusion` puts in its place."""
 
     def enter_region(self, x: Tensor) -> Tensor:
         """The replicated input of a layer after which activations are divided."""
@@ -41,11 +47,24 @@ class _Divided(nn.Module):
         return x
 
 
-class ColumnParallelLinear(_Divided, nn.Linear):
-    """``nn.Linear`` with its outputs divided. Input ``[..., in]`` is replicated, output is ``[..., local_out]``."""
+class _Column(_Divided):
+    """A layer with its outputs divided. Input ``[..., in]`` is replicated, output is ``[..., local_out]``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.enter_region(x), self.weight, self.bias)
+        return self.product(self.enter_region(x), self.weight, self.bias)
+
+
+class _Row(_Divided):
+    """A layer with its inputs divided. Input ``[..., local_in]``, output ``[..., out]`` replicated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), self.weight)), self.bias)
+
+
+class ColumnParallelLinear(_Column, nn.Linear):
+    """``nn.Linear`` with its outputs divided."""
+
+    product = staticmethod(F.linear)
 
 
 class KeyValueParallelLinear(ColumnParallelLinear):
@@ -60,31 +79,25 @@ class KeyValueParallelLinear(ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         weight = SumCopies.apply(self.weight, self.tp, self.layouts["weight"])
         bias = None if self.bias is None else SumCopies.apply(self.bias, self.tp, self.layouts["bias"])
-        return F.linear(self.enter_region(x), weight, bias)
+        return self.product(self.enter_region(x), weight, bias)
 
 
-class ColumnParallelConv1D(_Divided, Conv1D):
-    """`ColumnParallelLinear` for GPT-2's layer, whose weight is ``[in, out]``."""
+class ColumnParallelConv1D(_Column, Conv1D):
+    """GPT-2's layer, whose weight is ``[in, out]``, with its outputs divided."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.enter_region(x))
-
-
-class RowParallelLinear(_Divided, nn.Linear):
-    """``nn.Linear`` with its inputs divided. Input ``[..., local_in]``, output ``[..., out]`` replicated."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _add_bias(reduce_from(self.tp, F.linear(self.leave_region(x), self.weight)), self.bias)
+    product = staticmethod(plain_conv1d)
 
 
-class RowParallelConv1D(_Divided, Conv1D):
-    """`RowParallelLinear` for GPT-2's layer, whose weight is ``[in, out]``."""
+class RowParallelLinear(_Row, nn.Linear):
+    """``nn.Linear`` with its inputs divided."""
 
-    weight: Tensor
-    bias: Tensor
+    product = staticmethod(F.linear)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return _add_bias(reduce_from(self.tp, self.leave_region(x) @ self.weight), self.bias)
+
+class RowParallelConv1D(_Row, Conv1D):
+    """GPT-2's layer, whose weight is ``[in, out]``, with its inputs divided."""
+
+    product = staticmethod(plain_conv1d)
 
 
 def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:

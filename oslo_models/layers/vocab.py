@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +46,10 @@ class VocabParallelHead(nn.Linear):
 
     tp: Axis
     layouts: dict[str, Layout]
+    product: ClassVar[Callable[..., Tensor]] = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        local, words = F.linear(copy_to(self.tp, x), self.weight, self.bias), self.layouts["weight"]
+        local, words = self.product(copy_to(self.tp, x), self.weight, self.bias), self.layouts["weight"]
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # decoding: all of them will be looked at
             return gather_from(self.tp, local, -1, [stop - start for ((start, stop),) in words.ranges])
         return VocabParallelLogits.wrap(local, self.tp, words)

@@ -19,6 +19,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "half.h"
+
 namespace {
 
 constexpr int kSpins = 2000;          // some 20 us on a core of one's own
@@ -94,22 +96,6 @@ int exchange(Region& region, const char* data, int64_t bytes, uint64_t call) {
     region.posted = false;
     return 0;
 }
-
-struct BFloat16 {
-    uint16_t bits;
-    operator float() const {
-        const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-        float value;
-        std::memcpy(&value, &wide, sizeof value);
-        return value;
-    }
-    BFloat16() = default;
-    BFloat16(float value) { // to nearest, ties to even
-        uint32_t wide;
-        std::memcpy(&wide, &value, sizeof wide);
-        bits = value != value ? 0x7fc0 : (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
-    }
-};
 
 template <typename T, typename Sum, bool kMax>
 void combine(Region& region, void* out, int64_t bytes) {

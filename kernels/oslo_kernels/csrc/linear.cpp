@@ -1,0 +1,248 @@
+// Products of a few rows of activations with a matrix of weights, as a model that decodes makes them; see linear.py.
+//
+// Such a product takes as long as its weights take to come from memory, if they come once and nothing else holds it up.
+// So the weights are walked through in the order in which they lie there, some rows of them at a time, and what comes
+// next is asked for early; all rows of activations are multiplied with what is there.
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "half.h"
+
+// OpenMP of the process, which is torch's, if it has one.
+extern "C" {
+__attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
+__attribute__((weak)) int omp_get_thread_num(void);
+__attribute__((weak)) int omp_get_num_threads(void);
+}
+
+namespace {
+
+typedef float Floats __attribute__((vector_size(32)));
+constexpr int kWidth = 8;
+
+inline Floats load(const float* from) {
+    Floats values;
+    std::memcpy(&values, from, sizeof values);
+    return values;
+}
+
+inline Floats load(const BFloat16* from) {
+    typedef uint16_t Narrow __attribute__((vector_size(16)));
+    typedef uint32_t Wide __attribute__((vector_size(32)));
+    Narrow bits;
+    std::memcpy(&bits, from, sizeof bits);
+    const Wide wide = __builtin_convertvector(bits, Wide) << 16;
+    Floats values;
+    std::memcpy(&values, &wide, sizeof values);
+    return values;
+}
+
+inline Floats load(const _Float16* from) {
+#if defined(__F16C__)
+    __m128i halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return _mm256_cvtph_ps(halves);
+#else
+    typedef _Float16 Halves __attribute__((vector_size(16)));
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return __builtin_convertvector(halves, Floats);
+#endif
+}
+
+inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
+
+inline float total(Floats v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
+
+template <typename T>
+inline void ask_for(const T* address) {
+    __builtin_prefetch(address, 0, 3);
+}
+
+struct Product {
+    const float* x;      // [rows, inner]
+    const void *w, *bias; // [outer, inner], or [inner, outer] of Conv1D; [outer] or null
+    void* out;           // [rows, outer]
+    int64_t rows, inner, outer;
+};
+
+template <typename T>
+inline float bias_of(const Product& p, int64_t n) {
+    return p.bias ? float(static_cast<const T*>(p.bias)[n]) : 0.0f;
+}
+
+// Weights [outer, inner] ----------------------------------------------------------------------------------------------
+
+// R rows of x with C rows of w: R * C sums in registers.
+template <typename T, int R, int C, bool kAsk>
+inline __attribute__((always_inline)) void tile(const Product& p, int64_t row, int64_t n) {
+    constexpr int kStep = 64 / sizeof(T); // a cache line
+    const int64_t inner = p.inner;
+    const float* x = p.x + row * inner;
+    const T* w = static_cast<const T*>(p.w) + n * inner;
+    Floats sums[C][R] = {};
+    int64_t k = 0;
+    for (; k + kStep <= inner; k += kStep) {
+        if (kAsk)
+            for (int c = 0; c < C; ++c) ask_for(w + (C + c) * inner + k);
+        for (int i = 0; i < kStep; i += kWidth) {
+            Floats a[R];
+            for (int r = 0; r < R; ++r) a[r] = load(x + r * inner + k + i);
+            for (int c = 0; c < C; ++c) {
+                const Floats b = load(w + c * inner + k + i);
+                for (int r = 0; r < R; ++r) sums[c][r] += a[r] * b;
+            }
+        }
+    }
+    for (int c = 0; c < C; ++c)
+        for (int r = 0; r < R; ++r) {
+            float sum = total(sums[c][r]);
+            for (int64_t j = k; j < inner; ++j) sum += x[r * inner + j] * float(w[c * inner + j]);
+            static_cast<T*>(p.out)[(row + r) * p.outer + n + c] = T(sum + bias_of<T>(p, n + c));
+        }
+}
+
+template <typename T, int R, int C>
+inline void all_rows(const Product& p, int64_t n) {
+    tile<T, R, C, true>(p, 0, n);
+    int64_t row = R;
+    for (; row + R <= p.rows; row += R) tile<T, R, C, false>(p, row, n);
+    for (; row < p.rows; ++row) tile<T, 1, C, false>(p, row, n);
+}
+
+template <typename T, int R, int C>
+void by_rows(const Product& p, int64_t n, int64_t end) {
+    for (; n + C <= end; n += C) all_rows<T, R, C>(p, n);
+    if (n < end) all_rows<T, R, C>(p, end - C); // some of them once more, which gives the same
+}
+
+template <typename T>
+void outer_first(const Product& p, int64_t begin, int64_t end) {
+    switch (p.rows) { // as many sums as there are registers for
+        case 1: return by_rows<T, 1, 8>(p, begin, end);
+        case 2: return by_rows<T, 2, 6>(p, begin, end);
+        case 3: return by_rows<T, 3, 4>(p, begin, end);
+        default: return by_rows<T, 4, 3>(p, begin, end);
+    }
+}
+
+// Weights [inner, outer] ----------------------------------------------------------------------------------------------
+
+constexpr int64_t kColumns = 1024; // whose sums stay in the second-level cache
+constexpr int64_t kChain = 256;    // terms that are added up one after another, as rounding grows with their number
+
+// Add to R rows of sums what K rows of w give.
+template <typename T, int R, int K, bool kAsk>
+inline __attribute__((always_inline)) void add(
+    const Product& p, float* sums, int64_t row, int64_t k, int64_t n, int64_t count) {
+    const T* w = static_cast<const T*>(p.w) + k * p.outer + n;
+    Floats x[R][K];
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < K; ++i) x[r][i] = p.x[(row + r) * p.inner + k + i] - Floats{};
+    int64_t c = 0;
+    for (; c + kWidth <= count; c += kWidth) {
+        if (kAsk && c * sizeof(T) % 64 == 0)
+            for (int i = 0; i < K; ++i) ask_for(w + (K + i) * p.outer + c);
+        Floats sum[R];
+        for (int r = 0; r < R; ++r) sum[r] = load(sums + r * kColumns + c);
+        for (int i = 0; i < K; ++i) {
+            const Floats b = load(w + i * p.outer + c);
+            for (int r = 0; r < R; ++r) sum[r] += x[r][i] * b;
+        }
+        for (int r = 0; r < R; ++r) store(sums + r * kColumns + c, sum[r]);
+    }
+    for (; c < count; ++c)
+        for (int r = 0; r < R; ++r)
+            for (int i = 0; i < K; ++i) sums[r * kColumns + c] += x[r][i][0] * float(w[i * p.outer + c]);
+}
+
+template <typename T, int R, int K>
+inline void add_all(const Product& p, float* sums, int64_t k, int64_t n, int64_t count) {
+    add<T, R, K, true>(p, sums, 0, k, n, count);
+    int64_t row = R;
+    for (; row + R <= p.rows; row += R) add<T, R, K, false>(p, sums + row * kColumns, row, k, n, count);
+    for (; row < p.rows; ++row) add<T, 1, K, false>(p, sums + row * kColumns, row, k, n, count);
+}
+
+template <typename T, int R, int K>
+void by_columns(const Product& p, int64_t n, int64_t end) {
+    std::vector<float> sums(p.rows * kColumns), totals(p.rows * kColumns);
+    for (; n < end; n += kColumns) {
+        const int64_t count = end - n < kColumns ? end - n : kColumns;
+        for (int64_t row = 0; row < p.rows; ++row)
+            for (int64_t c = 0; c < count; ++c) totals[row * kColumns + c] = bias_of<T>(p, n + c);
+        for (int64_t k = 0; k < p.inner;) {
+            std::memset(sums.data(), 0, sums.size() * sizeof(float));
+            const int64_t stop = k + kChain < p.inner ? k + kChain : p.inner;
+            for (; k + K <= stop; k += K) add_all<T, R, K>(p, sums.data(), k, n, count);
+            for (; k < stop; ++k) add_all<T, R, 1>(p, sums.data(), k, n, count);
+            for (size_t i = 0; i < sums.size(); ++i) totals[i] += sums[i];
+        }
+        for (int64_t row = 0; row < p.rows; ++row)
+            for (int64_t c = 0; c < count; ++c)
+                static_cast<T*>(p.out)[row * p.outer + n + c] = T(totals[row * kColumns + c]);
+    }
+}
+
+template <typename T>
+void inner_first(const Product& p, int64_t begin, int64_t end) {
+    if (p.rows == 1)
+        by_columns<T, 1, 8>(p, begin, end);
+    else
+        by_columns<T, 2, 4>(p, begin, end);
+}
+
+// Threads and types ---------------------------------------------------------------------------------------------------
+
+using Part = void (*)(const Product&, int64_t, int64_t);
+
+struct Work {
+    const Product* product;
+    Part part;
+};
+
+void share(void* given) {
+    const Work& work = *static_cast<Work*>(given);
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int64_t each = ((work.product->outer + threads - 1) / threads + 15) / 16 * 16, begin = thread * each;
+    const int64_t end = begin + each < work.product->outer ? begin + each : work.product->outer;
+    if (begin < end) work.part(*work.product, begin, end);
+}
+
+template <typename T>
+const float* widened(const void* x, int64_t count, std::vector<float>& buffer) {
+    buffer.resize(count);
+    for (int64_t i = 0; i < count; ++i) buffer[i] = float(static_cast<const T*>(x)[i]);
+    return buffer.data();
+}
+
+} // namespace
+
+// Whether more than one thread can be made use of.
+extern "C" int oslo_linear_threads(void) { return GOMP_parallel && omp_get_thread_num && omp_get_num_threads; }
+
+// out = x w^T + bias, or x w + bias. At least 8 columns. `a`: x, w, bias or 0, out, rows, inner, outer, type (0 float32, 1 bfloat16, 2
+// float16), whether w is [inner, outer], threads. All are dense, and of the same type.
+extern "C" void oslo_linear(const int64_t* a) {
+    thread_local std::vector<float> buffer;
+    const auto pointer = [&](int i) { return reinterpret_cast<void*>(a[i]); };
+    Product p{static_cast<const float*>(pointer(0)), pointer(1), pointer(2), pointer(3), a[4], a[5], a[6]};
+    if (a[7] == 1) p.x = widened<BFloat16>(pointer(0), a[4] * a[5], buffer);
+    if (a[7] == 2) p.x = widened<_Float16>(pointer(0), a[4] * a[5], buffer);
+    static const Part parts[3][2] = {
+        {outer_first<float>, inner_first<float>},
+        {outer_first<BFloat16>, inner_first<BFloat16>},
+        {outer_first<_Float16>, inner_first<_Float16>},
+    };
+    Work work{&p, parts[a[7]][a[8]]};
+    if (a[9] > 1)
+        GOMP_parallel(share, &work, static_cast<unsigned>(a[9]), 0);
+    else
+        work.part(p, 0, p.outer);
+}
