@@ -91,6 +91,7 @@ setup(
         "serve": SERVE,
         "dev": [
             *SERVE,
+            "accelerate",
             "datasets",
             "flask",
             "hypothesis",

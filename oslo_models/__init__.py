@@ -24,6 +24,9 @@ _OWN = {
     "RankFailedError": "oslo_models.watch",
     "initialize": "oslo_models.models.parallelized",
     "parallelize": "oslo_models.deploy.existing",
+    "TensorParallel": "oslo_models.models.tensor_parallel",
+    "convert_state_dict": "oslo_models.models.tensor_parallel",
+    "infer_sharded_device_map": "oslo_models.models.tensor_parallel",
     "save_tensor_parallel": "oslo_models.models.tensor_parallel",
     "tensor_parallel": "oslo_models.models.tensor_parallel",
 }

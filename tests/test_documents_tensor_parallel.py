@@ -42,7 +42,42 @@ with tp.save_tensor_parallel(model):
     model.save_pretrained("/tmp/")
 """
 
+DISPATCH = """
+import accelerate
+import transformers
+
+import tensor_parallel as tp
+
+# Initialize a weightless tensor_parallel model from MyModel
+with accelerate.init_empty_weights():
+    model = tp.TensorParallel(
+        MyModel(),
+        device_ids=[0, 1] # and prepare it to be put on GPUs 0 and 1
+    )
+
+# Load partial state_dict for MyModel
+state_dict = torch.load("my_model_part_1_of_5.bin")
+
+# Convert it into a tensor_parallel state_dict
+tensor_parallel_state_dict = tp.convert_state_dict(
+    state_dict,
+    tensor_parallel_config=model.tensor_parallel_config,
+    world_size=len(model.devices),
+)
+
+# Dispatch the partial state_dict (load_state_dict doesn't work with meta so here I use accelerate)
+device_map = tp.infer_sharded_device_map(model)
+for param_name, param in state_dict.items():
+    module_name = param_name
+    while len(module_name) > 0 and module_name not in device_map:
+        module_name = ".".join(module_name.split(".")[:-1])
+    param_device = device_map[module_name]
+    accelerate.utils.set_module_tensor_to_device(model, param_name, param_device, value=param)
+"""
+
 DEVICES = {
+    "device_ids=[0, 1]": 'device_ids=["cpu", "cpu"]',
+    "in state_dict.items()": "in tensor_parallel_state_dict.items()",  # what has just been converted
     "import tensor_parallel as tp": "import oslo_models as tp",
     "facebook/opt-13b": "gpt2",
     '["cuda:0", "cuda:1"]': '["cpu", "cpu"]',
@@ -70,6 +105,19 @@ def test_document(hub: Any, monkeypatch: Any, capsys: Any) -> None:
     for state in (saved.state_dict(), torch.load("state.pt"), other.state_dict()):
         assert list(state) == list(model.state_dict())
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_dispatch(hub: Any, monkeypatch: Any) -> None:
+    """Weights that come one after another, and what is tied stays so."""
+    for printed, adapted in DEVICES.items():
+        monkeypatch.setitem(ADAPTED, printed, adapted)
+    model = hub().eval()
+    torch.save(model.state_dict(), "my_model_part_1_of_5.bin")
+    other = paste(DISPATCH, torch=torch, MyModel=lambda: hf.GPT2LMHeadModel(model.config).double())["model"].eval()
+    other.tie_weights()
+    inputs = torch.tensor([[5, 6, 7]])
+    assert torch.equal(other.generate(inputs, pad_token_id=0), model.generate(inputs, pad_token_id=0))
+    assert all(part.lm_head.weight is part.transformer.wte.weight for part in other.parts)
 
 
 def test_readme(hub: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -45,11 +46,11 @@ def of_transformers(variant: str, seed: int, dropout: float = 0.0, **options: An
     return whole(zoo.lm_head(variant), zoo.config(variant, dropout), seed, **options)
 
 
-def check_step(name: str, variant: str, n: int, seed: int) -> None:
+def check_step(name: str, variant: str, n: int, seed: int, **options: Any) -> None:
     """Outputs, loss, gradients of the input and, on each rank, of the parameters are those of transformers."""
     config = zoo.config_of(name, zoo.config(variant))
     step = reference_step(name, config, seed)
-    model = divided(whole(name, config, seed), n, gather_logits=True)
+    model = divided(whole(name, config, seed), n, gather_logits=True, **options)
     outputs, value, input_gradients = take_step(model, step.batch, loss_or_all_outputs)
     lines = [] if outputs.keys() == step.outputs.keys() else [f"outputs: {[*outputs]} instead of {[*step.outputs]}"]
     for path in outputs.keys() & step.outputs.keys():
@@ -69,16 +70,20 @@ def test_step(variant: str, n: int, seed: int) -> None:
 
 
 @pytest.mark.zoo
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("variant", [*zoo.VARIANTS, *zoo.MORE])
-def test_step_of_every_architecture(variant: str, seed: int) -> None:
-    check_step(zoo.main_head(variant), variant, 2, seed)
+def test_step_of_every_architecture(variant: str, sharded: bool, seed: int) -> None:
+    check_step(zoo.main_head(variant), variant, 2, seed, sharded=sharded)
 
 
-@pytest.mark.parametrize(("optimizer", "variant"), [("SGD", "gpt2"), ("AdamW", "llama"), ("AdamW", "t5")])
-def test_training_and_saving(tmp_path: Path, optimizer: str, variant: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "variant", "sharded"),
+    [("SGD", "gpt2", False), ("AdamW", "llama", False), ("AdamW", "t5", False), ("AdamW", "gpt2", True)],
+)
+def test_training_and_saving(tmp_path: Path, optimizer: str, variant: str, sharded: bool, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = of_transformers(variant, seed)
-    other = divided(model, 3)
+    other = divided(model, 3, sharded=sharded)
     initial, batches = other.state_dict(), [zoo.batch(name, config, seed + step) for step in range(2)]
     assert train(other, batches, optimizer) == pytest.approx(train(model, batches, optimizer), abs=TOLERANCE)
     trained = full_parameters(model)
@@ -352,6 +357,97 @@ def test_gradients_only_by_backward(seed: int) -> None:
         loss.backward()
 
 
+# What is not divided by layers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("variant", "n"), [("gpt2", 3), ("llama-one-kv", 2), ("qwen3", 2), ("bert", 2)])
+def test_sharded_step(variant: str, n: int, seed: int) -> None:
+    check_step(zoo.main_head(variant), variant, n, seed, sharded=True)
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "bart"])
+def test_sharded_parameters_exist_once(variant: str, seed: int) -> None:
+    """So all of torch that counts parameters counts right, and a recomputed block reads what it has read before."""
+    model = of_transformers(variant, seed)
+    other, batch = divided(model, sharded=True), zoo.batch(zoo.lm_head(variant), model.config, seed)
+    assert sum(param.numel() for param in other.parameters()) == sum(param.numel() for param in model.parameters())
+    other.activation_checkpointing_enable()
+    for each in (model, other):
+        with lifted_casts():
+            each(**batch).loss.backward()
+    lines = []
+    for part in other.parts:
+        own = {key: param.grad for key, param in part.named_parameters(remove_duplicate=False)}
+        lines += differ_in_parts(part, "gradient of", own, full_gradients(model), TOLERANCE)
+    assert not lines, "\n".join(lines)
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0).item() for each in (model, other)]
+    assert norms[0] == pytest.approx(norms[1], abs=TOLERANCE)
+
+
+def test_some_sharded_parameters(seed: int) -> None:
+    model = of_transformers("gpt2", seed)
+    names = ["transformer.wpe.weight", "transformer.ln_f.bias"]
+    model.transformer.ln_f.bias.requires_grad_(False)
+    other = divided(model, sharded_param_names=names)
+    some, all_trained = dict(other.named_parameters()), dict(divided(model, sharded=True).named_parameters())
+    positions = model.config.n_positions
+    for rank in range(2):
+        assert some[f"parts.{rank}.{names[0]}"].shape == (positions // 2, 24)
+        assert some[f"parts.{rank}.{names[1]}"].shape == (12,)
+        assert some[f"parts.{rank}.transformer.ln_f.weight"].shape == (24,)
+        assert all_trained[f"parts.{rank}.transformer.ln_f.weight"].shape == (12,)
+        assert all_trained[f"parts.{rank}.{names[1]}"].shape == (24,)
+    inputs = torch.tensor([[5, 6, 7]])
+    found = [each.eval().generate(inputs, num_beams=2, max_new_tokens=5, pad_token_id=0) for each in (model, other)]
+    assert torch.equal(*found)
+
+
+# Weights that come one by one -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("how", ["assigned", "converted", "set by accelerate"])
+def test_weights_that_come_later(how: str, sharded: bool, seed: int) -> None:
+    model = of_transformers("gpt2", seed)
+    with accelerate.init_empty_weights():
+        empty = hf.GPT2LMHeadModel(model.config).double()
+    other = divided(empty, 3, sharded=sharded)
+    assert all(param.is_meta for param in other.parameters())
+    state = {key: value for key, value in model.state_dict().items() if key != "lm_head.weight"}  # as it is saved
+    for key, value in state.items():
+        if how == "assigned":
+            other.load_state_dict({key: value}, strict=False, assign=True)
+            continue
+        brought = oslo_models.convert_state_dict({key: value}, other.tensor_parallel_config, len(other.devices))
+        if how == "converted":
+            other.load_state_dict(brought, strict=False, assign=True)
+            continue
+        for name, share in brought.items():
+            device = oslo_models.infer_sharded_device_map(other)[".".join(name.split(".")[:2])]
+            accelerate.utils.set_module_tensor_to_device(other, name, device, value=share)
+    other.tie_weights()
+    assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items() if key in state)
+    params = list(other.parameters())
+    assert sum(param.untyped_storage().nbytes() for param in params) == sum(param.nbytes for param in params)
+    assert len({param.data_ptr() for param in params}) == len(params)
+    inputs = torch.tensor([[5, 6, 7]])
+    found = [each.eval().generate(inputs, max_new_tokens=5, pad_token_id=0) for each in (model, other)]
+    assert torch.equal(*found)
+
+
+def test_weights_that_do_not_fit() -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=r"such as .*init_empty_weights"):
+        divided(hf.LlamaForCausalLM(zoo.config("llama")))
+    other = divided(hf.GPT2LMHeadModel(zoo.config("gpt2")))
+    layouts = other.tensor_parallel_config
+    with pytest.raises(ValueError, match=r"the shape \[5, 5\] instead of"):
+        oslo_models.convert_state_dict({"lm_head.weight": torch.ones(5, 5)}, layouts, 2)
+    with pytest.raises(ValueError, match="world_size=3, but the model is divided over 2"):
+        oslo_models.convert_state_dict({"lm_head.weight": torch.ones(5, 5)}, layouts, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for parts\.1\.lm_head\.weight"):
+        other.load_state_dict({"lm_head.weight": torch.ones(5, 5)}, strict=False)
+
+
 def part_of_a_process() -> Any:
     model = oslo_models.tensor_parallel(hf.GPT2LMHeadModel(zoo.config("gpt2")), distributed=True)
     return type(model) is oslo_models.GPT2LMHeadModel, model.mesh.tp.size, model.mesh.tp.threads
@@ -368,10 +464,12 @@ def test_what_is_refused() -> None:
         ("names a GPU twice", ["cuda:0", 0], {}),
         ("GPUs only or CPUs only", ["cuda:0", "cpu"], {}),
         ("there is no GPU", [], {}),
-        ("sharded=True: .*FSDP2", ["cpu"] * 2, {"sharded": True}),
+        ("sharded_param_names has 'wte', which is no parameter", ["cpu"] * 2, {"sharded_param_names": ["wte"]}),
+        ("which is divided already", ["cpu"] * 2, {"sharded_param_names": ["lm_head.weight"]}),
         ("tensor_parallel_config=.*the plan", ["cpu"] * 2, {"tensor_parallel_config": {}}),
         ("no argument colour", ["cpu"] * 2, {"colour": "red"}),
         ("leave out device_ids", ["cpu"] * 2, {"distributed": True}),
+        ("FSDP2 divides", None, {"distributed": True, "sharded": True}),
     ):
         with pytest.raises(ValueError, match=message):
             oslo_models.tensor_parallel(model, devices, **options)

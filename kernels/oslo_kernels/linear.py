@@ -8,6 +8,7 @@ twenty times as slow as those of float32. Compiled on first use; where there is 
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
 from functools import cache
 
@@ -24,7 +25,7 @@ WIDENED = 1 << 22
 """How many weights of 16 bits are held in float32 at a time, for more rows than that."""
 OF_A_THREAD = 1 << 17
 """With how many weights a thread is worth waking."""
-_Integers = ctypes.c_int64 * 10
+_ARGUMENTS = struct.Struct("10q").pack
 
 
 def linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -58,11 +59,12 @@ _Plain = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: bool) -> Tensor:
+    # A model that decodes comes here a hundred times a token: what is asked is asked in the cheapest way.
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not x.is_cpu or not _is_usual(x, weight, bias):
         return plain(x, weight, bias)
     inner, outer = weight.shape if io else weight.shape[::-1]
     rows = x.numel() // inner if inner else 0
-    half = x.dtype != torch.float32
+    half = x.dtype is not torch.float32
     most = MOST_ROWS_HALF if half else MOST_ROWS_IO if io else MOST_ROWS
     if x.shape[-1] != inner or outer < 8 or not rows or (half and _is_native(x.dtype)) or why_not():
         return plain(x, weight, bias)
@@ -73,23 +75,24 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: 
 
 def _is_usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether these are plain, dense tensors of one type, and nobody asks for another one."""
-    if type(x) is not Tensor or x.dtype not in _KINDS or torch.is_autocast_enabled("cpu"):
+    dtype = x.dtype
+    if type(x) is not Tensor or dtype not in _KINDS or torch.is_autocast_enabled("cpu"):
         return False
-    return all(
-        type(parameter) in (nn.Parameter, Tensor)
-        and parameter.dtype == x.dtype
-        and parameter.is_cpu
-        and parameter.is_contiguous()
-        for parameter in ((weight,) if bias is None else (weight, bias))
-    )
+    return _fits(weight, dtype) and (bias is None or _fits(bias, dtype))
+
+
+def _fits(parameter: Tensor, dtype: torch.dtype) -> bool:
+    kind = type(parameter)
+    plain = kind is nn.Parameter or kind is Tensor
+    return plain and parameter.dtype is dtype and parameter.is_cpu and parameter.is_contiguous()
 
 
 def _of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, inner: int, outer: int, io: bool) -> Tensor:
     x, out = x.contiguous(), x.new_empty((*x.shape[:-1], outer))
     run, threaded = _library()
-    pointers = x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
     threads = min(torch.get_num_threads(), 1 + inner * outer // OF_A_THREAD) if threaded else 1
-    run(_Integers(*pointers, rows, inner, outer, _KINDS[x.dtype], io, threads))
+    pointers = x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
+    run(_ARGUMENTS(*pointers, rows, inner, outer, _KINDS[x.dtype], io, threads))
     return out
 
 
@@ -110,8 +113,8 @@ def _is_native(dtype: torch.dtype) -> bool:
 
 
 @cache
-def _library() -> tuple[Callable[[ctypes.Array[ctypes.c_int64]], None], bool]:
+def _library() -> tuple[Callable[[bytes], None], bool]:
     """The function, and whether it may be given several threads."""
     library = load("linear.cpp")
-    library.oslo_linear.argtypes, library.oslo_linear.restype = [ctypes.c_void_p], None
+    library.oslo_linear.argtypes, library.oslo_linear.restype = [ctypes.c_char_p], None
     return library.oslo_linear, bool(library.oslo_linear_threads())

@@ -24,7 +24,8 @@ class HeadParallelNorm(nn.Module):
         own = vars(self)
         for name, param in self._parameters.items():
             if param is not None and (self.layouts[name].dim is None or self.layouts[name].overlaps):
-                own[name] = SumCopies.apply(param, self.tp, self.layouts[name])  # found before the parameter
+                # found before the parameter
+                own[name] = SumCopies.apply(getattr(self, name), self.tp, self.layouts[name])
         try:
             return super().forward(*args, **kwargs)
         finally:

@@ -81,8 +81,11 @@ def _arguments(config: Mapping[str, Any] | str | Path) -> Arguments:
     return Arguments(**{key: value for key, value in section.items() if key not in left_out})
 
 
-def zoo_class(model: PreTrainedModel) -> Any:
+def zoo_class(model: PreTrainedModel, may_be_empty: bool = False) -> Any:
     """The class of the zoo for a transformers model that is whole.
+
+    Args:
+        may_be_empty: its parameters may be on the meta device.
 
     Raises:
         ValueError: there is none.
@@ -98,7 +101,7 @@ def zoo_class(model: PreTrainedModel) -> Any:
         raise ValueError(str(error)) from None
     if type(model) not in cls.__mro__:
         raise ValueError(f"{type(model).__module__}.{type(model).__name__} is not the class of transformers")
-    if any(tensor.is_meta for tensor in model.parameters()):
+    if not may_be_empty and any(tensor.is_meta for tensor in model.parameters()):
         raise ValueError("the model has no weights (they are on the meta device): use from_config_with_parallel")
     return cls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,20 +13,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from oslo_models.layout import Layout
 from oslo_models.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.models.arguments import Arguments
 from oslo_models.models.parallelized import initialize, zoo_class
+from oslo_models.models.sharding import shard_replicated
 from oslo_models.models.together import Together, call_together
 from oslo_models.threads import ThreadGroup
 
 Device = torch.device | str | int
 
-_FSDP = "what is not divided is on every device; under torchrun, FSDP2 divides it: use `initialize`"
 _REFUSED = {
     "tensor_parallel_config": "the plan of the architecture says how it is divided: `oslo-models list`",
-    "sharded": _FSDP,
-    "sharded_param_names": _FSDP,
-    "delay_init": "pass a model with weights, or load parts only, under torchrun, by from_pretrained_with_parallel",
+    "delay_init": "pass a model made under accelerate.init_empty_weights(), whose parts wait for their weights",
 }
 """What the original took and this does not, and what to do instead."""
 
@@ -37,6 +36,7 @@ def tensor_parallel(
     tensor_parallel_config: None = None,
     distributed: bool | None = None,
     sharded: bool | None = None,
+    sharded_param_names: Sequence[str] | None = None,
     *,
     output_device: Device | None = None,
     gather_logits: bool | None = None,
@@ -49,9 +49,14 @@ def tensor_parallel(
     undivided model. Ranks are threads of this process that take turns (`oslo_models.threads`).
 
     Args:
-        model: a whole model of a class of which the zoo has one, with weights, best on the CPU. It stays as it is.
+        model: a whole model of a class of which the zoo has one, best on the CPU. It stays as it is. Parts of one made
+            under ``accelerate.init_empty_weights()`` have no weights until ``load_state_dict(..., assign=True)``, or
+            `convert_state_dict` and accelerate, bring them; then call ``tie_weights()``.
         device_ids: a device for each rank: ``["cuda:0", "cuda:1"]``, ``[0, 1]``, ``["cpu", "cpu"]``; default: all GPUs.
         distributed: ``True``: each process, started by ``torchrun``, is a rank; returns what `initialize` does.
+        sharded: what is trained and would be on each device, as norms are, is divided, too, and put together while it
+            is used (ZeRO's stage 3): slower, with each parameter, its gradient and its optimizer's state in one place.
+        sharded_param_names: the parameters of which that is to be done; default: all.
         output_device: where outputs are; by default on the first device.
         gather_logits: as with `ParallelModel.from_pretrained_with_parallel`.
 
@@ -59,7 +64,7 @@ def tensor_parallel(
         ValueError: an argument does not fit, or the zoo has no such class.
         RuntimeError: the model is divided already.
     """
-    given = {"tensor_parallel_config": tensor_parallel_config, "sharded": sharded, **options}
+    given = {"tensor_parallel_config": tensor_parallel_config, **options}
     for name, value in given.items():
         if name not in _REFUSED:
             raise ValueError(f"tensor_parallel has no argument {name}")
@@ -68,11 +73,18 @@ def tensor_parallel(
     if distributed:
         if device_ids is not None or output_device is not None:
             raise ValueError("with distributed=True each process has the device of its rank: leave out device_ids")
+        if sharded:
+            raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 divides what is left whole")
         start_process_group()
         sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
         return initialize(model, {"model_parallelism": sizes})
     devices = _devices(device_ids)
-    cls = zoo_class(model)
+    cls = zoo_class(model, may_be_empty=True)
+    if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise ValueError(
+            f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint has them all: make it "
+            "under accelerate.init_empty_weights(), which leaves them out"
+        )
     arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits)
     arguments.check({})
     arguments.check_config(cls, model.config)
@@ -81,6 +93,8 @@ def tensor_parallel(
     parts = [_part(model, cls, config, threads, rank) for rank in range(threads.size)]
     for part in parts:
         part.gather_logits = gather_logits
+    if sharded or sharded_param_names:
+        shard_replicated(parts, sharded_param_names)
     divided = _of_parts(model, cls, parts, threads, devices[0] if output_device is None else _device(output_device))
     divided.config = config
     return divided
@@ -119,11 +133,11 @@ def _part(model: Any, cls: type, config: PreTrainedConfig, threads: ThreadGroup,
     for name, param in list(part.named_parameters(remove_duplicate=False)):
         whole = before[name]
         if id(whole) not in made:  # tied parameters are one
-            own = param.to(device, copy=param is whole)
+            own = param.detach() if param.is_meta else param.to(device, copy=param is whole)
             made[id(whole)] = nn.Parameter(own, whole.requires_grad)
         owner, _, leaf = name.rpartition(".")
         part.get_submodule(owner)._parameters[leaf] = made[id(whole)]
-    return part.to(device)
+    return part._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # those wait for their weights
 
 
 def _of_parts(
@@ -175,10 +189,38 @@ class TensorParallelModel(PreTrainedModel):
     def device(self) -> torch.device:
         return self.output_device
 
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where the parts are, by rank."""
+        return self.threads.devices
+
+    @property
+    def tensor_parallel_config(self) -> dict[str, Layout]:
+        """How the parameters are divided, by their names in the undivided model: for `convert_state_dict`."""
+        part: Any = self.parts[0]
+        return dict(part.layouts)
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Make one of what is tied, in each part: needed after weights were brought one by one."""
+        parts: Any = self.parts
+        for part in parts:
+            for names in part.all_tied_weights_keys.items():
+                places = [(part.get_submodule(owner), leaf) for owner, _, leaf in (n.rpartition(".") for n in names)]
+                params = [module._parameters[leaf] for module, leaf in places]
+                brought = min(params[::-1], key=lambda param: param.is_meta)  # the source, if both were
+                for module, leaf in places:
+                    module._parameters[leaf] = brought
+
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """The encoders of all parts as one."""
         parts: Any = self.parts
         return Together([part.get_encoder(*args, **kwargs) for part in parts], self.threads, self.output_device)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Refused, as transformers expects of models without: each part has its own."""
+        raise NotImplementedError(
+            "the embeddings are divided: model.parts[0].get_input_embeddings() has the first part"
+        )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: the vocabulary is divided."""
@@ -224,13 +266,65 @@ def _merge(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> Non
         state[prefix + name] = made[key]
 
 
-def _divide(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The state of a whole model becomes that of the parts."""
-    for name, tensor in _taken(state, prefix).items():
-        for rank, part in enumerate(model.parts):
-            layout = part.layouts.get(name)
-            fits = layout is not None and tuple(tensor.shape) == layout.shape
-            state[f"{prefix}parts.{rank}.{name}"] = layout.shard(tensor, rank) if fits else tensor
+def _divide(model: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """The state of a whole model becomes that of the parts; what `convert_state_dict` has made is that already."""
+    layouts, given = model.tensor_parallel_config, _taken(state, prefix)
+    fits = [name for name, tensor in given.items() if name in layouts and layouts[name].shape == tensor.shape]
+    fitting = {name: given.pop(name) for name in fits}
+    for name in [name for name in given if not name.startswith("parts.")]:  # torch says what is wrong with it
+        tensor = given.pop(name)
+        given |= {f"parts.{rank}.{name}": tensor for rank in range(len(model.parts))}
+    for name, tensor in {**given, **_shares(fitting, layouts, len(model.parts))}.items():
+        if metadata.get("assign_to_params_buffers"):  # it becomes the parameter
+            tensor = tensor.to(model.devices[int(name.split(".")[1])], copy=True)
+        state[prefix + name] = tensor
+
+
+def convert_state_dict(
+    input_state_dict: Mapping[str, Tensor],
+    tensor_parallel_config: Mapping[str, Layout],
+    world_size: int,
+    for_pretrained: bool = False,
+) -> dict[str, Tensor]:
+    """The shares of all ranks of weights, named as in a model that `tensor_parallel` has made.
+
+    For models that are too large to be read at once: file by file, each share goes to the device that
+    `infer_sharded_device_map` names.
+
+    Args:
+        input_state_dict: weights of the undivided model, or some of them.
+        tensor_parallel_config: ``model.tensor_parallel_config``.
+        world_size: over how many devices the model is divided.
+        for_pretrained: the original wanted to know; names are the same here.
+
+    Raises:
+        ValueError: a weight has another shape, or the model is divided over another number of devices.
+    """
+    shares = _shares(input_state_dict, tensor_parallel_config, world_size)
+    return {name: tensor.clone() for name, tensor in shares.items()}  # of views, all that they view would stay
+
+
+def _shares(state: Mapping[str, Tensor], layouts: Mapping[str, Layout], ranks: int) -> dict[str, Tensor]:
+    shares = {}
+    for name, tensor in state.items():
+        layout = layouts.get(name)
+        if layout is not None and layout.dim is not None:
+            if len(layout.ranges) != ranks:
+                raise ValueError(f"world_size={ranks}, but the model is divided over {len(layout.ranges)} devices")
+            if tuple(tensor.shape) != layout.shape:
+                raise ValueError(f"{name} has the shape {list(tensor.shape)} instead of {list(layout.shape)}")
+        for rank in range(ranks):
+            shares[f"parts.{rank}.{name}"] = tensor if layout is None else layout.shard(tensor, rank)
+    return shares
+
+
+def infer_sharded_device_map(model: Any) -> dict[str, torch.device]:
+    """On which device each part of a model that `tensor_parallel` has made is to be, by the name of the part."""
+    return {f"parts.{rank}": device for rank, device in enumerate(model.devices)}
+
+
+TensorParallel = tensor_parallel
+"""What the original's class made is made by `tensor_parallel`, too."""
 
 
 def _taken(state: dict[str, Any], prefix: str) -> dict[str, Any]:
