@@ -50,7 +50,7 @@ def counting() -> Iterator[Counter[tuple[str, int]]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_shared_memory", lambda axis, x: None)  # which would take their place
+        patch.setattr(collectives, "_shared_memory", lambda axis: None)  # which would take their place
         for name in COLLECTIVES:
             patch.setattr(dist, name, counted(name, getattr(dist, name)))
         yield counts
