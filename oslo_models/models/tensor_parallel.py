@@ -73,7 +73,7 @@ def tensor_parallel(
     if distributed:
         if device_ids is not None or output_device is not None:
             raise ValueError("with distributed=True each process has the device of its rank: leave out device_ids")
-        if sharded:
+        if sharded or sharded_param_names:
             raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 divides what is left whole")
         start_process_group()
         sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
