@@ -23,7 +23,6 @@ from oslo_models.layers.fused import FusedLinear
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = {"out x in": (kernel.linear, F.linear), "in x out": (kernel.conv1d, kernel.plain_conv1d)}
-pytestmark = pytest.mark.skipif(kernel.why_not() is not None, reason=str(kernel.why_not()))
 
 
 def operands(rows: int, inner: int, outer: int, dtype: torch.dtype, io: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,6 +58,7 @@ def test_rounding(form: str, dtype: torch.dtype, seed: int) -> None:
             with torch.no_grad(), emulated():
                 found = ours(x, weight, given)
             assert found.dtype == dtype and found.shape == exact.shape
+            # the rest is for sizes at which torch happens to be exact
             limit = 2 * error(plain(x, weight, given), exact) + torch.finfo(dtype).eps / 16
             assert error(found, exact) <= limit, f"{rows} x {inner} x {outer}, bias {given is not None}"
 
@@ -100,7 +100,7 @@ def test_shapes_and_strides(seed: int) -> None:
         with torch.no_grad(), called() as product:
             found = kernel.linear(x, weight, bias)
         assert product.called and found.is_contiguous()
-        assert torch.allclose(found, F.linear(x, weight, bias), atol=1e-4)
+        assert error(found, F.linear(x.double(), weight.double(), bias.double())) < 1e-6
 
 
 LEFT: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
