@@ -140,6 +140,8 @@ def _head(model: Any, name: str, module: nn.Linear, classes: tuple[type, ...]) -
     if model.loss_of_whole_logits:
         return Site(name, classes, "head and cross entropy", None, "the loss needs the logits of all words")
     reason = "loss without logits (training with labels)"
+    if model.device.type == "cpu" and not linear.why_not():
+        reason += "; products of few rows, without gradients, in C++"
     if isinstance(module, VocabParallelHead):
         return Site(name, classes, "head and cross entropy", DeferredVocabParallelHead, reason, {"deferring": False})
     layout = Layout.divided(tuple(module.weight.shape), 0, (Units(module.weight.shape[0]),), 1)
