@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +18,8 @@ import pytest
 import torch
 import transformers
 from deployed import Collected, prompt
+from hypothesis import given
+from hypothesis import strategies as st
 from pool import Pool
 from torch import Tensor
 from transformers import TextIteratorStreamer
@@ -25,6 +29,8 @@ from benchmarks.faults import gone
 from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import EngineError, messages, serving
 from oslo_models.deploy.worker import _Log
+
+TYPES = [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64]
 
 
 @pytest.fixture
@@ -272,6 +278,10 @@ def test_what_cannot_be_read_or_written() -> None:
     for mine, right in zip(found, tensors, strict=True):
         assert mine.dtype == right.dtype and torch.equal(mine.to_dense(), right.to_dense())
     assert len(messages.encode(messages.Reply(7, torch.zeros(10_000)[:1]))) < 1000
+    data = messages.encode(messages.Reply(7, (torch.zeros(10_000), torch.ones(1))))
+    holders = sys.getrefcount(data)
+    kept = messages.decode(data).result[1]
+    assert sys.getrefcount(data) == holders and kept.untyped_storage().nbytes() == 4  # it does not keep the other
 
     class Odd(UnicodeDecodeError):
         pass
@@ -283,6 +293,40 @@ def test_what_cannot_be_read_or_written() -> None:
         assert log.write("x\n" * 9000) == 18000
         log.flush()
         log.detach()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Of one type, and equal; tensors too, and the order of keys."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+held = st.builds(
+    lambda size, dtype: torch.arange(2 * size).to(dtype).view(size, 2).T, st.integers(0, 3), st.sampled_from(TYPES)
+)
+nested = st.recursive(
+    plain | held | st.builds(OrderedDict, x=held),
+    lambda items: (
+        st.lists(items, max_size=3)
+        | st.lists(items, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=2) | st.integers(), items, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@given(nested)
+def test_arguments_arrive_as_they_are(value: Any) -> None:
+    message = messages.Request(7, "forward", (value,), {"value": value}, 1)
+    assert same(tuple(messages.decode(messages.encode(message))), tuple(message))
 
 
 def test_one_bad_call_of_a_batch(model: Any, whole: Any, seed: int) -> None:

@@ -163,10 +163,11 @@ class _Sender:
         threading.Thread(target=self._write, daemon=True, name="oslo-deploy-send").start()
 
     def send(self, data: bytes) -> None:
-        with self._lock, suppress(OSError):  # of the end of the other side hears who receives
-            if self._line.fileno() < 0:
+        with self._lock:
+            try:
+                rest = data if self._queued else self._line.send_now(data)
+            except OSError:  # of the end of the other side hears who receives
                 return
-            rest = data if self._queued else self._line.send_now(data)
             if rest:
                 self._queued += 1
                 self._outbox.put(rest)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import io
 import pickle
-import sys
+import struct
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-_HEAD = 8
+_HEAD = struct.Struct("<qq")  # the number of a call, and the length of what is pickled
 
 
 class Setup(NamedTuple):
@@ -140,88 +139,123 @@ _KINDS: dict[str, Any] = {
 
 
 def encode(message: tuple[Any, ...], number: int = 0) -> bytes:
-    """A message as bytes, with the number of the call that it is about in front."""
-    file = io.BytesIO()
-    file.write(number.to_bytes(_HEAD, "little", signed=True))
-    _Pickler(file).dump((type(message).__name__, tuple(message)))  # to look its class up takes longer
-    return file.getvalue()
+    """A message as bytes: the number of the call that it is about, its fields without tensors, and what those hold.
+
+    Pickle looks up every class that it meets, and torch's way to pickle a tensor takes as long as a small model and
+    sends all that a view views: so they get only what is inside of objects of other kinds.
+    """
+    held: list[bytes] = []
+    fields, parts = _apart(tuple(message), held)
+    head = pickle.dumps((type(message).__name__, fields, parts), pickle.HIGHEST_PROTOCOL)
+    return b"".join((_HEAD.pack(number, len(head)), head, *held))
 
 
 def decode(data: bytes) -> Any:
     """The message; if it cannot be read here, a `Failure` of the call that it is about."""
-    file = io.BytesIO(data)
-    number = int.from_bytes(file.read(_HEAD), "little", signed=True)
+    number, size = _HEAD.unpack_from(data)
+    rest = memoryview(data)[_HEAD.size :]
     try:
-        kind, fields = _Unpickler(file).load()
-        return _KINDS[kind]._make(fields)
+        kind, fields, parts = pickle.loads(rest[:size])
+        return _KINDS[kind]._make(_whole(fields, parts, rest[size:]))
     except Exception as error:  # noqa: BLE001  unpickling may raise anything, such as when a class cannot be imported
         return Failure(number, portable(error), "".join(traceback.format_exception(error)))
 
 
-class _Pickler(pickle.Pickler):
-    """Sends tensors and outputs in our own way, which is several times as fast: pickle looks up every class that it
-    meets, and torch's way takes as long as a small model, and sends all that a view views.
+def rehearse() -> None:
+    """Write and read a message for nothing: what that takes is then at hand for the next one.
+
+    After two milliseconds in which a core did something else, or nothing, torch takes fifteen times as long to convert
+    a tensor as it does the second time.
     """
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._parts = _parts() if "torch" in sys.modules else {}  # where it is not imported there are no tensors
-
-    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
-        parts = self._parts.get(type(value))
-        return parts and parts(value)
-
-
-class _Unpickler(pickle.Unpickler):
-    def persistent_load(self, parts: tuple[Any, ...]) -> Any:
-        kind, *rest = parts
-        return _MADE_OF[kind](*rest)
+    decode(encode(_example()))
 
 
 @functools.cache
-def _parts() -> dict[type, Callable[[Any], tuple[Any, ...] | None]]:
-    """What to send for a value, by its type: the name of what makes one of it, and its arguments."""
+def _example() -> Reply:
     import torch
+    from transformers.modeling_outputs import BaseModelOutput
 
-    def tensor(value: torch.Tensor) -> tuple[Any, ...] | None:
-        try:
-            array = value.numpy()
-        except (TypeError, RuntimeError):  # to ask before takes longer
-            pass
-        else:
-            return "tensor", bytearray(array.data), array.dtype.str, array.shape
-        if value.requires_grad or not value.is_cpu:
-            return "same", value.detach().cpu()
+    return Reply(0, SentOutput(BaseModelOutput(torch.zeros(1))))
+
+
+def _apart(value: Any, held: list[bytes]) -> tuple[Any, Any]:
+    """A value without its tensors and outputs, and what these are.
+
+    Args:
+        held: gets what each tensor holds.
+
+    Returns:
+        The value, with ``None`` for a tensor and a dictionary for an output. Then, for these, what makes them again
+        and its arguments; for a container, by key or index, what is so said of its items; ``None`` for all else.
+    """
+    kind = type(value)
+    items: Iterable[tuple[Any, Any]]
+    if kind is dict:
+        items = value.items()
+    elif kind is tuple or kind is list:
+        items = enumerate(value)
+    elif kind is SentOutput:
+        cls = type(value.output)
+        fields = {key: item for key, item in value.output.items() if key != "past_key_values"}
+        rest, parts = _apart(fields, held)
+        return rest, ("output", parts, cls.__module__, cls.__qualname__)
+    elif kind.__name__ == "Tensor" and kind.__module__ == "torch" and (parts := _of_tensor(value, held)):
+        return None, parts
+    else:
+        return value, None
+    rest, parts = {}, {}
+    for key, item in items:
+        rest[key], of_item = _apart(item, held)
+        if of_item:
+            parts[key] = of_item
+    return rest if kind is dict else kind(rest.values()), parts or None
+
+
+def _whole(value: Any, parts: Any, held: memoryview) -> Any:
+    """The value that `_apart` took apart."""
+    if parts is None:
+        return value
+    if type(parts) is tuple:
+        return _MADE_OF[parts[0]](value, held, *parts[1:])
+    kind = type(value)
+    items = value if kind is dict else dict(enumerate(value))
+    for key, of_item in parts.items():
+        items[key] = _whole(items[key], of_item, held)
+    return items if kind is dict else kind(items.values())
+
+
+def _of_tensor(value: Any, held: list[bytes]) -> tuple[Any, ...] | None:
+    """What makes a tensor again, out of what is added to ``held``; ``None`` if that is better left to torch."""
+    dtype = shape = None
+    try:
+        array = value.numpy()
+    except (TypeError, RuntimeError):  # to ask before takes longer
+        import torch
+
+        value = value.detach().cpu()
         if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
             return None
-        # numpy does not have torch's smaller types
-        return "view", value.reshape(-1).view(torch.uint8), str(value.dtype).removeprefix("torch."), (*value.shape,)
-
-    def output(value: SentOutput) -> tuple[Any, ...]:
-        cls, fields = type(value.output), {key: item for key, item in value.output.items() if key != "past_key_values"}
-        return "output", cls.__module__, cls.__qualname__, fields
-
-    return {torch.Tensor: tensor, SentOutput: output}
+        dtype, shape = str(value.dtype).removeprefix("torch."), (*value.shape,)  # numpy does not have all of torch's
+        array = value.reshape(-1).view(torch.uint8).numpy()
+    start = sum(map(len, held))
+    held.append(array.tobytes())
+    return "tensor", start, start + array.nbytes, array.dtype.str, array.shape, dtype, shape
 
 
-def _tensor(data: bytearray, dtype: str, shape: tuple[int, ...]) -> Any:
+def _tensor(value: None, held: memoryview, start: int, stop: int, kind: str, sizes: Any, dtype: Any, shape: Any) -> Any:
     import numpy
     import torch
 
-    return torch.from_numpy(numpy.ndarray(shape, dtype, data))
+    # of a copy, so that who keeps one tensor of a message does not keep them all
+    tensor = torch.from_numpy(numpy.ndarray(sizes, kind, bytearray(held[start:stop])))
+    return tensor if dtype is None else tensor.view(getattr(torch, dtype)).view(shape)
 
 
-def _view(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    import torch
-
-    return data.view(getattr(torch, dtype)).view(shape)
-
-
-def _output(module: str, name: str, fields: dict[str, Any]) -> Any:
+def _output(value: dict[str, Any], held: memoryview, parts: Any, module: str, name: str) -> Any:
     cls = _class(module, name)
     output = cls.__new__(cls)  # what is checked where it is constructed takes as long as the rest of a message
-    for key, value in fields.items():
-        output[key] = value
+    for key, item in _whole(value, parts, held).items():
+        output[key] = item
     return output
 
 
@@ -230,12 +264,7 @@ def _class(module: str, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
-_MADE_OF: dict[str, Callable[..., Any]] = {
-    "tensor": _tensor,
-    "view": _view,
-    "output": _output,
-    "same": lambda value: value,
-}
+_MADE_OF: dict[str, Callable[..., Any]] = {"tensor": _tensor, "output": _output}
 
 
 def portable(error: BaseException) -> BaseException:
