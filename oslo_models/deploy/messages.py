@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import pickle
 import struct
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -226,29 +228,40 @@ def _whole(value: Any, parts: Any, held: memoryview) -> Any:
 
 def _of_tensor(value: Any, held: list[bytes]) -> tuple[Any, ...] | None:
     """What makes a tensor again, out of what is added to ``held``; ``None`` if that is better left to torch."""
-    dtype = shape = None
-    try:
-        array = value.numpy()
-    except (TypeError, RuntimeError):  # to ask before takes longer
-        import torch
-
-        value = value.detach().cpu()
-        if value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg():
-            return None
-        dtype, shape = str(value.dtype).removeprefix("torch."), (*value.shape,)  # numpy does not have all of torch's
-        array = value.reshape(-1).view(torch.uint8).numpy()
+    torch = sys.modules["torch"]
+    name = _names().get(value.dtype)
+    if name is None or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        return None
+    if not (value.is_cpu and value.is_contiguous()):
+        value = value.cpu().contiguous()
     start = sum(map(len, held))
-    held.append(array.tobytes())
-    return "tensor", start, start + array.nbytes, array.dtype.str, array.shape, dtype, shape
+    # numpy, which would have to be asked for each type whether it has it, takes nearly twice as long
+    held.append(ctypes.string_at(value.data_ptr(), value.nbytes))
+    return "tensor", start, start + value.nbytes, name, (*value.shape,)
 
 
-def _tensor(value: None, held: memoryview, start: int, stop: int, kind: str, sizes: Any, dtype: Any, shape: Any) -> Any:
+def _tensor(value: None, held: memoryview, start: int, stop: int, name: str, shape: tuple[int, ...]) -> Any:
     import numpy
     import torch
 
-    # of a copy, so that who keeps one tensor of a message does not keep them all
-    tensor = torch.from_numpy(numpy.ndarray(sizes, kind, bytearray(held[start:stop])))
-    return tensor if dtype is None else tensor.view(getattr(torch, dtype)).view(shape)
+    data = bytearray(held[start:stop])  # a copy, so that who keeps one tensor of a message does not keep them all
+    if name in _OF_NUMPY:
+        return torch.from_numpy(numpy.ndarray(shape, name, data))
+    return torch.from_numpy(numpy.ndarray(len(data), "uint8", data)).view(getattr(torch, name)).view(shape)
+
+
+_OF_NUMPY = {
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128"),
+}
+_OF_TORCH = {"bfloat16", "complex32", "float8_e4m3fn", "float8_e5m2"}
+
+
+@functools.cache
+def _names() -> dict[Any, str]:
+    """Of those types whose elements are all that a tensor has (unlike quantized ones)."""
+    import torch
+
+    return {getattr(torch, name): name for name in _OF_NUMPY | _OF_TORCH}
 
 
 def _output(value: dict[str, Any], held: memoryview, parts: Any, module: str, name: str) -> Any:

@@ -266,10 +266,11 @@ class Worker:
 
 def _seed(seed: int, device: Any, only_torch: bool) -> None:
     """As transformers' ``set_seed``, which seeds devices that nobody uses and takes as long as a small model."""
-    import numpy
     import torch
 
     if not only_torch:
+        import numpy
+
         random.seed(seed)
         numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
