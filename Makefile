@@ -28,7 +28,9 @@ test: $(READY)
 
 # the tests that every architecture of the zoo has beyond those of `make test`
 test-zoo: $(READY)
-	$(BIN)/python -m pytest --quiet --numprocesses 2 -m "zoo or not zoo" tests/test_zoo.py tests/test_deploy_zoo.py tests/test_tensor_parallel.py $(ARGS)
+	$(BIN)/python -m pytest --quiet --numprocesses 2 -m "zoo or not zoo" \
+		tests/test_zoo.py tests/test_deploy_zoo.py tests/test_tensor_parallel.py \
+		tests/test_pipeline.py tests/test_pipeline_generation.py $(ARGS)
 
 check: lint types
 

@@ -61,7 +61,16 @@ def check_cases(cases: list[Case], tp: int, pp: int) -> None:
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 4), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (3, 2)])
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
+def test_language_model(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+    pool.run(tp * pp, check_cases, [reference(variant, zoo.lm_head(variant), seed)], tp, pp)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp"),
+    [(1, 4), (2, 2), *(pytest.param(tp, 2, marks=pytest.mark.zoo) for tp in (1, 3))],
+)
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_every_head(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
     cases = [reference(variant, name, seed) for name in pipelines.heads_with_loss(variant)]

@@ -89,7 +89,7 @@ def generate(pool: Pool, variant: str, ways: list[str], tp: int, pp: int, replic
     pool.run(tp * pp * replicas, check_generation, name, config, weights, expected, seed, tp, pp)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.zoo)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_tokens(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
     generate(pool, variant, list(WAYS), tp, pp, 1, seed)
@@ -98,7 +98,7 @@ def test_tokens(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
 @pytest.mark.parametrize(
     ("variant", "tp", "pp", "replicas"),
     [
-        *((variant, 3, 2, 1) for variant in VARIANTS),
+        *((variant, tp, pp, 1) for variant in VARIANTS for tp, pp in ((1, 4), (3, 2))),
         *((variant, 1, 2, 2) for variant in VARIANTS),
         *((variant, 2, 2, 2) for variant in ("gpt2", "t5")),
         *(("bert-decoder", tp, pp, 1) for tp, pp in ((1, 2), (1, 4), (2, 2), (3, 2))),
