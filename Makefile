@@ -26,11 +26,9 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile $(ARGS)
 
-# the tests that every architecture of the zoo has beyond those of `make test`
+# what `make test` has no time for: the other classes and sizes of each architecture, and Ray
 test-zoo: $(READY)
-	$(BIN)/python -m pytest --quiet --numprocesses 2 -m "zoo or not zoo" \
-		tests/test_zoo.py tests/test_deploy_zoo.py tests/test_tensor_parallel.py \
-		tests/test_pipeline.py tests/test_pipeline_generation.py $(ARGS)
+	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile -m zoo $(ARGS)
 
 check: lint types
 

@@ -284,6 +284,13 @@ def test_what_cannot_be_read_or_written() -> None:
     kept = messages.decode(data).result[1]
     assert sys.getrefcount(data) == holders and kept.untyped_storage().nbytes() == 4  # it does not keep the other
 
+    def alarm(*parts: Any) -> None:
+        raise TimeoutError("too late")  # as the handler of a signal may, in the midst of a rehearsal
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TimeoutError, match="too late"):
+        patch.setitem(messages._MADE_OF, "tensor", alarm)
+        messages.rehearse()
+
     class Odd(UnicodeDecodeError):
         pass
 

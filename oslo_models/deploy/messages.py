@@ -154,13 +154,17 @@ def encode(message: tuple[Any, ...], number: int = 0) -> bytes:
 
 def decode(data: bytes) -> Any:
     """The message; if it cannot be read here, a `Failure` of the call that it is about."""
-    number, size = _HEAD.unpack_from(data)
-    rest = memoryview(data)[_HEAD.size :]
     try:
-        kind, fields, parts = pickle.loads(rest[:size])
-        return _KINDS[kind]._make(_whole(fields, parts, rest[size:]))
+        return _read(data)
     except Exception as error:  # noqa: BLE001  unpickling may raise anything, such as when a class cannot be imported
-        return Failure(number, portable(error), "".join(traceback.format_exception(error)))
+        return Failure(_HEAD.unpack_from(data)[0], portable(error), "".join(traceback.format_exception(error)))
+
+
+def _read(data: bytes) -> Any:
+    _, size = _HEAD.unpack_from(data)
+    rest = memoryview(data)[_HEAD.size :]
+    kind, fields, parts = pickle.loads(rest[:size])
+    return _KINDS[kind]._make(_whole(fields, parts, rest[size:]))
 
 
 def rehearse() -> None:
@@ -169,7 +173,7 @@ def rehearse() -> None:
     After two milliseconds in which a core did something else, or nothing, torch takes fifteen times as long to convert
     a tensor as it does the second time.
     """
-    decode(encode(_example()))
+    _read(encode(_example()))  # what the handler of a signal raises meanwhile is not for `decode` to catch
 
 
 @functools.cache
