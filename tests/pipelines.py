@@ -50,12 +50,16 @@ def heads_with_loss(variant: str) -> list[str]:
 def batch(
     name: str, config: PreTrainedConfig, seed: int, rows: int = ROWS, dtype: torch.dtype = torch.float64
 ) -> Batch:
-    """Rows with left padding and with unequal numbers of labels; those of token labels in row 1 do not count at all."""
+    """Rows with left padding and with unequal numbers of labels; of token labels, none counts in row 2.
+
+    Row 1 has no padding, and its first label counts: whether a loss shifts its labels changes how many it averages.
+    """
     parts = [zoo.batch(name, config, seed + 1000 * part, dtype) for part in range(-(-rows // 3))]
     made: Batch = {**parts[0]}
     made |= {key: torch.cat([part[key] for part in parts])[:rows] for key, x in made.items() if isinstance(x, Tensor)}
     if "labels" in made and made["labels"].dim() > 1:
-        made["labels"][1] = -100
+        made["labels"][2] = -100
+        made["labels"][1, ..., 0] = 1
         made["labels"][0, ..., : 4 + seed % 3] = -100
     if "start_positions" in made:
         made["start_positions"][0] = 1000  # outside: it does not count

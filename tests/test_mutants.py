@@ -30,7 +30,7 @@ from oslo_models.layers import cross_entropy, linear, vocab
 from oslo_models.layout import Units
 from oslo_models.models import base, calls, gpt2
 from oslo_models.pipeline import schedule, stages, stand_ins
-from oslo_models.pipeline.loss import ShareOfBatch, loss_object
+from oslo_models.pipeline.loss import GlobalMeanLoss, loss_object
 from oslo_models.plan import Column, Plan
 from oslo_models.rng import DividedStream
 
@@ -144,7 +144,7 @@ def weights_drawn_in_parts(patch: Patch) -> None:
 
 
 def mean_of_each_micro_batch(patch: Patch) -> None:
-    patch.setattr(ShareOfBatch, "__torch_function__", BaseTorchFunctionMode.__torch_function__)
+    patch.setattr(GlobalMeanLoss, "__torch_function__", BaseTorchFunctionMode.__torch_function__)
 
 
 def loss_that_forgets_its_scale(patch: Patch) -> None:

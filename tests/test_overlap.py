@@ -80,7 +80,7 @@ class _Loss(torch.autograd.Function):
 class IdleModel(nn.Module):
     """One stage of a model that computes nothing: what a `Pipeline` needs of a model."""
 
-    loss_order, has_loss_of_rows = ("labels",), True
+    loss_inputs, has_loss_of_rows = (), True
     config = SimpleNamespace(hidden_size=2)
     dtype = torch.float64
     micro_batch_size = 1

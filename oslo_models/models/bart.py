@@ -17,7 +17,7 @@ HEADS: dict[str, Entries] = {
     "ForSequenceClassification": {f"classification_head.{name}": Replicated() for name in ("dense", "out_proj")},
     "ForQuestionAnswering": {"qa_outputs": Replicated()},
 }
-DECODER = {"stacks": ("decoder",), "shifts_labels": False}
+DECODER = {"stacks": ("decoder",)}
 
 
 class BartParallel(ParallelModel):

@@ -22,7 +22,7 @@ from oslo_models.models.parallelized import ParallelizedModel
 from oslo_models.models.training import TrainableModel
 from oslo_models.mpu import MPU
 from oslo_models.pipeline.cut import cut
-from oslo_models.pipeline.engine import LABELS, Pipeline
+from oslo_models.pipeline.engine import Pipeline
 from oslo_models.plan import Entries, Plan
 from oslo_models.watch import PATIENCE
 
@@ -39,9 +39,8 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         mpu: the mesh under Megatron's names.
         layouts: the layout over the tp axis of every parameter that this rank holds.
         gather_logits: what to return for divided logits beside a loss: ``None`` as the constructors tell.
-        loss_order: the arguments that are labels, in the order in which a forward computes their losses.
+        loss_inputs: arguments that ask for a loss beside those that are called labels.
         labels_of: of models with several logits, the argument with the labels for each.
-        shifts_labels: whether a causal language model's label is the token of the position after.
         loss_of_whole_logits: whether a loss is computed in a way that needs the logits of all words.
         has_loss_of_rows: whether the loss of a batch is a mean over its labels or rows, which micro-batches can share.
     """
@@ -50,9 +49,8 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
     mesh: ParallelMesh | None = None
     mpu: MPU | None = None
     gather_logits: bool | None = None
-    loss_order: ClassVar[tuple[str, ...]] = LABELS
+    loss_inputs: ClassVar[tuple[str, ...]] = ()
     labels_of: ClassVar[Mapping[str, str]] = {}
-    shifts_labels: ClassVar[bool] = True
     loss_of_whole_logits: ClassVar[bool] = False
     has_loss_of_rows: ClassVar[bool] = True
     _init_seed: int | None = None

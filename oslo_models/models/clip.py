@@ -36,7 +36,7 @@ class CLIPParallel(ParallelModel):
     """
 
     towers: ClassVar[dict[str, str]] = {VISION: f"{VISION}.", TEXT: f"{TEXT}."}
-    loss_order = ("return_loss", "labels")
+    loss_inputs = ("return_loss",)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

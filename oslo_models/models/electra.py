@@ -34,4 +34,4 @@ class ElectraParallel(BertParallel):
         return replace(plan, embed={**plan.embed, "embeddings_project": Replicated()}, head={}, optional=optional)
 
 
-globals().update(family(ElectraParallel, hf, HEADS, ForPreTraining={"loss_order": ("attention_mask",)}))
+globals().update(family(ElectraParallel, hf, HEADS))

@@ -53,7 +53,6 @@ class GPT2LMHeadModel(GPT2Parallel, hf.GPT2LMHeadModel):
 
 class GPT2DoubleHeadsModel(GPT2Parallel, hf.GPT2DoubleHeadsModel):
     head = {"lm_head": Vocab(), "multiple_choice_head.summary": Replicated()}
-    loss_order = ("mc_labels", "labels")
 
 
 class GPT2ForSequenceClassification(GPT2Parallel, hf.GPT2ForSequenceClassification):

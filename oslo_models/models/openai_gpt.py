@@ -40,4 +40,4 @@ class OpenAIGPTParallel(ParallelModel):
         )
 
 
-globals().update(family(OpenAIGPTParallel, hf, HEADS, DoubleHeadsModel={"loss_order": ("labels", "mc_labels")}))
+globals().update(family(OpenAIGPTParallel, hf, HEADS))

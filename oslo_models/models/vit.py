@@ -16,7 +16,7 @@ HEADS: dict[str, Entries] = {
     "ForMaskedImageModeling": {"decoder": Replicated()},
     "ForImageClassificationWithTeacher": {f"{kind}_classifier": Replicated() for kind in ("cls", "distillation")},
 }
-MASKED = {"loss_order": ("bool_masked_pos",), "has_loss_of_rows": False}  # a mean over masked pixels, nearly
+MASKED = {"loss_inputs": ("bool_masked_pos",), "has_loss_of_rows": False}  # a mean over masked pixels, nearly
 
 
 class ViTParallel(ParallelModel):

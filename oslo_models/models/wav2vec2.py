@@ -23,8 +23,7 @@ HEADS: dict[str, Entries] = {
     },
 }
 LOSSES: dict[str, dict[str, Any]] = {
-    "ForPreTraining": {"loss_order": ("sampled_negative_indices",), "has_loss_of_rows": False},
-    "ForCTC": {"loss_order": ("rows",)},
+    "ForPreTraining": {"loss_inputs": ("sampled_negative_indices",), "has_loss_of_rows": False},
     "ForAudioFrameClassification": {"has_loss_of_rows": False},
 }
 

@@ -14,12 +14,10 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from oslo_models.collectives import broadcast, receive, send
 from oslo_models.mesh import Axis
 from oslo_models.pipeline.deepspeed import Engine
-from oslo_models.pipeline.loss import label_counts
+from oslo_models.pipeline.loss import GlobalMeanLoss, asks_for_loss
 from oslo_models.pipeline.runner import OtherStageError, StageRunner
 from oslo_models.pipeline.schedule import Schedule
 from oslo_models.pipeline.stages import Stack, Stage
-
-LABELS = ("labels", "next_sentence_label", "start_positions", "end_positions")
 
 
 class Pipeline:
@@ -69,24 +67,25 @@ class Pipeline:
             batch.setdefault("use_cache", False)  # nobody could use one of this stage's blocks alone
         self.mesh.world.at(f"beginning of the loop over micro-batches, stage {self.stage.index}", steps=1)
         engine = Engine.around(self.model)
-        order = type(self.model).loss_order
-        causal = type(self.model).__name__.endswith(("LMHeadModel", "ForCausalLM", "DoubleHeadsModel"))
-        counts = label_counts(batch, order, causal and self.model.shifts_labels)
         micro_batches = self._micro_batches(batch)
-        if counts and len(micro_batches) > 1 and not self.model.has_loss_of_rows:
-            raise ValueError(
-                f"the loss of {type(self.model).__name__} is one of the whole batch, which micro-batches cannot share: "
-                f"call model.set_micro_batch_size({self.model.micro_batch_size * len(micro_batches)})"
-            )
-        if not self.model.has_loss_of_rows:
-            counts = [0] * len(counts)
-        return self._loop(micro_batches, counts, engine)
+        name, loss = type(self.model).__name__, None
+        has_loss = asks_for_loss(batch, self.model.loss_inputs)
+        if has_loss and len(micro_batches) > 1:
+            if not self.model.has_loss_of_rows:
+                raise ValueError(
+                    f"the loss of {name} is one of the whole batch, which micro-batches cannot share: "
+                    f"call model.set_micro_batch_size({self.model.micro_batch_size * len(micro_batches)})"
+                )
+            loss = GlobalMeanLoss(batch, name)
+        return self._loop(micro_batches, has_loss, loss, engine)
 
-    def _loop(self, micro_batches: list[dict[str, Any]], counts: list[int], engine: Engine | None) -> Iterator[Any]:
+    def _loop(
+        self, micro_batches: list[dict[str, Any]], has_loss: bool, loss: GlobalMeanLoss | None, engine: Engine | None
+    ) -> Iterator[Any]:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the call of the model gathered parameters; those for each micro-batch will again
-        yield from Schedule(self.runner, self.tied(), micro_batches, counts, engine)
+        yield from Schedule(self.runner, self.tied(), micro_batches, has_loss, loss, engine)
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Cut everything that has a row per row of the batch; the rest goes to every micro-batch."""

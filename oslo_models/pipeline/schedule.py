@@ -23,7 +23,7 @@ from oslo_models.collectives import Sending, all_reduce, post_send, receive
 from oslo_models.mesh import Axis
 from oslo_models.overflow import share_overflow_now
 from oslo_models.pipeline.deepspeed import Engine
-from oslo_models.pipeline.loss import ShareOfBatch, loss_object
+from oslo_models.pipeline.loss import GlobalMeanLoss, loss_object
 from oslo_models.pipeline.runner import OtherStageError, StageRunner
 
 
@@ -55,7 +55,8 @@ class Schedule:
         runner: the stage.
         tied: each parameter here that other stages hold too, with the axis of those stages; in one order everywhere.
         micro_batches: the arguments of the forward for each micro-batch.
-        counts: over how many targets each loss of the whole batch averages; empty without labels.
+        has_loss: whether the batch asks for a loss.
+        loss: what makes the losses of several micro-batches add up to that of the batch.
         engine: the DeepSpeed engine that wraps the model, if one does.
     """
 
@@ -64,14 +65,16 @@ class Schedule:
         runner: StageRunner,
         tied: list[tuple[nn.Parameter, Axis]],
         micro_batches: list[dict[str, Any]],
-        counts: list[int],
+        has_loss: bool,
+        loss: GlobalMeanLoss | None = None,
         engine: Engine | None = None,
     ) -> None:
-        self.runner, self.tied, self.micro_batches, self.counts = runner, tied, micro_batches, counts
+        self.runner, self.tied, self.micro_batches = runner, tied, micro_batches
+        self.has_loss, self.loss = has_loss, loss
         self.stage, self.mesh = runner.stage, runner.model.mesh
         self.number = len(micro_batches)
         parameters = [param for param in runner.model.parameters() if param.requires_grad]
-        self.trains = torch.is_grad_enabled() and bool(counts)  # as on all stages, whether this one's parameters do
+        self.trains = torch.is_grad_enabled() and has_loss  # as on all stages, whether this one's parameters do
         self.ahead = min(self.number, self.stage.count - 1 - self.stage.index) if self.trains else 0
         self.arrivals = self.forwards = self.returns = self.backwards = 0
         self.alive: dict[int, _Alive] = {}
@@ -123,9 +126,11 @@ class Schedule:
         batch = self.micro_batches[i]
         self._at(f"forward of micro-batch {i}")
         arrived = self._take(i)
-        with ShareOfBatch(self.counts) if self.counts and self.stage.is_last else nullcontext():
+        with self.loss.of(batch) if self.loss is not None and self.stage.is_last else nullcontext():
             leaving, output = self.runner(batch, arrived)
         loss = output.get("loss") if self.stage.is_last else None
+        if self.trains and self.stage.is_last and loss is None:
+            raise ValueError(f"{type(self.runner.model).__name__} computed no loss of {sorted(batch)}: pass all its labels")
         self._pass_on(self.mesh.pp, self.stage.index + 1, [hidden.detach() for hidden in leaving.values()])
         self.forwards += 1
         if self.trains:
@@ -135,7 +140,7 @@ class Schedule:
             value = loss_object(value, lambda grad: self._backward(i, grad))
         self._losses.append(value)
         if not self.stage.is_last:
-            return StageOutput(loss=value if self.counts else None)
+            return StageOutput(loss=value if self.has_loss else None)
         if loss is not None:
             output.loss = value
         return output
