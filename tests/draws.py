@@ -155,7 +155,9 @@ def _fit_wav2vec2(values: Values, draw: random.Random) -> None:
 
 
 def _fit_detr(values: Values, draw: random.Random) -> None:
-    values["d_model"] = 4 * values["encoder_attention_heads"] * values["decoder_attention_heads"]  # x and y, sin and cos
+    values["d_model"] = (
+        4 * values["encoder_attention_heads"] * values["decoder_attention_heads"]
+    )  # x and y, sin and cos
 
 
 def _fit_roformer(values: Values, draw: random.Random) -> None:

@@ -130,7 +130,9 @@ class Schedule:
             leaving, output = self.runner(batch, arrived)
         loss = output.get("loss") if self.stage.is_last else None
         if self.trains and self.stage.is_last and loss is None:
-            raise ValueError(f"{type(self.runner.model).__name__} computed no loss of {sorted(batch)}: pass all its labels")
+            raise ValueError(
+                f"{type(self.runner.model).__name__} computed no loss of {sorted(batch)}: pass all its labels"
+            )
         self._pass_on(self.mesh.pp, self.stage.index + 1, [hidden.detach() for hidden in leaving.values()])
         self.forwards += 1
         if self.trains:
