@@ -205,7 +205,7 @@ EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
     "*": {
         "tie_word_embeddings": (True, False),
         "attn_implementation": ("eager", "sdpa"),
-        **{key: ("gelu", "relu", "gelu_new", "silu") for key in ACTIVATIONS},
+        **dict.fromkeys(ACTIVATIONS, ("gelu", "relu", "gelu_new", "silu")),
         "attention_probs_dropout_prob": (0.0,),
         "partial_rotary_factor": (0.5, 1.0),
         "rope_theta": (100.0, 10000.0),

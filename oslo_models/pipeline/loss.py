@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class _FullBatch:
         # The micro-batch's tensor is kept, so that no other one gets its id.
         self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
         for part, full in pairs:
-            self._made[id(part)] = (part, lambda full=full: full)
+            self._made[id(part)] = (part, partial(_itself, full))
 
     def __contains__(self, x: Any) -> bool:
         return id(x) in self._made
@@ -81,6 +82,10 @@ class _FullBatch:
 
     def __getitem__(self, x: Tensor) -> Tensor:
         return self._made[id(x)][1]()
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _folded(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -153,7 +158,9 @@ class GlobalMeanLoss(TorchFunctionMode):
         **kwargs: Any,
     ) -> Tensor:
         """Over how many targets ``func`` would average in the full batch."""
-        counted = kwargs.get("target_lengths", lengths[-1] if lengths else None) if func is F.ctc_loss else target
+        counted: Tensor = (
+            kwargs.get("target_lengths", lengths[-1] if lengths else target) if func is F.ctc_loss else target
+        )
         if counted not in self._full or weight is not None or (lengths and func is not F.ctc_loss):
             raise ValueError(
                 f"{self._name} computes {func.__name__} of targets that are not made of its labels alone, so the share "
