@@ -56,14 +56,12 @@ class Draw:
 
     Attributes:
         text: what was drawn, to be shown beside a failure.
-        refused: options that transformers cannot run in this class, and why.
-        kind: the ``problem_type`` of a classification.
+        options: the options among it.
     """
 
     config: PreTrainedConfig
     text: str
     options: Values = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
 
 
 def _sizes(values: Values, model_type: str, draw: random.Random) -> None:
@@ -81,13 +79,10 @@ def _sizes(values: Values, model_type: str, draw: random.Random) -> None:
         values["head_dim"] = draw.choice((4, 6, 8))
     for key in WIDTHS:
         if key in values:
-            free = "head_dim" in values or "d_kv" in values
-            width = draw.choice((4, 6, 8)) * math.lcm(*(values[head] for head in heads)) if heads else values[key]
-            values[key] = 2 * draw.randint(9, 20) if free else width
+            # with a width of heads of its own, the hidden size need not be that of the heads, only a multiple
+            values[key] = draw.choice((4, 6, 8)) * math.lcm(*(values[head] for head in heads)) if heads else values[key]
     if "d_kv" in values:
         values["d_kv"] = draw.randint(3, 7)
-    if "vocab_size" in values:
-        values["vocab_size"] = draw.randint(61, 131)
     for key in ("embedding_size", "word_embed_proj_dim"):
         if key in values:
             values[key] = draw.randint(5, 25)
@@ -160,6 +155,14 @@ def _fit_detr(values: Values, draw: random.Random) -> None:
     )  # x and y, sin and cos
 
 
+def _fit_helium(values: Values, draw: random.Random) -> None:
+    values["hidden_size"] = values["num_attention_heads"] * values["head_dim"]
+
+
+def _fit_phi(values: Values, draw: random.Random) -> None:
+    values["hidden_size"] = values["num_attention_heads"] * draw.choice((4, 8))  # half of a head is rotated, in pairs
+
+
 def _fit_roformer(values: Values, draw: random.Random) -> None:
     values["embedding_size"] = draw.choice((values["hidden_size"], 20))
 
@@ -189,9 +192,11 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "funnel": _fit_funnel,
     "gpt_neo": _fit_gpt_neo,
     "gptj": _fit_gptj,
+    "helium": _fit_helium,
     "hubert": _fit_wav2vec2,
     "luke": _fit_luke,
     "mobilebert": _fit_mobilebert,
+    "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
@@ -270,20 +275,23 @@ def variants(model_type: str) -> list[str]:
 
 
 def draws(name: str, model_type: str, seed: int) -> Iterator[Draw]:
-    """Configurations for a class, each with fewer options than the one before; the last has none."""
+    """Configurations for a class, each with fewer options than the one before, and then of other sizes."""
     choose = random.Random(f"{name} {seed}")
-    variant = choose.choice(variants(model_type))
+    for _ in range(4):
+        yield from _draws(name, choose.choice(variants(model_type)), model_type, choose, seed)
+
+
+def _draws(name: str, variant: str, model_type: str, choose: random.Random, seed: int) -> Iterator[Draw]:
     size_seed = choose.randrange(2**31)
     config, text, draw = _configured(variant, size_seed)
     options = _options(zoo.config_of(name, config), model_type, draw)
-    refused: list[str] = []
     while True:
         config, text, _ = _configured(variant, size_seed)
         config = zoo.config_of(name, config)
         for key, value in options.items():
             _set(config, key, value)
         shown = f"{name}: {text}, options {options}, seed {seed}"
-        yield Draw(config, shown, dict(options), refused)
+        yield Draw(config, shown, dict(options))
         if not options:
             return
         options.pop(choose.choice(sorted(options)))
@@ -303,7 +311,8 @@ def kind_of_labels(name: str, config: PreTrainedConfig, batch: dict[str, Any], s
     """``batch``, if its labels are classes of rows, perhaps with labels of another ``problem_type``."""
     kind = random.Random(f"labels {name} {seed}").choice((None, "regression", "multi_label_classification"))
     labels = batch.get("labels")
-    if kind is None or not name.endswith("ForSequenceClassification") or labels is None or labels.dim() != 1:
+    of_texts = name.endswith("ForSequenceClassification") and "input_ids" in batch
+    if kind is None or not of_texts or labels is None or labels.dim() != 1:
         return batch
     config.problem_type = kind
     shape, generator = (len(labels), config.num_labels), torch.Generator().manual_seed(seed)

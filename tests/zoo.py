@@ -309,7 +309,7 @@ def lm_heads(variant: str) -> list[str]:
         "ForMaskedLM",
         "ForPreTraining",
         "ForConditionalGeneration",
-        "MTModel",
+        "MarianMTModel",
         "GenerationDecoder",
         "EncoderDecoderModel",
         "TokenForGeneration",
