@@ -208,8 +208,8 @@ def start_process_group(needed: int = 1) -> torch.device:
     """Start ``torch.distributed`` from the launcher's variables, unless it runs already, and return this rank's device.
 
     NCCL on CUDA (with gloo beside it for what lives on the CPU), gloo elsewhere. One process needs no group. The device
-    is that of ``LOCAL_RANK``, where a launcher sets it, and otherwise the one that ``torch.cuda.set_device`` has chosen;
-    the CPU if a running group has no NCCL.
+    is that of ``LOCAL_RANK`` where a launcher sets it, otherwise the one that ``torch.cuda.set_device`` has chosen; the
+    CPU if a running group has no NCCL.
 
     Raises:
         RuntimeError: ``needed`` processes, more than one, and neither a launcher nor a running group.
