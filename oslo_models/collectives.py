@@ -214,7 +214,9 @@ def reduce_from(axis: Axis, x: Tensor) -> Tensor:
     """
     if axis.size == 1:
         return x
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    if not torch.is_grad_enabled():  # nothing is kept for a backward pass, and a token is not to wait for the question
+        return all_reduce(axis, x)
+    if not x.requires_grad:
         return reduce_fresh(axis, x)
     return _ReduceFrom.apply(x, axis)
 

@@ -104,7 +104,8 @@ def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
     """Add the bias once, after the sum; in place, since autograd does not need the sum, unless it may be kept."""
     if bias is None:
         return summed
-    return summed + bias.to(summed.dtype) if observed() else summed.add_(bias.to(summed.dtype))
+    bias = bias.to(summed.dtype)
+    return summed + bias if torch.is_grad_enabled() and observed() else summed.add_(bias)
 
 
 class SumCopies(torch.autograd.Function):
