@@ -60,7 +60,7 @@ def _status(name: str) -> float:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives while it is entered, those of DTensor and of functional collectives included.
+    """Counts collectives while it is entered, those of DTensor, functional ones and ours included.
 
     Ours do not go through shared memory meanwhile, where torch would not see them.
 
@@ -87,7 +87,8 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it becomes operations on plain tensors, which come here again
         name = func.__name__.split(".")[0].strip("_")
-        if "c10d" in func.namespace and name not in ("wait_tensor", "wrap_tensor_autograd"):
+        ours = func.namespace == "oslo" and name in ("all_reduce", "all_gather")
+        if ours or ("c10d" in func.namespace and name not in ("wait_tensor", "wrap_tensor_autograd")):
             if name.replace("_", "").startswith("allreduce"):
                 self.all_reduces += 1
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,14 +36,15 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # The engine may hand the same gradient to others, so it is not summed in place.
-        return all_reduce(ctx.axis, grad.clone(memory_format=torch.contiguous_format)), None
+        return reduce_fresh(ctx.axis, grad.clone(memory_format=torch.contiguous_format)), None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.mark_dirty(x)
-        return all_reduce(axis, x)
+        if not observed():
+            ctx.mark_dirty(x)
+        return reduce_fresh(axis, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -92,6 +94,58 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tens
     with waiting(axis, "a sum"):
         dist.all_reduce(x, op=op, group=axis.group)
     return x
+
+
+def observed() -> bool:
+    """Whether a dispatch mode sees every operation and may keep its result: then no result may be changed in place.
+
+    Selective activation checkpointing is such a mode. What it keeps is an alias of the result, with a version counter
+    of its own where the result is viewed in between, so that torch does not notice a later change.
+    """
+    return not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+
+
+def reduce_fresh(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tensor:
+    """Reduce a result that nobody else reads over the axis, outside autograd: in its memory unless it is `observed`.
+
+    Then the reduction is one operation without side effects, ``torch.ops.oslo.all_reduce``, which a checkpointing
+    policy may keep, so that nothing is sent again in the backward pass.
+    """
+    if axis.size > 1 and observed():
+        return _all_reduce_op(x, _number(axis), op == MAX)
+    return all_reduce(axis, x, op)
+
+
+_AXES: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
+
+
+def _number(axis: Axis) -> int:
+    """What stands for an axis among the arguments of an operation, which cannot be objects."""
+    _AXES[id(axis)] = axis
+    return id(axis)
+
+
+# In the kernel of an operation no mode is active any more: what happens there is not observed.
+
+
+@torch.library.custom_op("oslo::all_reduce", mutates_args=())
+def _all_reduce_op(x: Tensor, axis: int, maximum: bool) -> Tensor:
+    return all_reduce(_AXES[axis], x.clone(memory_format=torch.contiguous_format), MAX if maximum else SUM)
+
+
+@_all_reduce_op.register_fake
+def _(x: Tensor, axis: int, maximum: bool) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("oslo::all_gather", mutates_args=())
+def _all_gather_op(x: Tensor, axis: int, dim: int, sizes: Sequence[int]) -> Tensor:
+    return _all_gather(_AXES[axis], x, dim, sizes)
+
+
+@_all_gather_op.register_fake
+def _(x: Tensor, axis: int, dim: int, sizes: Sequence[int]) -> Tensor:
+    return x.new_empty(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
 
 
 def _shared_memory(axis: Axis) -> SharedMemory | None:
@@ -153,11 +207,17 @@ def copy_to(axis: Axis, x: Tensor) -> Tensor:
 
 
 def reduce_from(axis: Axis, x: Tensor) -> Tensor:
-    """Sum partial results over the axis forward (in place), identity backward. ``x`` must be a fresh result."""
+    """Sum partial results over the axis forward, identity backward.
+
+    Args:
+        x: a fresh result that nobody else reads: the sum takes its memory.
+    """
     if axis.size == 1:
         return x
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    if not torch.is_grad_enabled():  # nothing is kept for a backward pass, and a token is not to wait for the question
         return all_reduce(axis, x)
+    if not x.requires_grad:
+        return reduce_fresh(axis, x)
     return _ReduceFrom.apply(x, axis)
 
 
@@ -177,6 +237,8 @@ def scatter_to(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 def _all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """All-gather with parts of different sizes: shorter ones travel padded, since backends want equal shapes."""
+    if observed():
+        return _all_gather_op(x, _number(axis), dim, sizes)
     largest = max(sizes)
     if sizes[axis.rank] < largest:
         padding = x.new_zeros(*x.shape[:dim], largest - sizes[axis.rank], *x.shape[dim + 1 :])

@@ -72,5 +72,7 @@ def _difference(axis: Axis, prints: list[dict[str, str]]) -> str:
         "ranks that share one model were given different batches:\n" + "\n".join(lines) + "\nGive all ranks of a "
         "tensor-parallel group and all pipeline stages the same batch: "
         "DistributedSampler(dataset, num_replicas=model.mpu.get_data_parallel_world_size(), "
-        "rank=model.mpu.get_data_parallel_rank()), with the same seed"
+        "rank=model.mpu.get_data_parallel_rank()), with the same seed. transformers' Trainer and accelerate deal "
+        "batches to all ranks by themselves: let `get_train_dataloader` and `get_eval_dataloader` of a subclass of "
+        "Trainer return a DataLoader with that sampler, and do not give such a loader to accelerate's `prepare`"
     )

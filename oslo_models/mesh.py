@@ -207,15 +207,18 @@ def check_size(name: str, value: object, least: int = 1, source: str = "") -> No
 def start_process_group(needed: int = 1) -> torch.device:
     """Start ``torch.distributed`` from the launcher's variables, unless it runs already, and return this rank's device.
 
-    NCCL on CUDA (with gloo beside it for what lives on the CPU), gloo elsewhere. One process needs no group.
+    NCCL on CUDA (with gloo beside it for what lives on the CPU), gloo elsewhere. One process needs no group. The device
+    is that of ``LOCAL_RANK`` where a launcher sets it, otherwise the one that ``torch.cuda.set_device`` has chosen; the
+    CPU if a running group has no NCCL.
 
     Raises:
         RuntimeError: ``needed`` processes, more than one, and neither a launcher nor a running group.
     """
     launched = dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    cuda = torch.cuda.is_available() and not (dist.is_initialized() and "nccl" not in dist.get_backend())
-    if cuda and (launched or dist.is_initialized()):
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    # `get_backend` is "undefined" of a group that was started without naming one, although its tensors go through NCCL
+    cuda = torch.cuda.is_available() and not (dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config())
+    if cuda and (launched or dist.is_initialized()) and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     if dist.is_initialized():
         return device

@@ -90,10 +90,10 @@ def gathered_gradient_summed(patch: Patch) -> None:
 
 
 def cross_entropy_without_common_maximum(patch: Patch) -> None:
-    def all_reduce(axis: Any, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        return x if op == dist.ReduceOp.MAX else collectives.all_reduce(axis, x, op)
+    def reduce_fresh(axis: Any, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        return x if op == dist.ReduceOp.MAX else collectives.reduce_fresh(axis, x, op)
 
-    patch.setattr(cross_entropy, "all_reduce", all_reduce)
+    patch.setattr(cross_entropy, "reduce_fresh", reduce_fresh)
 
 
 def gathered_logits_in_the_loss(patch: Patch) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oslo_models.collectives import MAX, all_reduce
+from oslo_models.collectives import MAX, reduce_fresh
 from oslo_models.layout import Range
 from oslo_models.mesh import Axis
 
@@ -40,7 +40,7 @@ class _CrossEntropy(torch.autograd.Function):
         hit, rest = 1.0 - words.smoothing, words.smoothing / words.size
         half = logits_Nv.dtype in (torch.float16, torch.bfloat16)
         made_Nv = logits_Nv.float() if half else logits_Nv.clone()
-        made_Nv -= all_reduce(words.axis, made_Nv.amax(-1), op=MAX).unsqueeze(-1)
+        made_Nv -= reduce_fresh(words.axis, made_Nv.amax(-1), op=MAX).unsqueeze(-1)
         ignored_N = target_N == words.ignore_index
         elsewhere_N = (
             ignored_N | ((target_N >= 0) & (target_N < start)) | ((target_N >= stop) & (target_N < words.size))
@@ -51,7 +51,7 @@ class _CrossEntropy(torch.autograd.Function):
         picked_N = picked_N.masked_fill_(elsewhere_N, 0.0)
         row_sum_N = made_Nv.sum(-1) if rest else torch.zeros_like(picked_N)
         made_Nv.exp_()
-        total_N, picked_N, row_sum_N = all_reduce(words.axis, torch.stack((made_Nv.sum(-1), picked_N, row_sum_N)))
+        total_N, picked_N, row_sum_N = reduce_fresh(words.axis, torch.stack((made_Nv.sum(-1), picked_N, row_sum_N)))
         loss_N = total_N.log() - hit * picked_N - rest * row_sum_N
         made_Nv /= total_N.unsqueeze(-1)  # what was made so far becomes the gradient
         if rest:

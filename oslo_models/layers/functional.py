@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from oslo_models.collectives import MAX, all_reduce, reduce_from
+from oslo_models.collectives import MAX, reduce_fresh, reduce_from
 from oslo_models.layers.linear import _add_bias, _Divided
 from oslo_models.layers.vocab import look_up
 from oslo_models.layout import Layout
@@ -69,7 +69,7 @@ class ExtremesModule(_Divided):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def largest(x: Tensor) -> Tensor:
-            return all_reduce(self.tp, x.max(), MAX)
+            return reduce_fresh(self.tp, x.max(), MAX)
 
         with Overridden({Tensor.max: largest, Tensor.min: lambda x: -largest(-x)}):
             return super().forward(*args, **kwargs)

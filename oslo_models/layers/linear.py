@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels.linear import plain_conv1d
-from oslo_models.collectives import all_reduce, copy_to, reduce_from
+from oslo_models.collectives import copy_to, observed, reduce_fresh, reduce_from
 from oslo_models.layout import Layout
 from oslo_models.mesh import Axis
 from oslo_models.rng import DividedStream
@@ -101,8 +101,11 @@ class RowParallelConv1D(_Row, Conv1D):
 
 
 def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
-    """Add the bias once, after the sum; in place where autograd does not need the sum (it never does)."""
-    return summed if bias is None else summed.add_(bias.to(summed.dtype))
+    """Add the bias once, after the sum; in place, since autograd does not need the sum, unless it may be kept."""
+    if bias is None:
+        return summed
+    bias = bias.to(summed.dtype)
+    return summed + bias if torch.is_grad_enabled() and observed() else summed.add_(bias)
 
 
 class SumCopies(torch.autograd.Function):
@@ -121,4 +124,4 @@ class SumCopies(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         full = grad.new_zeros(ctx.layout.shape)
         ctx.layout.place(full, grad, ctx.axis.rank)
-        return ctx.layout.shard(all_reduce(ctx.axis, full), ctx.axis.rank).clone(), None, None
+        return ctx.layout.shard(reduce_fresh(ctx.axis, full), ctx.axis.rank).clone(), None, None

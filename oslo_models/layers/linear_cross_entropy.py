@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oslo_kernels.cross_entropy import row_statistics, softmax_minus_
 from oslo_kernels.language import wide
-from oslo_models.collectives import all_reduce
+from oslo_models.collectives import reduce_fresh
 from oslo_models.layers.cross_entropy import Words
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
@@ -76,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if made is not None and (grad.is_cuda or grad != 1):  # on the CPU a look is cheaper than a pass
                 made.mul_(grad)
         if grads[0] is not None:
-            all_reduce(ctx.axis, grads[0])
+            grads[0] = reduce_fresh(ctx.axis, grads[0])
         return (*grads, None, None)
 
 
@@ -138,10 +138,10 @@ def _loss_and_gradient(logits_Cv: Tensor, target_C: Tensor, words: Words, differ
     elsewhere_C = ignored_C | (target_C < start) | (target_C >= stop)
     index_C1 = (target_C - start).masked_fill(elsewhere_C, 0).unsqueeze(-1)
     own_max_C, total_C, sum_C = row_statistics(logits_Cv)
-    max_C = all_reduce(words.axis, own_max_C.clone(), op=dist.ReduceOp.MAX)
+    max_C = reduce_fresh(words.axis, own_max_C.clone(), op=dist.ReduceOp.MAX)
     picked_C = logits_Cv.gather(-1, index_C1).squeeze(-1).to(max_C.dtype).masked_fill(elsewhere_C, 0.0)
     sums_3C = torch.stack((total_C * (own_max_C - max_C).exp(), picked_C, sum_C))
-    total_C, picked_C, sum_C = all_reduce(words.axis, sums_3C)
+    total_C, picked_C, sum_C = reduce_fresh(words.axis, sums_3C)
     log_total_C = total_C.log() + max_C
     hit, rest = 1.0 - words.smoothing, words.smoothing / words.size
     loss_C = log_total_C - hit * picked_C

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from oslo_models.checkpoint import optimizer as optimizers
@@ -36,6 +38,19 @@ class TrainableModel(PreTrainedModel):
     def gpu_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters on this rank: what an optimizer should get."""
         return self.gpu_modules().parameters()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module.
+
+        Raises:
+            ValueError: ``DistributedDataParallel`` asks, of the model or of what holds it, before it overwrites the
+                shards of this rank with those of another one: its group contains other ranks than the replicas.
+        """
+        if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.model.size > 1:
+            _require_replicas(self, self.mesh, prefix)
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def set_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the rows of a batch per micro-batch (pipeline parallelism only)."""
@@ -149,3 +164,40 @@ class TrainableModel(PreTrainedModel):
         state = optimizers.load_optimizer(directory, optimizer, mesh)
         mesh.world.at("after loading")
         return state
+
+
+def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) -> None:
+    """Raise ``ValueError`` if ``DistributedDataParallel`` is being constructed over ranks that hold other shards.
+
+    Its constructor tells a module nothing of its process group, but it lists the modules inside what it wraps before
+    it broadcasts their parameters: then it is on the call stack, with its group.
+    """
+    ddp = _ddp_under_construction()
+    if ddp is None or mesh.device_mesh is None:
+        return
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    ignored = ddp.parameters_to_ignore
+    names = (f"{prefix}.{name}" if prefix else name for name in model.layouts)
+    if set(ranks) <= set(mesh.dp.ranks) or all(name in ignored for name in names):
+        return
+    raise ValueError(
+        f"DistributedDataParallel over ranks {ranks} would overwrite the shards of one rank with those of another: "
+        f"ranks {list(mesh.model.ranks)} hold one {type(model).__name__} together (tensor_parallel_size="
+        f"{mesh.tp.size}, pipeline_parallel_size={mesh.pp.size}), and its replicas are on ranks {list(mesh.dp.ranks)}. "
+        "Wrap it over those: DistributedDataParallel(model.gpu_modules(), "
+        "process_group=model.mpu.get_data_parallel_group()). accelerate's `prepare` and transformers' Trainer always "
+        "wrap over all ranks: with accelerate, do not give the model to `prepare`; with Trainer, let `_wrap_model` of "
+        "a subclass return that"
+    )
+
+
+def _ddp_under_construction() -> Any:
+    """The ``DistributedDataParallel`` whose constructor is on the call stack, if there is one; it has its group."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "__init__":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, DistributedDataParallel) and hasattr(owner, "parameters_to_ignore"):
+                return owner
+    return None
