@@ -221,7 +221,7 @@ def deploy(
     serving.check()
     backend = serving.backend(ranks)
     if backend == "torchrun" and launched_rank() > 0:
-        serve()
+        serve(serving.deploy_secret)
     if constructor == "from_config_with_parallel" and arguments.seed is None:  # the same weights after a restart
         arguments = replace(arguments, seed=random.SystemRandom().randrange(2**31))
     config, generation_config = _look_at(cls, source, arguments, kwargs)
@@ -236,7 +236,7 @@ def deploy(
         raise ValueError(
             f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
         ) from error
-    start_executor = executor_of(backend, arguments.pipeline_parallel_size)
+    start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving.deploy_secret)
     engine = Engine(ranks, max(1, torch.get_num_threads() // ranks), make, start_executor)
     kind: Any = type(cls.__name__, (Deployment, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     model = object.__new__(kind)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from oslo_models.deploy import torchrun
 from oslo_models.deploy.executor import ProcessExecutor, StartExecutor
+from oslo_models.deploy.handshake import check_secret
 from oslo_models.mesh import check_size
 
 BACKENDS = ("auto", "process", "ray", "torchrun")
@@ -30,17 +30,20 @@ class Serving:
         max_batch_size: rows of `generate` that are computed together when several threads ask for the same.
         batch_wait_ms: how long the first of them waits for others, in milliseconds.
         verbose: ``"simple"`` or ``"detail"`` prints memory by device.
+        deploy_secret: what the processes of a launcher have in common and nobody else has; needed if they are on
+            several hosts, where each proves to the others that it has it.
     """
 
     deploy_backend: str = "auto"
     max_batch_size: int = 8
     batch_wait_ms: float = 2.0
     verbose: str | bool | None = None
+    deploy_secret: str | None = field(default=None, repr=False)
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> Serving:
         """Take the arguments out of ``kwargs``."""
-        return cls(**{field.name: kwargs.pop(field.name) for field in fields(cls) if field.name in kwargs})
+        return cls(**{each.name: kwargs.pop(each.name) for each in fields(cls) if each.name in kwargs})
 
     def check(self) -> None:
         """Raise ``ValueError`` for what is wrong with any number of ranks."""
@@ -51,6 +54,8 @@ class Serving:
             raise ValueError(f"batch_wait_ms must be a number of at least 0, got {self.batch_wait_ms!r}")
         if self.verbose not in (None, False, True, "simple", "detail"):
             raise ValueError(f"verbose must be None, 'simple' or 'detail', got {self.verbose!r}")
+        if self.deploy_secret is not None:
+            check_secret("deploy_secret", self.deploy_secret)
 
     def backend(self, ranks: int) -> str:
         """The backend that is meant.
@@ -81,6 +86,7 @@ class Serving:
                     f"tensor_parallel_size x pipeline_parallel_size = {ranks} is more than the "
                     f"{torchrun.launched_size()} processes that the launcher started"
                 )
+            torchrun.spans_hosts(self.deploy_secret)
         if chosen == "process" and 0 < devices < ranks:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
             raise ValueError(
@@ -92,11 +98,12 @@ class Serving:
         return chosen
 
 
-def executor_of(backend: str, stages: int) -> StartExecutor:
+def executor_of(backend: str, stages: int, secret: str | None = None) -> StartExecutor:
     """What starts the workers of a backend."""
     if backend == "ray":
         from oslo_models.deploy.ray import RayExecutor
 
         return partial(RayExecutor, stages=stages)
-    starters: Mapping[str, StartExecutor] = {"process": ProcessExecutor, "torchrun": torchrun.TorchrunExecutor}
-    return starters[backend]
+    if backend == "torchrun":
+        return partial(torchrun.TorchrunExecutor, secret=secret)
+    return ProcessExecutor

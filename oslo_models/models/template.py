@@ -164,6 +164,7 @@ class Template:
             fits = limit is None or n <= limit
             self._layouts[n] = layouts_of(model, plan, model._prefix(), type(model).head, n) if fits else {}
         return self._layouts[n]
+
     def stage_of_old_files(self, name: str, pp: int) -> int:
         """The stage of ``pp`` on which files of OSLO 1.x, which hold all layers on every stage, hold the live ``name``.
 
