@@ -73,6 +73,7 @@ def attacked(mark: Path, how: str, secret: str | None) -> str:
             "address as it was": pickle.dumps(("127.0.0.1", port, b"k" * 32, True)),
             "address": json.dumps(["127.0.0.1", port]).encode(),
             "nonsense": b"\xff",
+            "no address": json.dumps(["\0" * 200] if secret is None else ["a\0b", 10**9]).encode(),
         }[how]
         store = torchrun._store()
         store.set("application", said)
@@ -81,7 +82,7 @@ def attacked(mark: Path, how: str, secret: str | None) -> str:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-@pytest.mark.parametrize("how", ["pickle", "address as it was", "address", "nonsense"])
+@pytest.mark.parametrize("how", ["pickle", "address as it was", "address", "nonsense", "no address"])
 def test_what_the_store_says_is_not_trusted(pool: Pool, tmp_path: Path, how: str, secret: str | None) -> None:
     _, message = pool.run(2, attacked, tmp_path / "mark", how, secret, env=True)
     assert "the store of the launcher" in message and "deploy_secret" in message

@@ -7,10 +7,12 @@ secret, which does not travel: a challenge and a response, keyed with the secret
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import secrets
 import socket
 import struct
+from contextlib import suppress
 
 LEAST = 16
 """Characters that a secret needs: whoever sees a handshake can try secrets against it for as long as they like."""
@@ -32,6 +34,59 @@ def check_secret(name: str, secret: object) -> None:
             f"{name} must be a string of at least {LEAST} characters, equal on all hosts, such as what "
             f"`openssl rand -hex 32` prints; got {what}"
         )
+
+
+def parse_address(said: bytes, several: bool) -> str | tuple[str, int]:
+    """Where the application listens, of what the store of the launcher says: on one host, a Unix socket, nothing else.
+
+    Raises:
+        ConnectionError: the store does not say that.
+    """
+    with suppress(ValueError):
+        match json.loads(said):
+            case [str(name)] if not several:
+                return f"\0{name}"
+            case [str(host), int(port)] if several:
+                return host, port
+    raise ConnectionError(
+        f"the store of the launcher says {said[:80]!r} for the address of the application: another program writes "
+        "there, or not all processes have the same deploy_secret, version of oslo_models and LOCAL_WORLD_SIZE"
+    )
+
+
+def connect(address: str | tuple[str, int], secret: str | None) -> socket.socket:
+    """Connect to the application, with the proofs that the address asks for.
+
+    Raises:
+        ConnectionError: something else is there, or nothing.
+    """
+    made = socket.socket(socket.AF_UNIX) if isinstance(address, str) else None
+    try:
+        if made is not None:
+            tune(made).connect(address)
+            require_same_user(made)
+        else:
+            assert secret is not None and not isinstance(address, str)
+            made = tune(socket.create_connection(address))
+            dial(made, secret)
+    except (OSError, ValueError, OverflowError) as error:  # the latter two of what can be no address
+        if made is not None:
+            made.close()
+        where = f"the socket {address[1:]} of this host" if isinstance(address, str) else ":".join(map(str, address))
+        raise ConnectionError(
+            f"the application is not at {where}, as the store of the launcher has it: {error}. Processes on several "
+            "hosts need an equal deploy_secret=; if they have, another program writes to the store"
+        ) from error
+    return made
+
+
+def tune(connection: socket.socket) -> socket.socket:
+    """Small messages go at once, and a host that is gone is noticed."""
+    connection.settimeout(None)  # whatever the application has made the default
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return connection
 
 
 def require_same_user(connected: socket.socket) -> None:

@@ -50,8 +50,9 @@ class Serving:
         if self.deploy_backend not in BACKENDS:
             raise ValueError(f"deploy_backend={self.deploy_backend!r} is none of {', '.join(map(repr, BACKENDS))}")
         check_size("max_batch_size", self.max_batch_size)
-        if not isinstance(self.batch_wait_ms, (int, float)) or not self.batch_wait_ms >= 0:
-            raise ValueError(f"batch_wait_ms must be a number of at least 0, got {self.batch_wait_ms!r}")
+        wait = self.batch_wait_ms
+        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e8:
+            raise ValueError(f"batch_wait_ms must be a number of at least 0, got {wait!r}; and no infinity")
         if self.verbose not in (None, False, True, "simple", "detail"):
             raise ValueError(f"verbose must be None, 'simple' or 'detail', got {self.verbose!r}")
         if self.deploy_secret is not None:

@@ -151,10 +151,10 @@ class _Others:
             accepted, _ = self._listener.accept()
             try:
                 if self.loopback:
-                    handshake.require_same_user(_tune(accepted))
+                    handshake.require_same_user(handshake.tune(accepted))
                 else:
                     assert self.secret is not None
-                    handshake.accept(_tune(accepted), self.secret)
+                    handshake.accept(handshake.tune(accepted), self.secret)
             except OSError:
                 accepted.close()
             else:
@@ -250,8 +250,8 @@ def serve(secret: str | None = None) -> NoReturn:
     several = spans_hosts(secret)
     store, rank = _store(), launched_rank()
     store.set_timeout(timedelta(days=365))
-    address = _address(store.get("application"), several)
-    orders = Connection(_dial(address, secret).detach())
+    address = handshake.parse_address(store.get("application"), several)
+    orders = Connection(handshake.connect(address, secret).detach())
     _send(orders, rank)
     workers: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -266,7 +266,7 @@ def serve(secret: str | None = None) -> NoReturn:
         while True:
             order, *details = _receive(orders)
             if order == "start":
-                _send(orders, start(_dial(address, secret)))
+                _send(orders, start(handshake.connect(address, secret)))
             elif order == "kill":
                 workers[details[0]].kill()
                 _send(orders, True)
@@ -280,40 +280,6 @@ def serve(secret: str | None = None) -> NoReturn:
     raise SystemExit(0)
 
 
-def _address(said: bytes, several: bool) -> str | tuple[str, int]:
-    """Where the application listens, of what the store says: on one host, a Unix socket and nothing else."""
-    with suppress(ValueError):
-        match json.loads(said):
-            case [str(name)] if not several:
-                return f"\0{name}"
-            case [str(host), int(port)] if several:
-                return host, port
-    raise ConnectionError(
-        f"the store of the launcher says {said[:80]!r} for the address of the application: another program writes "
-        "there, or not all processes have the same deploy_secret, version of oslo_models and LOCAL_WORLD_SIZE"
-    )
-
-
-def _dial(address: str | tuple[str, int], secret: str | None) -> socket.socket:
-    """Connect to the application."""
-    try:
-        if isinstance(address, str):
-            made = _tune(socket.socket(socket.AF_UNIX))
-            made.connect(address)
-            handshake.require_same_user(made)
-        else:
-            assert secret is not None
-            made = _tune(socket.create_connection(address))
-            handshake.dial(made, secret)
-    except OSError as error:
-        where = f"the socket {address[1:]} of this host" if isinstance(address, str) else ":".join(map(str, address))
-        raise ConnectionError(
-            f"the application is not at {where}, as the store of the launcher has it: {error}. Processes on several "
-            "hosts need an equal deploy_secret=; if they have, another program writes to the store"
-        ) from error
-    return made
-
-
 def _send(conn: Connection, value: Any) -> None:
     """Send what JSON can say."""
     conn.send_bytes(json.dumps(value).encode())
@@ -324,12 +290,3 @@ def _receive(conn: Connection) -> Any:
         return json.loads(conn.recv_bytes(_LONGEST))
     except ValueError as error:
         raise ConnectionError(f"what came is not JSON: {error}") from error
-
-
-def _tune(connection: socket.socket) -> socket.socket:
-    """Small messages go at once, and a host that is gone is noticed."""
-    connection.settimeout(None)  # whatever the application has made the default
-    if connection.family != socket.AF_UNIX:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return connection
