@@ -92,6 +92,9 @@ def test_deploy_and_deployment(pool: Pool) -> None:
     for message in refused(pool, 1, from_config, deploy=True, deployment=False):
         assert "deploy=True and deployment=False are the same argument" in message
     pool.run(1, _call, from_config, (), {"deploy": False, "deployment": False})
+    for wrong in ("no", "", 0, 1, []):
+        for message in refused(pool, 1, from_config, deployment=wrong):
+            assert f"deployment must be True, False or None, got {wrong!r}" in message
 
 
 def test_ranks_with_different_arguments(pool: Pool, saved: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,12 +60,23 @@ def test_the_tokens(impl: str, tmp_path: Path, seed: int) -> None:
 def test_the_smallest_dtype_is_chosen(tmp_path: Path) -> None:
     tok = tokenizer()
     assert DatasetPreprocessor(tok).dtype == "uint16"
-    assert DatasetPreprocessor(tok, eod_token_id=65498).dtype == "uint16"
-    assert DatasetPreprocessor(tok, eod_token_id=65499).dtype == "int32"
+    for last, dtype in ((65498, "uint16"), (65499, "int32")):
+        large = SimpleNamespace(get_vocab=lambda last=last: {"a": 0, "<eod>": last}, eos_token_id=last)
+        assert DatasetPreprocessor(large).dtype == dtype
     DatasetPreprocessor(tok, num_workers=0, dtype="int64").preprocess(["a b"], tmp_path / "a", 0)
     assert IndexedDataset(tmp_path / "a").dtype == np.int64
     with pytest.raises(OverflowError):  # rather than other tokens
         DatasetPreprocessor(tok, num_workers=0, dtype="uint8").preprocess(["a def self b"], tmp_path / "b", 0)
+
+
+def test_an_end_outside_the_vocabulary_is_refused() -> None:
+    """It would be written, and raise in an embedding, or worse, only when somebody trains."""
+    tok = tokenizer()
+    last = max(tok.get_vocab().values())
+    assert DatasetPreprocessor(tok, eod_token_id=last).eod_token_id == last
+    for wrong in (last + 1, 10**30, -1, 1.0, "1", True):
+        with pytest.raises(ValueError, match=f"eod_token_id={wrong!r} is not in the .*from 0 to {last}, or"):
+            DatasetPreprocessor(tok, eod_token_id=wrong)  # type: ignore[arg-type]
 
 
 ALPHABET = st.one_of(
@@ -288,7 +300,7 @@ def test_what_does_not_go_on_is_refused(tmp_path: Path) -> None:
         ):
             made.preprocess(changed, name, 0)
     with pytest.raises(ValueError, match="begun with another dtype and eod"):
-        DatasetPreprocessor(tokenizer(), eod_token_id=99999, num_workers=0).preprocess(others, name, 0)
+        DatasetPreprocessor(tokenizer(), eod_token_id=5, num_workers=0, dtype="int32").preprocess(others, name, 0)
     with pytest.raises(ValueError, match="begun with another tokenizer"):
         DatasetPreprocessor(tokenizer(vocabulary=400), num_workers=0).preprocess(others, name, 0)
     assert not name.with_suffix(".idx").exists()

@@ -152,6 +152,35 @@ def test_timeout(model: Any, seed: int) -> None:
     assert model.generate(**prompt(seed), max_new_tokens=2, min_new_tokens=2, timeout=30).shape[1] == 9
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"temperature": 1e-40}, "temperature=1e-40 is out of the range"),
+        ({"temperature": float("inf")}, "temperature=inf is out of the range"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty=1e-300 is out of the range"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty=10000"),
+        ({"top_p": float("nan")}, "top_p=nan is not finite"),
+        ({"sequence_bias": {(5,): float("nan")}}, "sequence_bias has nan"),
+        ({"sequence_bias": {(5,): float("inf")}}, "sequence_bias has inf"),
+        ({"sequence_bias": [[[5], 1e300]]}, "sequence_bias has 1e\\+300"),
+        ({"generation_config": transformers.GenerationConfig(temperature=1e-40)}, "temperature=1e-40"),
+        ({"timeout": float("nan")}, "timeout must be"),
+        ({"timeout": "soon"}, "timeout must be"),
+        ({"seed": 2**70}, "seed must be"),
+        ({"seed": "x"}, "seed must be"),
+    ],
+)
+def test_numbers_that_would_break_a_worker(model: Any, options: dict[str, Any], text: str, seed: int) -> None:
+    """Refused here: what is drawn from NaN ends a GPU's process."""
+    with pytest.raises(ValueError, match=text):
+        model.generate(**prompt(seed), max_new_tokens=3, do_sample=True, **options)
+    if options.keys() & {"timeout", "seed"}:
+        with pytest.raises(ValueError, match=text):
+            model(**prompt(seed), **options)
+    usual = {"temperature": 1e-9, "sequence_bias": {(5,): -float("inf"), (6,): 100.0}, "repetition_penalty": 1.5}
+    assert model.generate(**prompt(seed), max_new_tokens=3, min_new_tokens=3, do_sample=True, **usual).shape[1] == 10
+
+
 def test_saving(model: Any, whole: Any, tmp_path: Path) -> None:
     model.save_pretrained_with_parallel(tmp_path, save_with_merging=True)
     saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()

@@ -125,6 +125,9 @@ def test_under_a_launcher(pool: Pool, stand: faults.Stand, seed: int) -> None:
     ("kwargs", "text"),
     [
         ({"deploy": True, "deployment": False}, "deploy=True and deployment=False are the same argument"),
+        ({"deploy": None, "deployment": "no"}, "deployment must be True, False or None, got 'no'"),
+        ({"deploy": "no"}, "deploy must be True, False or None, got 'no'"),
+        ({"batch_wait_ms": float("inf")}, "batch_wait_ms must be a number of at least 0, got inf"),
         ({"deploy_backend": "smoke signals"}, "deploy_backend='smoke signals' is none of 'auto', 'process', 'ray'"),
         ({"deploy_backend": "torchrun"}, "`torchrun --nproc-per-node=1 app.py`"),
         ({"max_batch_size": 0}, "max_batch_size must be an integer of at least 1, got 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -12,7 +13,7 @@ import zoo
 from pool import Pool
 from torch import Tensor
 
-from oslo_models import registry
+from oslo_models import checkpoint, registry
 
 VARIANTS = ["bert", "gpt2", "gpt_neo", "gptj", "llama", "llama-9-heads", "llama-one-kv", "t5", "t5-gated-untied"]
 
@@ -36,14 +37,8 @@ def test_saved_at_four_loads_at_one_two_and_three(pool: Pool, tmp_path: Path, va
     """The language model at every size, and each of the other classes of a family at one of them."""
     main = zoo.lm_head(variant)
     names = zoo.heads(variant) if variant in zoo.FOUNDING else [main]
-    (tmp_path / "original").mkdir()
     for name in names:
-        torch.manual_seed(seed)
-        model = zoo.original(name)(zoo.config(variant))
-        for param in model.parameters():
-            param.data.add_(torch.randn_like(param) * 0.1)
-        model.save_pretrained(tmp_path / "whole" / name)
-        torch.save(model.state_dict(), tmp_path / "original" / f"{name}.pt")
+        write_original(tmp_path, name, zoo.config(variant), seed)
     pool.run(4, load_and_save, tmp_path / "whole", tmp_path / "four", 4, names)
     taken = {tp: sorted({main, *names[tp - 1 :: 3]}) for tp in (1, 2, 3)}
     for tp, some in taken.items():
@@ -56,6 +51,49 @@ def test_saved_at_four_loads_at_one_two_and_three(pool: Pool, tmp_path: Path, va
             assert all(torch.equal(found[key], expected[key]) for key in expected), (merged, name)
             _, info = zoo.original(name).from_pretrained(tmp_path / merged / name, output_loading_info=True)
             assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+
+
+def write_original(folder: Path, name: str, config: Any, seed: int) -> None:
+    """A model as transformers saves it, and its weights for `load_and_save` to compare with."""
+    (folder / "original").mkdir(exist_ok=True)
+    torch.manual_seed(seed)
+    model = zoo.original(name)(config)
+    for param in model.parameters():
+        param.data.add_(torch.randn_like(param) * 0.1)
+    model.save_pretrained(folder / "whole" / name)
+    torch.save(model.state_dict(), folder / "original" / f"{name}.pt")
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-one-kv", "falcon", "falcon-one-kv", "gpt_bigcode-many-kv"])
+@pytest.mark.parametrize("saved_at", [3, 4])
+def test_split_files_without_a_manifest(pool: Pool, tmp_path: Path, variant: str, saved_at: int, seed: int) -> None:
+    """Replicated key-value heads, or heads interleaved with them, from files that say nothing of their layout."""
+    name = zoo.lm_head(variant)
+    write_original(tmp_path, name, zoo.config(variant), seed)
+    pool.run(saved_at, load_and_save, tmp_path / "whole", tmp_path / "split", saved_at, [name])
+    (tmp_path / "split" / name / "oslo_manifest.json").unlink()
+    for tp in (1, 2, 3):
+        pool.run(tp, load_and_save, tmp_path / "split", tmp_path / f"at-{tp}", tp, [name])
+
+
+def _refused(directory: Path, tp: int) -> str:
+    cls = registry.find("LlamaForCausalLM")
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        cls.from_pretrained_with_parallel(directory, tp, num_key_value_heads=6)  # type: ignore[attr-defined]
+    return str(caught.value)
+
+
+def test_split_files_that_do_not_fit_the_configuration(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """Nobody is told to have weights that are there initialised anew."""
+    name = zoo.lm_head("llama")
+    write_original(tmp_path, name, zoo.config("llama"), seed)
+    pool.run(3, load_and_save, tmp_path / "whole", tmp_path / "split", 3, [name])
+    (tmp_path / "split" / name / "oslo_manifest.json").unlink()
+    for tp in (1, 2):
+        for message in pool.run(tp, _refused, tmp_path / "split" / name, tp):
+            assert "self_attn.k_proj.weight: (" in message and "pytorch_model_tp=2_pp=0.bin" in message
+            assert "config.json" in message and "over 3 ranks it is" in message
+            assert "anew" not in message and "ignore_mismatched_sizes" not in message
 
 
 def _grow(directory: Path, size: int) -> tuple[Tensor, Tensor]:

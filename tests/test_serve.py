@@ -26,6 +26,7 @@ from corpora import tokenizer
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from benchmarks.faults import gone
+from oslo_models.cli import main
 from oslo_models.deploy import EngineError
 from oslo_models.deploy.protocol import Stops
 from oslo_models.deploy.server import application
@@ -106,6 +107,16 @@ def get(url: str) -> tuple[int, Any]:
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
             return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def post(url: str, body: str) -> tuple[int, Any]:
+    """A body as it is, which clients may not be able to write."""
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=60) as answer:
+            return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
@@ -205,6 +216,74 @@ def test_bad_chats_and_keys(server: SimpleNamespace) -> None:
     assert get(f"{server.url}/generate_text/def")[0] == 401 and get(f"{server.url}/v1/nothing")[0] == 404
     status, state = get(f"{server.url}/health")
     assert status == 200 and {rank["pid"] for rank in state["ranks"]} == set(server.workers)
+
+
+NUMBERS = ["temperature", "top_p", "top_k", "repetition_penalty", "num_beams", "no_repeat_ngram_size", "n", "seed"]
+NUMBERS += ["max_tokens", "logit_bias", "presence_penalty", "frequency_penalty", "min_p", "best_of", "logprobs"]
+STRINGS = ["prompt", "stop", "model", "user", "suffix", "metadata", "stream_options", "response_format", "tools"]
+VALUES = ["NaN", "Infinity", "-Infinity", "1e-320", "1e-40", "1e300", "-1e300", "-1", "0", "1.5", f"1{'0' * 400}"]
+VALUES += ['""', '"1e-40"', "true", "[]", "{}", "null"]
+
+
+def require_refused(status: int, answer: Any) -> None:
+    assert status == 400, answer
+    assert answer["error"]["type"] == "invalid_request_error" and answer["error"]["message"], answer
+
+
+def test_no_number_is_an_error_of_the_server(server: SimpleNamespace) -> None:
+    url, drawn = f"{server.url}/v1/completions", '"prompt": "def", "max_tokens": 2, "temperature": 1.0'
+    for name in NUMBERS:
+        for value in VALUES:
+            given = f'{{"5": {value}}}' if name == "logit_bias" else value
+            status, answer = post(url, f'{{{drawn}, "{name}": {given}}}')  # of two equal keys, the last one counts
+            assert status in (200, 400), (name, value, answer)
+            if status == 400:
+                require_refused(status, answer)
+    refused = [f'"temperature": {value}' for value in ("NaN", "Infinity", "1e-40", "1e-320")]
+    refused += [f'"repetition_penalty": {value}' for value in ("NaN", "Infinity", "1e-300", "1e300")]
+    refused += [f'"logit_bias": {{"5": {value}}}' for value in ("NaN", "Infinity", "-Infinity", "1e300", "100.1")]
+    refused += ['"logit_bias": {"-1": 1}', '"logit_bias": {"1000000": 1}', f'"logit_bias": {{"1{"0" * 30}": 1}}']
+    for each in refused:
+        for more in ("", ', "stream": true'):
+            require_refused(*post(url, f"{{{drawn}, {each}{more}}}"))
+    for each in ('"temperature": 0', '"temperature": 1e-9', '"logit_bias": {"5": -100, "6": 100}', '"seed": -5'):
+        assert post(url, f"{{{drawn}, {each}}}")[0] == 200, each
+
+
+def test_what_is_no_text(server: SimpleNamespace) -> None:
+    """Half of a surrogate pair, in any string of a request and in any key."""
+    url, half = f"{server.url}/v1/completions", '"a \\ud800 b"'
+    bodies = [f'{{"prompt": "def", "max_tokens": 2, "{name}": {half}}}' for name in STRINGS]
+    for value in (f"[{half}]", f"{{{half}: 1}}", f'{{"a": {half}}}', f'[["a", {{"b": [{half}]}}]]'):
+        bodies += [f'{{"prompt": "def", "max_tokens": 2, "{name}": {value}}}' for name in STRINGS]
+    bodies += [f'{{"prompt": "def", {half}: 1}}', half, f"[{half}]"]
+    for body in bodies:
+        require_refused(*post(url, body))
+        require_refused(*post(url, body.replace("ud800", "udfff")))
+    chats = [f'[{{"role": "user", "content": {half}}}]', f'[{{"role": {half}, "content": "x"}}]']
+    chats += [f'[{{"role": "user", "content": [{{"type": "text", "text": {half}}}]}}]', f'[{{{half}: "x"}}]']
+    for messages in chats:
+        require_refused(*post(f"{server.url}/v1/chat/completions", f'{{"messages": {messages}, "max_tokens": 2}}'))
+    for path in ("%ED%A0%80", "%FF", "%00"):
+        assert get(f"{server.url}/generate_text/{path}")[0] in (200, 401)
+    assert post(url, '{"prompt": "\\ud83d\\ude00", "max_tokens": 2}')[0] == 200  # both halves are a character
+    status, state = get(f"{server.url}/health")
+    assert status == 200 and {rank["pid"] for rank in state["ranks"]} == set(server.workers)
+
+
+@pytest.mark.parametrize("key", ["", " ", "\n", "a b", "secret\n", "schlüssel", 5])
+def test_keys_that_protect_nothing(key: Any, checkpoint: Path) -> None:
+    """Refused by the command before anything is loaded, and by the application; the key is not shown."""
+    from transformers import AutoTokenizer
+
+    with pytest.raises(ValueError, match="the API key") as caught:
+        application(Acting(lambda: None), AutoTokenizer.from_pretrained(checkpoint), api_key=key)
+    assert "secret" not in str(caught.value) and "schl" not in str(caught.value)
+
+
+def test_the_command_wants_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/no/such/model", "--port", "0", "--api-key", ""]) == 2
+    assert "the API key is empty" in capsys.readouterr().err
 
 
 def test_it_ends_in_order(server: SimpleNamespace, whole: Whole) -> None:

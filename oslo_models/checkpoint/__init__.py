@@ -1,12 +1,13 @@
 """Files and local shards: reads and writes checkpoints through names, layouts and the mesh, whatever the model."""
 
-from oslo_models.checkpoint.names import CheckpointError
+from oslo_models.checkpoint.names import MANIFEST, CheckpointError
 from oslo_models.checkpoint.opening import open_checkpoint, verify_checkpoint
 from oslo_models.checkpoint.reader import CheckpointReader, LazySlice
 from oslo_models.checkpoint.staging import finish_interrupted_save
 from oslo_models.checkpoint.writer import save_checkpoint
 
 __all__ = [
+    "MANIFEST",
     "CheckpointError",
     "CheckpointReader",
     "LazySlice",

@@ -16,8 +16,9 @@ from oslo_models.collectives import agree
 from oslo_models.layout import Layout
 from oslo_models.mesh import Axis
 
-FallbackLayout = Callable[[str, list[tuple[int, ...]]], Layout]
-"""``(name, local shapes on all tp ranks) -> Layout``, for split files that say nothing of their layout."""
+FallbackLayout = Callable[[str, list[tuple[int, ...]]], Layout | None]
+"""``(name, local shapes on all tp ranks) -> Layout``, for split files that say nothing of their layout; ``None`` where
+the shapes fit none."""
 OwnerStage = Callable[[str, int], int]
 """``(name, number of stages) -> stage`` whose file has the live copy of a tensor, for old split files."""
 
@@ -107,15 +108,19 @@ def _by_shapes(
     for name, having in stages.items():
         stage = owner_stage(name, pp) if owner_stage and len(having) > 1 else having[0]
         holders = [reader.files[reader.grid[t, stage]] for t in range(tp)]
-        shapes = [tuple(file.views[name].shape) for file in holders if name in file.views]
         if fallback_layout is None and tp > 1:
             raise ValueError(f"{reader.where} holds split files without {MANIFEST}: pass fallback_layout to read them")
-        layout = fallback_layout(name, shapes) if fallback_layout else Layout(shapes[0])
-        expected = [layout.local_shape(rank) for rank in range(tp if layout.dim is None else len(layout.ranges))]
-        if shapes != expected:
+        shapes = [tuple(file.views[name].shape) for file in holders if name in file.views]
+        layout = expected = None
+        if len(shapes) == tp:
+            layout = fallback_layout(name, shapes) if fallback_layout else Layout(shapes[0])
+        if layout is not None:
+            expected = [layout.local_shape(rank) for rank in range(tp if layout.dim is None else len(layout.ranges))]
+        if layout is None or shapes != expected:
             raise CheckpointError(
-                f"{', '.join(str(file.path) for file in holders)}: expected {name} with shapes {expected}, found "
-                f"{shapes}; the files are of another model, or were not saved together"
+                f"{', '.join(str(file.path) for file in holders)}: expected {name} with shapes "
+                f"{expected or 'of one sharded tensor'}, found {shapes}; the files are of another model than "
+                f"config.json says, or were not saved together"
             )
         holders = holders[: len(layout.ranges) or 1]
         stored[name] = Stored(layout, holders[0].views[name].dtype, holders)

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -66,10 +67,15 @@ class DatasetPreprocessor:
                     "append_eod=True needs eod_token_id: the tokenizer has no eos_token and no sep_token; "
                     "pass an id, or append_eod=False"
                 )
+        words = max(tokenizer.get_vocab().values(), default=-1) + 1
+        if eod_token_id is not None and not _is_id(eod_token_id, words):
+            raise ValueError(
+                f"eod_token_id={eod_token_id!r} is not in the tokenizer's vocabulary: pass an integer from 0 to "
+                f"{words - 1}, or add a token to the tokenizer"
+            )
         self.tokenizer, self.chunk_size, self.binarization_impl = tokenizer, chunk_size, binarization_impl
         self.append_eod, self.eod_token_id = append_eod, eod_token_id
         self.num_workers = len(os.sched_getaffinity(0)) if num_workers is None else num_workers
-        words = max([eod_token_id or 0, *tokenizer.get_vocab().values()]) + 1
         self.dtype = dtype or ("uint16" if words < UINT16_BELOW else "int32")
 
     def preprocess(
@@ -174,6 +180,10 @@ class DatasetPreprocessor:
         ``on_error="stop"`` raises ValueError, ``"skip"`` warns and goes on.
         """
         return sources.open_jsonl(file, json_key, on_error)
+
+
+def _is_id(value: object, words: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < words
 
 
 def _bytes(text: str) -> bytes:

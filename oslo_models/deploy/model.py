@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,10 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from oslo_models.deploy.batching import Batcher
 from oslo_models.deploy.engine import Engine
+from oslo_models.deploy.limits import check_generation
 from oslo_models.deploy.serving import Serving, executor_of
 from oslo_models.deploy.torchrun import is_launched, launched_rank, serve
-from oslo_models.models.arguments import Arguments, parse_dtype
+from oslo_models.models.arguments import Arguments, is_timeout, parse_dtype
 from oslo_models.models.loading import HUB_ARGUMENTS, find_checkpoint, read_config, read_generation_config
 
 if TYPE_CHECKING:
@@ -64,18 +66,21 @@ class Deployment:
         Raises:
             TimeoutError: no answer within ``timeout`` seconds.
             EngineError: the workers died, hang or were closed.
-            ValueError: an argument cannot be sent, or is wrong in the eyes of transformers.
+            ValueError: an argument cannot be sent, is wrong in the eyes of transformers, or cannot be computed with.
         """
         if inputs is not None:
             kwargs["inputs"] = inputs
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
+        _check_call(timeout, seed)
+        check_generation(kwargs, self.generation_config)
         changed = None if self.generation_config == self._sent else self.generation_config
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
         return self._batcher.generate(kwargs, options, self.generation_config)
 
     def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:
         """As transformers' ``forward``, without a graph; caches of keys and values stay with the workers."""
+        _check_call(timeout, seed)
         return self._engine.call("forward", args, kwargs, timeout=timeout, seed=seed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,6 +200,13 @@ class Deployment:
         return f"{type(self).__name__}(deployed on {self._engine.ranks} processes: {where})"
 
 
+def _check_call(timeout: Any, seed: Any) -> None:
+    if timeout is not None and not is_timeout(timeout):
+        raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout!r}")
+    if seed is not None and not (isinstance(seed, Integral) and 0 <= int(seed) < 2**63):
+        raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r:.40}")
+
+
 def deploy(
     cls: type[ParallelModel],
     constructor: str,
@@ -221,7 +233,7 @@ def deploy(
     serving.check()
     backend = serving.backend(ranks)
     if backend == "torchrun" and launched_rank() > 0:
-        serve()
+        serve(serving.deploy_secret)
     if constructor == "from_config_with_parallel" and arguments.seed is None:  # the same weights after a restart
         arguments = replace(arguments, seed=random.SystemRandom().randrange(2**31))
     config, generation_config = _look_at(cls, source, arguments, kwargs)
@@ -236,7 +248,7 @@ def deploy(
         raise ValueError(
             f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
         ) from error
-    start_executor = executor_of(backend, arguments.pipeline_parallel_size)
+    start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving.deploy_secret)
     engine = Engine(ranks, max(1, torch.get_num_threads() // ranks), make, start_executor)
     kind: Any = type(cls.__name__, (Deployment, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     model = object.__new__(kind)

@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from fastapi.exceptions import RequestValidationError
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import BaseHandler, Modality, ToolCall
 
 from oslo_models.deploy.engine import EngineError
+from oslo_models.deploy.limits import LEAST, MOST, is_scale
+
+
+def _scale(value: float) -> float:
+    if not is_scale(value):
+        raise ValueError(f"must be 0 or {LEAST:g} to {MOST:g}")
+    return value
+
+
+Scale = Annotated[float, AfterValidator(_scale)]
+Bias = Annotated[float, Field(ge=-100, le=100)]  # as OpenAI's; NaN is not between them
 
 
 class Generation(BaseModel):
@@ -25,13 +36,13 @@ class Generation(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
+    temperature: Scale | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1)
-    repetition_penalty: float | None = Field(default=None, gt=0)
+    repetition_penalty: Scale | None = Field(default=None, gt=0)
     num_beams: int | None = Field(default=None, ge=1, le=16)
     no_repeat_ngram_size: int | None = Field(default=None, ge=0)
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, Bias] = {}
     n: int = Field(default=1, ge=1)
     stop: str | list[str] = Field(default=[], max_length=256)
     seed: int | None = None
@@ -44,6 +55,7 @@ class Generation(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_what_asks_for_nothing(cls, body: Any) -> Any:
+        _require_text(body)
         if not isinstance(body, dict):
             return body
         return {key: value for key, value in body.items() if value is not None and (key in cls.model_fields or value)}
@@ -63,6 +75,29 @@ class Generation(BaseModel):
     @property
     def stops(self) -> list[str]:
         return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
+
+
+def _require_text(body: Any) -> None:
+    """Raise ``ValueError`` if a string anywhere in the body, or a key, cannot be text: half of a surrogate pair."""
+    left = [(None, body)]
+    while left:  # without recursion: the body may be as deep as JSON allows
+        place, value = left.pop()
+        if isinstance(value, dict):
+            left += [(place, key) for key in value]
+            left += [(place or key, item) for key, item in value.items()]
+        elif isinstance(value, list):
+            left += [(place, item) for item in value]
+        elif isinstance(value, str) and not _is_text(value):
+            where = f"the value of {place!r}" if isinstance(place, str) and _is_text(place) else "a key"
+            raise ValueError(f"{where} has half of a surrogate pair (\\ud800 to \\udfff by itself), which is no text")
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class CompletionRequest(Generation):
@@ -99,7 +134,10 @@ class ChatRequest(Generation):
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"messages: not those of a chat ({type(error).__name__}: {error})") from error
         options = {"add_generation_prompt": True, "return_dict": True, "tools": self.tools}
-        return [tokenizer.apply_chat_template(messages, **options)["input_ids"]]
+        try:
+            return [tokenizer.apply_chat_template(messages, **options)["input_ids"]]
+        except (LookupError, TypeError, AttributeError) as error:  # what templates raise of what they do not expect
+            raise ValueError(f"messages: the chat template cannot write them ({error})") from error
 
     def most(self, left: int) -> int:
         return self.max_completion_tokens or self.max_tokens or min(1024, left)
@@ -166,6 +204,7 @@ def problem(error: Exception) -> tuple[int, dict[str, Any]]:
     else:
         status = 503 if isinstance(error, EngineError) else 500
         message = f"{type(error).__name__}: {error}"
+    message = message.encode("utf-8", "backslashreplace").decode()  # it may cite what is no text
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
     return status, {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -313,8 +313,9 @@ def application(
         api_key: what requests have to bring as ``Authorization: Bearer ...``, but for ``/health``.
 
     Raises:
-        ValueError: the tokenizer cannot decode token by token.
+        ValueError: the tokenizer cannot decode token by token; or ``api_key`` is empty or cannot be sent in a header.
     """
+    require_sendable(api_key)
 
     async def check_key(request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -327,12 +328,23 @@ def application(
     for kind in (StarletteHTTPException, RequestValidationError, ValueError, TemplateError, EngineError, Exception):
         app.add_exception_handler(kind, _refuse)
     app.add_api_route("/health", service.health, methods=["GET"])
-    guards = [Depends(check_key)] if api_key else []
+    guards = [] if api_key is None else [Depends(check_key)]
     app.add_api_route("/generate_text/{text}", service.generate_text, methods=["GET"], dependencies=guards)
     app.add_api_route("/v1/models", service.models, methods=["GET"], dependencies=guards)
     app.add_api_route("/v1/completions", service.completions, methods=["POST"], dependencies=guards)
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], dependencies=guards)
     return app
+
+
+def require_sendable(api_key: str | None) -> None:
+    """Raise ``ValueError`` for a key that protects nothing, or that no client can send; the message is without it."""
+    if api_key is not None and not (isinstance(api_key, str) and api_key.strip()):
+        raise ValueError(
+            "the API key is empty, so that everybody could use the server: pass a key (a file or variable that it is "
+            "from may be empty or missing), or none at all for a server that is open on purpose"
+        )
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
+        raise ValueError("the API key has characters other than printable ASCII without spaces, such as a line's end")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -345,6 +357,7 @@ def run(args: argparse.Namespace) -> None:
         OSError: the port is taken, or there is no such model.
         ValueError: an option is wrong.
     """
+    require_sendable(args.api_key)
     with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((args.host, args.port))  # what fails, fails before the model is loaded

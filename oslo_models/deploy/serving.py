@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from oslo_models.deploy import torchrun
 from oslo_models.deploy.executor import ProcessExecutor, StartExecutor
+from oslo_models.deploy.handshake import check_secret
 from oslo_models.mesh import check_size
 
 BACKENDS = ("auto", "process", "ray", "torchrun")
@@ -30,27 +30,33 @@ class Serving:
         max_batch_size: rows of `generate` that are computed together when several threads ask for the same.
         batch_wait_ms: how long the first of them waits for others, in milliseconds.
         verbose: ``"simple"`` or ``"detail"`` prints memory by device.
+        deploy_secret: what the processes of a launcher have in common and nobody else has; needed if they are on
+            several hosts, where each proves to the others that it has it.
     """
 
     deploy_backend: str = "auto"
     max_batch_size: int = 8
     batch_wait_ms: float = 2.0
     verbose: str | bool | None = None
+    deploy_secret: str | None = field(default=None, repr=False)
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> Serving:
         """Take the arguments out of ``kwargs``."""
-        return cls(**{field.name: kwargs.pop(field.name) for field in fields(cls) if field.name in kwargs})
+        return cls(**{each.name: kwargs.pop(each.name) for each in fields(cls) if each.name in kwargs})
 
     def check(self) -> None:
         """Raise ``ValueError`` for what is wrong with any number of ranks."""
         if self.deploy_backend not in BACKENDS:
             raise ValueError(f"deploy_backend={self.deploy_backend!r} is none of {', '.join(map(repr, BACKENDS))}")
         check_size("max_batch_size", self.max_batch_size)
-        if not isinstance(self.batch_wait_ms, (int, float)) or not self.batch_wait_ms >= 0:
-            raise ValueError(f"batch_wait_ms must be a number of at least 0, got {self.batch_wait_ms!r}")
+        wait = self.batch_wait_ms
+        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e8:
+            raise ValueError(f"batch_wait_ms must be a number of at least 0, got {wait!r}; and no infinity")
         if self.verbose not in (None, False, True, "simple", "detail"):
             raise ValueError(f"verbose must be None, 'simple' or 'detail', got {self.verbose!r}")
+        if self.deploy_secret is not None:
+            check_secret("deploy_secret", self.deploy_secret)
 
     def backend(self, ranks: int) -> str:
         """The backend that is meant.
@@ -81,6 +87,7 @@ class Serving:
                     f"tensor_parallel_size x pipeline_parallel_size = {ranks} is more than the "
                     f"{torchrun.launched_size()} processes that the launcher started"
                 )
+            torchrun.spans_hosts(self.deploy_secret)
         if chosen == "process" and 0 < devices < ranks:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
             raise ValueError(
@@ -92,11 +99,12 @@ class Serving:
         return chosen
 
 
-def executor_of(backend: str, stages: int) -> StartExecutor:
+def executor_of(backend: str, stages: int, secret: str | None = None) -> StartExecutor:
     """What starts the workers of a backend."""
     if backend == "ray":
         from oslo_models.deploy.ray import RayExecutor
 
         return partial(RayExecutor, stages=stages)
-    starters: Mapping[str, StartExecutor] = {"process": ProcessExecutor, "torchrun": torchrun.TorchrunExecutor}
-    return starters[backend]
+    if backend == "torchrun":
+        return partial(torchrun.TorchrunExecutor, secret=secret)
+    return ProcessExecutor

@@ -49,9 +49,11 @@ class Arguments:
         """Raise ``ValueError`` for what can be seen to be wrong without a configuration."""
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "micro_batch_size"):
             check_size(name, getattr(self, name))
-        for name in ("deploy", "gather_logits"):
-            if not isinstance(getattr(self, name), (bool, type(None))):
-                raise ValueError(f"{name} must be True, False or None, got {getattr(self, name)!r}")
+        deployment = kwargs.get("deployment")
+        flags = {"deploy": self.deploy, "deployment": deployment, "gather_logits": self.gather_logits}
+        for name, flag in flags.items():
+            if not isinstance(flag, (bool, type(None))):
+                raise ValueError(f"{name} must be True, False or None, got {flag!r}")
         if not is_timeout(self.timeout):
             raise ValueError(f"timeout must be a number of seconds greater than 0, got {self.timeout!r}")
         when = self.check_inputs
@@ -68,7 +70,6 @@ class Arguments:
             for name in names:
                 if kwargs.get(name) is not None and kwargs[name] is not False:
                     raise ValueError(f"{name}={kwargs[name]!r} {reason}")
-        deployment = kwargs.get("deployment")
         if None not in (self.deploy, deployment) and self.deploy != deployment:
             raise ValueError(f"deploy={self.deploy} and deployment={deployment} are the same argument; pass one")
 

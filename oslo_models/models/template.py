@@ -40,7 +40,8 @@ class Template:
                 part = cls._from_config(copy.deepcopy(config), mesh=mesh, blocks_per_stage=blocks_per_stage, **options)
         self.state = model.state_dict()
         self.rank = mesh.tp.rank
-        self.layouts = layouts_of(model, model.plan(model.config), model._prefix(), cls.head, mesh.tp.size)
+        self._layouts: dict[int, dict[str, Layout]] = {}
+        self.layouts = self._layouts_over(mesh.tp.size)
         aliases = {} if part.stage is None else part.stage.aliases
         self.names = {name: aliases.get(name, name) for name in part.state_dict()}
 
@@ -71,6 +72,7 @@ class Template:
 
         Raises:
             ValueError: shapes in the checkpoint are not those of the model.
+            CheckpointError: the same of sharded tensors in split files without a manifest.
         """
         targets = list(self.target_names(reader.tensors, key_mapping))
         slices: dict[str, Any] = {
@@ -79,7 +81,7 @@ class Template:
             if target not in self.state
         }
         found = {target: source for source, target in targets}
-        tied, mismatched = self.model.all_tied_weights_keys, []
+        tied, mismatched, misfits = self.model.all_tied_weights_keys, list[str](), list[str]()
         new_vocab = getattr(self.model.config, "vocab_size", None)
         for local, name in self.names.items():
             root = tied.get(name, name)
@@ -98,8 +100,17 @@ class Template:
                 slices[local] = GrownSlice(reader, source, layout, self.rank)
             elif (*layout.shape[:-1], old_vocab) == shape and layout.shape[-1] == new_vocab and layout.dim is None:
                 slices[local] = LengthenedSlice(reader, source, layout, self.rank)
+            elif reader.grid and reader.manifest is None and layout.dim is not None:
+                misfits.append(self._misfit(reader, source, name))
             else:
                 mismatched.append(f"{name}: {shape} in the checkpoint, {layout.shape} in the model")
+        if misfits and not ignore_mismatched_sizes:
+            raise checkpoint.CheckpointError(
+                f"the split files in {reader.where} do not fit the configuration of the model. Without "
+                f"{checkpoint.MANIFEST}, nothing but the configuration says how they were sharded: load them with the "
+                "config.json that they were saved with, or save the model again where it can be loaded:\n  "
+                + "\n  ".join(misfits)
+            )
         if mismatched and not ignore_mismatched_sizes:
             raise ValueError(
                 "shapes differ; pass ignore_mismatched_sizes=True to initialise these anew:\n  "
@@ -107,18 +118,52 @@ class Template:
             )
         return slices
 
-    def layout_of_old_files(self, name: str, local_shapes: list[tuple[int, ...]]) -> Layout:
-        """How files without a manifest, whose shapes are ``local_shapes``, divide the tensor ``name``."""
+    def layout_of_old_files(self, name: str, local_shapes: list[tuple[int, ...]]) -> Layout | None:
+        """How files without a manifest, whose shapes are ``local_shapes``, shard the tensor ``name``.
+
+        As the plan shards it over as many ranks, if the shapes are those: only the plan knows which key-value heads
+        were replicated, and how fused heads are interleaved. Otherwise each file holds the next rows or columns, as
+        many as it has: OSLO 1.x cut uneven sizes in another way, and a vocabulary may have grown since.
+
+        Returns:
+            The layout; ``None`` if neither can be.
+        """
         target = next(target for _, target in self.target_names([name], None))
-        full = self.layouts.get(target)
+        n, full = len(local_shapes), self.layouts.get(target)
+        planned = self._layouts_over(n).get(target)
+        if planned is not None and local_shapes == [planned.local_shape(rank) for rank in range(n)]:
+            return planned
         if full is None or full.dim is None or all(shape == full.shape for shape in local_shapes):
             return Layout(local_shapes[0])
-        parts = len(full.ranges[0])
+        pieces = self._layouts_over(1)[target].ranges[0]
+        parts = len(pieces)  # matrices side by side in this one, such as query, key and value
+        alike = len({stop - start for start, stop in pieces}) == 1
+        if parts > 1 and not (alike and planned is not None and all(len(own) == parts for own in planned.ranges)):
+            return None
         edges = [0, *accumulate(shape[full.dim] // parts for shape in local_shapes)]
         starts = [part * edges[-1] for part in range(parts)]
         ranges = tuple(tuple((start + a, start + b) for start in starts) for a, b in pairwise(edges))
         first = local_shapes[0]
         return Layout((*first[: full.dim], edges[-1] * parts, *first[full.dim + 1 :]), full.dim, ranges)
+
+    def _misfit(self, reader: checkpoint.CheckpointReader, source: str, name: str) -> str:
+        """What files without a manifest hold of a sharded parameter, and what they should."""
+        holders, n = reader.tensors[source].files, (reader.split or (1, 1))[0]
+        found = ", ".join(f"{tuple(file.views[source].shape)} in {file.path.name}" for file in holders)
+        planned = self._layouts_over(n).get(name)
+        over = f"it cannot be sharded over {n} ranks"
+        if planned is not None:
+            over = f"over {n} ranks it is {', '.join(str(planned.local_shape(rank)) for rank in range(n))}"
+        return f"{name}: {found}; in the model its shape is {tuple(self.state[name].shape)}, and {over}"
+
+    def _layouts_over(self, n: int) -> dict[str, Layout]:
+        """The layouts over ``n`` ranks; none where the model cannot be sharded over so many."""
+        if n not in self._layouts:
+            model, plan = self.model, self.model.plan(self.model.config)
+            limit = 1 if plan.one_rank else plan.limit()
+            fits = limit is None or n <= limit
+            self._layouts[n] = layouts_of(model, plan, model._prefix(), type(model).head, n) if fits else {}
+        return self._layouts[n]
 
     def stage_of_old_files(self, name: str, pp: int) -> int:
         """The stage of ``pp`` on which files of OSLO 1.x, which hold all layers on every stage, hold the live ``name``.

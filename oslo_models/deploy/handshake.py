@@ -1,0 +1,154 @@
+"""Proofs that the other end of a connection may be trusted, before anything that it sends is unpickled.
+
+On one host the kernel names the user at the other end of a Unix socket. Between hosts both ends prove that they have a
+secret, which does not travel: a challenge and a response, keyed with the secret, in both directions.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+from contextlib import suppress
+
+LEAST = 16
+"""Characters that a secret needs: whoever sees a handshake can try secrets against it for as long as they like."""
+PATIENCE = 10.0
+"""Seconds that the other end may take to prove itself."""
+_SIZE = 32
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+class HandshakeError(ConnectionError):
+    """The other end of a connection is not one that may be trusted."""
+
+
+def check_secret(name: str, secret: object) -> None:
+    """Raise ``ValueError`` for what is no secret; the message does not contain it."""
+    if not isinstance(secret, str) or len(secret.strip()) < LEAST:
+        what = f"{len(secret.strip())} characters" if isinstance(secret, str) else type(secret).__name__
+        raise ValueError(
+            f"{name} must be a string of at least {LEAST} characters, equal on all hosts, such as what "
+            f"`openssl rand -hex 32` prints; got {what}"
+        )
+
+
+def parse_address(said: bytes, several: bool) -> str | tuple[str, int]:
+    """Where the application listens, of what the store of the launcher says: on one host, a Unix socket, nothing else.
+
+    Raises:
+        ConnectionError: the store does not say that.
+    """
+    with suppress(ValueError):
+        match json.loads(said):
+            case [str(name)] if not several:
+                return f"\0{name}"
+            case [str(host), int(port)] if several:
+                return host, port
+    raise ConnectionError(
+        f"the store of the launcher says {said[:80]!r} for the address of the application: another program writes "
+        "there, or not all processes have the same deploy_secret, version of oslo_models and LOCAL_WORLD_SIZE"
+    )
+
+
+def connect(address: str | tuple[str, int], secret: str | None) -> socket.socket:
+    """Connect to the application, with the proofs that the address asks for.
+
+    Raises:
+        ConnectionError: something else is there, or nothing.
+    """
+    made = socket.socket(socket.AF_UNIX) if isinstance(address, str) else None
+    try:
+        if made is not None:
+            tune(made).connect(address)
+            require_same_user(made)
+        else:
+            assert secret is not None and not isinstance(address, str)
+            made = tune(socket.create_connection(address))
+            dial(made, secret)
+    except (OSError, ValueError, OverflowError) as error:  # the latter two of what can be no address
+        if made is not None:
+            made.close()
+        where = f"the socket {address[1:]} of this host" if isinstance(address, str) else ":".join(map(str, address))
+        raise ConnectionError(
+            f"the application is not at {where}, as the store of the launcher has it: {error}. Processes on several "
+            "hosts need an equal deploy_secret=; if they have, another program writes to the store"
+        ) from error
+    return made
+
+
+def tune(connection: socket.socket) -> socket.socket:
+    """Small messages go at once, and a host that is gone is noticed."""
+    connection.settimeout(None)  # whatever the application has made the default
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return connection
+
+
+def require_same_user(connected: socket.socket) -> None:
+    """Check that a process of this user is at the other end of a Unix socket.
+
+    Raises:
+        HandshakeError: it is another user's.
+    """
+    data = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    if uid != os.geteuid():
+        raise HandshakeError(f"process {pid} of user {uid} is at the other end, and not one of user {os.geteuid()}")
+
+
+def accept(connected: socket.socket, secret: str) -> None:
+    """Prove to who has dialled that this end has the secret, and have it prove the same.
+
+    Raises:
+        HandshakeError: it has not.
+    """
+    _handshake(connected, secret, connected.getsockname(), b"accepts", b"dials")
+
+
+def dial(connected: socket.socket, secret: str) -> None:
+    """The other half of `accept`."""
+    _handshake(connected, secret, connected.getpeername(), b"dials", b"accepts")
+
+
+def _handshake(connected: socket.socket, secret: str, address: tuple[str, int], own: bytes, other: bytes) -> None:
+    """Both ends send a challenge; then, the one that dialled first, the response to that of the other.
+
+    Responses differ by role, so that none can be sent back to who made it, and hold the address that was dialled, so
+    that none is of use to somebody in between who has had it dialled instead.
+    """
+    key = secret.strip().encode()
+    connected.settimeout(PATIENCE)
+    try:
+        challenge = secrets.token_bytes(_SIZE)
+        connected.sendall(challenge)
+        other_challenge = _read(connected)
+        dialled = f"{address[0]} {address[1]}".encode()
+        nonces = (challenge, other_challenge) if own == b"accepts" else (other_challenge, challenge)
+
+        def response(role: bytes) -> bytes:
+            return hmac.digest(key, b"oslo_models.deploy %s %s %s%s" % (role, dialled, *nonces), "sha256")
+
+        if own == b"dials":
+            connected.sendall(response(own))
+        if not hmac.compare_digest(_read(connected), response(other)):
+            raise HandshakeError(f"the other end at {dialled.decode()} does not have this secret")
+        if own == b"accepts":
+            connected.sendall(response(own))
+    except TimeoutError as error:
+        raise HandshakeError(f"the other end did not prove itself within {PATIENCE:g} s") from error
+    finally:
+        connected.settimeout(None)
+
+
+def _read(connected: socket.socket) -> bytes:
+    data = b""
+    while len(data) < _SIZE:
+        if not (more := connected.recv(_SIZE - len(data))):
+            raise HandshakeError("the other end was closed before it had proved itself")
+        data += more
+    return data

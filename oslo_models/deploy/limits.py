@@ -1,0 +1,61 @@
+"""Settings of `generate` that no rank can compute with: refused before a worker meets them, which on a GPU ends it.
+
+Logits are float32. A scale beyond its range turns them into infinities or NaN, from which nothing can be drawn:
+`torch.multinomial` raises on a CPU, and on a GPU asserts on the device, after which the process cannot use it any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+LEAST, MOST = 1e-9, 1e9
+"""What a scale may be, unless it is 0: logits multiplied by all of `SCALES` stay within the range of float32."""
+LEAST_BIAS = -3.4e38
+SCALES = ("temperature", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale")
+FINITE = ("top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "length_penalty")
+
+
+def is_scale(value: float) -> bool:
+    """Whether logits can be multiplied and divided by it, or it is 0, which transformers judges; NaN cannot be."""
+    return value == 0 or LEAST <= abs(value) <= MOST
+
+
+def is_bias(value: float) -> bool:
+    """Whether it can be added to a logit; ``-inf``, which forbids a token, can."""
+    return value == -math.inf or LEAST_BIAS <= value <= MOST
+
+
+def check_generation(given: Mapping[str, Any], defaults: Any) -> None:
+    """Raise ``ValueError`` for settings of `generate` that make infinities or NaN of logits.
+
+    Args:
+        given: the arguments of the call.
+        defaults: the generation configuration that holds what these do not.
+    """
+    configs = [config for config in (given.get("generation_config"), defaults) if config is not None]
+
+    def setting(name: str) -> Any:
+        found = (given.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in found if value is not None), None)
+
+    for name in SCALES:
+        if isinstance(value := setting(name), (int, float)) and not is_scale(value):
+            raise ValueError(f"{name}={value!r:.40} is out of the range of float32 logits: use {LEAST:g} to {MOST:g}")
+    for name in FINITE:
+        if isinstance(value := setting(name), float) and not math.isfinite(value):
+            raise ValueError(f"{name}={value!r} is not finite: use a number")
+    bias = setting("sequence_bias")
+    for value in bias.values() if isinstance(bias, Mapping) else _seconds(bias):
+        if isinstance(value, (int, float)) and not is_bias(value):
+            raise ValueError(
+                f"sequence_bias has {value!r:.40}, which is out of the range of float32 logits: use at most {MOST:g}; "
+                "-inf forbids a token"
+            )
+
+
+def _seconds(pairs: Any) -> list[Any]:
+    """The second of each pair; what is no pair, transformers refuses."""
+    pairs = pairs if isinstance(pairs, (list, tuple)) else ()
+    return [pair[1] for pair in pairs if isinstance(pair, (list, tuple)) and len(pair) == 2]
