@@ -98,7 +98,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
             divide(self, plan, prefix, head, mesh, self.layouts)
         if mesh.pp.size > 1:
             pp = mesh.pp
-            self.stage = cut(self, plan, prefix, head, self.layouts, pp.rank, pp.size, blocks_per_stage)
+            self.stage = cut(self, plan, prefix, head, self.layouts, pp.rank, pp.size, blocks_per_stage, mesh.device)
             names = (name for name, _ in self.named_parameters(remove_duplicate=False))
             self.layouts = {name: self.layouts[self.stage.aliases.get(name, name)] for name in names}
 

@@ -17,6 +17,7 @@ from oslo_models.layers.deferred import DeferredLogits
 from oslo_models.layers.vocab import VocabParallelLogits
 from oslo_models.mesh import Axis
 from oslo_models.overflow import share_overflow
+from oslo_models.pipeline.stages import Stage
 from oslo_models.rng import synchronize
 
 if TYPE_CHECKING:
@@ -80,9 +81,25 @@ def on_stage(forward: Any) -> Any:
             kwargs["return_dict"] = True  # the loop needs its loss by name
         model.defer_logits()
         output = forward(model, **kwargs)
-        return type(output)(**_resolve(model, output, kwargs)) if isinstance(output, ModelOutput) else output
+        if not isinstance(output, ModelOutput):
+            return output
+        fields = _resolve(model, output, kwargs)
+        assert model.stage is not None
+        return type(output)(**{name: _of_all_blocks(model.stage, name, value) for name, value in fields.items()})
 
     return resolving
+
+
+def _of_all_blocks(stage: Stage, name: str, value: Any) -> Any:
+    """A field of the last stage's output, with ``None`` in the places of blocks that other stages have."""
+    side = name.partition("_")[0]
+    stack = stage.stacks[0 if side in ("encoder", "vision") else -1]
+    if isinstance(value, ModelOutput):  # of one of several stacks
+        own = Stage(stage.index, stage.count, [stack], stage.ranges)
+        return type(value)(**{inner: _of_all_blocks(own, inner, each) for inner, each in value.items()})
+    if not isinstance(value, tuple) or not name.endswith(("hidden_states", "attentions")):
+        return value
+    return (*[None] * stack.before, *value) if stack.here else None
 
 
 def _on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
