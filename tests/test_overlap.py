@@ -19,8 +19,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from oslo_models.mesh import ParallelMesh
 from oslo_models.pipeline.engine import Pipeline
-from oslo_models.pipeline.stages import Stack, Stage
 from oslo_models.pipeline.placeholders import placeholder
+from oslo_models.pipeline.stages import Stack, Stage
 
 pytestmark = pytest.mark.alone
 

@@ -207,9 +207,15 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         if self._init_seed is None or self.mesh is None:
             super().initialize_weights()
             return
-        with SeededByName(self, self.layouts, self._init_seed, self.mesh.tp.rank):
+        tied = self.all_tied_weights_keys
+        root = self.stage.root if self.stage is not None else lambda name: tied.get(name, name)
+        with SeededByName(self, self.layouts, self._init_seed, self.mesh.tp.rank, root):
             super().initialize_weights()
+            self.initialize_constructed()
         initialize_computed(self, self._init_seed)
+
+    def initialize_constructed(self) -> None:
+        """Initialize the parameters that transformers fills in constructors only, which run without memory here."""
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' method; refused once the vocabulary is divided."""

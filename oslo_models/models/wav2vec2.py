@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+from transformers import initialization as init
 from transformers.models.wav2vec2 import modeling_wav2vec2 as hf
 
 from oslo_models.layout import Units
@@ -43,6 +44,10 @@ class Wav2Vec2Parallel(ParallelModel):
     """
 
     returns_features: ClassVar[bool] = False
+
+    def initialize_constructed(self) -> None:
+        if hasattr(self, "layer_weights"):
+            init.constant_(self.layer_weights, 1 / len(self.layer_weights))
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from oslo_models.pipeline.placeholders import EndsDropout, Placeholder, placeholder, without_memory
+from oslo_models.pipeline.placeholders import EndsDropout, Output, Placeholder, placeholder, without_memory
 from oslo_models.pipeline.stages import Stage, stack_of
-from oslo_models.plan import Entries, Norm, Plan, Vocab, Words
+from oslo_models.plan import Entries, Norm, Plan, Replicated, Vocab, Words
 
 
-def replace_ends(
-    model: nn.Module, plan: Plan, prefix: str, head: Entries, stage: Stage, device: torch.device
-) -> None:
+def replace_ends(model: nn.Module, plan: Plan, prefix: str, head: Entries, stage: Stage, device: torch.device) -> None:
     """Put placeholders where an embedding, a dropout, a norm or a head belongs to other stages.
 
     Args:
@@ -25,11 +23,10 @@ def replace_ends(
         stack = stack_of(key, prefix, stage.stacks, 0)
         if stage.index == stack.first:
             continue
-        words = stack.positions is None
-        applied = isinstance(entry, Norm) or (words and isinstance(_find(model, prefix + key), nn.Linear))
-        made = _replace(model, prefix + key, device, passes=applied)
+        output = _output(entry, _find(model, prefix + key), of_words=stack.positions is None)
+        made = _replace(model, prefix + key, device, output)
         own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
-        if own and made is not None and not applied and (not words or isinstance(entry, (Vocab, Words))):
+        if own and made is not None and output is Output.ZEROS:  # of several, the last, whose output the blocks get
             stack.received = made
     for key, value in plan.neutral.items():
         if stage.index != stack_of(key, prefix, stage.stacks, 0).first:
@@ -49,7 +46,14 @@ def replace_ends(
         model.set_submodule(prefix + key, ends)
     after = [prefix + key for key in plan.head if stage.index != stack_of(key, prefix, stage.stacks, -1).last]
     for key in (*after, *(head if not stage.is_last else ())):
-        _replace(model, key, device, passes=True)
+        _replace(model, key, device, Output.INPUT)
+
+
+def _output(entry: Replicated, module: nn.Module | None, of_words: bool) -> Output:
+    """What a placeholder before the blocks returns, for a stack that embeds words, or an image or a sound."""
+    if isinstance(entry, Norm) or (of_words and isinstance(module, nn.Linear)):
+        return Output.INPUT
+    return Output.ADDEND if of_words and not isinstance(entry, (Vocab, Words)) else Output.ZEROS
 
 
 def _with_argument(
@@ -59,22 +63,23 @@ def _with_argument(
     return args, {**kwargs, name: value}
 
 
-def _replace(model: nn.Module, path: str, device: torch.device, passes: bool) -> Placeholder | None:
-    """Let a module, or a parameter, be one of another stage; what is optional may be missing.
+def _replace(model: nn.Module, path: str, device: torch.device, output: Output) -> Placeholder | None:
+    """Let a module, a parameter or a buffer be one of another stage; what is optional may be missing.
 
     Returns:
         What takes the place of a module.
     """
     module = _find(model, path)
     if module is not None:
-        made = placeholder(module, device, passes)
+        made = placeholder(module, device, output)
         model.set_submodule(path, made)
         return made
     owner, _, leaf = path.rpartition(".")
     around = _find(model, owner)
-    param = None if around is None else around._parameters.pop(leaf, None)
-    if param is not None:
-        setattr(around, leaf, without_memory(param.shape, param.dtype, device))
+    for tensors in () if around is None else (around._parameters, around._buffers):
+        tensor = tensors.pop(leaf, None)
+        if tensor is not None:
+            setattr(around, leaf, without_memory(tensor.shape, tensor.dtype, device))
     return None
 
 

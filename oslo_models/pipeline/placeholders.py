@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import cache
 from typing import Any
 
@@ -15,18 +16,31 @@ from torch.utils._pytree import tree_map_only
 from oslo_models.layers.vocab import VocabParallelEmbedding
 
 
+class Output(Enum):
+    """What a placeholder returns.
+
+    Attributes:
+        ZEROS: zeros in the shapes of what the replaced module would return.
+        ADDEND: such zeros of width one, to add to hidden states that may be wider than what was embedded.
+        INPUT: its first argument.
+    """
+
+    ZEROS = auto()
+    ADDEND = auto()
+    INPUT = auto()
+
+
 class Placeholder(nn.Module):
     """A module of another stage, as this stage sees it.
 
     It has the class, the attributes and the submodules of the module that it replaces. Its weights have the same
     shape, dtype and device, take no memory, are no parameters, and are left alone by initialization.
 
-    Its output is, once, the hidden states that arrived for it; otherwise its input if it ``passes`` that on, or else
-    zeros in the shapes of what the replaced module would return, which runs on the meta device to find them.
+    Its output is, once, the hidden states that arrived for it; otherwise what `Output` says.
     """
 
     arrived: Tensor | None
-    _passes: bool
+    _output: Output
     _weights: list[str]
     _replaced: tuple[nn.Module]  # in a tuple, so that it is no submodule
 
@@ -35,8 +49,13 @@ class Placeholder(nn.Module):
         if arrived is not None:  # no leaf of the graph: its readers can share a copy of it, or work in place
             return arrived.clone()
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if self._passes:
+        if self._output is Output.INPUT:
             return given
+        made = self._zeros(given, args, kwargs)
+        return made[..., :1] if self._output is Output.ADDEND else made
+
+    def _zeros(self, given: Tensor | None, args: Any, kwargs: Any) -> Any:
+        """Zeros for each tensor that the replaced module returns; it runs on the meta device to find their shapes."""
         device = self._anchor.device if given is None else given.device
         module = self._replaced[0]
         if isinstance(module, nn.Embedding) and (
@@ -68,22 +87,22 @@ class Placeholder(nn.Module):
         return self
 
 
-def placeholder(module: nn.Module, device: torch.device, passes: bool = False) -> Placeholder:
+def placeholder(module: nn.Module, device: torch.device, output: Output = Output.ZEROS) -> Placeholder:
     """What takes the place of ``module``, whose parameters it leaves as they are.
 
     Args:
         device: that of the stage; ``module`` may still be without memory.
-        passes: whether its output is its first argument.
+        output: what it returns, unless hidden states have arrived for it.
     """
     made: Any = nn.Module.__new__(_placeholder_class(type_before_parametrizations(module)))  # type: ignore[no-untyped-call]
     own = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
-    tensors = {**module._parameters, **module._buffers}
+    tensors: dict[str, Any] = {**module._parameters, **module._buffers}
     children = dict(module._modules)
     if is_parametrized(module):  # what its weights are computed from is not here, so they are plain ones
         computed: Any = children.pop("parametrizations")
         tensors |= {name: getattr(module, name) for name in computed}
     absent = {name: None for name, tensor in tensors.items() if tensor is None}
-    vars(made).update(own, _parameters=absent, _buffers={}, _modules={}, arrived=None, _passes=passes)
+    vars(made).update(own, _parameters=absent, _buffers={}, _modules={}, arrived=None, _output=output)
     made._weights = [name for name in tensors if name not in absent]
     for name in made._weights:
         setattr(made, name, without_memory(tensors[name].shape, tensors[name].dtype, device))
@@ -96,7 +115,7 @@ def placeholder(module: nn.Module, device: torch.device, passes: bool = False) -
 def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros that shares one element, and that transformers does not initialize."""
     tensor = torch.zeros((), dtype=dtype, device=device).expand(shape)
-    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    tensor._is_hf_initialized = True
     return tensor
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from oslo_models.pipeline.stages import Stack, Stage
 from oslo_models.pipeline.placeholders import EndsDropout
+from oslo_models.pipeline.stages import Stack, Stage
 
 Batch = Mapping[str, Any]
 EMBEDS = "inputs_embeds"
@@ -113,8 +113,8 @@ class StageRunner:
             arrived: for each number of `arriving` the hidden states.
 
         Returns:
-            For each number of `leaving` the hidden states, and what the forward returned: the model's output on the last
-            stage, elsewhere that of the stack in which the stage ends.
+            For each number of `leaving` the hidden states, and what the forward returned: the output of the model on
+            the last stage, elsewhere that of the stack in which the stage ends.
         """
         batch = dict(batch)
         for i, hidden in arrived.items():
