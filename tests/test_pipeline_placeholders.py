@@ -11,10 +11,12 @@ import pytest
 import test_zoo
 import torch
 import zoo
+from float64 import lifted_casts
 from pool import Pool
-from reference import Step
+from reference import TOLERANCE, Step, differ, full_gradients, full_parameters, tensors, whole
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from oslo_models import registry
@@ -120,6 +122,8 @@ CONFIGURED: list[tuple[str, str, dict[str, Any]]] = [
     ("wav2vec2", "Wav2Vec2ForCTC", {"layerdrop": 1.0}),
     ("hubert", "HubertModel", {"feat_proj_layer_norm": False}),
     ("openai-gpt", "OpenAIGPTDoubleHeadsModel", {}),
+    ("modernbert", "ModernBertForMaskedLM", {}),
+    ("deberta", "DebertaForTokenClassification", {}),
     ("whisper", "WhisperForConditionalGeneration", {"encoder_layerdrop": 1.0}),
     ("speech_to_text", "Speech2TextForConditionalGeneration", {"encoder_layerdrop": 1.0}),
 ]
@@ -156,3 +160,134 @@ def test_classes_and_options(
     config = zoo.config_of(name, zoo.config(variant, **changes))
     batch = pipelines.batch(name, config, seed)
     check_step(pool, test_zoo.saved_step(name, config, seed, batch, tmp_path / "whole"), tmp_path, tp)
+
+
+def reseed(module: nn.Module, args: Any) -> None:
+    """As a hook of the quantizer: a stage draws less before it than one process, which runs all blocks."""
+    torch.manual_seed(0)
+
+
+def check_features(
+    config: PreTrainedConfig, weights: dict[str, Tensor], batch: dict[str, Any], full: dict[str, Any], tp: int
+) -> None:
+    """The loss of a training step, and gradients that reach the first stage by the features too."""
+    model = pipelines.on_stages("Wav2Vec2ForPreTraining", config, weights, tp, 2, micro_batch_size=pipelines.ROWS)
+    model.quantizer.register_forward_pre_hook(reseed)
+    loss = pipelines.take_loop(model.train(), batch)
+    lines = pipelines.differ_in_gradients(model, full["gradients"])
+    assert (loss - full["loss"]).abs() < TOLERANCE and not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_features_travel_to_the_last_stage(pool: Pool, seed: int, tp: int) -> None:
+    name, config = "Wav2Vec2ForPreTraining", zoo.config("wav2vec2", num_hidden_layers=4)
+    model, batch = whole(name, config, seed), pipelines.batch(name, config, seed)
+    weights = full_parameters(model)
+    model.quantizer.register_forward_pre_hook(reseed)
+    with lifted_casts():
+        loss = model(**batch).loss
+        loss.backward()
+    gradients = full_gradients(model)
+    extractor = "wav2vec2.feature_extractor.conv_layers.0.conv.weight"
+    assert gradients[extractor] is not None and gradients[extractor].any()
+    pool.run(2 * tp, check_features, config, weights, batch, {"loss": loss.detach(), "gradients": gradients}, tp)
+
+
+def check_outputs(
+    name: str,
+    config: PreTrainedConfig,
+    folder: Path,
+    batch: dict[str, Any],
+    expected: dict[str, Tensor],
+    blocks: list[int] | None,
+) -> set[str]:
+    """On the last stage: what it returns is right; returns what it does not."""
+    cls: Any = registry.find(name)
+    options: dict[str, Any] = {"attn_implementation": "eager", "blocks_per_stage": blocks}
+    model = cls.from_pretrained_with_parallel(folder, 1, 2, micro_batch_size=pipelines.ROWS, **options)
+    with torch.no_grad(), lifted_casts():
+        (output,) = model(**batch)
+    if not model.stage.is_last:
+        return set()
+    own = dict(tensors(output))
+    lines = [line for path in own for line in differ(path, own[path], expected[path], TOLERANCE)]
+    assert not lines, "\n".join(lines)
+    return expected.keys() - own.keys()
+
+
+BOTH = ["attentions.0", "hidden_states.0"]
+ENCODED = [f"encoder_{kind}.{i}" for kind, count in (("attentions", 2), ("hidden_states", 3)) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "blocks", "hidden_states", "absent"),
+    [
+        ("gpt2", "GPT2LMHeadModel", None, True, BOTH),
+        ("gpt2", "GPT2DoubleHeadsModel", None, [0, -1], BOTH),
+        ("gpt2", "GPT2Model", None, -1, ["attentions.0"]),
+        ("ctrl", "CTRLModel", None, True, BOTH),
+        ("wav2vec2", "Wav2Vec2Model", None, True, BOTH),
+        ("vit", "ViTModel", None, True, BOTH),
+        ("bart", "BartModel", [2, 2], True, ENCODED),
+        ("bart", "BartModel", [1, 3], True, [f"encoder_{each}" for each in BOTH]),
+        ("t5", "T5Model", [3, 1], True, [*ENCODED, *(f"decoder_{each}" for each in BOTH), "cross_attentions.0"]),
+        ("clip", "CLIPModel", [1, 3], True, [f"vision_model_output.{each}" for each in BOTH]),
+        ("clip", "CLIPTextModelWithProjection", None, True, BOTH),
+    ],
+)
+def test_what_other_stages_made_is_absent(
+    pool: Pool,
+    tmp_path: Path,
+    seed: int,
+    variant: str,
+    name: str,
+    blocks: list[int] | None,
+    hidden_states: Any,
+    absent: list[str],
+) -> None:
+    """Hidden states and attentions have the places of the full model; those of other stages are ``None``."""
+    config = zoo.config_of(name, zoo.config(variant))
+    batch = {key: value for key, value in pipelines.batch(name, config, seed).items() if "label" not in key}
+    batch.pop("return_loss", None)
+    batch |= {"output_hidden_states": hidden_states, "output_attentions": True}
+    model = whole(name, config, seed, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad(), lifted_casts():
+        expected = dict(tensors(model(**batch)))
+    assert pool.run(2, check_outputs, name, config, tmp_path, batch, expected, blocks)[1] == set(absent)
+
+
+UNINITIALIZED: list[tuple[str, str, dict[str, Any]]] = [
+    ("clip", "CLIPModel", {}),
+    ("longformer", "LongformerForMaskedLM", {}),
+    ("luke", "LukeForMaskedLM", {}),
+    ("openai-gpt", "OpenAIGPTLMHeadModel", {}),
+    ("reformer", "ReformerModelWithLMHead", {}),
+    ("wav2vec2", "Wav2Vec2ForSequenceClassification", {"use_weighted_layer_sum": True}),
+    ("whisper", "WhisperForAudioClassification", {"use_weighted_layer_sum": True}),
+]
+
+
+def check_initialized(name: str, config: PreTrainedConfig, constants: dict[str, float]) -> None:
+    """With memory that is filled with nan before it is used: none is left, and what is constant is as it should be."""
+    cls: Any = registry.find(name)
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = cls.from_config_with_parallel(config, seed=0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    own = dict(model.named_parameters())
+    assert not [key for key, param in own.items() if param.isnan().any()]
+    assert not [key for key, value in constants.items() if not torch.equal(own[key], torch.full_like(own[key], value))]
+
+
+@pytest.mark.parametrize(("variant", "name", "changes"), UNINITIALIZED)
+def test_nothing_is_left_uninitialized(pool: Pool, variant: str, name: str, changes: dict[str, Any]) -> None:
+    config = zoo.config_of(name, zoo.config(variant, **changes))
+    made = zoo.original(name)._from_config(config)
+    constants = {
+        key: param.flatten()[0].item()
+        for key, param in made.named_parameters()
+        if len(set(param.flatten().tolist())) == 1
+    }
+    pool.run(1, check_initialized, name, config, constants)

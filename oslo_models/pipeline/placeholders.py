@@ -77,7 +77,7 @@ class Placeholder(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Let the weights follow the model to another dtype or device."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         for name in self._weights:
             weight = getattr(self, name)
             like = fn(weight.new_zeros(()))
@@ -94,7 +94,7 @@ def placeholder(module: nn.Module, device: torch.device, output: Output = Output
         device: that of the stage; ``module`` may still be without memory.
         output: what it returns, unless hidden states have arrived for it.
     """
-    made: Any = nn.Module.__new__(_placeholder_class(type_before_parametrizations(module)))  # type: ignore[no-untyped-call]
+    made: Any = nn.Module.__new__(_placeholder_class(type_before_parametrizations(module)))
     own = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
     tensors: dict[str, Any] = {**module._parameters, **module._buffers}
     children = dict(module._modules)
@@ -109,13 +109,13 @@ def placeholder(module: nn.Module, device: torch.device, output: Output = Output
     for name, child in children.items():
         made._modules[name] = None if child is None else placeholder(child, device)
     made._replaced = (_on_meta(module),)
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of zeros that shares one element, and that transformers does not initialize."""
     tensor = torch.zeros((), dtype=dtype, device=device).expand(shape)
-    tensor._is_hf_initialized = True
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     return tensor
 
 
