@@ -119,13 +119,10 @@ CONFIGURED: list[tuple[str, str, dict[str, Any]]] = [
     ("big_bird", "BigBirdForQuestionAnswering", {}),
     ("wav2vec2", "Wav2Vec2Model", {}),
     ("wav2vec2", "Wav2Vec2Model", {"do_stable_layer_norm": True, "feat_extract_norm": "layer", "add_adapter": True}),
-    ("wav2vec2", "Wav2Vec2ForCTC", {"layerdrop": 1.0}),
     ("hubert", "HubertModel", {"feat_proj_layer_norm": False}),
     ("openai-gpt", "OpenAIGPTDoubleHeadsModel", {}),
     ("modernbert", "ModernBertForMaskedLM", {}),
     ("deberta", "DebertaForTokenClassification", {}),
-    ("whisper", "WhisperForConditionalGeneration", {"encoder_layerdrop": 1.0}),
-    ("speech_to_text", "Speech2TextForConditionalGeneration", {"encoder_layerdrop": 1.0}),
 ]
 
 
@@ -160,6 +157,23 @@ def test_classes_and_options(
     config = zoo.config_of(name, zoo.config(variant, **changes))
     batch = pipelines.batch(name, config, seed)
     check_step(pool, test_zoo.saved_step(name, config, seed, batch, tmp_path / "whole"), tmp_path, tp)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "option", "blocks"),
+    [
+        ("wav2vec2", "Wav2Vec2ForCTC", "layerdrop", [1, 1]),
+        ("hubert", "HubertForCTC", "layerdrop", [1, 1]),
+        ("whisper", "WhisperForConditionalGeneration", "encoder_layerdrop", [1, 3]),
+        ("speech_to_text", "Speech2TextForConditionalGeneration", "encoder_layerdrop", [1, 3]),
+    ],
+)
+def test_layerdrop_does_not_drop_what_arrives(
+    pool: Pool, tmp_path: Path, seed: int, variant: str, name: str, option: str, blocks: list[int]
+) -> None:
+    config = zoo.config(variant, **{option: 1.0})
+    step = test_zoo.saved_step(name, config, seed, pipelines.batch(name, config, seed), tmp_path / "whole")
+    check_step(pool, step, tmp_path, 1, blocks)
 
 
 def reseed(module: nn.Module, args: Any) -> None:

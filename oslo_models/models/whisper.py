@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from transformers import initialization as init
 from transformers.models.whisper import modeling_whisper as hf
 
 from oslo_models.models.bart import DECODER, BartParallel
@@ -30,10 +29,6 @@ class WhisperParallel(BartParallel):
     before = ()
     after = ("layer_norm",)
     ears: ClassVar[tuple[str, ...]] = ("conv1", "conv2", "embed_positions")
-
-    def initialize_constructed(self) -> None:
-        if hasattr(self, "layer_weights"):
-            init.constant_(self.layer_weights, 1 / len(self.layer_weights))
 
     @staticmethod
     def positions(config: Any, batch: Any) -> tuple[int, int]:
