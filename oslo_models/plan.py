@@ -182,6 +182,8 @@ class Plan:
         whole: attention weights among the outputs that every rank has of all heads, where those of other attentions are
             divided.
         positions: for each stack that embeds something else than words (an image, a sound), how large that becomes.
+        returned: modules before the blocks whose output is among those of the model, too, with its width: it travels to
+            the last pipeline stage.
     """
 
     embed: Entries
@@ -200,6 +202,7 @@ class Plan:
     widths: Mapping[str, Units] = field(default_factory=dict)
     whole: Collection[str] = ()
     positions: Mapping[str, Positions] = field(default_factory=dict)
+    returned: Mapping[str, int] = field(default_factory=dict)
 
     def limit(self) -> int | None:
         """The largest tensor_parallel_size that every entry allows; ``None``: any."""
@@ -224,7 +227,7 @@ class Plan:
             return {f"{prefix}{stack}.{key.removeprefix(f'{stack}.')}": value for stack in stacks for key, value in own}
 
         renamed: dict[str, Any] = {name: inside(getattr(self, name)) for name in ("local", "per_head", "widths")}
-        for name in ("embed", "blocks", "head", "beside", "neutral", "positions"):
+        for name in ("embed", "blocks", "head", "beside", "neutral", "positions", "returned"):
             renamed[name] = {prefix + key: value for key, value in getattr(self, name).items()}
         return replace(self, **renamed, dropout=[prefix + key for key in self.dropout])
 

@@ -50,7 +50,8 @@ def _row(model_type: str) -> list[str]:
     for reason in dict.fromkeys(reasons.values()):
         which = "" if len(reasons) == len(names) else f" ({', '.join(reasons)})"
         notes += f" No stages{which}: {reason}."
-    pp = "blocks" if not reasons else "1" if len(reasons) == len(names) else "blocks or 1"
+    depends = len(reasons) < len(names) or all(reason.startswith("with ") for reason in reasons.values())  # on options
+    pp = "blocks" if not reasons else "blocks or 1" if depends else "1"
     return [
         f"`{model_type}`",
         f"{prefix}: {', '.join(heads)}",

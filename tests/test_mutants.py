@@ -29,7 +29,7 @@ from oslo_models import collectives, init
 from oslo_models.layers import cross_entropy, linear, vocab
 from oslo_models.layout import Units
 from oslo_models.models import base, calls, gpt2
-from oslo_models.pipeline import schedule, stages, stand_ins
+from oslo_models.pipeline import placeholders, schedule, stages
 from oslo_models.pipeline.loss import GlobalMeanLoss, loss_object
 from oslo_models.plan import Column, Plan
 from oslo_models.rng import DividedStream
@@ -183,7 +183,7 @@ def norm_counts_tied_copies(patch: Patch) -> None:
 
 
 def dropout_at_both_ends(patch: Patch) -> None:
-    patch.setattr(stand_ins.EndsDropout, "forward", torch.nn.Dropout.forward)
+    patch.setattr(placeholders.EndsDropout, "forward", torch.nn.Dropout.forward)
 
 
 Caught = tuple[Callable[[Patch], None], Callable[..., None], dict[str, Any]]

@@ -19,8 +19,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from oslo_models.mesh import ParallelMesh
 from oslo_models.pipeline.engine import Pipeline
+from oslo_models.pipeline.placeholders import placeholder
 from oslo_models.pipeline.stages import Stack, Stage
-from oslo_models.pipeline.stand_ins import Received
 
 pytestmark = pytest.mark.alone
 
@@ -90,8 +90,9 @@ class IdleModel(nn.Module):
         super().__init__()
         self.clock, self.mesh = clock, ParallelMesh(1, STAGES)
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.received = Received()
-        stack = Stack("", 0, STAGES - 1, here=True, received=self.received)
+        self.blocks = nn.ModuleList()
+        self.received = placeholder(nn.Embedding(1, 2), self.mesh.device)
+        stack = Stack("", "blocks", 0, STAGES - 1, here=True, received=self.received)
         stage = Stage(self.mesh.pp.rank, STAGES, [stack], ranges=tuple((i, i + 1) for i in range(STAGES)))
         self.pipeline = Pipeline(self, stage, IdleModel.run)
 

@@ -96,7 +96,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
             divide(self, plan, prefix, head, mesh, self.layouts)
         if mesh.pp.size > 1:
             pp = mesh.pp
-            self.stage = cut(self, plan, prefix, head, self.layouts, pp.rank, pp.size, blocks_per_stage)
+            self.stage = cut(self, plan, prefix, head, self.layouts, pp.rank, pp.size, blocks_per_stage, mesh.device)
             names = (name for name, _ in self.named_parameters(remove_duplicate=False))
             self.layouts = {name: self.layouts[self.stage.aliases.get(name, name)] for name in names}
 
@@ -205,9 +205,15 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         if self._init_seed is None or self.mesh is None:
             super().initialize_weights()
             return
-        with SeededByName(self, self.layouts, self._init_seed, self.mesh.tp.rank):
+        tied = self.all_tied_weights_keys
+        root = self.stage.root if self.stage is not None else lambda name: tied.get(name, name)
+        with SeededByName(self, self.layouts, self._init_seed, self.mesh.tp.rank, root):
             super().initialize_weights()
+            self.initialize_constructed()
         initialize_computed(self, self._init_seed)
+
+    def initialize_constructed(self) -> None:
+        """Initialize the parameters that transformers fills in constructors only, which run without memory here."""
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' method; refused once the vocabulary is divided."""

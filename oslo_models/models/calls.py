@@ -17,6 +17,7 @@ from oslo_models.layers.deferred import DeferredLogits
 from oslo_models.layers.vocab import VocabParallelLogits
 from oslo_models.mesh import Axis
 from oslo_models.overflow import share_overflow
+from oslo_models.pipeline.stages import Stage
 from oslo_models.rng import synchronize
 
 if TYPE_CHECKING:
@@ -78,11 +79,40 @@ def on_stage(forward: Any) -> Any:
     def resolving(model: ParallelModel, /, **kwargs: Any) -> Any:
         if "return_dict" in kwargs or not model.config.return_dict:
             kwargs["return_dict"] = True  # the loop needs its loss by name
+        wanted = kwargs.get("output_hidden_states")
+        if not isinstance(wanted, bool) and wanted is not None:  # some of them, by their numbers in the full model
+            kwargs["output_hidden_states"] = True
         model.defer_logits()
         output = forward(model, **kwargs)
-        return type(output)(**_resolve(model, output, kwargs)) if isinstance(output, ModelOutput) else output
+        if not isinstance(output, ModelOutput):
+            return output
+        fields, stage = _resolve(model, output, kwargs), model.stage
+        assert stage is not None
+        return type(output)(**{name: _of_all_blocks(stage, name, value, wanted) for name, value in fields.items()})
 
     return resolving
+
+
+def _of_all_blocks(stage: Stage, name: str, value: Any, wanted: bool | int | list[int] | None) -> Any:
+    """A field of the last stage's output, with ``None`` in the places of blocks that other stages have.
+
+    Args:
+        wanted: which hidden states were asked for, if not all: the others are ``None``, too.
+    """
+    side = name.partition("_")[0]
+    stack = stage.stacks[0 if side in ("encoder", "vision") else -1]
+    if isinstance(value, ModelOutput):  # of one of several stacks
+        own = Stage(stage.index, stage.count, [stack], stage.ranges)
+        return type(value)(**{inner: _of_all_blocks(own, inner, each, wanted) for inner, each in value.items()})
+    if not isinstance(value, tuple) or not name.endswith(("hidden_states", "attentions")):
+        return value
+    if not stack.here:
+        return None
+    full = (*[None] * stack.before, *value)
+    if isinstance(wanted, bool) or wanted is None or name.endswith("attentions"):
+        return full
+    chosen = {i % len(full) for i in ([wanted] if isinstance(wanted, int) else wanted) if -len(full) <= i < len(full)}
+    return tuple(each if i in chosen else None for i, each in enumerate(full))
 
 
 def _on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

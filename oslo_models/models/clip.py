@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+from transformers import initialization as init
 from transformers.models.clip import modeling_clip as hf
 
 from oslo_models.layout import Units
@@ -37,6 +38,10 @@ class CLIPParallel(ParallelModel):
 
     towers: ClassVar[dict[str, str]] = {VISION: f"{VISION}.", TEXT: f"{TEXT}."}
     loss_inputs = ("return_loss",)
+
+    def initialize_constructed(self) -> None:
+        if "logit_scale" in type(self).head:
+            init.constant_(self.logit_scale, self.config.logit_scale_init_value)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from transformers.models.ctrl import modeling_ctrl as hf
 
 from oslo_models.layout import Units
@@ -32,10 +31,11 @@ class CTRLParallel(ParallelModel):
             "layernorm2": Norm(),
         }
         return Plan(
-            embed={"w": Vocab()},
+            embed={"w": Vocab(), "pos_encoding": Replicated()},
             blocks={"h": block},
             head={"layernorm": Norm()},
-            neutral={"d_model_size": 1, "pos_encoding": torch.zeros(1, 1).expand(config.n_positions, config.n_embd)},
+            optional=("pos_encoding",),  # a buffer
+            neutral={"d_model_size": 1},
             dropout=("dropout",),
         )
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import initialization as init
 from transformers.models.longformer import modeling_longformer as hf
 
 from oslo_models.models.bert import BertParallel
@@ -13,6 +14,10 @@ from oslo_models.plan import Plan
 
 class LongformerParallel(BertParallel):
     """How every model of the Longformer family divides."""
+
+    def initialize_constructed(self) -> None:
+        if hasattr(self, "lm_head"):
+            init.zeros_(self.lm_head.bias)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

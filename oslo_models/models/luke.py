@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import initialization as init
 from transformers.models.luke import modeling_luke as hf
 
 from oslo_models.layout import Units
@@ -32,6 +33,10 @@ class LukeParallel(BertParallel):
     """How every model of the LUKE family divides."""
 
     labels_of = {"logits": "labels", "entity_logits": "entity_labels"}
+
+    def initialize_constructed(self) -> None:
+        if hasattr(self, "entity_predictions"):
+            init.zeros_(self.entity_predictions.bias)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

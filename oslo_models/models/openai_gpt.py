@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from transformers import initialization as init
 from transformers.models.openai import modeling_openai as hf
+from transformers.pytorch_utils import Conv1D
 
 from oslo_models.layout import Units
 from oslo_models.models.base import ParallelModel
@@ -19,6 +21,12 @@ HEADS: dict[str, Entries] = {
 
 class OpenAIGPTParallel(ParallelModel):
     """How every model of the GPT family divides."""
+
+    def initialize_constructed(self) -> None:
+        for module in self.modules():
+            if isinstance(module, Conv1D):
+                init.normal_(module.weight, std=0.02)
+                init.zeros_(module.bias)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import initialization as init
 from transformers.models.reformer import modeling_reformer as hf
 
 from oslo_models.layers.functional import Overridden
@@ -53,6 +54,10 @@ class SeededAlike(hf.ReformerLayer):
 
 class ReformerParallel(ParallelModel):
     """How every model of the Reformer family divides."""
+
+    def initialize_constructed(self) -> None:
+        if hasattr(self, "lm_head"):
+            init.zeros_(self.lm_head.bias)
 
     def become_part(self, *args: Any) -> None:
         super().become_part(*args)

@@ -12,7 +12,7 @@ from oslo_models.models.whisper import WhisperParallel
 class Speech2TextParallel(WhisperParallel):
     """How every model of the Speech2Text family divides."""
 
-    ears = ("conv",)
+    ears = ("conv", "embed_positions")
     neutral = {"dropout": 0.0, "embed_scale": 1.0}
 
     @staticmethod

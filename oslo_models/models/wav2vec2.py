@@ -1,7 +1,8 @@
 """Wav2Vec2: an encoder of sounds. Its convolutions, before the blocks and of positions, are whole on every rank."""
 
-from typing import Any
+from typing import Any, ClassVar
 
+from transformers import initialization as init
 from transformers.models.wav2vec2 import modeling_wav2vec2 as hf
 
 from oslo_models.layout import Units
@@ -11,6 +12,7 @@ from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row
 
 SUM: Entries = {"layer_weights": Replicated()}
 SUMMED = "with use_weighted_layer_sum=True, its head sums up what all blocks made"
+FEATURES = "feature_projection.layer_norm"
 HEADS: dict[str, Entries] = {
     "Model": {},
     "ForPreTraining": {name: Replicated() for name in ("quantizer", "project_hid", "project_q")},
@@ -23,13 +25,28 @@ HEADS: dict[str, Entries] = {
     },
 }
 LOSSES: dict[str, dict[str, Any]] = {
-    "ForPreTraining": {"loss_inputs": ("sampled_negative_indices",), "has_loss_of_rows": False},
+    "Model": {"returns_features": True},
+    "ForPreTraining": {
+        "loss_inputs": ("sampled_negative_indices",),
+        "has_loss_of_rows": False,
+        "returns_features": True,
+    },
     "ForAudioFrameClassification": {"has_loss_of_rows": False},
 }
 
 
 class Wav2Vec2Parallel(ParallelModel):
-    """How every model of the Wav2Vec2 family divides."""
+    """How every model of the Wav2Vec2 family divides.
+
+    Attributes:
+        returns_features: whether the model returns or needs, beside what its blocks make, the features before them.
+    """
+
+    returns_features: ClassVar[bool] = False
+
+    def initialize_constructed(self) -> None:
+        if hasattr(self, "layer_weights"):
+            init.constant_(self.layer_weights, 1 / len(self.layer_weights))
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -50,14 +67,22 @@ class Wav2Vec2Parallel(ParallelModel):
                 length = (length - kernel) // stride + 1
             return rows, length
 
-        before = ("feature_extractor", "feature_projection", "masked_spec_embed", "encoder.pos_conv_embed")
         norm = {"encoder.layer_norm": Norm()}
         return Plan(
-            embed={**{name: Replicated() for name in before}, **({} if config.do_stable_layer_norm else norm)},
+            embed={
+                "feature_extractor": Replicated(),
+                FEATURES: Norm(),
+                "feature_projection.projection": Replicated(),
+                "masked_spec_embed": Replicated(),
+                "encoder.pos_conv_embed": Replicated(),
+                **({} if config.do_stable_layer_norm else norm),
+            },
             blocks={"encoder.layers": block},
             head={**(norm if config.do_stable_layer_norm else {}), "adapter": Replicated()},
-            optional=("adapter_layer", "adapter", "masked_spec_embed", "layer_weights"),
+            optional=("adapter_layer", "adapter", "masked_spec_embed", "layer_weights", FEATURES),
+            dropout=("encoder.dropout",),
             positions={"encoder.layers": positions},
+            returned={FEATURES: config.conv_dim[-1]} if cls.returns_features else {},
             one_stage=SUMMED if "layer_weights" in cls.head and config.use_weighted_layer_sum else "",
         )
 

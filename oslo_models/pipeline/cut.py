@@ -1,8 +1,8 @@
 """Cuts a whole model (without memory) down to one stage, on which transformers' forward still runs unchanged.
 
-A later stage is called with the same batch as the first, so that it makes its own masks and positions. In place of the
-embedding of its tokens it has a module that hands out the hidden states received from the stage before; what would be
-added to the embedding adds nothing; norms and dropouts that belong to other stages pass on what they get.
+A later stage is called with the same batch as the first, so that it makes its own masks and positions. In place of its
+embedding it has a placeholder that hands out the hidden states received from the stage before; what would be added to
+the embedding adds zeros; norms and dropouts that belong to other stages pass on what they get.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -30,12 +31,14 @@ def cut(
     index: int,
     count: int,
     blocks_per_stage: Sequence[int] | None = None,
+    device: torch.device | None = None,
 ) -> Stage:
     """Keep in ``model`` what stage ``index`` of ``count`` runs, and remove the rest.
 
     Args:
         layouts: those of the whole model; removed parameters stay in it.
         blocks_per_stage: how many blocks each stage gets; by default they are divided by cost.
+        device: that of the stage, if ``model`` is not there yet.
 
     Raises:
         ValueError: there are more stages than blocks, or ``blocks_per_stage`` does not fit them.
@@ -63,7 +66,11 @@ def cut(
     for stack in plan.blocks:
         stages = [stage_of[block] for block in blocks if block[0] == stack]
         container = (prefix + _container(stack, plan)).rstrip(".")
-        stacks.append(Stack(container, stages[0], stages[-1], index in stages, positions=plan.positions.get(stack)))
+        before = sum(stage < index for stage in stages)
+        positions = plan.positions.get(stack)
+        stacks.append(
+            Stack(container, prefix + stack, stages[0], stages[-1], index in stages, before, positions=positions)
+        )
     stage = Stage(index, count, stacks, ranges, tied=dict(model.all_tied_weights_keys))
     owners = _owners(plan, prefix, head, stacks, stage_of, layouts, model.all_tied_weights_keys)
     stage.shared = {name: stages for name, stages in owners.items() if len(stages) > 1}
@@ -74,7 +81,8 @@ def cut(
             del model.get_submodule(prefix + stack)._modules[name]
     _renumber(model, plan, prefix)
     stage.config = _own_layer_types(model, ranges[index])
-    replace_ends(model, plan, prefix, head, stage)
+    stage.returned = {prefix + key: width for key, width in plan.returned.items()}
+    replace_ends(model, plan, prefix, head, stage, model.device if device is None else device)
     model.all_tied_weights_keys = _tied_here(model, stage.tied)
     return stage
 
@@ -82,10 +90,10 @@ def cut(
 def _container(stack: str, plan: Plan) -> str:
     """The module that does what belongs to a stack, or, where it is the only one, to all that the plan names."""
     owner, names = stack.rpartition(".")[0], (*plan.embed, *plan.head)
-    if len(plan.blocks) == 1:
-        return owner if all(name.startswith(f"{owner}.") for name in names) else ""
     parts = owner.split(".")
     around = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
+    if len(plan.blocks) == 1:
+        return next((path for path in reversed(around) if all(name.startswith(f"{path}.") for name in names)), "")
     alone = [path for path in around if sum(name.startswith(f"{path}.") for name in plan.blocks) == 1] or [owner]
     own = [name for name in plan.embed if name.startswith(f"{alone[0]}.")]
     return next(path for path in reversed(alone) if all(name.startswith(f"{path}.") for name in own))

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from oslo_models.pipeline.stages import Stage
-from oslo_models.pipeline.stand_ins import EndsDropout
+from oslo_models.pipeline.placeholders import EndsDropout
+from oslo_models.pipeline.stages import Stack, Stage
 
 Batch = Mapping[str, Any]
 EMBEDS = "inputs_embeds"
@@ -51,6 +51,10 @@ class StageRunner:
                 leaves = i == here[-1] and not stage.is_last
                 # A partial of a method, so that in a copy of the model it is one of the copy of this runner.
                 model.get_submodule(stage.stacks[i].name).register_forward_hook(partial(self._watch, i, leaves))
+        self._returned = dict(enumerate(stage.returned, len(stage.stacks)))
+        if stage.index == 0:
+            for number, path in self._returned.items():
+                model.get_submodule(path).register_forward_hook(partial(self._note, number))
 
     def _watch(self, stack: int, leaves: bool, module: nn.Module, args: Any, output: Any) -> None:
         """A hook that notes what a stack made, and leaves the forward if the stage ends there."""
@@ -58,20 +62,29 @@ class StageRunner:
         if leaves:
             raise _StageDone(output)
 
+    def _note(self, number: int, module: nn.Module, args: Any, output: Tensor) -> None:
+        """A hook that notes what the model returns beside what its blocks make."""
+        self._made[number] = output
+
+    # What travels has a number: that of its stack, or, after these, what the model returns beside.
+
     def arriving(self) -> list[int]:
-        """Which stacks' hidden states arrive from the stage before, in the order in which they travel."""
-        return [i for i, stack in enumerate(self.stage.stacks) if stack.first < self.stage.index]
+        """Whose hidden states arrive from the stage before, in the order in which they travel."""
+        begun = [i for i, stack in enumerate(self.stage.stacks) if stack.first < self.stage.index]
+        return [*begun, *self._returned] if self.stage.index else []
 
     def leaving(self) -> list[int]:
-        """Which stacks' hidden states go on to the stage after."""
+        """Whose hidden states go on to the stage after."""
         if self.stage.is_last:
             return []
-        return [i for i, stack in enumerate(self.stage.stacks) if stack.first <= self.stage.index]
+        begun = [i for i, stack in enumerate(self.stage.stacks) if stack.first <= self.stage.index]
+        return [*begun, *self._returned]
 
     def shape(self, batch: Batch, stack: int) -> tuple[int, int, int]:
-        """``(rows, length, hidden size)`` of a stack's hidden states; every rank knows it from the batch."""
-        stack_of, model = self.stage.stacks[stack], self.model
-        hidden = getattr(model.get_submodule(stack_of.name), "config", model.config).hidden_size
+        """``(rows, length, width)`` of what has the number ``stack``; every rank knows it from the batch."""
+        if stack in self._returned:
+            return (*self.shape(batch, 0)[:2], self.stage.returned[self._returned[stack]])
+        stack_of, hidden = self.stage.stacks[stack], self._width(self.stage.stacks[stack])
         if stack_of.positions is not None:
             return (*stack_of.positions(batch), hidden)
         decoder = stack == len(self.stage.stacks) - 1 and len(self.stage.stacks) > 1
@@ -85,19 +98,29 @@ class StageRunner:
         ids = next(batch[name] for name in names if batch.get(name) is not None)
         return ids.numel() // ids.shape[-1], ids.shape[-1], hidden
 
+    def _width(self, stack: Stack) -> int:
+        """The hidden size of the innermost model around the blocks that knows one."""
+        path, found = stack.blocks, None
+        while found is None:
+            path = path.rpartition(".")[0]
+            found = getattr(getattr(self.model.get_submodule(path), "config", None), "hidden_size", None)
+        return int(found)
+
     def __call__(self, batch: Batch, arrived: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Any]:
         """Run the stage.
 
         Args:
-            arrived: for each stack of `arriving` its hidden states.
+            arrived: for each number of `arriving` the hidden states.
 
         Returns:
-            For each stack of `leaving` its hidden states, and what the forward returned: the model's output on the last
-            stage, elsewhere that of the stack in which the stage ends.
+            For each number of `leaving` the hidden states, and what the forward returned: the output of the model on
+            the last stage, elsewhere that of the stack in which the stage ends.
         """
         batch = dict(batch)
         for i, hidden in arrived.items():
-            if self.stage.stacks[i].last < self.stage.index and self.model.config.is_encoder_decoder:
+            if i in self._returned:
+                self.model.get_submodule(self._returned[i]).arrived = hidden
+            elif self.stage.stacks[i].last < self.stage.index and self.model.config.is_encoder_decoder:
                 batch["encoder_outputs"] = (hidden,)
             else:
                 self._feed(i, batch, hidden)
@@ -123,8 +146,8 @@ class StageRunner:
         except _StageDone as done:
             output = done.output
         made, self._made = self._made, {}
-        if not self.stage.is_last and not made:  # the model is its only stack
-            made = {0: output[0]}
+        if not self.stage.is_last and not self.stage.stacks[0].name:  # the model is its only stack
+            made[0] = output[0]
         return {i: hidden.flatten(0, -3) for i, hidden in made.items()}, output
 
     def _feed(self, stack: int, batch: dict[str, Any], hidden: Tensor) -> None:
@@ -134,7 +157,7 @@ class StageRunner:
         if batch.get(embeds) is not None:
             batch[embeds] = hidden
         elif received is not None:
-            received.hidden = hidden
+            received.arrived = hidden
 
     def run_stack(self, stack: int, batch: dict[str, Any], arrived: Tensor | None) -> Tensor:
         """Run one stack by itself (the encoder, before tokens are generated) and return its hidden states."""

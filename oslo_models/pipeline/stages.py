@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oslo_models.layout import Range
-from oslo_models.pipeline.stand_ins import Received
+from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.plan import Positions
 
 
@@ -17,17 +17,21 @@ class Stack:
 
     Attributes:
         name: the module that embeds, runs the blocks and normalises.
+        blocks: the list of its blocks.
         first, last: the stages on which the stack begins and ends.
         here: whether this stage runs some of its blocks.
-        received: where to put what comes from the stage before, on stages after the first.
+        before: how many of its blocks are on stages before this one.
+        received: what hands out the hidden states of the stage before, on stages after the first.
         positions: see `Plan`; ``None`` where a stack embeds words.
     """
 
     name: str
+    blocks: str
     first: int
     last: int
     here: bool
-    received: Received | None = None
+    before: int = 0
+    received: Placeholder | None = None
     positions: Positions | None = None
 
 
@@ -44,6 +48,7 @@ class Stage:
         tied: names of the whole model that are other names of a parameter, and the name it is known by.
         config: what the configuration of the whole model says where that of the stage says otherwise.
         fixed: tables among the shared parameters, by the same names, that no gradient reaches.
+        returned: see `Plan`; by the names of the whole model.
     """
 
     index: int
@@ -55,6 +60,7 @@ class Stage:
     tied: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     fixed: set[str] = field(default_factory=set)
+    returned: dict[str, int] = field(default_factory=dict)
 
     def counts(self, name: str) -> bool:
         """Whether this stage is the first of those that hold the parameter, so that it is the one to count it."""
