@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
@@ -77,6 +78,7 @@ class Watch:
         self._thread = threading.Thread(target=_keep_posting, args=(weakref.ref(self),), daemon=True, name="oslo-watch")
         self._thread.start()
         atexit.register(_leave, weakref.ref(self))
+        Finalize(None, _leave, (weakref.ref(self),), exitpriority=0)  # children of multiprocessing skip atexit
 
     def belongs_to(self, world: dist.ProcessGroup) -> Watch:
         """Note the process group of the world, with which the side thread ends."""
@@ -304,9 +306,9 @@ def _add(store: Any, key: str, amount: int) -> Any:
 
 
 def _leave(ref: weakref.ref[Watch]) -> None:
-    """At the end of a process."""
+    """At the end of a process; that of a forked child is not the end of this rank."""
     watch = ref()
-    if watch is not None and not watch._left:
+    if watch is not None and not watch._left and watch._self["pid"] == os.getpid():
         watch.leave()
 
 
