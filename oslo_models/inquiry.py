@@ -57,7 +57,7 @@ class Inquiry:
             state, limit = _state(post), silence
             if "pid" not in post:
                 limit = max(silence, self.unheard)
-            elif is_visible(post):
+            elif is_visible(post) and not state:
                 limit = max(silence, self.patience)
             if state in GONE or now - since > limit:  # who is stopped may go on soon
                 found[rank] = _sentence(rank, post, state or "has not been heard of")

@@ -271,9 +271,8 @@ def _store() -> tuple[Any, int, int]:
     env = os.environ
     store, rank, world_size = next(rendezvous("env://"))
     attempt, one_node = env.get("TORCHELASTIC_RESTART_COUNT", "0"), env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
-    if attempt == "0" or not one_node or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store, rank, world_size
-    return PrefixStore(f"attempt {attempt}", store), rank, world_size
+    again = attempt != "0" and one_node and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return PrefixStore(f"attempt {attempt}" if again else "default_pg", store), rank, world_size
 
 
 def _forget_groups(mesh: weakref.ref[ParallelMesh]) -> None:

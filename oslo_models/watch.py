@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from oslo_models.inquiry import Inquiry, Post, born, home, is_gone
-from oslo_models.store_client import StoreClient
+from oslo_models.store_client import StoreClient, StoreLostError
 
 PATIENCE = 60.0
 """Seconds that a rank waits for others by default."""
@@ -71,7 +71,7 @@ class Watch:
         self.ask = self._asking.ask
         self.known: dict[int, Post] = {}
         self.world: weakref.ref[dist.ProcessGroup] | None = None
-        self._store: Any = None
+        self._store = store  # rank 0 may host it
         self._number, self._left, self._wake = 0, False, threading.Event()
         self._gates: dict[str, int] = {}
         self._self = {"pid": os.getpid(), "host": socket.gethostname(), "home": home(), "born": born(os.getpid())}
@@ -81,8 +81,8 @@ class Watch:
         Finalize(None, _leave, (weakref.ref(self),), exitpriority=0)  # children of multiprocessing skip atexit
 
     def belongs_to(self, world: dist.ProcessGroup) -> Watch:
-        """Note the process group of the world, with which the side thread ends."""
-        self.world = weakref.ref(world)
+        """Note the process group of the world, which keeps the store, and with which the side thread ends."""
+        self.world, self._store = weakref.ref(world), None
         return self
 
     @property
@@ -189,8 +189,10 @@ class Watch:
         while others and time.monotonic() < deadline:
             try:
                 posts = self.ask(partial(self.read, ranks=others.copy()))
-            except TimeoutError:
+            except StoreLostError:
                 return
+            except TimeoutError:
+                continue
             others &= {r for r, post in posts.items() if not (post["told"] or post["failed"] is not None)}
             others -= {r for r in others if is_gone(posts[r])}
             time.sleep(0.02)

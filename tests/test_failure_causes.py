@@ -172,6 +172,23 @@ def test_a_busy_machine_is_no_failure(answers: bool) -> None:
     assert list(inquiry.failed(0.01)) == [0]
 
 
+def test_a_stopped_process_is_one(pool: Pool) -> None:
+    """It can be seen as one that is alive, and is blamed sooner."""
+    context: Any = multiprocessing.get_context("forkserver")
+    process = context.Process(target=time.sleep, args=(60,), daemon=True)
+    process.start()
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        inquiry = Inquiry(Silent({0: post(pid=process.pid, born=born(process.pid))}, True), (0,), patience=60.0)
+        inquiry.failed(0.01)
+        time.sleep(0.1)
+        assert "is stopped" in inquiry.failed(0.01)[0]
+    finally:
+        process.kill()
+        process.join()
+
+
 def test_what_others_have_found_counts() -> None:
     """Whoever ended because of a failure does not stand in for it, with or without a store."""
     dead = {"pid": 2**22 + 1, "born": 1}
