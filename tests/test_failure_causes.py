@@ -8,8 +8,6 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,7 +26,6 @@ from oslo_models.inquiry import Inquiry, born, home
 from oslo_models.mesh import ParallelMesh, world_axis
 from oslo_models.store_client import StoreClient, StoreLostError
 
-ROOT = Path(__file__).resolve().parent.parent
 VICTIM = 2
 
 
@@ -140,42 +137,6 @@ def test_a_thread_that_waits_for_a_stopped_store_can_be_ended(pool: Pool) -> Non
             with pytest.raises(StoreLostError):
                 killed.ask(lambda store: store.check(["x"]), 5.0)
         assert time.monotonic() - since < 3.0 and not [thread for thread in killed._threads if thread.is_alive()]
-    finally:
-        host.kill()
-        host.join()
-
-
-ENDS = """
-import os, signal, sys, threading, time
-from torch.distributed import TCPStore
-from oslo_models.watch import Watch
-
-port, host = map(int, sys.argv[1:])
-watch = Watch(TCPStore("127.0.0.1", port, is_master=False), 1, 2)
-os.kill(host, signal.SIGSTOP)
-time.sleep(2.0)
-
-class Last:
-    def __del__(self, kill=os.kill, sleep=time.sleep):
-        kill(host, signal.SIGKILL)
-        sleep(1.0)
-
-threading.last = Last()  # goes when the interpreter is finalized
-sys.exit(3)
-"""
-
-
-def test_a_store_that_ends_while_the_interpreter_does(pool: Pool) -> None:
-    """The side thread waits for a stopped store then, and must not return (``terminate called``)."""
-    context: Any = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    host = context.Process(target=host_store, args=(theirs,), daemon=True)
-    host.start()
-    try:
-        command = [sys.executable, "-c", ENDS, str(ours.recv()), str(host.pid)]
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-        assert done.returncode == 3, done.stderr
     finally:
         host.kill()
         host.join()
