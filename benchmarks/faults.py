@@ -1,8 +1,8 @@
-"""Does anything hang? Every fault that a deployed model may meet, many times over.
+"""Does anything hang? Every fault that a deployed model or a training script may meet, many times over.
 
 ``python -m benchmarks.faults --times 20`` prints a table and writes ``benchmarks/faults.csv``. Every fault has to end
 in an exception soon (or, where the application itself ends, in the end of its workers), to leave no process behind, and
-nothing in shared memory.
+nothing in shared memory. In a training script, every other rank has to name the one that failed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
@@ -28,12 +29,13 @@ import torch
 import transformers
 
 from benchmarks.faulty import CONFIG, LONG, Collected, ForkedExecutor, Trouble, application, server_address
+from benchmarks.training_faults import TRAINING_FAULTS, Training, WrongEndError
 from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import EngineError, serving
 from oslo_models.deploy.executor import ProcessExecutor
 
 TABLE = Path(__file__).with_name("faults.csv")
-FIGURES = ("times", "hangs", "median s", "max s", "processes left")
+FIGURES = ("times", "hangs", "unnamed", "aborts", "median s", "max s", "processes left")
 FIELDS = ("date", "commit", "machine", "versions", "workers", "fault", *FIGURES)
 LIMIT = 60.0
 """Seconds after which something counts as a hang."""
@@ -51,8 +53,8 @@ class Stand:
         ended: processes that should be gone after a fault.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.checkpoint, self.rng = folder / "checkpoint", random.Random()
+    def __init__(self, folder: Path, seed: int | None = None) -> None:
+        self.checkpoint, self.rng = folder / "checkpoint", random.Random(seed)
         torch.manual_seed(0)
         self.whole = transformers.GPT2LMHeadModel(CONFIG).eval()
         self.whole.save_pretrained(self.checkpoint)
@@ -65,6 +67,10 @@ class Stand:
         made = load(self.checkpoint, tensor_parallel_size=2, deploy=True)
         self.load_seconds = time.perf_counter() - since
         return made
+
+    @cached_property
+    def training(self) -> Training:
+        return Training(self.checkpoint, self.rng)
 
     @property
     def pids(self) -> list[int]:
@@ -95,7 +101,9 @@ class Stand:
             raise RuntimeError("nothing was raised")
 
     def close(self) -> None:
-        self.model.close()
+        for made in ("model", "training"):
+            if made in self.__dict__:
+                getattr(self, made).close()
 
 
 # Workers --------------------------------------------------------------------------------------------------------------
@@ -274,6 +282,13 @@ FAULTS: dict[str, Callable[[Stand], float]] = {
 }
 
 
+def training(stand: Stand, name: str) -> float:
+    return TRAINING_FAULTS[name](stand.training)
+
+
+ALL = FAULTS | {name: partial(training, name=name) for name in TRAINING_FAULTS}
+
+
 def gone(pids: list[int], seconds: float = 2.0) -> bool:
     """Whether these processes have ended, or do within so many seconds."""
     deadline = time.monotonic() + seconds
@@ -319,6 +334,7 @@ def main() -> int:
     parser.add_argument("--times", metavar="N", type=int, default=20, help="how often each (default: 20)")
     parser.add_argument("--only", metavar="TEXT", default="", help="only faults whose name contains this; others stay")
     parser.add_argument("--out", metavar="FILE", type=Path, default=TABLE, help="where the table is written")
+    parser.add_argument("--seed", metavar="N", type=int, help="repeats the moments of an earlier run")
     parser.add_argument("--fresh", action="store_true", help="start workers as they are in use, which takes hours")
     args = parser.parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.faulty", "oslo_models.models.gpt2"])
@@ -329,39 +345,47 @@ def main() -> int:
     stamp, rows, before = _stamp(), [], _shared()
     print(f"{'fault':42}", *(f"{field:>14}" for field in FIGURES))
     with tempfile.TemporaryDirectory() as folder:
-        stand = Stand(Path(folder))
-        for name in [name for name in FAULTS if args.only in name]:
-            workers = "fresh" if args.fresh or FAULTS[name] is full_disk else "forked"
+        stand = Stand(Path(folder), args.seed)
+        for name in [name for name in ALL if args.only in name]:
+            is_fresh = (args.fresh and name in FAULTS) or ALL[name] is full_disk
+            workers = "fresh" if is_fresh else "forked"
             rows.append({**stamp, "workers": workers, **_row(stand, name, args.times)})
             print(f"{name:42}", *(f"{rows[-1].get(field, '')!s:>14}" for field in FIGURES), flush=True)
         stand.close()
     kept = {row["fault"]: row for row in csv.DictReader(args.out.open())} if args.out.exists() else {}
     known = kept | {row["fault"]: row for row in rows}
-    rows = [known[name] for name in FAULTS if name in known]
+    rows = [known[name] for name in ALL if name in known]
     with args.out.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     after = _shared()
     print("/dev/shm is as it was" if after == before else f"/dev/shm: {before} became {after}")
-    return int(any(int(row["hangs"]) or int(row["processes left"]) for row in rows) or after != before)
+    wrong = ("hangs", "unnamed", "aborts", "processes left")
+    return int(any(int(row.get(figure) or 0) for row in rows for figure in wrong) or after != before)
 
 
 def _row(stand: Stand, name: str, times: int) -> dict[str, Any]:
-    seconds, hangs, left = [], 0, 0
+    seconds, hangs, left, ends = [], 0, 0, Counter[str]()
     for _ in range(times):
         try:
-            took, all_gone = strike(stand, FAULTS[name])
+            took, all_gone = strike(stand, ALL[name])
         except Hang:
             hangs += 1
             with suppress(Exception):
                 stand.close()
             continue
+        except WrongEndError as error:
+            print(error, file=sys.stderr)
+            hangs += "hang" in error.ends.values()
+            ends.update(error.ends.values())
+            continue
         seconds.append(took)
         left += not all_gone
     figures = {"median s": statistics.median(seconds), "max s": max(seconds)} if seconds else {}
     rounded = {key: f"{value:.3f}" for key, value in figures.items()}
-    return {"fault": name, "times": times, "hangs": hangs, **rounded, "processes left": left}
+    others = {} if name in FAULTS else {"unnamed": ends["other"], "aborts": ends["abort"]}
+    return {"fault": name, "times": times, "hangs": hangs, **others, **rounded, "processes left": left}
 
 
 if __name__ == "__main__":

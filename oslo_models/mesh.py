@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_timeout, _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from oslo_models.threads import ThreadGroup
-from oslo_models.watch import PATIENCE, Watch, watch_of_world
+from oslo_models.watch import LONG, PATIENCE, Watch, waiting, watch_of_world
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +103,7 @@ class ParallelMesh:
         check_size("tensor_parallel_size", tensor_parallel_size)
         check_size("pipeline_parallel_size", pipeline_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
-        self.device = start_process_group(tp * pp)
+        self.device = start_process_group(tp * pp, timeout)
         self._made: list[Axis] = []
         self.destroyed = False
         self.world = world_axis(timeout)
@@ -175,13 +177,20 @@ class ParallelMesh:
         return self._new_axis(name, list(lines))
 
     def _new_axis(self, name: str, lines: list[torch.Tensor], bounded: bool = True) -> Axis:
-        """Make a group of each line of ranks, as all ranks have to; the axis is the line that this rank is on."""
-        timeout = timedelta(seconds=self.world.timeout) if bounded else None
+        """Make a group of each line of ranks, as all ranks have to; the axis is the line that this rank is on.
+
+        Args:
+            bounded: its collectives have the timeout of the axis, and not torch's.
+        """
+        timeout = timedelta(seconds=self.world.timeout)
         mine = replace(self.world, name=name, rank=-1, ranks=(), group=None)
         for line in lines:
             ranks = line.tolist()
-            group = dist.new_group(ranks, timeout=timeout)
+            with waiting(self.world, f"the making of a process group ({name})"):
+                group = dist.new_group(ranks, timeout=timeout)
             if self.world.rank in ranks:
+                if not bounded:  # but to connect its ranks takes no longer than for any other
+                    _set_pg_timeout(_get_default_timeout(dist.get_backend(group)), group)
                 mine = replace(mine, rank=ranks.index(self.world.rank), ranks=tuple(ranks), group=group)
         self._made.append(mine)
         return mine
@@ -204,14 +213,18 @@ def check_size(name: str, value: object, least: int = 1, source: str = "") -> No
         raise ValueError(f"{name} must be an integer of at least {source}{least}, got {value!r}")
 
 
-def start_process_group(needed: int = 1) -> torch.device:
+def start_process_group(needed: int = 1, timeout: float = PATIENCE) -> torch.device:
     """Start ``torch.distributed`` from the launcher's variables, unless it runs already, and return this rank's device.
 
     NCCL on CUDA (with gloo beside it for what lives on the CPU), gloo elsewhere. One process needs no group. The device
     is that of ``LOCAL_RANK`` where a launcher sets it, otherwise the one that ``torch.cuda.set_device`` has chosen; the
     CPU if a running group has no NCCL.
 
+    Args:
+        timeout: seconds to wait for a rank that was heard of and then falls silent, or dies while all connect.
+
     Raises:
+        RankFailedError: a rank failed meanwhile.
         RuntimeError: ``needed`` processes, more than one, and neither a launcher nor a running group.
     """
     launched = dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -223,8 +236,7 @@ def start_process_group(needed: int = 1) -> torch.device:
     if dist.is_initialized():
         return device
     if launched:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **_store_of_restart())
-        atexit.register(_end_process_group)
+        _init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout)
     elif needed > 1:
         raise RuntimeError(
             f"{needed} processes are needed and this one was started alone: start the script with "
@@ -233,20 +245,37 @@ def start_process_group(needed: int = 1) -> torch.device:
     return device
 
 
-def _store_of_restart() -> dict[str, Any]:
-    """After a restart by torchrun, a place of its own in the launcher's store, as arguments of `init_process_group`.
+def _init_process_group(backend: str, timeout: float) -> None:
+    """Meet at the store, then connect: while torch connects ranks, it waits half an hour for one that has died."""
+    store, rank, world_size = _store()
+    atexit.register(_end_process_group)
+    if world_size == 1:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        return
+    watch, what = Watch(store, rank, world_size), "the start of the process group"
+    watch.hurry(timeout)
+    watch.at(what)
+    axis = Axis("world", rank, tuple(range(world_size)), None, timeout, watch)
+    with waiting(axis, what):
+        watch.meet(axis, what, unheard=LONG)
+        bound = timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=bound)
+    _set_pg_timeout(_get_default_timeout(dist.Backend(backend)))
+    watch_of_world(timeout, watch)
 
-    The launcher keeps one store for all attempts, with the addresses of processes that are dead
-    (https://github.com/pytorch/pytorch/issues/135712). Attempts are counted per node, so this is for one node only;
-    for several there is ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
+
+def _store() -> tuple[Any, int, int]:
+    """The launcher's store, the rank and the world size.
+
+    After a restart by torchrun it is a place of its own in that store: the launcher keeps one store for all attempts,
+    with the addresses of processes that are dead (https://github.com/pytorch/pytorch/issues/135712). Attempts are
+    counted per node, so this is for one node only; for several there is ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
     """
     env = os.environ
+    store, rank, world_size = next(rendezvous("env://"))
     attempt, one_node = env.get("TORCHELASTIC_RESTART_COUNT", "0"), env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
-    if attempt == "0" or not one_node or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    world_size = int(env["WORLD_SIZE"])
-    store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), world_size, is_master=False)
-    return {"store": PrefixStore(f"attempt {attempt}", store), "rank": int(env["RANK"]), "world_size": world_size}
+    again = attempt != "0" and one_node and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return PrefixStore(f"attempt {attempt}" if again else "default_pg", store), rank, world_size
 
 
 def _forget_groups(mesh: weakref.ref[ParallelMesh]) -> None:

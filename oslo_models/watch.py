@@ -13,15 +13,16 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from oslo_models.inquiry import Inquiry, Post, born, home
+from oslo_models.inquiry import Inquiry, Post, born, home, is_gone
+from oslo_models.store_client import StoreClient, StoreLostError
 
 PATIENCE = 60.0
 """Seconds that a rank waits for others by default."""
@@ -29,6 +30,8 @@ LONG = 1800.0
 """Seconds that it waits for one that is alive but reads or writes files."""
 BEAT = 1.0
 """Seconds from post to post where nothing changes."""
+LINGER = 10.0
+"""Seconds that the end of rank 0, which may host the store, waits at most for others to read what rank 0 has found."""
 
 
 class RankFailedError(RuntimeError):
@@ -53,26 +56,39 @@ class Watch:
         place: the phase it is in, and since when.
         waits: the ranks that it waits for, in what, and since when; ``None`` while it does not wait.
         failed: what this rank has raised, if it has; nothing can be exchanged any more.
+        found: the ranks that failed according to this one, and what there is to say of each.
     """
 
-    def __init__(self, world: dist.ProcessGroup, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.rank, self._size = rank, size
         self.step = 0
         self.place = ("start", time.monotonic())
         self.waits: tuple[tuple[int, ...], str, float] | None = None
         self.failed: RankFailedError | None = None
+        self.found: dict[int, str] | None = None
         self.beat = BEAT
-        # A connection that waits for an answer is not for two threads.
-        store: Any = world.get_group_store()
-        self._posting, self._asking = (PrefixStore("oslo_models.watch", store.clone()) for _ in range(2))
+        self._posting, self._asking = (StoreClient(store, "oslo_models.watch") for _ in range(2))
+        self.ask = self._asking.ask
         self.known: dict[int, Post] = {}
-        self._number, self._left = 0, False
+        self.world: weakref.ref[dist.ProcessGroup] | None = None
+        self._store = store  # rank 0 may host it
+        self._number, self._left, self._wake = 0, False, threading.Event()
         self._gates: dict[str, int] = {}
         self._self = {"pid": os.getpid(), "host": socket.gethostname(), "home": home(), "born": born(os.getpid())}
-        arguments = weakref.ref(self), weakref.ref(world)
-        self._thread = threading.Thread(target=_keep_posting, args=arguments, daemon=True, name="oslo-watch")
+        self._thread = threading.Thread(target=_keep_posting, args=(weakref.ref(self),), daemon=True, name="oslo-watch")
         self._thread.start()
         atexit.register(_leave, weakref.ref(self))
+        Finalize(None, _leave, (weakref.ref(self),), exitpriority=0)  # children of multiprocessing skip atexit
+
+    def belongs_to(self, world: dist.ProcessGroup) -> Watch:
+        """Note the process group of the world, which keeps the store, and with which the side thread ends."""
+        self.world, self._store = weakref.ref(world), None
+        return self
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the process group has been destroyed; models may outlive that."""
+        return self.world is not None and (self.world() is None or self.world() is not dist.group.WORLD)
 
     def at(self, phase: str) -> None:
         """Note where this process is; the side thread tells the others."""
@@ -93,9 +109,15 @@ class Watch:
             **{"number": self._number, "time": time.time(), "left": self._left},
             **{"place": self._at(phase), "since": now - since},
             "waits": waits and [waits[0], waits[1], now - waits[2]],
-            "failed": None if self.failed is None else self.failed.ranks,
+            "failed": self.found,
+            "told": self._is_told,
         }
-        self._posting.set(str(self.rank), json.dumps(post))
+        self._posting.store.set(str(self.rank), json.dumps(post))
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether this rank knows what rank 0 has found."""
+        return 0 in self.known and self.known[0]["failed"] is not None
 
     def _at(self, phase: str) -> str:
         return f"step {self.step}, {phase}" if self.step else phase
@@ -105,45 +127,26 @@ class Watch:
 
         ``last`` is what was posted last and when; so is what is returned.
         """
-        news, now = (self.place, self.failed), time.monotonic()
+        news, now = (self.place, self.failed, self._is_told), time.monotonic()
         if news == last[0] and now < last[1] + self.beat:
             return last
         self._post()
-        if self.rank and self._posting.check(["0"]):
-            self.known[0] = json.loads(self._posting.get("0"))
+        if self.rank and self._posting.store.check(["0"]):
+            self.known[0] = json.loads(self._posting.store.get("0"))
         return news, now
 
     # Finding out ------------------------------------------------------------------------------------------------------
 
-    def ask(self, question: Callable[[], Any], seconds: float = 2.0) -> Any:
-        """Ask the store something. It may have been stopped with its host, so another thread does the waiting.
-
-        Raises:
-            TimeoutError: it does not answer.
-        """
-        answer: list[Any] = []
-
-        def ask() -> None:
-            with suppress(Exception):  # the store is gone
-                answer.append(question())
-
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if not answer:
-            raise TimeoutError("the store of the process group does not answer")
-        return answer[0]
-
-    def read(self, ranks: Iterable[int]) -> dict[int, Post]:
+    def read(self, store: Any, ranks: Iterable[int]) -> dict[int, Post]:
         """The posts of these ranks, and of all that they wait for or found to have failed."""
         posts: dict[int, Post] = {}
         todo = [rank for rank in ranks if rank != self.rank]
         while todo:
             rank = todo.pop()
-            if rank in posts or not self._asking.check([str(rank)]):
+            if rank in posts or not store.check([str(rank)]):
                 continue
-            posts[rank] = post = json.loads(self._asking.get(str(rank)))
-            more = [*(post["waits"] or [()])[0], *(post["failed"] or ())]
+            posts[rank] = post = json.loads(store.get(str(rank)))
+            more = [*(post["waits"] or [()])[0], *map(int, post["failed"] or ())]
             todo.extend(other for other in more if other != self.rank)
         self.known.update(posts)
         return posts
@@ -154,10 +157,10 @@ class Watch:
         ranks, what, since = self.waits
         waited = time.monotonic() - since
         late = waited >= 0.9 * axis.timeout
-        inquiry = Inquiry(self, ranks)
+        inquiry = Inquiry(self, ranks, axis.timeout)
         deadline = time.monotonic() + 4 * self.beat
         failed = inquiry.failed(3 * self.beat)
-        while not failed and time.monotonic() < deadline:
+        while not failed and (inquiry.awaits_store or time.monotonic() < deadline):
             time.sleep(min(0.05, self.beat / 4))
             failed = inquiry.failed(3 * self.beat)
         if not failed and not late and not inquiry.others_gave_up():
@@ -170,15 +173,48 @@ class Watch:
         found = "\n".join(failed.values()) or "all ranks are alive and wait for each other"
         mine = f"rank {self.rank} waited {waited:.1f} s in {where}, {self._at(self.place[0])}; {cause}"
         error = RankFailedError(f"{found}\n{mine}", tuple(failed))
-        self.failed = error
-        with suppress(TimeoutError):
-            deadline, number = time.monotonic() + 1.0, self._number
-            while self._number == number and time.monotonic() < deadline and self._thread.is_alive():
-                time.sleep(0.01)  # the side thread sees that there is news
+        if self.world is not None and (world := self.world()) is not None:
+            self._store = world.get_group_store()  # it stays until `_leave`, even if the group is destroyed before
+        self.found, self.failed = failed, error
+        deadline, number = time.monotonic() + 1.0 + 4 * self.beat, self._number
+        self._wake.set()
+        while self._number == number and time.monotonic() < deadline and self._thread.is_alive():
+            time.sleep(0.01)
         return error
 
-    def meet(self, axis: Any, what: str) -> None:
+    def _linger(self) -> None:
+        """Rank 0 may take the store along when it ends. Others would then take its end for the cause of everything."""
+        others = set(range(self._size)) - {0, *self.found} if self.found else set()
+        deadline = time.monotonic() + LINGER
+        while others and time.monotonic() < deadline:
+            try:
+                posts = self.ask(partial(self.read, ranks=others.copy()))
+            except StoreLostError:
+                return
+            except TimeoutError:
+                continue
+            others &= {r for r, post in posts.items() if not (post["told"] or post["failed"] is not None)}
+            others -= {r for r in others if is_gone(posts[r])}
+            time.sleep(0.02)
+
+    def leave(self) -> None:
+        """Say good-bye, and end all threads: one that runs while the interpreter ends could break it."""
+        self._left = True
+        self._wake.set()
+        self._thread.join(1.0)
+        if not self._posting.lost and not self._thread.is_alive():
+            with suppress(TimeoutError):
+                self._posting.ask(lambda _: self._post(), 0.5)
+        if self.rank == 0:
+            self._linger()
+        self._asking.close()
+        self._posting.close(self._thread)
+
+    def meet(self, axis: Any, what: str, unheard: float = 0.0) -> None:
         """Wait until all ranks of ``axis`` are here, however long they read or write files, as long as they live.
+
+        Args:
+            unheard: seconds to wait for a rank that has not posted anything yet, if longer than the timeout.
 
         Raises:
             RankFailedError: one died, or was not heard of for the timeout of the axis, or is not here after half an
@@ -186,15 +222,15 @@ class Watch:
         """
         place = f"{axis.name} {axis.ranks[0]} {axis.ranks[-1]} {axis.size}"
         number = self._gates[place] = self._gates.get(place, 0) + 1
-        key, start, pause, inquiry = f"gate {place} {number}", time.monotonic(), 1e-4, Inquiry(self, axis.ranks)
-        timeout, asked = axis.timeout, start
+        timeout, start = axis.timeout, time.monotonic()
+        key, asked, pause, inquiry = f"gate {place} {number}", start, 1e-4, Inquiry(self, axis.ranks, timeout, unheard)
         arrived, missed, add = 0, start, 1
         # The more ranks there are, the less often each may ask for all.
         longest, interval = max(0.05, axis.size / 5000), max(self.beat, axis.size**2 / 10_000)
         while arrived < axis.size:
             with suppress(TimeoutError):
                 amount, add = add, 0
-                arrived, missed = self.ask(partial(self._asking.add, key, amount)), time.monotonic()
+                arrived, missed = self.ask(partial(_add, key=key, amount=amount)), time.monotonic()
             now = time.monotonic()
             if now > asked + interval:
                 asked, failed = now, inquiry.failed(timeout)
@@ -208,7 +244,7 @@ class Watch:
                 pause = min(1.5 * pause, longest)
         if axis.rank == 0 and number > 1:
             with suppress(TimeoutError):
-                self.ask(lambda: self._asking.delete_key(f"gate {place} {number - 1}"))
+                self.ask(lambda store: store.delete_key(f"gate {place} {number - 1}"))
 
 
 class waiting:  # noqa: N801  a context manager; a class, since one made by `contextmanager` takes twice the time
@@ -251,35 +287,42 @@ class waiting:  # noqa: N801  a context manager; a class, since one made by `con
             raise found from error
 
 
-def _keep_posting(ref: weakref.ref[Watch], group: weakref.ref[dist.ProcessGroup]) -> None:
-    """The side thread; it ends with the watch, or when its process group is destroyed: models may outlive that."""
+def _keep_posting(ref: weakref.ref[Watch]) -> None:
+    """The side thread; it ends with the watch, with the process group, or when the store is gone."""
     last: tuple[Any, float] = (None, 0.0)
-    while (watch := ref()) is not None and not watch._left and group() is dist.group.WORLD is not None:
-        with suppress(Exception):  # the store is gone: explaining will tell
-            last = watch._tick(last)
-        pause = watch.beat / 4
+    while (watch := ref()) is not None and not watch._left and not watch._is_over:
+        with suppress(Exception):  # explaining will tell
+            try:
+                last = watch._tick(last)
+            except dist.DistNetworkError:
+                watch._posting.lost = True
+                return
+        pause, wake = watch.beat / 4, watch._wake
         del watch
-        time.sleep(pause)
+        wake.wait(pause)
+        wake.clear()
+
+
+def _add(store: Any, key: str, amount: int) -> Any:
+    return store.add(key, amount)
 
 
 def _leave(ref: weakref.ref[Watch]) -> None:
-    """Say good-bye; a thread that runs while the interpreter ends could break it."""
+    """At the end of a process; that of a forked child is not the end of this rank."""
     watch = ref()
-    if watch is not None and not watch._left:
-        watch._left = True
-        watch._thread.join(1.0)
-        with suppress(TimeoutError):
-            watch.ask(watch._post, 0.5)
+    if watch is not None and not watch._left and watch._self["pid"] == os.getpid():
+        watch.leave()
 
 
 _watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
 
 
-def watch_of_world(timeout: float) -> Watch:
-    """The watch of the process group of the world, begun when it is first asked for."""
+def watch_of_world(timeout: float, watch: Watch | None = None) -> Watch:
+    """The watch of the process group of the world: ``watch``, or one begun when it is first asked for."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _watches:
-        _watches[world] = Watch(world, dist.get_rank())
+        watch = watch or Watch(world.get_group_store(), dist.get_rank(), dist.get_world_size())
+        _watches[world] = watch.belongs_to(world)
     _watches[world].hurry(timeout)
     return _watches[world]

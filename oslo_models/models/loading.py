@@ -35,8 +35,9 @@ def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arg
         from oslo_models.deploy import deploy
 
         return deploy(cls, method, source, arguments, kwargs)
-    start_process_group()
-    world = world_axis(arguments.timeout if is_timeout(arguments.timeout) else PATIENCE)  # what is wrong is told later
+    timeout = arguments.timeout if is_timeout(arguments.timeout) else PATIENCE  # what is wrong is told later
+    start_process_group(timeout=timeout)
+    world = world_axis(timeout)
     world.at(f"construction of {cls.__name__}")
     make = _from_config if method == "from_config_with_parallel" else _from_pretrained
     model, info = make(cls, source, arguments, kwargs, world, f"{cls.__name__}.{method}")

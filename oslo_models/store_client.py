@@ -1,0 +1,101 @@
+"""`StoreClient`: a connection to the store of a process group that blocks no longer than its caller allows."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+
+class StoreLostError(TimeoutError):
+    """The process that hosts the store has ended, or has closed the connection."""
+
+
+class StoreClient:
+    """A connection of its own; a `TCPStore` answers one request per connection at a time.
+
+    Its host may be stopped in the middle of an answer, so other threads do the waiting. They have to end before the
+    interpreter does: a thread that returns from C++ while it is finalized is terminated there, and takes the process
+    along (``terminate called without an active exception``).
+
+    Attributes:
+        lost: whether the connection is broken. It never recovers, and each attempt would log a C++ stack trace.
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        port = _port(store)
+        before = _connections(port)
+        self.store: Any = PrefixStore(prefix, store.clone())
+        self._connections = _connections(port) - before
+        self._threads: list[threading.Thread] = []
+        self.lost = False
+
+    def ask(self, question: Callable[[Any], Any], seconds: float = 2.0) -> Any:
+        """What ``question`` returns for the store.
+
+        Raises:
+            StoreLostError: the connection is broken.
+            TimeoutError: no answer in this time.
+        """
+        answer: list[Any] = []
+
+        def ask() -> None:
+            with suppress(Exception):  # a store in a file, and the file is gone
+                try:
+                    answer.append(question(self.store))
+                except dist.DistNetworkError:
+                    self.lost = True
+
+        if not self.lost:
+            thread = threading.Thread(target=ask, daemon=True, name="oslo-store")
+            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+            thread.start()
+            thread.join(seconds)
+        if answer:
+            return answer[0]
+        if self.lost:
+            raise StoreLostError("the connection to the store of the process group is broken")
+        raise TimeoutError("the store of the process group does not answer")
+
+    def close(self, *threads: threading.Thread) -> None:
+        """Make all threads that wait for an answer return, these too."""
+        waiting = [thread for thread in (*self._threads, *threads) if thread.is_alive()]
+        if not waiting:
+            return
+        for fd, link in self._connections:
+            with suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}") == link:
+                    with socket.socket(fileno=os.dup(fd)) as connection:
+                        connection.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + 5.0
+        for thread in waiting:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _port(store: Any) -> int | None:
+    """Where the server of a store listens; ``None`` if it has none."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, TCPStore) else None
+
+
+def _connections(port: int | None) -> set[tuple[int, str]]:
+    """This process's connections to a port, each as its file descriptor and what that refers to (Linux only)."""
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd") if port is not None else ():
+            with suppress(OSError):
+                link = os.readlink(f"/proc/self/fd/{name}")
+                if link.startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(name))) as connection:
+                        peer = connection.getpeername()
+                    if isinstance(peer, tuple) and peer[1] == port:
+                        found.add((int(name), link))
+    return found
