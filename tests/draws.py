@@ -45,6 +45,8 @@ NO_OPTIONS = {
     # heads that another class has; a second loss
     *("add_pooling_layer", "auxiliary_loss", "use_timm_backbone", "use_pretrained_backbone"),
     # of training from scratch
+    # what another option says; tables of a type of model; what is no option of a model
+    *("is_gated_act", "early_stopping"),
     *("reduce_loss", "do_deduplication", "exclude_bos_score", "do_marginalize", "output_retrieved", "dummy"),
     *("sparse", "causal", "asm", "quant_mode", "force_dequantize", "separate_cls", "truncate_seq"),
 }
@@ -247,8 +249,10 @@ def _options(config: PreTrainedConfig, model_type: str, draw: random.Random) -> 
     return found
 
 
-def _configured(variant: str, seed: int) -> tuple[PreTrainedConfig, str, random.Random]:
-    """The configuration of a variant of `zoo` with drawn sizes, and what was drawn."""
+def _configured(
+    name: str, variant: str, seed: int, options: Mapping[str, Any] | None = None
+) -> tuple[PreTrainedConfig, str, random.Random]:
+    """The configuration for a class, of a variant of `zoo` with drawn sizes and with options; and what was drawn."""
     draw = random.Random(seed)
     model_type, given = {**zoo.VARIANTS, **zoo.ODD}.get(variant) or (variant, zoo.MORE[variant])
     values = copy.deepcopy(dict(given))
@@ -262,7 +266,15 @@ def _configured(variant: str, seed: int) -> tuple[PreTrainedConfig, str, random.
         if "vocab_size" in zoo.config(variant).to_dict() and not {"image_size", "backbone_config"} & values.keys():
             values["vocab_size"] = draw.randint(61, 131)
     changes = {key: value for key, value in values.items() if before.get(key) != value}
-    return zoo.config(variant, **changes), f"{variant} with {changes}", draw
+    given, text = dict(options or {}), f"{variant} with {changes}"
+    attention = given.pop("attn_implementation", None)
+    config = zoo.config(variant, **{**changes, **given} if not parts else changes)
+    config = zoo.config_of(name, config)
+    for key in given if parts else ():
+        setattr(config, key, given[key])
+    if attention is not None:
+        config._attn_implementation = attention
+    return config, text, draw
 
 
 def variants(model_type: str) -> list[str]:
@@ -283,28 +295,15 @@ def draws(name: str, model_type: str, seed: int) -> Iterator[Draw]:
 
 def _draws(name: str, variant: str, model_type: str, choose: random.Random, seed: int) -> Iterator[Draw]:
     size_seed = choose.randrange(2**31)
-    config, text, draw = _configured(variant, size_seed)
-    options = _options(zoo.config_of(name, config), model_type, draw)
+    config, text, draw = _configured(name, variant, size_seed)
+    options = _options(config, model_type, draw)
     while True:
-        config, text, _ = _configured(variant, size_seed)
-        config = zoo.config_of(name, config)
-        for key, value in options.items():
-            _set(config, key, value)
+        config, text, _ = _configured(name, variant, size_seed, options)
         shown = f"{name}: {text}, options {options}, seed {seed}"
         yield Draw(config, shown, dict(options))
         if not options:
             return
         options.pop(choose.choice(sorted(options)))
-
-
-def _set(config: PreTrainedConfig, key: str, value: Any) -> None:
-    if key == "attn_implementation":
-        config._attn_implementation = value
-    else:
-        setattr(config, key, value)
-        for part in ("encoder", "decoder", "question_encoder", "generator"):
-            if key == "tie_word_embeddings" and isinstance(getattr(config, part, None), PreTrainedConfig):
-                setattr(getattr(config, part), key, value)
 
 
 def kind_of_labels(name: str, config: PreTrainedConfig, batch: dict[str, Any], seed: int) -> dict[str, Any]:

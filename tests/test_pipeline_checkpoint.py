@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 from pipelines import model_layout, stage_parameters
-from pool import Pool
+from pool import Pool, WorkerError
 from reference import full_parameters
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -152,3 +152,21 @@ def test_a_grown_vocabulary(pool: Pool, tmp_path: Path, variant: str, seed: int)
     save_whole(name, config, seed, tmp_path)
     found = check_sizes(pool, name, tmp_path, {"resize_token_embeddings": config.vocab_size + 9})
     assert sum(part.shape[0] == config.vocab_size + 9 for part in found.values()) >= 2
+
+
+def load_on_two_stages(folder: Path) -> None:
+    cls: Any = registry.find("T5ForConditionalGeneration")
+    cls.from_pretrained_with_parallel(folder, 1, 2)
+
+
+def test_tied_weights_that_a_checkpoint_holds_with_two_values(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """transformers unties them in one process, and says so; stages would silently use the first value for both."""
+    torch.manual_seed(seed)
+    model: Any = zoo.original("T5ForConditionalGeneration")(zoo.config("t5"))
+    model.save_pretrained(tmp_path)
+    state = {**model.state_dict()}
+    state["decoder.embed_tokens.weight"] = state["shared.weight"] + 1
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(WorkerError, match="set tie_word_embeddings=False in its configuration"):
+        pool.run(2, load_on_two_stages, tmp_path)

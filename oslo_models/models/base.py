@@ -104,7 +104,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         """Make what several stages share, once the model has its weights; a collective of all ranks."""
         if self.stage is not None:
             self.pipeline = Pipeline(self, self.stage, on_stage(type(self).forward.__wrapped__))
-            self.pipeline.spread_tied()
+            self.pipeline.check_tied()
 
     def _prefix(self) -> str:
         """Where the base model that the plan speaks of sits in this one."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
-from oslo_models.collectives import broadcast, receive, send
+from oslo_models.collectives import broadcast, gather_objects, receive, send
 from oslo_models.mesh import Axis
 from oslo_models.pipeline.deepspeed import Engine
 from oslo_models.pipeline.loss import GlobalMeanLoss, asks_for_loss
@@ -43,10 +43,27 @@ class Pipeline:
         return [(parameters[name], axis) for name, axis in self._shared.items() if name in here]
 
     @torch.no_grad()
-    def spread_tied(self) -> None:
-        """Give what several stages hold the values of the first of them."""
+    def check_tied(self) -> None:
+        """Make sure that what several stages hold has the same values on all of them; a collective of all stages.
+
+        Raises:
+            ValueError: it has not, on every rank. A checkpoint may hold other values under each name of tied weights;
+                transformers then unties them in one process, which stages that share a gradient cannot.
+        """
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        differing = []
         for param, axis in self.tied():
-            broadcast(axis, param.data)
+            first = broadcast(axis, param.data.clone())
+            if not bool(((first == param.data) | first.isnan()).all()):
+                name = names[id(param)]
+                differing.append(self.stage.aliases.get(name, name))
+        found = sorted({name for each in gather_objects(self.mesh.model, differing) for name in each})
+        if found:
+            raise ValueError(
+                f"{found} of {type(self.model).__name__} should be tied to weights of another stage, and the checkpoint "
+                "has other values for them: set tie_word_embeddings=False in its configuration, or load it with "
+                "pipeline_parallel_size=1, where transformers unties them"
+            )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A loop over micro-batches; inside ``generate``, one output; inside either, the forward of the stage."""
