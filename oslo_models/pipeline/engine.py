@@ -60,7 +60,7 @@ class Pipeline:
         found = sorted({name for each in gather_objects(self.mesh.model, differing) for name in each})
         if found:
             raise ValueError(
-                f"{found} of {type(self.model).__name__} should be tied to weights of another stage, and the checkpoint "
+                f"{found} of {type(self.model).__name__} is tied to weights of another stage, and the checkpoint "
                 "has other values for them: set tie_word_embeddings=False in its configuration, or load it with "
                 "pipeline_parallel_size=1, where transformers unties them"
             )
