@@ -1,7 +1,7 @@
 """Every class of the zoo in configurations that are drawn, divided in four ways; see `draws`.
 
 `make test` takes one class of each model type and one way, which change from commit to commit; `make test-zoo` takes
-every class and every way.
+every class and every way, with two draws for each class.
 """
 
 from __future__ import annotations
@@ -90,4 +90,5 @@ def test_a_class_of_each_type(pool: Pool, tmp_path: Path, model_type: str, seed:
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", [name for kind in registry.ARCHITECTURES for name in registry.model_classes(kind)])
 def test_every_class(pool: Pool, tmp_path: Path, name: str, seed: int, record_property: Any) -> None:
-    check_class(pool, tmp_path, name, seed, MESHES, record_property)
+    for part, draw in ((MESHES[::2], seed), (MESHES[1::2], seed + 1)):  # one draw for two ways
+        check_class(pool, tmp_path / str(draw), name, draw, part, record_property)

@@ -159,16 +159,6 @@ def check_heads(steps: list[Step], folder: Path) -> None:
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.zoo
-@pytest.mark.parametrize("model_type", zoo.MORE)
-def test_every_head(pool: Pool, tmp_path: Path, model_type: str, seed: int) -> None:
-    steps = []
-    for name in zoo.heads(model_type):
-        config = zoo.config_of(name, zoo.config(model_type))
-        steps.append(saved_step(name, config, seed, zoo.batch(name, config, seed), tmp_path / name))
-    pool.run(2, check_heads, steps, tmp_path)
-
-
 def test_a_loss_of_what_the_mask_covers(pool: Pool, tmp_path: Path, seed: int) -> None:
     name, config = "ElectraForPreTraining", zoo.config("electra")
     batch = pipelines.batch(name, config, seed)
