@@ -73,7 +73,8 @@ def _decided(site: Site, module: Any, found: _Found) -> Site:
     faster = faster_rows(found, module.weight.dtype)
     won = {rows: pair for rows, pair in found.items() if rows in faster.rows}
     lost = {rows: pair for rows, pair in found.items() if rows not in faster.rows}
-    slower = f"because it would be slower ({_figures(lost)})"
+    level = any(gain(pair) >= 1 for pair in lost.values())
+    slower = f"because it would be slower{' or level' if level else ''} ({_figures(lost)})"
     attributes = {**site.attributes, "faster": faster}
     if not won:
         attributes = attributes if site.otherwise else site.attributes

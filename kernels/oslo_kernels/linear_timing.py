@@ -81,8 +81,10 @@ def _in_turn(ours: _Product, torchs: _Product, layers: _Weights) -> tuple[float,
 
     Each has other weights than the one before it, which may have left its own in the processor's caches. On a busy
     machine single figures say little: of the medians and the minima, those count by which ours gains less. Threads that
-    wait for each other lose by the median there, and a lucky median is caught by the minimum.
+    wait for each other lose by the median there, and a lucky median is caught by the minimum. What one thread computes
+    is timed by that thread's own clock, which stops while others have its processor.
     """
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: tuple[list[float], list[float]] = ([], [])
     both, calls, end = (ours, torchs), 0, time.perf_counter() + BUDGET
     for product in both:
@@ -90,9 +92,9 @@ def _in_turn(ours: _Product, torchs: _Product, layers: _Weights) -> tuple[float,
     for pairs in range(1, MOST + 1):
         for which in (0, 1) if pairs % 2 else (1, 0):
             layer = layers[calls % len(layers)]
-            start = time.perf_counter()
+            start = clock()
             both[which](*layer)
-            seconds[which].append(time.perf_counter() - start)
+            seconds[which].append(clock() - start)
             calls += 1
         faster = [gain((one, other)) > FASTER for one, other in zip(*seconds, strict=True)]
         agreed = pairs >= ENOUGH and (all(faster) or not any(faster))
