@@ -150,6 +150,12 @@ def _fused_cases() -> list[Case]:
             half = {**write, "dtype": "bfloat16", "timed": 3}
             what = f"A small {family} in bfloat16, generate 4 x 48 tokens"
             cases.append(_fused(f"generate-{family}-bf16", what, fusing.generation, **half))
+    for model, label in (("llama-100m", "Llama 100M"), ("gpt2-124m", "GPT-2 124M")):
+        for batch in (1, 8, 32):
+            sizes = {"model": model, "batch": batch, "prompt": 32, "new": 16, "timed": 5, "smoke": {"new": 4}}
+            name, what = f"decode-{model}-b{batch}", f"{label}, generate {batch} x 16 tokens"
+            cases.append(_fused(name, what, fusing.decoding, **sizes))
+            cases.append(_fused(f"{name}-tp2", f"{what}, tp=2", fusing.decoding, OURS, **sizes))
     return cases
 
 

@@ -202,3 +202,22 @@ def generation(
         model.generate(input_ids=ids, no_repeat_ngram_size=3, **options, **more)
 
     return _compare("generation of a text", {"fused": lambda: run(True), "unfused": lambda: run(False)}, timed)
+
+
+def decoding(
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, prompt: int, new: int, timed: int
+) -> Result:
+    """Greedy generation by a loaded model."""
+    import torch
+
+    model = peer.load(cls, checkpoint).eval()
+    ids = tokens(model, batch, prompt)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+
+    def run(prepare: Callable[[], Any]) -> None:
+        prepare()
+        model.generate(input_ids=ids, **options)
+
+    model.fuse()  # compiles and times products, once in a process
+    runs = {"fused": lambda: run(model.fuse), "unfused": lambda: run(model.unfuse)}
+    return _compare("generation of a text", runs, timed)

@@ -35,6 +35,7 @@ TITLES = {  # by the runner of a case
     "blocking": "fused by model.fuse(), less is better",
     "training": "fused by model.fuse(), less is better",
     "generation": "fused by model.fuse(), less is better",
+    "decoding": "fused by model.fuse(), less is better",
     "start": "deploy=True, less is better",
     "call_overhead": "deploy=True, less is better",
     "application_memory": "deploy=True, less is better",

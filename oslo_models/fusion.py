@@ -31,6 +31,8 @@ class Site:
         cls: the class that it gets; ``None`` leaves it as it is.
         reason: what the swap does, or why there is none.
         attributes: what it gets beside the class.
+        timed: whether the product of ``cls`` has to be faster than torch's, which `fusion_timing` measures.
+        otherwise: the class that it gets if that product isn't.
     """
 
     module: str
@@ -39,6 +41,12 @@ class Site:
     cls: type | None
     reason: str
     attributes: dict[str, Any] = field(default_factory=dict)
+    timed: bool = False
+    otherwise: type | None = None
+
+    def is_selected(self, selected: set[type] | None) -> bool:
+        """Whether one of the selected classes holds the module; ``None`` selects all."""
+        return selected is None or bool(selected.intersection(self.classes))
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class Fusion:
         for site in self.sites:
             if site.cls is None or site.module in self._swapped:
                 continue
-            if selected is None or selected.intersection(site.classes):
+            if site.is_selected(selected):
                 module = model.get_submodule(site.module)
                 new = [name for name in site.attributes if name not in module.__dict__]
                 self._swapped[site.module] = (module, type(module), tuple(new))

@@ -58,9 +58,9 @@ _FUNCTIONS: dict[str, _Functions] = {
     },
     "apex": {"eager_attention_forward": (_EAGER, apex.apex_eager_attention)},
 }
-# Linear layers, and with what the divided ones multiply.
+# Linear layers, and what goes in front of the classes of sharded ones, by what these multiply with.
 _LINEAR: dict[type, type] = {nn.Linear: fused.FusedLinear, Conv1D: fused.FusedConv1D}
-_PRODUCTS: dict[Any, Callable[..., Any]] = {F.linear: linear.linear, linear.plain_conv1d: linear.conv1d}
+_PRODUCTS: dict[Any, type] = {F.linear: fused.FusedProduct, linear.plain_conv1d: fused.FusedConv1DProduct}
 _CALLED = {
     "apply_rotary_pos_emb": "rotary positions",
     "eager_attention_forward": "softmax of weights that are made",
@@ -140,24 +140,21 @@ def _head(model: Any, name: str, module: nn.Linear, classes: tuple[type, ...]) -
     if model.loss_of_whole_logits:
         return Site(name, classes, "head and cross entropy", None, "the loss needs the logits of all words")
     reason = "loss without logits (training with labels)"
-    if model.device.type == "cpu" and not linear.why_not():
-        reason += "; products of few rows, without gradients, in C++"
-    if isinstance(module, VocabParallelHead):
-        return Site(name, classes, "head and cross entropy", DeferredVocabParallelHead, reason, {"deferring": False})
-    layout = Layout.divided(tuple(module.weight.shape), 0, (Units(module.weight.shape[0]),), 1)
-    attributes = {"deferring": False, "tp": _NO_AXIS, "layouts": {"weight": layout}}
-    return Site(name, classes, "head and cross entropy", DeferredWholeHead, reason, attributes)
+    cls: type = DeferredVocabParallelHead
+    attributes: dict[str, Any] = {"deferring": False}
+    if not isinstance(module, VocabParallelHead):
+        layout = Layout.divided(tuple(module.weight.shape), 0, (Units(module.weight.shape[0]),), 1)
+        cls, attributes = DeferredWholeHead, {**attributes, "tp": _NO_AXIS, "layouts": {"weight": layout}}
+    timed = model.device.type == "cpu"
+    return Site(name, classes, "head and cross entropy", cls, reason, attributes, timed, cls if timed else None)
 
 
 def _linear(model: Any, name: str, module: nn.Module, classes: tuple[type, ...], backend: str) -> Iterator[Site]:
-    """Linear layers gain on a CPU."""
+    """Linear layers may gain on a CPU."""
     cls = _fused_linear(_class_of(module)) if backend == "torch" and model.device.type == "cpu" else None
     if cls is None:
         return
-    if missing := linear.why_not():
-        yield Site(name, classes, "linear", None, missing)
-    else:
-        yield Site(name, classes, "linear", cls, "products of few rows, without gradients, in C++")
+    yield Site(name, classes, "linear", cls, "products of few rows, without gradients, in C++", timed=True)
 
 
 @cache
@@ -165,8 +162,7 @@ def _fused_linear(cls: Any) -> type | None:
     product = getattr(cls, "product", None)
     if product not in _PRODUCTS:
         return _LINEAR.get(cls)
-    members = {"__module__": __name__, "product": staticmethod(_PRODUCTS[product])}
-    return type(f"Fused{cls.__name__}", (cls,), members)
+    return _with(_PRODUCTS[product], cls)
 
 
 def _on_gpu(

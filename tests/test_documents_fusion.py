@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from clocks import faster_at
 from pool import Pool
 
 FUSION = """
@@ -43,14 +44,16 @@ def check_chapters(tp: int, pp: int) -> dict[str, Any]:
     arguments = {"inputs": ids, "no_repeat_ngram_size": 2, "max_new_tokens": 8, "do_sample": False}
     names: dict[str, Any] = {"model": model, "arguments": arguments}
     found: dict[str, Any] = {"before": model.generate(**arguments)}
-    exec(FUSION, names)
+    with faster_at():
+        exec(FUSION, names)
     found["fused"] = [row.inside for row in names["model"].fusion_report() if row.fused]
     printed = NGRAMS.replace("...", "**arguments").replace("model.generate", "out = model.generate")
     exec(printed, names)
     found["after"] = names["out"]
     for block in SELECTIVE.split("\n\n")[1:]:
         model.unfuse()
-        exec("from oslo_models import GPT2MLP, GPT2Attention\n" + block, names)
+        with faster_at():
+            exec("from oslo_models import GPT2MLP, GPT2Attention\n" + block, names)
         found[block.strip().splitlines()[0]] = [row.inside for row in model.fusion_report() if row.fused]
     return found
 

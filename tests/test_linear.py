@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
+from clocks import faster_at
 from pool import Pool
 from reference import parallel, reference_step
 from test_fusion import relative
@@ -161,7 +162,7 @@ def check_inference(name: str, config: Any, weights: Any, exact: Any, n: int, dt
     """The errors of this rank's logits, unfused and fused, and of those unfused again."""
     model = parallel(name, config, weights, n, dtype).eval()
     batch, made = prompt(name, config), []
-    with torch.no_grad(), emulated(), called() as product:
+    with torch.no_grad(), emulated(), faster_at(), called() as product:
         for prepare in (model.unfuse, model.fuse, model.unfuse):
             prepare()
             product.reset_mock()
@@ -205,7 +206,9 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiled_models_leave_it_to_inductor() -> None:
-    model = GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2", n_layer=1), seed=0).eval().fuse()
+    model = GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2", n_layer=1), seed=0).eval()
+    with faster_at():
+        model.fuse()
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad(), called() as product:
         expected = model(ids).logits

@@ -3,6 +3,8 @@
 A product of few rows could take as long as its weights take to be read; BLAS, made for many rows, takes up to three
 times as long. And where a processor has no instructions for numbers of 16 bits, torch's products of these are up to
 twenty times as slow as those of float32. Compiled on first use; where there is no compiler, torch computes all of it.
+
+Which of the two is faster depends on the processor, the shape and the number of threads: `linear_timing` measures it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,6 +24,8 @@ from oslo_kernels.build import BuildError, load
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_ROWS, MOST_ROWS_IO, MOST_ROWS_HALF = 16, 8, 32
 """Up to how many rows weights ``[out, in]`` and ``[in, out]`` of float32, and any of 16 bits, are multiplied here."""
+FEWEST_OUTPUTS = 8
+"""A product of fewer columns is torch's."""
 WIDENED = 1 << 22
 """How many weights of 16 bits are held in float32 at a time, for more rows than that."""
 OF_A_THREAD = 1 << 17
@@ -28,14 +33,35 @@ OF_A_THREAD = 1 << 17
 _ARGUMENTS = struct.Struct("10q").pack
 
 
-def linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``: ``[..., in]`` to ``[..., out]``. Without gradients, on a CPU, it may be computed here."""
-    return _product(x, weight_oi, bias, F.linear, False)
+@dataclass(frozen=True)
+class FasterRows:
+    """The numbers of rows for which a product is faster here than in torch.
+
+    Attributes:
+        threads: torch's number of threads when this was measured; with another number, torch computes.
+    """
+
+    rows: frozenset[int]
+    dtype: torch.dtype
+    threads: int
+
+    def has(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether a product of so many rows is known to be faster here."""
+        return rows in self.rows and dtype is self.dtype and torch.get_num_threads() == self.threads
 
 
-def conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
+    """``F.linear``: ``[..., in]`` to ``[..., out]``. Without gradients, on a CPU, it may be computed here.
+
+    Args:
+        faster: limits products of few rows to these; ``None``: all of them are computed here.
+    """
+    return _product(x, weight_oi, bias, F.linear, False, faster)
+
+
+def conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
     """As `linear`, for transformers' ``Conv1D``, whose weight is ``[in, out]``."""
-    return _product(x, weight_io, bias, plain_conv1d, True)
+    return _product(x, weight_io, bias, plain_conv1d, True, faster)
 
 
 def plain_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,20 +81,42 @@ def why_not() -> str | None:
     return None
 
 
+def why_torch(weight: Tensor, bias: Tensor | None, io: bool) -> str | None:
+    """Why torch computes all products of few rows with this weight, if it does; compiles as `why_not` does."""
+    dtype = weight.dtype
+    if dtype not in _KINDS:
+        return f"torch computes products of {dtype}"
+    if not _fits(weight, dtype) or (bias is not None and not _fits(bias, dtype)):
+        return "weight or bias is no plain, contiguous CPU tensor of the layer's dtype"
+    if weight.shape[io] < FEWEST_OUTPUTS:
+        return f"fewer than {FEWEST_OUTPUTS} outputs"
+    if dtype is not torch.float32 and _is_native(dtype):
+        return f"the processor has instructions for {dtype}, which torch uses"
+    return why_not()
+
+
+def most_rows(dtype: torch.dtype, io: bool) -> int:
+    """Up to how many rows a product may be computed here."""
+    return MOST_ROWS_HALF if dtype is not torch.float32 else MOST_ROWS_IO if io else MOST_ROWS
+
+
 _Plain = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: bool) -> Tensor:
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: bool, faster: FasterRows | None
+) -> Tensor:
     # A model that decodes comes here a hundred times a token: what is asked is asked in the cheapest way.
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not x.is_cpu or not _is_usual(x, weight, bias):
         return plain(x, weight, bias)
     inner, outer = weight.shape if io else weight.shape[::-1]
     rows = x.numel() // inner if inner else 0
     half = x.dtype is not torch.float32
-    most = MOST_ROWS_HALF if half else MOST_ROWS_IO if io else MOST_ROWS
-    if x.shape[-1] != inner or outer < 8 or not rows or (half and _is_native(x.dtype)) or why_not():
+    if x.shape[-1] != inner or outer < FEWEST_OUTPUTS or not rows or (half and _is_native(x.dtype)) or why_not():
         return plain(x, weight, bias)
-    if rows <= most:
+    if rows <= most_rows(x.dtype, io):
+        if faster is not None and not faster.has(rows, x.dtype):
+            return plain(x, weight, bias)
         return _of_few_rows(x, weight, bias, rows, inner, outer, io)
     return _widened(x, weight, bias, plain, io) if half else plain(x, weight, bias)
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
-from oslo_kernels.linear import linear
 from oslo_models.collectives import copy_to, scatter_to
 from oslo_models.layers.cross_entropy import Words
-from oslo_models.layers.fused import FusedLinear
+from oslo_models.layers.fused import FusedLinear, FusedProduct
 from oslo_models.layers.linear_cross_entropy import linear_cross_entropy
 from oslo_models.layers.vocab import COMMON, PASSED_ON, LogitsInParts, VocabParallelHead, VocabParallelLogits
 from oslo_models.layout import Layout
@@ -42,10 +41,8 @@ class DeferredWholeHead(DeferredHead, FusedLinear):
     """`DeferredHead` over all words."""
 
 
-class DeferredVocabParallelHead(DeferredHead, VocabParallelHead):
+class DeferredVocabParallelHead(FusedProduct, DeferredHead, VocabParallelHead):
     """`DeferredHead` over a part of the vocabulary."""
-
-    product = staticmethod(linear)
 
 
 class DeferredLogits(LogitsInParts):

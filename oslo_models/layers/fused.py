@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels.dropout import bias_dropout_residual, new_seed
 from oslo_kernels.gelu import bias_gelu
-from oslo_kernels.linear import conv1d, linear
+from oslo_kernels.linear import FasterRows, conv1d, linear
 from oslo_kernels.norm import add_norm
 from oslo_kernels.rotary import rotary
 from oslo_kernels.softmax import masked_softmax
@@ -26,18 +26,43 @@ from oslo_models.layers.linear import ColumnParallelConv1D, ColumnParallelLinear
 # Linear layers --------------------------------------------------------------------------------------------------------
 
 
-class FusedLinear(nn.Linear):
+class FusedProduct(nn.Module):
+    """The product of a sharded ``nn.Linear``, computed by `oslo_kernels.linear` where that is faster.
+
+    Attributes:
+        faster: for which numbers of rows it is; ``None``: for all that the kernel takes.
+    """
+
+    faster: FasterRows | None = None
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``F.linear``."""
+        return linear(x, weight, bias, self.faster)
+
+
+class FusedConv1DProduct(FusedProduct):
+    """`FusedProduct` of a sharded ``Conv1D``."""
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As ``Conv1D``'s."""
+        return conv1d(x, weight, bias, self.faster)
+
+
+class FusedLinear(FusedProduct, nn.Linear):
     """``nn.Linear`` whose products of few rows take as long as reading the weights does."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias, self.faster)
 
 
-class FusedConv1D(Conv1D):
+class FusedConv1D(FusedConv1DProduct, Conv1D):
     """The same of GPT-2's layer."""
 
+    weight: Tensor
+    bias: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
-        return conv1d(x, self.weight, self.bias)
+        return conv1d(x, self.weight, self.bias, self.faster)
 
 
 # Norms and activations ------------------------------------------------------------------------------------------------

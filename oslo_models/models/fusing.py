@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from oslo_models import registry
 from oslo_models.collectives import gather_objects, require_equal
 from oslo_models.fusion import Fusion, FusionReport, Site, choose_backend
+from oslo_models.fusion_timing import decide
 from oslo_models.mesh import ParallelMesh
 from oslo_models.ngrams import fuse_processors
 
@@ -30,7 +31,9 @@ class FusableModel(PreTrainedModel):
     def fuse(self, modules: list[type] | None = None, backend: str = "auto") -> Any:
         """Swap modules of this model, in place, for faster ones that compute the same but for rounding.
 
-        Only what gains on this device is swapped; `fusion_report` says what that was. Names and values of parameters
+        Only what gains on this device is swapped; `fusion_report` says what that was. On a CPU the products of linear
+        layers are timed against torch's, with the number of threads that torch has then: with another number torch
+        computes them, until ``unfuse`` and ``fuse`` are called again. Names and values of parameters
         stay, and `unfuse` brings everything back. In training with labels, ``output.logits`` is then ``None`` (as with
         tensor parallelism) unless ``gather_logits=True``: the loss is computed without them. Under ``torch.compile``
         plain expressions run instead, which it fuses by itself. On GPUs ``generate`` then has a static cache and
@@ -62,7 +65,10 @@ class FusableModel(PreTrainedModel):
             self._fusion = Fusion(chosen)
         elif self._fusion.backend != chosen:
             raise ValueError(f"the model is fused with backend={self._fusion.backend!r}: call unfuse() first")
-        self._fusion.apply(self, found, None if modules is None else self._with_own_classes(set(modules)))
+        selected = None if modules is None else self._with_own_classes(set(modules))
+        if chosen == "torch" and self.device.type == "cpu":
+            found = decide(self, found, selected, None if self.mesh is None else self.mesh.tp)
+        self._fusion.apply(self, found, selected)
         return self
 
     def unfuse(self) -> Any:
