@@ -1,5 +1,5 @@
 # Everything runs in .venv, which the first target makes and which is renewed when setup.py or constraints.txt change.
-.PHONY: venv demo test test-zoo check lint types format table bench clean
+.PHONY: venv demo test test-zoo check lint types imports format table bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -30,7 +30,7 @@ test: $(READY)
 test-zoo: $(READY)
 	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile -m zoo $(ARGS)
 
-check: lint types
+check: lint types imports
 
 lint: $(READY)
 	$(BIN)/ruff check --quiet .
@@ -38,6 +38,10 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy --no-error-summary
+
+# the order of the packages, as pyproject.toml states it
+imports: $(READY)
+	$(BIN)/lint-imports --no-cache >.venv/imports.log || { cat .venv/imports.log; exit 1; }
 
 format: $(READY)
 	$(BIN)/ruff check --fix --quiet .

@@ -70,7 +70,7 @@ setup(
         *find_packages("kernels", include=["oslo_kernels", "oslo_kernels.*"]),
     ],
     package_dir={"oslo_kernels": "kernels/oslo_kernels"},
-    package_data={"oslo_kernels": ["csrc/*"]},
+    package_data={"oslo_kernels": ["csrc/*"], "oslo_models": ["py.typed"]},
     distclass=MaybeCompiled,
     cmdclass={"build_py": BuildWithCUDA, "bdist_wheel": Wheel},
     install_requires=[
@@ -95,6 +95,7 @@ setup(
             "datasets",
             "flask",
             "hypothesis",
+            "import-linter",
             "megatron-core",
             "mypy",
             "openai",
@@ -107,7 +108,7 @@ setup(
             "zstandard",
         ],
     },
-    entry_points={"console_scripts": ["oslo-models = oslo_models.cli:main"]},
+    entry_points={"console_scripts": ["oslo-models = oslo_models.cli.main:main"]},
     classifiers=[
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",

@@ -42,7 +42,7 @@ def ours(tokenizer: Path, source: Path, output: Path) -> float:
 
 def megatron_loop(tokenizer: Path, source: Path, output: Path) -> float:
     """The loop of Megatron-LM's ``tools/preprocess_data.py``: one pool, a task for each line, handed over 32 by 32."""
-    from oslo_models.data.indexed import write_index
+    from oslo_models.data.indexed_dataset import write_index
 
     start, lengths = time.perf_counter(), []
     with (
@@ -73,7 +73,7 @@ def datasets_map(tokenizer: Path, source: Path, output: Path) -> float:
     """``datasets.map(batched=True)`` with two processes, and writing; loading the texts is not counted."""
     import datasets
 
-    from oslo_models.data.indexed import write_index
+    from oslo_models.data.indexed_dataset import write_index
 
     datasets.disable_progress_bars()
     cache = Path(f"{output}.cache")
@@ -107,7 +107,7 @@ def _load(tokenizer: Path) -> Any:
 
 def preprocess(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, megabytes: int) -> Result:
     """Tokens per second from JSON lines to a dataset on the disk; all have to write the same bytes."""
-    from oslo_models.data.indexed import IndexedDataset
+    from oslo_models.data.indexed_dataset import IndexedDataset
 
     folder = tiny.parent
     tokenizer, source = _tokenizer(folder), _texts(folder, megabytes)
@@ -182,7 +182,7 @@ def index_samples(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, documen
     """
     from benchmarks.instruments import PeakMemory
     from oslo_models.data import DatasetForCausalLM
-    from oslo_models.data.indexed import write_index
+    from oslo_models.data.indexed_dataset import write_index
 
     name = tiny.parent / "synthetic"
     sizes = np.random.default_rng(0).lognormal(5.7, 1.0, documents)

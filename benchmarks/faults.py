@@ -31,8 +31,9 @@ import transformers
 from benchmarks.faulty import CONFIG, LONG, Collected, ForkedExecutor, Trouble, application, server_address
 from benchmarks.training_faults import TRAINING_FAULTS, Training, WrongEndError
 from oslo_models import GPT2LMHeadModel
-from oslo_models.deploy import EngineError, serving
-from oslo_models.deploy.executor import ProcessExecutor
+from oslo_models.deploy import EngineError
+from oslo_models.deploy import options as serving
+from oslo_models.deploy.process_executor import ProcessExecutor
 
 TABLE = Path(__file__).with_name("faults.csv")
 FIGURES = ("times", "hangs", "unnamed", "aborts", "median s", "max s", "processes left")

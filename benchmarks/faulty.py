@@ -21,9 +21,9 @@ import torch.distributed as dist
 from transformers import GPT2Config, LogitsProcessor
 
 from oslo_models import GPT2LMHeadModel
-from oslo_models.deploy import serving
-from oslo_models.deploy.executor import ProcessExecutor
-from oslo_models.deploy.line import Line
+from oslo_models.deploy import options as serving
+from oslo_models.deploy.connection import WorkerConnection
+from oslo_models.deploy.process_executor import ProcessExecutor
 from oslo_models.deploy.worker import Worker
 
 CONFIG = GPT2Config(
@@ -40,11 +40,11 @@ class ForkedExecutor(ProcessExecutor):
         ours, theirs = socket.socketpair()
         with theirs:
             process = start_forked_worker(theirs, rank)
-        return process, Line(ours)
+        return process, WorkerConnection(ours)
 
 
 def start_forked_worker(theirs: socket.socket, local_rank: int, loopback: bool = True) -> Any:
-    """As `oslo_models.deploy.executor.start_worker`."""
+    """As `oslo_models.deploy.process_executor.start_worker`."""
     conn = Connection(os.dup(theirs.fileno()))
     context = multiprocessing.get_context("forkserver")
     process: Any = context.Process(target=_work, args=(conn, local_rank), daemon=True)
@@ -72,7 +72,7 @@ def _work(conn: Connection, local_rank: int) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update({"LOCAL_RANK": str(local_rank), "GLOO_SOCKET_IFNAME": "lo"})
-    Worker(Line(socket.socket(fileno=os.dup(conn.fileno())))).run()
+    Worker(WorkerConnection(socket.socket(fileno=os.dup(conn.fileno())))).run()
 
 
 def server_address() -> Any:

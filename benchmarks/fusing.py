@@ -77,22 +77,22 @@ def loss(
     import torch.nn.functional as F
 
     from benchmarks.instruments import PeakMemory
-    from oslo_models.collectives import copy_to
-    from oslo_models.layers.cross_entropy import Words
-    from oslo_models.layers.linear_cross_entropy import linear_cross_entropy
-    from oslo_models.layers.vocab import VocabParallelLogits
-    from oslo_models.layout import Layout, Units
-    from oslo_models.mesh import ParallelMesh
+    from oslo_models.distributed.collectives import copy_to
+    from oslo_models.distributed.mesh import ParallelMesh
+    from oslo_models.fusion.linear_cross_entropy import linear_cross_entropy
+    from oslo_models.layers.cross_entropy import VocabShard
+    from oslo_models.layers.vocab_parallel import VocabParallelLogits
+    from oslo_models.sharding.layout import EvenSplit, Layout
 
     torch.manual_seed(0)
     tp = ParallelMesh(peer.processes).tp
-    words = Layout.divided((vocab, hidden), 0, (Units(vocab),), tp.size)
+    words = Layout.divided((vocab, hidden), 0, (EvenSplit(vocab),), tp.size)
     ((start, stop),) = words.ranges[tp.rank]
     states, target = torch.randn(rows, hidden, requires_grad=True), torch.randint(vocab, (rows,))
     weight = (0.02 * torch.randn(stop - start, hidden)).requires_grad_()
 
     def fused() -> None:
-        total = linear_cross_entropy(states, weight, None, target, Words(tp, (start, stop), vocab))
+        total = linear_cross_entropy(states, weight, None, target, VocabShard(tp, (start, stop), vocab))
         (total / rows).backward()
         states.grad = weight.grad = None
 
@@ -120,7 +120,7 @@ def mlp(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, hidden
     from transformers import GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-    from oslo_models.layers.fused import TanhGELU
+    from oslo_models.fusion.modules import TanhGELU
 
     models = {name: GPT2MLP(4 * hidden, GPT2Config(n_embd=hidden)).eval() for name in ("fused", "unfused")}
     models["fused"].act.__class__ = TanhGELU
@@ -150,7 +150,7 @@ def blocking(
     import torch
     from transformers import NoRepeatNGramLogitsProcessor
 
-    from oslo_models.ngrams import FusedNoRepeatNGram
+    from oslo_models.fusion.ngram_processors import FusedNoRepeatNGram
 
     ids, scores = torch.randint(vocab, (batch, length)), torch.randn(batch, vocab)
     runs = {"fused": FusedNoRepeatNGram(3, in_place=True), "unfused": NoRepeatNGramLogitsProcessor(3)}

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.__main__ import _append, _stamp
 from benchmarks.table import RESULTS, number
 
-Row = tuple[str, str, str, str, float]
+RowParallel = tuple[str, str, str, str, float]
 """Case, peer, metric, unit and value."""
 
 
@@ -40,7 +40,7 @@ def milliseconds(run: Callable[[], Any], timed: int = 20) -> float:
     return statistics.median(times)
 
 
-def kernels() -> Iterator[Row]:
+def kernels() -> Iterator[RowParallel]:
     """Bytes moved per second, as a share of what a copy moves; tensors of hundreds of megabytes, past the caches."""
     from oslo_kernels import dropout, gelu, norm, rotary, softmax, swiglu
 
@@ -76,11 +76,11 @@ def kernels() -> Iterator[Row]:
         yield f"gpu-{name}", "oslo_models", "share of a copy's bandwidth", "", size / milliseconds(run) / copied
 
 
-def epilogues() -> Iterator[Row]:
+def epilogues() -> Iterator[RowParallel]:
     """A linear layer and its GeLU by tanh without gradients: in the pass of the product, and after it."""
     from transformers.pytorch_utils import Conv1D
 
-    from oslo_models.layers.fused import _gelu_of_linear
+    from oslo_models.fusion.modules import _gelu_of_linear
 
     layer = Conv1D(8192, 2048).to("cuda", torch.bfloat16)
     x = torch.randn(16384, 2048, device="cuda", dtype=torch.bfloat16)
@@ -90,16 +90,16 @@ def epilogues() -> Iterator[Row]:
         yield "gpu-linear-gelu", "torch", "MLP", "ms", milliseconds(lambda: F.gelu(layer(x), approximate="tanh"))
 
 
-def losses() -> Iterator[Row]:
+def losses() -> Iterator[RowParallel]:
     """Head and cross entropy of GPT-2's vocabulary, forward and backward, with peak memory."""
-    from oslo_models.layers.linear_cross_entropy import Words, linear_cross_entropy
-    from oslo_models.mesh import Axis
+    from oslo_models.distributed.mesh import Axis
+    from oslo_models.fusion.linear_cross_entropy import VocabShard, linear_cross_entropy
 
     rows, hidden, vocab = 8192, 2048, 50257
     x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = (0.02 * torch.randn(vocab, hidden, device="cuda")).bfloat16().requires_grad_()
     target = torch.randint(vocab, (rows,), device="cuda")
-    words = Words(Axis("tp", 0, (0,), None), (0, vocab), vocab)
+    words = VocabShard(Axis("tp", 0, (0,), None), (0, vocab), vocab)
     peers: dict[str, Callable[[], Tensor]] = {
         "oslo_models": lambda: linear_cross_entropy(x, w, None, target, words) / rows,
         "torch": lambda: F.cross_entropy(F.linear(x, w).float(), target),
@@ -126,7 +126,7 @@ def losses() -> Iterator[Row]:
         yield "gpu-loss", name, "peak memory", "MB", peak / 1e6
 
 
-def models() -> Iterator[Row]:
+def models() -> Iterator[RowParallel]:
     """What follows, of GPT-2 and of a Llama of a billion parameters."""
     from transformers import GPT2Config, LlamaConfig
 
@@ -146,7 +146,7 @@ def models() -> Iterator[Row]:
         torch.cuda.empty_cache()
 
 
-def training(case: str, model: Any, ids: Tensor) -> Iterator[Row]:
+def training(case: str, model: Any, ids: Tensor) -> Iterator[RowParallel]:
     """Forward and backward in bfloat16."""
 
     def step(run: Any) -> None:
@@ -160,7 +160,7 @@ def training(case: str, model: Any, ids: Tensor) -> Iterator[Row]:
         yield case, peer, "forward and backward", "ms", milliseconds(lambda run=run: step(run), 5)
 
 
-def training_by_liger(case: str, config: Any, ids: Tensor) -> Iterator[Row]:
+def training_by_liger(case: str, config: Any, ids: Tensor) -> Iterator[RowParallel]:
     """`training` of transformers' model with Liger's kernels; last, since they stay in transformers' modules."""
     from transformers import AutoModelForCausalLM
 
@@ -182,7 +182,7 @@ def training_by_liger(case: str, config: Any, ids: Tensor) -> Iterator[Row]:
     yield case, "liger", "forward and backward", "ms", milliseconds(step, 5)
 
 
-def decoding(case: str, model: Any, ids: Tensor) -> Iterator[Row]:
+def decoding(case: str, model: Any, ids: Tensor) -> Iterator[RowParallel]:
     """Greedy generation: transformers' default, ours (static cache and CUDA graphs), and its own of that."""
     options = {"min_new_tokens": 128, "max_new_tokens": 128, "do_sample": False, "pad_token_id": 0}
     static = {"cache_implementation": "static"}

@@ -220,8 +220,8 @@ def all_reduce(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, kilobytes:
     import torch
     import torch.distributed as dist
 
-    from oslo_models.collectives import all_reduce
-    from oslo_models.mesh import ParallelMesh
+    from oslo_models.distributed.collectives import all_reduce
+    from oslo_models.distributed.mesh import ParallelMesh
 
     axis, x = ParallelMesh(peer.processes).tp, torch.zeros(kilobytes * 256)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from oslo_models.stage import partition
+from oslo_models.pipeline.partition import partition
 
 
 class Stage(nn.Module):

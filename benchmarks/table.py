@@ -40,7 +40,7 @@ TITLES = {  # by the runner of a case
     "call_overhead": "deploy=True, less is better",
     "application_memory": "deploy=True, less is better",
 }
-Row = dict[str, str]
+RowParallel = dict[str, str]
 
 
 def number(value: float) -> str:
@@ -48,7 +48,7 @@ def number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def latest(path: Path) -> list[Row]:
+def latest(path: Path) -> list[RowParallel]:
     """The rows of the last run of every case."""
     if not path.exists():
         return []
@@ -58,7 +58,7 @@ def latest(path: Path) -> list[Row]:
     return [row for row in rows if row["date"] == last[row["case"]]]
 
 
-def tables(rows: list[Row]) -> str:
+def tables(rows: list[RowParallel]) -> str:
     """Markdown: a table for each kind of case, and where the figures come from."""
     if not rows:
         return ""
@@ -74,7 +74,7 @@ def tables(rows: list[Row]) -> str:
     return "\n\n".join([*parts, how + "Measured on: " + "; ".join(where) + "."])
 
 
-def _table(title: str, rows: list[Row]) -> str:
+def _table(title: str, rows: list[RowParallel]) -> str:
     peers = {row["peer"]: f"{row['peer']} {row['processes x threads']}".strip() for row in rows}
     order = sorted(peers, key=lambda peer: (peer in OWN, peer))
     lines = ["| " + " | ".join([title, *(peers[peer] for peer in order), "ratio"]) + " |"]
@@ -93,7 +93,7 @@ def _position(row: tuple[str, str]) -> tuple[int, int]:
     return list(CASES).index(row[0]), list(UNITS).index(row[1])
 
 
-def _cell(row: Row | None) -> str:
+def _cell(row: RowParallel | None) -> str:
     if row is None:
         return ""
     return row["value"] if row["min"] == row["max"] else f"{row['value']} ({row['min']} to {row['max']})"

@@ -2,6 +2,6 @@
 
 import sys
 
-from oslo_models.cli import main
+from oslo_models.cli.main import main
 
 sys.exit(main())

@@ -122,10 +122,10 @@ def names(model_type: str) -> list[str]:
 
 def model_classes(model_type: str) -> dict[str, type]:
     """The model classes of an architecture by name."""
-    from oslo_models.models.base import ParallelModel
+    from transformers import PreTrainedModel
 
     found = {name: getattr(load(model_type), name) for name in names(model_type)}
-    return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, ParallelModel)}
+    return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)}
 
 
 def find(name: str) -> object:

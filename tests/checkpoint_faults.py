@@ -29,9 +29,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from oslo_models.checkpoint import open_checkpoint, save_checkpoint, staging, verify_checkpoint
-from oslo_models.layout import Layout, Units
-from oslo_models.mesh import Axis, ParallelMesh
+from oslo_models.checkpoint import atomic_commit as staging
+from oslo_models.checkpoint import open_checkpoint, save_checkpoint, verify_checkpoint
+from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.sharding.layout import EvenSplit, Layout
 
 _X86 = dict(write=1, pwrite64=18, writev=20, sendfile=40, fsync=74, fdatasync=75, ftruncate=77, rename=82, mkdir=83)
 _X86 |= dict(rmdir=84, link=86, unlink=87, symlink=88, chmod=90, fchmod=91, openat=257, mkdirat=258, unlinkat=263)
@@ -136,8 +137,8 @@ def tensors_of(generation: int, tp_rank: int = 0, tp: int = 1) -> tuple[dict[str
     shapes = {"wte": (6, 4), "up": (4, 8), "norm": (4,), "big": (40, 100), f"only_in_{generation}": (2, 2)}
     full = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     layouts = {name: Layout(shape) for name, shape in shapes.items()}
-    layouts["wte"] = Layout.divided((6, 4), 0, (Units(6),), tp)
-    layouts["up"] = Layout.divided((4, 8), 1, (Units(4), Units(4)), tp)
+    layouts["wte"] = Layout.divided((6, 4), 0, (EvenSplit(6),), tp)
+    layouts["up"] = Layout.divided((4, 8), 1, (EvenSplit(4), EvenSplit(4)), tp)
     return {name: layouts[name].shard(full[name], tp_rank).contiguous() for name in full}, layouts
 
 

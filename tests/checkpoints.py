@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from oslo_models.checkpoint import CheckpointReader, merging, open_checkpoint, save_checkpoint, verify_checkpoint
-from oslo_models.collectives import agree
-from oslo_models.layout import GroupedHeads, Layout, Units
-from oslo_models.mesh import Axis, ParallelMesh
+from oslo_models.checkpoint import CheckpointReader, open_checkpoint, save_checkpoint, verify_checkpoint
+from oslo_models.checkpoint import gather as merging
+from oslo_models.distributed.collectives import agree
+from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout
 
 HEADS = GroupedHeads(6, 2, 2)
 ALONE = Axis("world", 0, (0,), None)
@@ -25,13 +26,13 @@ def model(tp: int = 1, generation: int = 0) -> tuple[dict[str, Tensor], dict[str
     """Full tensors of a small model, and how they divide over ``tp`` ranks."""
     generator = torch.Generator().manual_seed(generation)
     divisions: dict[str, Any] = {
-        "wte.weight": ((11, 4), 0, (Units(11),)),
+        "wte.weight": ((11, 4), 0, (EvenSplit(11),)),
         "h.0.qkv": ((4, 20), 1, (HEADS.query, HEADS.key_value, HEADS.key_value)),
         "h.0.norm": ((4,), None, ()),
         "h.0.scale": ((), None, ()),
-        "h.1.up": ((12, 4), 0, (Units(12),)),
-        "h.1.down": ((4, 12), 1, (Units(12),)),
-        "head.weight": ((11, 4), 0, (Units(11),)),
+        "h.1.up": ((12, 4), 0, (EvenSplit(12),)),
+        "h.1.down": ((4, 12), 1, (EvenSplit(12),)),
+        "head.weight": ((11, 4), 0, (EvenSplit(11),)),
     }
     tensors = {name: torch.randn(shape, generator=generator) for name, (shape, _, _) in divisions.items()}
     tensors["h.1.up"] = tensors["h.1.up"].bfloat16()
@@ -46,14 +47,14 @@ def model(tp: int = 1, generation: int = 0) -> tuple[dict[str, Tensor], dict[str
 TIED = {"head.weight": "wte.weight"}
 
 
-def on_stage(name: str, pp: int) -> int:
+def with_full_stage_outputs(name: str, pp: int) -> int:
     return 0 if pp == 1 or name.startswith(("wte", "h.0")) else pp - 1
 
 
 def local(mesh: ParallelMesh, generation: int = 0) -> tuple[dict[str, Tensor], dict[str, Layout]]:
     """What a rank of the mesh holds of the model."""
     tensors, cut = model(mesh.tp.size, generation)
-    mine = [name for name in tensors if on_stage(name, mesh.pp.size) == mesh.pp.rank]
+    mine = [name for name in tensors if with_full_stage_outputs(name, mesh.pp.size) == mesh.pp.rank]
     parts = {name: cut[name].shard(tensors[name], mesh.tp.rank).clone() for name in mine}
     if len(parts.keys() & {"wte.weight", "head.weight"}) == 2:
         parts["head.weight"] = parts["wte.weight"]

@@ -103,7 +103,8 @@ def stand(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
     import deployed
 
     from benchmarks import faults
-    from oslo_models.deploy import engine, serving
+    from oslo_models.deploy import engine
+    from oslo_models.deploy import options as serving
 
     pool.start(1)  # and with it the server that workers are forked from
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oslo_models.data.indexed import write_index
+from oslo_models.data.indexed_dataset import write_index
 
 ROOT = Path(__file__).resolve().parent.parent
 

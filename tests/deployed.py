@@ -30,7 +30,7 @@ from benchmarks.faulty import (  # noqa: E402
     use_server,
 )
 from oslo_models import GPT2LMHeadModel  # noqa: E402
-from oslo_models.deploy import torchrun  # noqa: E402
+from oslo_models.deploy import torchrun_executor as torchrun  # noqa: E402
 
 __all__ = ["CONFIG", "LONG", "Collected", "ForkedExecutor", "Trouble", "application", "prompt", "server_address"]
 

@@ -34,7 +34,7 @@ PRELOAD = (
     "transformers.models.auto.modeling_auto",
     *(f"oslo_models.models.{name}" for name in ("bert", "gpt2", "gpt_neo", "gptj", "llama", "t5")),
 )
-PATIENCE = 2.0
+TIMEOUT = 2.0
 """Seconds that the other ranks get to finish by themselves once one has failed; then its connections are closed."""
 GRACE = 8.0
 """Seconds that they get after that, and to leave the process group, before they are killed."""
@@ -208,7 +208,7 @@ class _Call:
         silent, released = set(everyone), frozenset[int]()
         self._hear(silent, self.timeout, until_failure=True)
         if silent and self.failures and not self.died:
-            self._hear(silent, PATIENCE)
+            self._hear(silent, TIMEOUT)
             released = everyone - silent
             self._release(released)  # closes their connections, which frees ranks that wait for them in a collective
             self._hear(silent, GRACE)
@@ -216,7 +216,7 @@ class _Call:
             return
         if silent:
             for rank in sorted(silent):
-                since = f"{PATIENCE + GRACE:g} s after another rank failed" if self.failures else f"{self.timeout:g} s"
+                since = f"{TIMEOUT + GRACE:g} s after another rank failed" if self.failures else f"{self.timeout:g} s"
                 self.failures[rank] = f"did not finish within {since}; killed here:\n{self.gang[rank].stack()}"
             return
         self._release(everyone - released)

@@ -23,11 +23,11 @@ from checkpoints import (
     TIED,
     assert_holds,
     model,
-    on_stage,
     open_and_verify,
     save,
     save_on_ranks,
     tiny_gpt2,
+    with_full_stage_outputs,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,12 +36,13 @@ from test_layout import distinct, layouts
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from oslo_models.checkpoint import CheckpointError, open_checkpoint, save_checkpoint, verify_checkpoint, weights
+from oslo_models.checkpoint import CheckpointError, open_checkpoint, save_checkpoint, verify_checkpoint
+from oslo_models.checkpoint import weights_file as weights
 from oslo_models.checkpoint.manifest import seal, write_manifest
-from oslo_models.checkpoint.streams import write_safetensors
-from oslo_models.cli import inspect_checkpoint
-from oslo_models.layout import Layout
-from oslo_models.mesh import ParallelMesh
+from oslo_models.checkpoint.serialization import write_safetensors
+from oslo_models.cli.main import inspect_checkpoint
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.sharding.layout import Layout
 
 # ---- reading
 
@@ -203,8 +204,8 @@ def test_inspect(tmp_path: Path) -> None:
 MEMORY = """
 import sys, torch
 from oslo_models.checkpoint import open_checkpoint, save_checkpoint, verify_checkpoint
-from oslo_models.layout import Layout, Units
-from oslo_models.mesh import ParallelMesh
+from oslo_models.sharding.layout import Layout, Units
+from oslo_models.distributed.mesh import ParallelMesh
 torch.set_num_threads(1)
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
@@ -265,7 +266,7 @@ def write_old(folder: Path, tp: int, pp: int, spelling: str = "=", **kwargs: Any
         for p in range(pp):
             state = {name: cut[name].shard(tensor, t).clone() for name, tensor in tensors.items()}
             for name in state:
-                if on_stage(name, pp) != p:
+                if with_full_stage_outputs(name, pp) != p:
                     state[name] = torch.full_like(state[name], -1)
             torch.save(state, folder / f"pytorch_model_tp{spelling}{t}_pp{spelling}{p}.bin", **kwargs)
     return tensors
@@ -276,7 +277,7 @@ def write_old(folder: Path, tp: int, pp: int, spelling: str = "=", **kwargs: Any
 )
 def test_files_without_manifest(tmp_path: Path, tp: int, pp: int, spelling: str, zip_file: bool) -> None:
     expected = write_old(tmp_path, tp, pp, spelling, _use_new_zipfile_serialization=zip_file)
-    reader = open_checkpoint(tmp_path, fallback_layout=old_layout, owner_stage=on_stage)
+    reader = open_checkpoint(tmp_path, fallback_layout=old_layout, owner_stage=with_full_stage_outputs)
     assert (reader.split, reader.manifest) == ((tp, pp), None)
     verify_checkpoint(reader, ALONE)
     assert_holds(reader, expected)

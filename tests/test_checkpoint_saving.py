@@ -19,10 +19,12 @@ from pool import Pool
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from oslo_models.checkpoint import open_checkpoint, save_checkpoint, staging, streams, verify_checkpoint
-from oslo_models.checkpoint.streams import write_safetensors
-from oslo_models.layout import Layout, Units
-from oslo_models.mesh import ParallelMesh
+from oslo_models.checkpoint import atomic_commit as staging
+from oslo_models.checkpoint import open_checkpoint, save_checkpoint, verify_checkpoint
+from oslo_models.checkpoint import serialization as streams
+from oslo_models.checkpoint.serialization import write_safetensors
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.sharding.layout import EvenSplit, Layout
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "10KB"])
@@ -126,7 +128,7 @@ def merged_peak(directory: Path) -> float:
     """Growth of this rank's memory during a merged save, in largest tensors."""
     mesh = ParallelMesh(2)
     cut = {
-        f"{dim}.{i}": Layout.divided((4096, 4096), dim, (Units((4096, 4096)[dim]),), 2)
+        f"{dim}.{i}": Layout.divided((4096, 4096), dim, (EvenSplit((4096, 4096)[dim]),), 2)
         for dim in (0, 1)
         for i in (0, 1)
     }

@@ -11,13 +11,13 @@ import pytest
 import torch
 from pool import Pool
 
-from oslo_models import cli
 from oslo_models.checkpoint import save_checkpoint
-from oslo_models.layout import Layout, Units
-from oslo_models.mesh import ParallelMesh
+from oslo_models.cli import main as cli
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.sharding.layout import EvenSplit, Layout
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYOUTS = {"weight": Layout.divided((5, 4), 0, [Units(5)], 2), "bias": Layout((4,))}
+LAYOUTS = {"weight": Layout.divided((5, 4), 0, [EvenSplit(5)], 2), "bias": Layout((4,))}
 
 
 def _save_split(folder: Path) -> None:
@@ -36,7 +36,7 @@ def split(pool: Pool, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("command", ["", "demo", "list", "inspect", "merge", "reshard", "preprocess", "serve"])
 def test_help_is_instant(command: str) -> None:
-    code = "import sys; from oslo_models.cli import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    code = "import sys; from oslo_models.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     arguments = [command, "--help"] if command else []
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -21,9 +21,10 @@ from pool import Pool
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from oslo_models import collectives, registry
-from oslo_models.collectives import agree, copy_to, gather_from, reduce_from, require_equal, scatter_to
-from oslo_models.mesh import Axis, ParallelMesh
+from oslo_models import registry
+from oslo_models.distributed import collectives
+from oslo_models.distributed.collectives import agree, copy_to, gather_from, reduce_from, require_equal, scatter_to
+from oslo_models.distributed.mesh import Axis, ParallelMesh
 
 # How often, and how much ----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from oslo_models import GPT2LMHeadModel
-from oslo_models.cli import main
+from oslo_models.cli.main import main
 
 CONFIG = dict(vocab_size=53, n_positions=16, n_embd=24, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=1)
 

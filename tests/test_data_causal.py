@@ -18,7 +18,7 @@ from pool import Pool
 from torch.utils.data import DataLoader
 
 from oslo_models.data import DatasetForCausalLM
-from oslo_models.data.indexed import IMPLS
+from oslo_models.data.indexed_dataset import IMPLS
 
 
 def original(lengths: list[int], start: int, stop: int, length: int, seed: int) -> tuple[NDArray[Any], list[Any]]:
@@ -108,8 +108,8 @@ def test_splits_do_not_share_an_index(tmp_path: Path) -> None:
 
 def test_many_documents_and_chunks(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index is built in chunks; here these are small."""
-    monkeypatch.setattr("oslo_models.data.order.CHUNK", 7)
-    monkeypatch.setattr("oslo_models.data.indexed.CHUNK", 5)
+    monkeypatch.setattr("oslo_models.data.sample_index.CHUNK", 7)
+    monkeypatch.setattr("oslo_models.data.indexed_dataset.CHUNK", 5)
     rng = np.random.default_rng(seed)
     lengths = rng.choice([0, 1, 3, 40], 60).tolist()
     write(tmp_path / "a", lengths)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from corpora import expected, tokenizer
 
-from oslo_models import cli
+from oslo_models.cli import main as cli
 from oslo_models.data import IndexedDataset
 
 

@@ -233,7 +233,8 @@ def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its chapter "Data" runs as printed, but for sizes."""
     import transformers as hf
 
-    from oslo_models import GPT2LMHeadModel, cli
+    from oslo_models import GPT2LMHeadModel
+    from oslo_models.cli import main as cli
 
     chapter = (ROOT / "README.md").read_text().split("\n## Data\n")[1].split("\n## ")[0]
     command, prepare, train = (block.split("```")[0] for block in re.split("```(?:python)?\n", chapter)[1::2])

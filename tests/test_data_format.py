@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from corpora import ROOT, write
 
-from oslo_models.data.indexed import CODES, IMPLS, IndexedDataset, write_index
+from oslo_models.data.indexed_dataset import CODES, IMPLS, IndexedDataset, write_index
 
 INTEGERS = [name for name in CODES if "int" in name]
 

@@ -22,10 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oslo_models.data import DatasetPreprocessor, preprocess
-from oslo_models.data.encoding import Encoder
-from oslo_models.data.indexed import IMPLS, IndexedDataset
-from oslo_models.data.sources import open_documents, open_jsonl
-from oslo_models.data.words import GPT2, PATTERNS, splitting
+from oslo_models.data.bpe_cache import GPT2, PATTERNS, splitting
+from oslo_models.data.indexed_dataset import IMPLS, IndexedDataset
+from oslo_models.data.readers import open_documents, open_jsonl
+from oslo_models.data.tokenizer_pool import Encoder
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", HERE)))}
@@ -369,7 +369,7 @@ def test_input_is_read_only_a_little_ahead(tmp_path: Path) -> None:
         raise Seen
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("oslo_models.data.output.Output.append", stop)
+        patch.setattr("oslo_models.data.writer.Output.append", stop)
         with pytest.raises(Seen):
             DatasetPreprocessor(tokenizer(), 4, num_workers=1).preprocess(counted(), tmp_path / "a", 0)
     assert taken < 16

@@ -29,8 +29,8 @@ from torch.utils.data import (
 )
 
 from oslo_models.data import DatasetForCausalLM, DistributedProxySampler, InfiniteDataLoader
-from oslo_models.mesh import ParallelMesh
-from oslo_models.mpu import MPU
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.mpu import MPU
 
 MAKERS: list[Callable[[int], Sampler[int]]] = [
     lambda count: SequentialSampler(range(count)),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import transformers as hf
 
-from oslo_models import demo
+from oslo_models.cli import demo
 
 
 def options(output: Path, *arguments: str) -> argparse.Namespace:

@@ -27,7 +27,8 @@ from transformers import TextIteratorStreamer
 from benchmarks import faults
 from benchmarks.faults import gone
 from oslo_models import GPT2LMHeadModel
-from oslo_models.deploy import EngineError, messages, serving
+from oslo_models.deploy import EngineError, messages
+from oslo_models.deploy import options as serving
 from oslo_models.deploy.worker import _Log
 
 TYPES = [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64]
@@ -120,11 +121,11 @@ def test_streaming(model: Any, seed: int) -> None:
     out = model.generate(**prompt(seed, 1), max_new_tokens=15, do_sample=False, streamer=streamer)
     assert streamer.tokens == out[0].tolist() and streamer.ended
 
-    class Words:
+    class ReplicatedEmbedding:
         def decode(self, ids: Any, **_: Any) -> str:
             return "".join(f"{int(token)} " for token in ids)
 
-    reader = TextIteratorStreamer(Words(), skip_prompt=True)  # type: ignore[arg-type]
+    reader = TextIteratorStreamer(ReplicatedEmbedding(), skip_prompt=True)  # type: ignore[arg-type]
     call = {**prompt(seed, 1), "max_new_tokens": 5, "min_new_tokens": 5, "streamer": reader}
     thread = threading.Thread(target=model.generate, kwargs=call)
     thread.start()

@@ -24,7 +24,8 @@ from pool import Pool
 from benchmarks import faults
 from benchmarks.faults import gone
 from oslo_models import GPT2LMHeadModel
-from oslo_models.deploy import EngineError, serving
+from oslo_models.deploy import EngineError
+from oslo_models.deploy import options as serving
 
 SCRIPT = """
 import sys, torch

@@ -21,7 +21,9 @@ from pool import Pool
 from benchmarks import faults
 from benchmarks.faults import gone
 from oslo_models import GPT2LMHeadModel
-from oslo_models.deploy import handshake, serving, torchrun
+from oslo_models.deploy import handshake
+from oslo_models.deploy import options as serving
+from oslo_models.deploy import torchrun_executor as torchrun
 
 SECRET = "0123456789abcdef"
 

@@ -14,7 +14,7 @@ from reference import whole
 from torch import Tensor
 
 from oslo_models import registry
-from oslo_models.deploy import model as deploying
+from oslo_models.deploy import proxy as deploying
 
 TYPES = {
     "decoders": ("falcon", "opt"),

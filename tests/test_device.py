@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oslo_models.mesh import start_process_group
+from oslo_models.distributed.mesh import start_process_group
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from documents import paste
 from pool import Pool
 
 import oslo_models
-from oslo_models.deploy import serving
+from oslo_models.deploy import options as serving
 
 CREATION = """
 from transformers import AutoModelForCausalLM, AutoTokenizer

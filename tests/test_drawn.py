@@ -35,7 +35,7 @@ def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path
         with pytest.raises(ValueError, match=r"parallel_size=\d is more than"):
             cls.from_pretrained_with_parallel(folder, tp, pp, **options)
         return
-    size = 2 if cls.has_loss_of_rows else pipelines.ROWS
+    size = 2 if cls.loss_is_mean else pipelines.ROWS
     model = cls.from_pretrained_with_parallel(folder, tp, pp, size, gather_logits=True, **options).train()
     torch.manual_seed(0)  # Wav2Vec2 draws what it learns from
     lines = differ_in_step(model, step) if pp == 1 else differ_in_loop(model, step)

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from oslo_models import registry
-from oslo_models.divide import _uses_dropout
-from oslo_models.layout import Layout
+from oslo_models.modeling.apply_plan import _uses_dropout
+from oslo_models.sharding.layout import Layout
 
 RATE = 0.3
 Weights = dict[str, Tensor]

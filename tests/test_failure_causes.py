@@ -21,10 +21,11 @@ from pool import Pool
 from torch.distributed import TCPStore
 
 from benchmarks.training_faults import Training, end_of, one_fault
-from oslo_models import GPT2LMHeadModel, RankFailedError, collectives
-from oslo_models.inquiry import Inquiry, born, home
-from oslo_models.mesh import ParallelMesh, world_axis
-from oslo_models.store_client import StoreClient, StoreLostError
+from oslo_models import GPT2LMHeadModel, RankFailedError
+from oslo_models.distributed import collectives
+from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, born, home
+from oslo_models.distributed.mesh import ParallelMesh, world_axis
+from oslo_models.distributed.store_client import StoreClient, StoreLostError
 
 VICTIM = 2
 
@@ -164,7 +165,7 @@ def post(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_busy_machine_is_no_failure(answers: bool) -> None:
     """A process that can be seen to be alive is not blamed for a late post, nor for a late answer of its store."""
-    inquiry = Inquiry(Silent({0: post()}, answers), (0,), patience=0.4)
+    inquiry = FailureDiagnosis(Silent({0: post()}, answers), (0,), patience=0.4)
     assert inquiry.failed(0.01) == {}
     time.sleep(0.1)
     assert inquiry.failed(0.01) == {}
@@ -180,7 +181,9 @@ def test_a_stopped_process_is_one(pool: Pool) -> None:
     try:
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(0.2)
-        inquiry = Inquiry(Silent({0: post(pid=process.pid, born=born(process.pid))}, True), (0,), patience=60.0)
+        inquiry = FailureDiagnosis(
+            Silent({0: post(pid=process.pid, born=born(process.pid))}, True), (0,), patience=60.0
+        )
         inquiry.failed(0.01)
         time.sleep(0.1)
         assert "is stopped" in inquiry.failed(0.01)[0]
@@ -193,11 +196,11 @@ def test_what_others_have_found_counts() -> None:
     """Whoever ended because of a failure does not stand in for it, with or without a store."""
     dead = {"pid": 2**22 + 1, "born": 1}
     told = Silent({0: post(**dead, failed={"3": "rank 3 died"}), 2: post(**dead)}, answers=False)
-    assert Inquiry(told, (2,), 0.0).failed(0.0) == {3: "rank 3 died"}
+    assert FailureDiagnosis(told, (2,), 0.0).failed(0.0) == {3: "rank 3 died"}
     untold = Silent({0: post(**dead), 2: post(**dead)}, answers=False)
-    assert list(Inquiry(untold, (2,), 0.0).failed(0.0)) == [0]
+    assert list(FailureDiagnosis(untold, (2,), 0.0).failed(0.0)) == [0]
     hidden = Silent({2: post(failed={"3": "rank 3 died"}), 3: post(home="elsewhere")}, answers=True)
-    assert Inquiry(hidden, (2,), 10.0).failed(10.0) == {3: "rank 3 died"}
+    assert FailureDiagnosis(hidden, (2,), 10.0).failed(10.0) == {3: "rank 3 died"}
 
 
 def test_a_script_that_loses_a_rank(tmp_path: Path, seed: int) -> None:
@@ -214,7 +217,7 @@ def test_a_script_that_loses_a_rank(tmp_path: Path, seed: int) -> None:
 
 
 def test_the_ends_that_are_counted() -> None:
-    named = "[rank1]: oslo_models.watch.RankFailedError: rank 2 (host n1, pid 3) died\n[rank1]: rank 1 waited 1 s\n"
+    named = "[rank1]: oslo_models.distributed.watchdog.RankFailedError: rank 2 (host n1, pid 3) died\n"
     assert end_of(1, named, 2) == "named"
     assert end_of(1, named, 3) == end_of(0, named, 2) == end_of(1, "RuntimeError", 2) == "other"
     assert end_of(1, named.replace("died", "died\n[rank1]: rank 0 (host n1, pid 4) died"), 2) == "other"

@@ -22,7 +22,10 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 
-from oslo_models import GPT2LMHeadModel, RankFailedError, collectives, inquiry, watch
+from oslo_models import GPT2LMHeadModel, RankFailedError
+from oslo_models.distributed import collectives
+from oslo_models.distributed import failure_diagnosis as inquiry
+from oslo_models.distributed import watchdog as watch
 
 TIMEOUT = 3.0
 NAMING = 4 * TIMEOUT / 10 + 4.0

@@ -34,12 +34,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from oslo_models import GPT2MLP, BertModel, GPT2Attention, GPT2LMHeadModel, registry
-from oslo_models.layers import linear_cross_entropy as chunks
-from oslo_models.layers.deferred import DeferredHead, DeferredLogits, DeferredWholeHead
-from oslo_models.layers.fused import FusedConv1D, TanhGELU
-from oslo_models.layout import Layout, Units
-from oslo_models.mesh import ParallelMesh
-from oslo_models.plan import Vocab
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.fusion import linear_cross_entropy as chunks
+from oslo_models.fusion.lazy_logits import LazyFullHead, LazyHead, LazyLogits
+from oslo_models.fusion.modules import FusedConv1D, TanhGELU
+from oslo_models.sharding.layout import EvenSplit, Layout
+from oslo_models.sharding.plan import VocabParallel
 
 LOGITS = ("logits", "prediction_logits", "entity_logits")
 GELU_NEW = {"gpt2": {}, "bert": {"hidden_act": "gelu_new"}, "t5": {"feed_forward_proj": "gated-gelu"}}
@@ -67,11 +67,11 @@ def check_steps(steps: list[Step], n: int) -> None:
     for step in steps:
         model = parallel(step.name, step.config, step.weights, n).fuse()
         names = list(model.state_dict())
-        needed = model.loss_of_whole_logits or getattr(step.config, "final_logit_softcapping", None)  # by tanh
-        heads = (*type(model).head.values(), *model.plan(model.config).head.values())
-        divided = any(isinstance(entry, Vocab) for entry in heads)
+        needed = model.loss_needs_full_logits or getattr(step.config, "final_logit_softcapping", None)  # by tanh
+        heads = (*type(model).head_plan.values(), *model.plan(model.config).head.values())
+        divided = any(isinstance(entry, VocabParallel) for entry in heads)
         assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == (divided and not needed)
-        with small_chunks(), mock.patch.object(DeferredLogits, "make", side_effect=AssertionError("logits were made")):
+        with small_chunks(), mock.patch.object(LazyLogits, "make", side_effect=AssertionError("logits were made")):
             without = LOGITS if divided and not needed else ()
             lines += [f"{step.name}: {line}" for line in differ_in_step(model, step, without=without)]
         assert names == list(model.state_dict())
@@ -200,7 +200,7 @@ def test_unfuse_restores_every_bit() -> None:
     kept = [list(module.__dict__) for module in model.children()]
     assert model.fuse() is model
     fused, _ = step(model)
-    assert fused.logits is None and type(model.lm_head) is DeferredWholeHead and isinstance(model.lm_head, nn.Linear)
+    assert fused.logits is None and type(model.lm_head) is LazyFullHead and isinstance(model.lm_head, nn.Linear)
     assert model.unfuse() is model and model.unfuse() is model
     after, restored = step(model)
     assert torch.equal(before.loss, after.loss) and torch.equal(before.logits, after.logits)
@@ -225,11 +225,11 @@ def test_selection() -> None:
 
     assert fused() == set()
     model.fuse([])
-    assert fused() == set() and not any(isinstance(module, (TanhGELU, DeferredHead)) for module in model.modules())
+    assert fused() == set() and not any(isinstance(module, (TanhGELU, LazyHead)) for module in model.modules())
     model.fuse([GPT2Attention])
     assert fused() == {"GPT2Attention"} and "sdpa" in str(model.fusion_report())
     assert all(type(block.attn.c_proj) is FusedConv1D for block in model.transformer.h)
-    assert not any(isinstance(module, (TanhGELU, DeferredHead)) for module in model.modules())
+    assert not any(isinstance(module, (TanhGELU, LazyHead)) for module in model.modules())
     model.unfuse().fuse([GPT2MLP])
     assert fused() == {"GPT2MLP"} and all(type(block.mlp.act) is TanhGELU for block in model.transformer.h)
     model.fuse([GPT2MLP, GPT2Attention]).fuse([GPT2LMHeadModel])
@@ -252,7 +252,7 @@ def test_unknown_classes(modules: Any, says: str) -> None:
     model = gpt2()
     with pytest.raises(ValueError, match=says):
         model.fuse(modules)
-    assert not any(isinstance(module, (TanhGELU, DeferredHead)) for module in model.modules())
+    assert not any(isinstance(module, (TanhGELU, LazyHead)) for module in model.modules())
 
 
 def check_different_arguments() -> None:
@@ -438,12 +438,12 @@ def deferred(tp: Any, seed: int) -> tuple[list[Tensor], Tensor, list[Tensor], Te
     """Leaves and whole logits made of them; this rank's leaves and the logits deferred."""
     torch.manual_seed(seed)
     full = [torch.randn(*shape, dtype=torch.float64) for shape in ((*SHAPE[:-1], HIDDEN), (VOCAB, HIDDEN), (VOCAB,))]
-    words = Layout.divided((VOCAB, HIDDEN), 0, (Units(VOCAB),), tp.size)
+    words = Layout.divided((VOCAB, HIDDEN), 0, (EvenSplit(VOCAB),), tp.size)
     own = [full[0].clone(), *(mine(words, x, tp.rank).clone() for x in full[1:])]
     head = nn.Linear(1, 1)
     head.weight, head.bias = nn.Parameter(own[1]), nn.Parameter(own[2])
     own = [own[0].requires_grad_(), head.weight, head.bias]
-    head.__class__ = DeferredWholeHead
+    head.__class__ = LazyFullHead
     head.tp, head.layouts, head.deferring = tp, {"weight": words}, True
     for leaf in full:
         leaf.requires_grad_()
@@ -453,7 +453,7 @@ def deferred(tp: Any, seed: int) -> tuple[list[Tensor], Tensor, list[Tensor], Te
 def compare_deferred(what: str, operation: Any, tp: Any, seed: int) -> list[str]:
     """Where a result of an operation on deferred logits, or its gradients, are not those on whole ones."""
     leaves, whole, own_leaves, logits = deferred(tp, seed)
-    assert type(logits) is DeferredLogits
+    assert type(logits) is LazyLogits
     expected, found = operation(whole), operation(logits)
     if not isinstance(expected, Tensor):
         return [] if found == expected else [f"{what}: {found} instead of {expected}"]

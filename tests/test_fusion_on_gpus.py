@@ -23,11 +23,11 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from oslo_models import registry
-from oslo_models.collectives import gather_objects
-from oslo_models.fusion import Fusion, choose_backend
-from oslo_models.layers import apex
-from oslo_models.layers import fused as fused_layers
-from oslo_models.sites import sites
+from oslo_models.distributed.collectives import gather_objects
+from oslo_models.fusion import apex
+from oslo_models.fusion import modules as fused_layers
+from oslo_models.fusion.rules import fusion_candidates
+from oslo_models.fusion.swap import Fusion, choose_backend
 
 WOULD = {  # what is swapped there beside the head, and which kernels then run
     "bert": ({"bias and GeLU", "LayerNorm", "residual", "attention"}, {"add_norm", "bias_gelu"}),
@@ -46,7 +46,7 @@ KERNELS = ("add_norm", "bias_gelu", "masked_softmax", "rotary", "swiglu", "bias_
 def as_on_a_gpu(model: Any, backend: str = "triton") -> Any:
     """Swap what is swapped on a GPU; operations are in plain torch on the CPU."""
     model._fusion = Fusion(backend)
-    model._fusion.apply(model, sites(model, backend), None)
+    model._fusion.apply(model, fusion_candidates(model, backend), None)
     return model
 
 
@@ -236,10 +236,10 @@ def test_decoding_in_graphs(pool: Pool) -> None:
 def test_where_decoding_in_graphs_pays() -> None:
     model = gpt2()
     with mock.patch.object(type(model), "device", torch.device("cuda")):
-        assert any(site.operation == "decoding" and site.cls is not None for site in sites(model, "torch"))
+        assert any(site.operation == "decoding" and site.cls is not None for site in fusion_candidates(model, "torch"))
     neo = registry.find("GPTNeoForCausalLM").from_config_with_parallel(zoo.config("gpt_neo"))
     with mock.patch.object(type(neo), "device", torch.device("cuda")):
-        (site,) = [site for site in sites(neo, "torch") if site.operation == "decoding"]
+        (site,) = [site for site in fusion_candidates(neo, "torch") if site.operation == "decoding"]
     assert site.cls is None and "static cache" in site.reason
 
 
@@ -286,8 +286,8 @@ def test_gelu_in_the_epilogue_of_a_product(dtype: torch.dtype, approximate: str,
 
 WRONG_LABEL = """
 import torch
-from oslo_models.layers.linear_cross_entropy import Words, linear_cross_entropy
-from oslo_models.mesh import Axis
+from oslo_models.fusion.linear_cross_entropy import Words, linear_cross_entropy
+from oslo_models.distributed.mesh import Axis
 words = Words(Axis("tp", 0, (0,), None), (0, 9), 9)
 x, w = torch.randn(4, 8, device="cuda"), torch.randn(9, 8, device="cuda")
 linear_cross_entropy(x, w, None, torch.tensor([1, -100, 8, 0], device="cuda"), words).item()

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oslo_models.layout import GroupedHeads, Layout, Units, even_ranges
+from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout, even_ranges
 
-units = st.builds(Units, st.integers(1, 12), st.integers(1, 4))
+units = st.builds(EvenSplit, st.integers(1, 12), st.integers(1, 4))
 
 
 @st.composite
@@ -29,7 +29,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     heads = grouped_heads()
     kinds = (units, heads.map(lambda h: h.query), heads.map(lambda h: h.key_value))
     fused = heads.map(lambda h: [h.query, h.key_value, h.key_value])
-    splits: list[Units] = draw(st.one_of(st.lists(st.one_of(*kinds), min_size=1, max_size=3), fused))
+    splits: list[EvenSplit] = draw(st.one_of(st.lists(st.one_of(*kinds), min_size=1, max_size=3), fused))
     n = draw(st.integers(1, min(split.limit() for split in splits)))
     others = draw(st.lists(st.integers(1, 3), max_size=2))
     dim = draw(st.integers(0, len(others)))
@@ -91,7 +91,7 @@ def test_even_ranges_are_even(count: int, n: int) -> None:
 
 
 @given(units, st.data())
-def test_units_are_shared_out_evenly(split: Units, data: st.DataObject) -> None:
+def test_units_are_shared_out_evenly(split: EvenSplit, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, split.limit()))
     sizes = [stop - start for start, stop in split.ranges(n)]
     assert sizes == [split.local_extent(n, rank) for rank in range(n)]
@@ -139,8 +139,8 @@ def test_nine_heads_and_three_key_value_heads_over_four_ranks() -> None:
 
 
 def test_twelve_heads_over_five_ranks() -> None:
-    assert Units(12, 64).ranges(5) == ((0, 192), (192, 384), (384, 512), (512, 640), (640, 768))
-    assert [Units(12, 64).local_count(5, rank) for rank in range(5)] == [3, 3, 2, 2, 2]
+    assert EvenSplit(12, 64).ranges(5) == ((0, 192), (192, 384), (384, 512), (512, 640), (640, 768))
+    assert [EvenSplit(12, 64).local_count(5, rank) for rank in range(5)] == [3, 3, 2, 2, 2]
 
 
 def test_one_key_value_head_is_on_every_rank() -> None:
@@ -152,7 +152,7 @@ def test_one_key_value_head_is_on_every_rank() -> None:
 
 def test_fused_query_key_value_stays_fused_on_each_rank() -> None:
     qkv = torch.cat([torch.arange(4) + offset for offset in (0, 100, 200)])
-    layout = Layout.divided((12,), 0, [Units(2, 2)] * 3, 2)
+    layout = Layout.divided((12,), 0, [EvenSplit(2, 2)] * 3, 2)
     assert layout.shard(qkv, 0).tolist() == [0, 1, 100, 101, 200, 201]
     assert layout.shard(qkv, 1).tolist() == [2, 3, 102, 103, 202, 203]
 
@@ -168,7 +168,7 @@ def test_shard_reads_only_the_needed_slices_of_a_lazy_tensor() -> None:
             return piece
 
     lazy = Lazy(distinct((5, 12)))
-    layout = Layout.divided((5, 12), 1, [Units(2, 2)] * 3, 2)
+    layout = Layout.divided((5, 12), 1, [EvenSplit(2, 2)] * 3, 2)
     shard = layout.shard(lazy, 1)
     assert lazy.read == shard.numel() == 30
     assert torch.equal(shard, layout.shard(lazy.full, 1))
@@ -176,7 +176,7 @@ def test_shard_reads_only_the_needed_slices_of_a_lazy_tensor() -> None:
 
 def test_wrong_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("extents [6, 4] do not add up to dimension 1 of shape (3, 12)")):
-        Layout.divided((3, 12), 1, [Units(3, 2), Units(4)], 2)
+        Layout.divided((3, 12), 1, [EvenSplit(3, 2), EvenSplit(4)], 2)
     with pytest.raises(ValueError, match="do not cover dimension 0"):
         Layout((6,), 0, (((0, 2),), ((3, 6),)))
     with pytest.raises(ValueError, match="do not cover dimension 0"):

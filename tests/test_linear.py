@@ -20,7 +20,7 @@ from torch import Tensor
 from oslo_kernels import build
 from oslo_kernels import linear as kernel
 from oslo_models import GPT2LMHeadModel, LlamaForCausalLM
-from oslo_models.layers.fused import FusedLinear
+from oslo_models.fusion.modules import FusedLinear
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = {"out x in": (kernel.linear, F.linear), "in x out": (kernel.conv1d, kernel.plain_conv1d)}

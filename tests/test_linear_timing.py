@@ -16,7 +16,7 @@ from test_linear import called
 from oslo_kernels import linear as kernel
 from oslo_kernels import linear_timing
 from oslo_models import GPT2LMHeadModel, LlamaForCausalLM
-from oslo_models.layers.fused import FusedProduct
+from oslo_models.fusion.modules import FusedProduct
 
 SLOWER = "left unfused because it would be slower (1 row: "
 

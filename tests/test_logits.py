@@ -12,9 +12,9 @@ from pool import Pool
 from reference import TOLERANCE, differ
 from torch import Tensor
 
-from oslo_models.layers.vocab import VocabParallelLogits
-from oslo_models.layout import Layout, Units
-from oslo_models.mesh import ParallelMesh
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.layers.vocab_parallel import VocabParallelLogits
+from oslo_models.sharding.layout import EvenSplit, Layout
 
 VOCAB = 23
 """Divides neither by 2 nor by 3."""
@@ -44,7 +44,7 @@ LABELS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def divided(full: Tensor, tp: Any) -> tuple[Tensor, VocabParallelLogits]:
     """A leaf that holds this rank's part of ``full``, and the logits made of it."""
-    words = Layout.divided((VOCAB, 1), 0, (Units(VOCAB),), tp.size)
+    words = Layout.divided((VOCAB, 1), 0, (EvenSplit(VOCAB),), tp.size)
     ((start, stop),) = words.ranges[tp.rank]
     leaf = full[..., start:stop].clone().requires_grad_()
     return leaf, VocabParallelLogits.wrap(leaf * 1, tp, words)

@@ -25,14 +25,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import BaseTorchFunctionMode
 
-from oslo_models import collectives, init
-from oslo_models.layers import cross_entropy, linear, vocab
-from oslo_models.layout import Units
-from oslo_models.models import base, calls, gpt2
-from oslo_models.pipeline import placeholders, schedule, stages
-from oslo_models.pipeline.loss import GlobalMeanLoss, loss_object
-from oslo_models.plan import Column, Plan
-from oslo_models.rng import DividedStream
+from oslo_models.distributed import collectives
+from oslo_models.distributed.rng import ShardedRngStream
+from oslo_models.layers import cross_entropy, linear
+from oslo_models.layers import vocab_parallel as vocab
+from oslo_models.modeling import base
+from oslo_models.modeling import forward as calls
+from oslo_models.modeling import initialization as init
+from oslo_models.models import gpt2
+from oslo_models.pipeline import placeholders, schedule
+from oslo_models.pipeline import stage as stages
+from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Plan
 
 Patch = pytest.MonkeyPatch
 
@@ -54,8 +59,8 @@ def query_key_value_cut_as_one_matrix(patch: Patch) -> None:
 
     def plan(cls: Any, config: Any) -> Plan:
         made: Plan = right(cls, config)
-        heads = Units(3 * config.n_head, config.n_embd // config.n_head)
-        made.blocks["h"]["attn.c_attn"] = Column(heads, transposed=True)  # type: ignore[index]
+        heads = EvenSplit(3 * config.n_head, config.n_embd // config.n_head)
+        made.blocks["h"]["attn.c_attn"] = ColumnParallel(heads, transposed=True)  # type: ignore[index]
         return made
 
     patch.setattr(gpt2.GPT2Parallel, "plan", classmethod(plan))
@@ -76,7 +81,7 @@ def key_values_without_sum_over_copies(patch: Patch) -> None:
         def apply(param: Tensor, *_: Any) -> Tensor:
             return param
 
-    patch.setattr(linear, "SumCopies", Identity)
+    patch.setattr(linear, "SumReplicatedGrad", Identity)
 
 
 def gathered_gradient_summed(patch: Patch) -> None:
@@ -105,11 +110,11 @@ def a_copy_for_each_reader(patch: Patch) -> None:
 
 
 def same_masks_on_divided_activations(patch: Patch) -> None:
-    patch.setattr(DividedStream, "enter", lambda self: None)
+    patch.setattr(ShardedRngStream, "enter", lambda self: None)
 
 
 def own_masks_on_replicated_activations(patch: Patch) -> None:
-    patch.setattr(DividedStream, "leave", lambda self: None)
+    patch.setattr(ShardedRngStream, "leave", lambda self: None)
 
 
 def a_stream_left_open_by_exceptions(patch: Patch) -> None:
@@ -183,7 +188,7 @@ def norm_counts_tied_copies(patch: Patch) -> None:
 
 
 def dropout_at_both_ends(patch: Patch) -> None:
-    patch.setattr(placeholders.EndsDropout, "forward", torch.nn.Dropout.forward)
+    patch.setattr(placeholders.BoundaryDropout, "forward", torch.nn.Dropout.forward)
 
 
 Caught = tuple[Callable[[Patch], None], Callable[..., None], dict[str, Any]]

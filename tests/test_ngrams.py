@@ -15,7 +15,7 @@ from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsPro
 from oslo_kernels import ngrams
 from oslo_kernels.build import BuildError, load
 from oslo_models import GPT2LMHeadModel
-from oslo_models.ngrams import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
+from oslo_models.fusion.ngram_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -91,7 +91,7 @@ def test_raw_logits_stay_raw() -> None:
 
 def test_the_configuration_can_ask_for_it() -> None:
     model = GPT2LMHeadModel(zoo.config("gpt2")).eval()
-    with mock.patch("oslo_models.ngrams.block_repeats_", side_effect=ngrams.block_repeats_) as called:
+    with mock.patch("oslo_models.fusion.ngram_processors.block_repeats_", side_effect=ngrams.block_repeats_) as called:
         model.generate(torch.tensor([[5, 6]]), no_repeat_ngram_size=2, max_new_tokens=2)
         assert called.call_count == 0
         model.config.fused_no_repeat_ngram_blocking = True

@@ -17,10 +17,10 @@ from pool import Pool
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from oslo_models.mesh import ParallelMesh
-from oslo_models.pipeline.engine import Pipeline
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.pipeline.pipeline import Pipeline
 from oslo_models.pipeline.placeholders import placeholder
-from oslo_models.pipeline.stages import Stack, Stage
+from oslo_models.pipeline.stage import Stack, Stage
 
 pytestmark = pytest.mark.alone
 
@@ -80,7 +80,7 @@ class _Loss(torch.autograd.Function):
 class IdleModel(nn.Module):
     """One stage of a model that computes nothing: what a `Pipeline` needs of a model."""
 
-    loss_inputs, has_loss_of_rows = (), True
+    loss_inputs, loss_is_mean = (), True
     config = SimpleNamespace(hidden_size=2)
     dtype = torch.float64
     micro_batch_size = 1

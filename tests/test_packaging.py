@@ -65,7 +65,7 @@ def check_install(python: Path, where: Path) -> None:
     found = run(
         python,
         "-c",
-        "import oslo_models, oslo_kernels, oslo_models.cli, sys;"
+        "import oslo_models, oslo_kernels, oslo_models.cli.main, sys;"
         "print(oslo_models.__file__, oslo_kernels.__file__, oslo_models.__version__, 'torch' in sys.modules);"
         "from oslo_models import GPT2LMHeadModel; import transformers;"
         "assert issubclass(GPT2LMHeadModel, transformers.GPT2LMHeadModel)",
@@ -117,5 +117,5 @@ def test_kernels_is_no_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
     paths = [str(ROOT), str(ROOT / "kernels")]
     code = f"import sys; sys.path[:0] = {paths}; sys.modules['triton'] = None; import transformers.modeling_utils"
-    code += "; import oslo_models.sites, oslo_kernels.ngrams, oslo_kernels.softmax"
+    code += "; import oslo_models.fusion.rules, oslo_kernels.ngrams, oslo_kernels.softmax"
     run(sys.executable, "-c", code, folder=ROOT)

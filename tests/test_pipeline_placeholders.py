@@ -129,7 +129,7 @@ CONFIGURED: list[tuple[str, str, dict[str, Any]]] = [
 def check_configured(step: Step, folder: Path, tp: int, blocks: list[int] | None) -> dict[str, Tensor]:
     """Loaded from transformers' file: parameters, loss and gradients, or outputs; saved as one file; made anew."""
     cls: Any = registry.find(step.name)
-    size = 2 if cls.has_loss_of_rows else pipelines.ROWS
+    size = 2 if cls.loss_is_mean else pipelines.ROWS
     options: dict[str, Any] = {"blocks_per_stage": blocks}
     model = cls.from_pretrained_with_parallel(folder / "whole", tp, 2, micro_batch_size=size, **options).train()
     lines = pipelines.differ_in_stage(model, "weight", pipelines.stage_parameters(model), step.weights, 0.0)

@@ -79,7 +79,7 @@ def _echo(value: object) -> object:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait long for ranks that are known to hang."""
-    monkeypatch.setattr(pool_module, "PATIENCE", 0.2)
+    monkeypatch.setattr(pool_module, "TIMEOUT", 0.2)
     monkeypatch.setattr(pool_module, "GRACE", 3.0)
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
-from oslo_models import collectives
+from oslo_models.distributed import collectives
 from oslo_models.pipeline.schedule import Schedule
 
 # In the body of the loop ----------------------------------------------------------------------------------------------

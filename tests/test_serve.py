@@ -26,10 +26,10 @@ from corpora import tokenizer
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from benchmarks.faults import gone
-from oslo_models.cli import main
+from oslo_models.cli.main import main
 from oslo_models.deploy import EngineError
-from oslo_models.deploy.protocol import Stops
-from oslo_models.deploy.server import application
+from oslo_models.server.app import application
+from oslo_models.server.schema import Stops
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
@@ -364,7 +364,7 @@ def test_flask_as_documented(checkpoint: Path, whole: Whole, tmp_path: Path) -> 
 
 APPLICATION = """
 from oslo_models import GPTNeoForCausalLM
-from oslo_models.deploy.server import application
+from oslo_models.server.app import application
 from transformers import AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from oslo_kernels import build
 from oslo_kernels.shared_memory import DTYPES, SLOT, PeerError, SharedMemory
-from oslo_models import collectives
-from oslo_models.collectives import all_reduce, gather_from
-from oslo_models.mesh import ParallelMesh
+from oslo_models.distributed import collectives
+from oslo_models.distributed.collectives import all_reduce, gather_from
+from oslo_models.distributed.mesh import ParallelMesh
 
 
 def memory_of(n: int) -> SharedMemory:

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from oslo_models import registry
-from oslo_models.divide import divide, layouts_of
-from oslo_models.mesh import Axis
-from oslo_models.pipeline.cut import cut
-from oslo_models.pipeline.stages import Stage
-from oslo_models.stage import partition
+from oslo_models.distributed.mesh import Axis
+from oslo_models.modeling.apply_plan import divide, layouts_of
+from oslo_models.pipeline.partition import partition
+from oslo_models.pipeline.split import cut
+from oslo_models.pipeline.stage import Stage
 
 # partition ------------------------------------------------------------------------------------------------------------
 
@@ -105,8 +105,8 @@ def on_meta(name: str, config: Any) -> Any:
 def make_stage(name: str, config: Any, index: int, count: int, **options: Any) -> tuple[Any, Stage]:
     model = on_meta(name, config)
     plan, prefix = model.plan(config), model._prefix()
-    layouts = layouts_of(model, plan, prefix, model.head, 1)
-    return model, cut(model, plan, prefix, model.head, layouts, index, count, **options)
+    layouts = layouts_of(model, plan, prefix, model.head_plan, 1)
+    return model, cut(model, plan, prefix, model.head_plan, layouts, index, count, **options)
 
 
 @lru_cache(maxsize=256)
@@ -199,7 +199,7 @@ def test_stages_are_as_even_as_blocks_allow(variant: str, name: str) -> None:
         return sum(param.numel() for param in module.parameters())
 
     costs = [size(model.get_submodule(block)) for block in blocks]
-    after = sum(size(model.get_submodule(key)) for key in model.head if not key.endswith((".weight", ".bias")))
+    after = sum(size(model.get_submodule(key)) for key in model.head_plan if not key.endswith((".weight", ".bias")))
     for count in COUNTS:
         least = min(max(weights(costs, cut, 0, after)) for cut in all_cuts(len(blocks), count))
         for index in range(count):
@@ -261,8 +261,8 @@ def test_ranks_with_unequal_shares_cut_alike(variant: str, vocab: int) -> None:
         for tp_rank in range(4):
             model = on_meta(name, config)
             plan, prefix = model.plan(config), model._prefix()
-            layouts = layouts_of(model, plan, prefix, model.head, 4)
+            layouts = layouts_of(model, plan, prefix, model.head_plan, 4)
             mesh: Any = SimpleNamespace(tp=Axis("tp", tp_rank, (0, 1, 2, 3), None), device=torch.device("cpu"))
-            divide(model, plan, prefix, model.head, mesh, layouts)
-            found.add(cut(model, plan, prefix, model.head, layouts, 0, count).ranges)
+            divide(model, plan, prefix, model.head_plan, mesh, layouts)
+            found.add(cut(model, plan, prefix, model.head_plan, layouts, 0, count).ranges)
         assert len(found) == 1, found

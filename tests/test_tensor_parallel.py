@@ -33,8 +33,8 @@ from test_dropout import RATE, Recorder, Replay, Shapes, check_masks, join
 from torch import Tensor
 
 import oslo_models
-from oslo_models.mesh import ParallelMesh
-from oslo_models.threads import ThreadGroup
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.thread_group import ThreadGroup
 
 
 def divided(model: Any, n: int = 2, **options: Any) -> Any:

@@ -34,9 +34,10 @@ from reference import (
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from oslo_models import IBertModel, registry, support
-from oslo_models.divide import layouts_of
-from oslo_models.plan import HeadNorm
+from oslo_models import IBertModel, registry
+from oslo_models.cli import support_table as support
+from oslo_models.modeling.apply_plan import layouts_of
+from oslo_models.sharding.plan import HeadNorm
 
 GREEDY = {"greedy": {"num_beams": 1}}
 BEAMS = {**GREEDY, "beams": {"num_beams": 3}}
@@ -82,7 +83,7 @@ def check_stages(
         with pytest.raises(ValueError, match="pipeline_parallel_size=2 is more than 1"):
             cls.from_pretrained_with_parallel(source, 1, pp)
         pp = 1
-    size = 2 if cls.has_loss_of_rows else pipelines.ROWS
+    size = 2 if cls.loss_is_mean else pipelines.ROWS
     model = cls.from_pretrained_with_parallel(source, 1, pp, micro_batch_size=size).train()
     model.save_pretrained_with_parallel(target, save_with_merging=True)
     lines = [] if pp == 1 else differ_in_loop(model, step) + differ_in_tokens(model, step.batch, tokens, ways)
@@ -309,7 +310,7 @@ def test_what_transformers_divides_is_divided(model_type: str) -> None:
     with torch.device("meta"):
         model: Any = registry.find(name)._from_config(config)  # type: ignore[attr-defined]
     plan, prefix = model.plan(config), model._prefix()
-    layouts = layouts_of(model, plan, prefix, type(model).head, 2)
+    layouts = layouts_of(model, plan, prefix, type(model).head_plan, 2)
     for pattern, style in (type(config).base_model_tp_plan or {}).items():
         found = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"\.weight")
         here = [name for name in layouts if found.fullmatch(name)]

@@ -1,9 +1,9 @@
 """Files and local shards: reads and writes checkpoints through names, layouts and the mesh, whatever the model."""
 
-from oslo_models.checkpoint.names import MANIFEST, CheckpointError
-from oslo_models.checkpoint.opening import open_checkpoint, verify_checkpoint
+from oslo_models.checkpoint.atomic_commit import finish_interrupted_save
+from oslo_models.checkpoint.filenames import MANIFEST, CheckpointError
+from oslo_models.checkpoint.open import open_checkpoint, verify_checkpoint
 from oslo_models.checkpoint.reader import CheckpointReader, LazySlice
-from oslo_models.checkpoint.staging import finish_interrupted_save
 from oslo_models.checkpoint.writer import save_checkpoint
 
 __all__ = [

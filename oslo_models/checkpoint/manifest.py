@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from oslo_models.checkpoint.names import CheckpointError
+from oslo_models.checkpoint.filenames import CheckpointError
 
 FORMAT_VERSION = 1
 _CHUNK = 1 << 20

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from oslo_models.checkpoint.atomic_commit import finish_interrupted_save, replacing
+from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, CheckpointError, optimizer_name, with_variant
 from oslo_models.checkpoint.manifest import checksum, read_manifest, seal, write_manifest
-from oslo_models.checkpoint.names import MANIFEST, OPTIMIZER, CheckpointError, optimizer_name, with_variant
-from oslo_models.checkpoint.staging import finish_interrupted_save, replacing
-from oslo_models.checkpoint.streams import reporting
-from oslo_models.collectives import agree, gather_objects
-from oslo_models.mesh import ParallelMesh
-from oslo_models.rng import default_generator
+from oslo_models.checkpoint.serialization import reporting
+from oslo_models.distributed.collectives import agree, gather_objects
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.rng import default_generator
 
 State = Mapping[str, Any]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_models.checkpoint.streams import dtype_name
-from oslo_models.checkpoint.weights import WeightsFile
-from oslo_models.layout import Index, Layout
+from oslo_models.checkpoint.serialization import dtype_name
+from oslo_models.checkpoint.weights_file import WeightsFile
+from oslo_models.sharding.layout import Index, Layout
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from oslo_models.checkpoint.holdings import Held, Table, gather_tables, merge_tables
+from oslo_models.checkpoint.atomic_commit import replacing
+from oslo_models.checkpoint.filenames import MANIFEST, MERGED, index_name, split_name, with_variant
+from oslo_models.checkpoint.gather import collect
+from oslo_models.checkpoint.inventory import Table, TensorRecord, gather_tables, merge_tables
 from oslo_models.checkpoint.manifest import seal, write_manifest
-from oslo_models.checkpoint.merging import collect
-from oslo_models.checkpoint.names import MANIFEST, MERGED, index_name, split_name, with_variant
-from oslo_models.checkpoint.staging import replacing
-from oslo_models.checkpoint.streams import SaveFunction, reporting, stream_order, write_weights
-from oslo_models.collectives import agree, gather_objects
-from oslo_models.layout import Layout
-from oslo_models.mesh import Axis, ParallelMesh
+from oslo_models.checkpoint.serialization import SaveFunction, reporting, stream_order, write_weights
+from oslo_models.distributed.collectives import agree, gather_objects
+from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _write(
                 pass
 
 
-def _describe(entry: Held) -> dict[str, Any]:
+def _describe(entry: TensorRecord) -> dict[str, Any]:
     return {"shape": entry.layout.shape, "dtype": str(entry.dtype).removeprefix("torch.")}
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 _OWN = {
     "DatasetBlender": "oslo_models.data.blend",
-    "DatasetForCausalLM": "oslo_models.data.causal",
+    "DatasetForCausalLM": "oslo_models.data.causal_lm",
     "DatasetPreprocessor": "oslo_models.data.preprocess",
     "DistributedProxySampler": "oslo_models.data.sampling",
-    "IndexedDataset": "oslo_models.data.indexed",
-    "InfiniteDataLoader": "oslo_models.data.loading",
-    "open_documents": "oslo_models.data.sources",
+    "IndexedDataset": "oslo_models.data.indexed_dataset",
+    "InfiniteDataLoader": "oslo_models.data.dataloader",
+    "open_documents": "oslo_models.data.readers",
 }
 
 

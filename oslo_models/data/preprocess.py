@@ -12,10 +12,10 @@ from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from oslo_models.data import sources
-from oslo_models.data.encoding import Encoder, Pool
-from oslo_models.data.indexed import CODES, check_impl
-from oslo_models.data.output import Output, Progress
+from oslo_models.data import readers as sources
+from oslo_models.data.indexed_dataset import CODES, check_impl
+from oslo_models.data.tokenizer_pool import Encoder, Pool
+from oslo_models.data.writer import Output, Progress
 
 CHARACTERS = 1 << 20
 """Where a chunk ends at the latest, so that a process never holds much, however long documents are."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oslo_models.deploy.engine import EngineError
-    from oslo_models.deploy.model import Deployment, deploy
+    from oslo_models.deploy.proxy import Deployment, deploy
 
 __all__ = ["Deployment", "EngineError", "deploy"]
 
@@ -16,5 +16,5 @@ def __getattr__(name: str) -> Any:
     """Import when asked: a worker hears of the end of its application before it has imported torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "engine" if name == "EngineError" else "model"
+    module = "engine" if name == "EngineError" else "proxy"
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -13,8 +13,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from oslo_models.deploy.executor import Executor, ProcessExecutor, StartExecutor
-from oslo_models.deploy.line import spare_core
+from oslo_models.deploy.connection import spare_core
 from oslo_models.deploy.messages import (
     Cancel,
     Failure,
@@ -30,6 +29,7 @@ from oslo_models.deploy.messages import (
     Streamed,
     encode,
 )
+from oslo_models.deploy.process_executor import Executor, ProcessExecutor, StartExecutor
 from oslo_models.deploy.progress import Bars
 
 GRACE = 3.0

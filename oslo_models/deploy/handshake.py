@@ -16,7 +16,7 @@ from contextlib import suppress
 
 LEAST = 16
 """Characters that a secret needs: whoever sees a handshake can try secrets against it for as long as they like."""
-PATIENCE = 10.0
+TIMEOUT = 10.0
 """Seconds that the other end may take to prove itself."""
 _SIZE = 32
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -122,7 +122,7 @@ def _handshake(connected: socket.socket, secret: str, address: tuple[str, int], 
     that none is of use to somebody in between who has had it dialled instead.
     """
     key = secret.strip().encode()
-    connected.settimeout(PATIENCE)
+    connected.settimeout(TIMEOUT)
     try:
         challenge = secrets.token_bytes(_SIZE)
         connected.sendall(challenge)
@@ -140,7 +140,7 @@ def _handshake(connected: socket.socket, secret: str, address: tuple[str, int], 
         if own == b"accepts":
             connected.sendall(response(own))
     except TimeoutError as error:
-        raise HandshakeError(f"the other end did not prove itself within {PATIENCE:g} s") from error
+        raise HandshakeError(f"the other end did not prove itself within {TIMEOUT:g} s") from error
     finally:
         connected.settimeout(None)
 

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from oslo_models.deploy.line import Line, spare_core
+from oslo_models.deploy.connection import WorkerConnection, spare_core
 from oslo_models.deploy.messages import (
     Cancel,
     Failure,
@@ -189,7 +189,7 @@ class Worker:
                 result = SentOutput(result)
             self.send(Reply(request.number, result if self.answers or request.gather else None), request.number)
         except BaseException as error:  # noqa: BLE001  everything is reported
-            from oslo_models.pipeline.runner import OtherStageError
+            from oslo_models.pipeline.stage_runner import OtherStageError
 
             secondary = isinstance(error, OtherStageError)
             failure = Failure(request.number, portable(error), traceback.format_exc(), secondary)
@@ -253,7 +253,7 @@ class Worker:
         """A stopping criterion: the application has cancelled the call. All ranks see it at the same token."""
         import torch
 
-        from oslo_models.collectives import all_reduce
+        from oslo_models.distributed.collectives import all_reduce
 
         def stops(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             self.progress += 1
@@ -318,7 +318,7 @@ def main() -> None:
         if (stream := getattr(sys, name)) is not None:
             setattr(sys, name, _Log(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application, which decides what it means
-    line = Line(socket.socket(fileno=int(sys.argv[1])))
+    line = WorkerConnection(socket.socket(fileno=int(sys.argv[1])))
     Worker(line, line.watch).run()
 
 

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oslo_models.collectives import MAX, reduce_fresh
-from oslo_models.layout import Range
-from oslo_models.mesh import Axis
+from oslo_models.distributed.collectives import MAX, reduce_fresh
+from oslo_models.distributed.mesh import Axis
+from oslo_models.sharding.layout import Range
 
 
 @dataclass(frozen=True)
-class Words:
+class VocabShard:
     """Which words this rank knows, and how targets count.
 
     Attributes:
@@ -35,7 +35,7 @@ class Words:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_Nv: Tensor, target_N: Tensor, words: Words) -> Tensor:
+    def forward(ctx: Any, logits_Nv: Tensor, target_N: Tensor, words: VocabShard) -> Tensor:
         start, stop = words.local
         hit, rest = 1.0 - words.smoothing, words.smoothing / words.size
         half = logits_Nv.dtype in (torch.float16, torch.bfloat16)
@@ -68,7 +68,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (made_Nv * grad_N.masked_fill(ignored_N, 0.0).unsqueeze(-1)).to(ctx.dtype), None, None
 
 
-def vocab_parallel_cross_entropy(logits_Nv: Tensor, target_N: Tensor, words: Words) -> Tensor:
+def vocab_parallel_cross_entropy(logits_Nv: Tensor, target_N: Tensor, words: VocabShard) -> Tensor:
     """Cross entropy per token, ``[N]``; zero where the target is ``ignore_index``. Half precision computes in float32.
 
     Two all-reduces of O(N) numbers travel, whatever the vocabulary.

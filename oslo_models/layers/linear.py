@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels.linear import plain_conv1d
-from oslo_models.collectives import copy_to, observed, reduce_fresh, reduce_from
-from oslo_models.layout import Layout
-from oslo_models.mesh import Axis
-from oslo_models.rng import DividedStream
+from oslo_models.distributed.collectives import copy_to, observed, reduce_fresh, reduce_from
+from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.rng import ShardedRngStream
+from oslo_models.sharding.layout import Layout
 
 
-class _Divided(nn.Module):
+class _ShardedModule(nn.Module):
     """What every divided layer knows: its axis, and the random stream of divided activations if dropout is used."""
 
     tp: Axis
-    stream: DividedStream | None
+    stream: ShardedRngStream | None
     weight: Tensor
     bias: Any
     product: ClassVar[Callable[..., Tensor]]
@@ -47,14 +47,14 @@ class _Divided(nn.Module):
         return x
 
 
-class _Column(_Divided):
+class _Column(_ShardedModule):
     """A layer with its outputs divided. Input ``[..., in]`` is replicated, output is ``[..., local_out]``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(self.enter_region(x), self.weight, self.bias)
 
 
-class _Row(_Divided):
+class _Row(_ShardedModule):
     """A layer with its inputs divided. Input ``[..., local_in]``, output ``[..., out]`` replicated."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ class KeyValueParallelLinear(ColumnParallelLinear):
     layouts: dict[str, Layout]
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = SumCopies.apply(self.weight, self.tp, self.layouts["weight"])
-        bias = None if self.bias is None else SumCopies.apply(self.bias, self.tp, self.layouts["bias"])
+        weight = SumReplicatedGrad.apply(self.weight, self.tp, self.layouts["weight"])
+        bias = None if self.bias is None else SumReplicatedGrad.apply(self.bias, self.tp, self.layouts["bias"])
         return self.product(self.enter_region(x), weight, bias)
 
 
@@ -108,7 +108,7 @@ def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
     return summed + bias if torch.is_grad_enabled() and observed() else summed.add_(bias)
 
 
-class SumCopies(torch.autograd.Function):
+class SumReplicatedGrad(torch.autograd.Function):
     """Of a parameter: identity forward; backward sums the gradient over the ranks that hold copies of its elements.
 
     The sum travels in a buffer of the full shape: key-value projections that are replicated are small, and this needs

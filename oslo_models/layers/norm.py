@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oslo_models.collectives import copy_to, reduce_from
-from oslo_models.layers.linear import SumCopies
-from oslo_models.layout import Layout, Units
-from oslo_models.mesh import Axis
+from oslo_models.distributed.collectives import copy_to, reduce_from
+from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.linear import SumReplicatedGrad
+from oslo_models.sharding.layout import EvenSplit, Layout
 
 
 class HeadParallelNorm(nn.Module):
@@ -25,7 +25,7 @@ class HeadParallelNorm(nn.Module):
         for name, param in self._parameters.items():
             if param is not None and (self.layouts[name].dim is None or self.layouts[name].overlaps):
                 # found before the parameter
-                own[name] = SumCopies.apply(getattr(self, name), self.tp, self.layouts[name])
+                own[name] = SumReplicatedGrad.apply(getattr(self, name), self.tp, self.layouts[name])
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -58,7 +58,7 @@ class HeadParallelNorms(nn.Module):
     """
 
     tp: Axis
-    heads: Units
+    heads: EvenSplit
     norms: nn.ModuleList
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,29 +3,21 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import AlbertConfig
 from transformers.models.albert import modeling_albert as hf
 
-from oslo_models.layout import Units
+from oslo_models.modeling.heads import QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 LM_HEAD: Entries = {
     "predictions.dense": Replicated(),
     "predictions.LayerNorm": Norm(),
-    "predictions.decoder": Vocab(),
-    "predictions.bias": Vocab(),
+    "predictions.decoder": VocabParallel(),
+    "predictions.bias": VocabParallel(),
 }
 CLASSIFIER: Entries = {"classifier": Replicated()}
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForPreTraining": {**LM_HEAD, "sop_classifier.classifier": Replicated()},
-    "ForMaskedLM": LM_HEAD,
-    "ForSequenceClassification": CLASSIFIER,
-    "ForMultipleChoice": CLASSIFIER,
-    "ForTokenClassification": CLASSIFIER,
-    "ForQuestionAnswering": {"qa_outputs": Replicated()},
-}
 
 
 class AlbertParallel(BertParallel):
@@ -34,13 +26,13 @@ class AlbertParallel(BertParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
         layer = {
-            **{f"attention.{name}": Column(heads) for name in ("query", "key", "value")},
-            "attention.dense": Row(heads),
+            **{f"attention.{name}": ColumnParallel(heads) for name in ("query", "key", "value")},
+            "attention.dense": RowParallel(heads),
             "attention.LayerNorm": Norm(),
-            "ffn": Column(),
-            "ffn_output": Row(),
+            "ffn": ColumnParallel(),
+            "ffn_output": RowParallel(),
             "full_layer_layer_norm": Norm(),
         }
         block = {f"albert_layers.{i}.{name}": layer[name] for i in range(config.inner_group_num) for name in layer}
@@ -55,4 +47,35 @@ class AlbertParallel(BertParallel):
         )
 
 
-globals().update(family(AlbertParallel, hf, HEADS))
+class AlbertModel(AlbertParallel, hf.AlbertModel):
+    pass
+
+
+class AlbertForPreTraining(AlbertParallel, hf.AlbertForPreTraining):
+    head_plan = {
+        "predictions.dense": Replicated(),
+        "predictions.LayerNorm": Norm(),
+        "predictions.decoder": VocabParallel(),
+        "predictions.bias": VocabParallel(),
+        "sop_classifier.classifier": Replicated(),
+    }
+
+
+class AlbertForMaskedLM(AlbertParallel, hf.AlbertForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class AlbertForSequenceClassification(AlbertParallel, hf.AlbertForSequenceClassification):
+    head_plan = CLASSIFIER
+
+
+class AlbertForMultipleChoice(AlbertParallel, hf.AlbertForMultipleChoice):
+    head_plan = CLASSIFIER
+
+
+class AlbertForTokenClassification(AlbertParallel, hf.AlbertForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class AlbertForQuestionAnswering(AlbertParallel, hf.AlbertForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -1,16 +1,34 @@
 """Arcee: Llama with an MLP that has no gate."""
 
+from transformers import ArceeConfig
 from transformers.models.arcee import modeling_arcee as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.plan import Column, Row
+from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class ArceeParallel(LlamaParallel):
     """How every model of the Arcee family divides."""
 
-    mlp = {"mlp.up_proj": Column(), "mlp.down_proj": Row()}
+    mlp = {"mlp.up_proj": ColumnParallel(), "mlp.down_proj": RowParallel()}
 
 
-globals().update(family(ArceeParallel, hf, DECODER))
+class ArceeModel(ArceeParallel, hf.ArceeModel):
+    pass
+
+
+class ArceeForCausalLM(ArceeParallel, hf.ArceeForCausalLM):
+    head_plan = LM_HEAD
+
+
+class ArceeForSequenceClassification(ArceeParallel, hf.ArceeForSequenceClassification):
+    head_plan = SCORE
+
+
+class ArceeForTokenClassification(ArceeParallel, hf.ArceeForTokenClassification):
+    head_plan = SCORE
+
+
+class ArceeForQuestionAnswering(ArceeParallel, hf.ArceeForQuestionAnswering):
+    head_plan = QA_OUTPUTS

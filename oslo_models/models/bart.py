@@ -2,22 +2,13 @@
 
 from typing import Any, ClassVar
 
+from transformers import BartConfig
 from transformers.models.bart import modeling_bart as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
-
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForConditionalGeneration": {"lm_head": Vocab()},
-    "MTModel": {"lm_head": Vocab()},
-    "ForCausalLM": {"lm_head": Vocab()},
-    "ForSequenceClassification": {f"classification_head.{name}": Replicated() for name in ("dense", "out_proj")},
-    "ForQuestionAnswering": {"qa_outputs": Replicated()},
-}
-DECODER = {"stacks": ("decoder",)}
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class BartParallel(ParallelModel):
@@ -36,19 +27,19 @@ class BartParallel(ParallelModel):
     neutral: ClassVar[dict[str, float]] = {"dropout": 0.0}
 
     @classmethod
-    def block(cls, heads: Units, *attentions: str) -> dict[str, Replicated]:
+    def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
         """The layers of a block with these attentions."""
-        block = {"fc1": Column(), "fc2": Row(), "final_layer_norm": Norm()}
+        block = {"fc1": ColumnParallel(), "fc2": RowParallel(), "final_layer_norm": Norm()}
         for name in attentions:
-            block |= {f"{name}.{side}_proj": Column(heads) for side in "qkv"}
-            block |= {f"{name}.out_proj": Row(heads), f"{name}_layer_norm": Norm()}
+            block |= {f"{name}.{side}_proj": ColumnParallel(heads) for side in "qkv"}
+            block |= {f"{name}.out_proj": RowParallel(heads), f"{name}_layer_norm": Norm()}
         return block
 
     @staticmethod
-    def heads(config: Any, stack: str) -> Units:
+    def heads(config: Any, stack: str) -> EvenSplit:
         """The heads of an attention of the encoder or the decoder."""
         count = getattr(config, f"{stack}_attention_heads")
-        return Units(count, config.d_model // count)
+        return EvenSplit(count, config.d_model // count)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -56,10 +47,14 @@ class BartParallel(ParallelModel):
             "encoder": cls.block(cls.heads(config, "encoder"), "self_attn"),
             "decoder": cls.block(cls.heads(config, "decoder"), "self_attn", "encoder_attn"),
         }
-        before = {"embed_tokens": Vocab(), "embed_positions": Replicated(), **{name: Norm() for name in cls.before}}
+        before = {
+            "embed_tokens": VocabParallel(),
+            "embed_positions": Replicated(),
+            **{name: Norm() for name in cls.before},
+        }
         return Plan(
             embed={
-                **({"shared": Vocab()} if len(cls.stacks) > 1 else {}),
+                **({"shared": VocabParallel()} if len(cls.stacks) > 1 else {}),
                 **{f"{stack}.{name}": entry for stack in cls.stacks for name, entry in before.items()},
             },
             blocks={f"{stack}.layers": blocks[stack] for stack in cls.stacks},
@@ -69,4 +64,22 @@ class BartParallel(ParallelModel):
         )
 
 
-globals().update(family(BartParallel, hf, HEADS, ForCausalLM=DECODER))
+class BartModel(BartParallel, hf.BartModel):
+    pass
+
+
+class BartForConditionalGeneration(BartParallel, hf.BartForConditionalGeneration):
+    head_plan = LM_HEAD
+
+
+class BartForCausalLM(BartParallel, hf.BartForCausalLM):
+    head_plan = LM_HEAD
+    stacks = ("decoder",)
+
+
+class BartForSequenceClassification(BartParallel, hf.BartForSequenceClassification):
+    head_plan = CLASSIFICATION_HEAD
+
+
+class BartForQuestionAnswering(BartParallel, hf.BartForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from transformers import BertConfig
 from transformers.models.bert import modeling_bert as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class BertParallel(ParallelModel):
@@ -19,15 +19,15 @@ class BertParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
-        block = {"intermediate.dense": Column(), "output.dense": Row(), "output.LayerNorm": Norm()}
+        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        block = {"intermediate.dense": ColumnParallel(), "output.dense": RowParallel(), "output.LayerNorm": Norm()}
         crossed = getattr(config, "add_cross_attention", False)
         for attention in ("attention", "crossattention") if crossed else ("attention",):
-            block |= {f"{attention}.self.{name}": Column(heads) for name in ("query", "key", "value")}
-            block |= {f"{attention}.output.dense": Row(heads), f"{attention}.output.LayerNorm": Norm()}
+            block |= {f"{attention}.self.{name}": ColumnParallel(heads) for name in ("query", "key", "value")}
+            block |= {f"{attention}.output.dense": RowParallel(heads), f"{attention}.output.LayerNorm": Norm()}
         tables = {f"embeddings.{name}_embeddings": Replicated() for name in cls.tables}
         return Plan(
-            embed={"embeddings.word_embeddings": Vocab(), **tables, "embeddings.LayerNorm": Norm()},
+            embed={"embeddings.word_embeddings": VocabParallel(), **tables, "embeddings.LayerNorm": Norm()},
             blocks={"encoder.layer": block},
             head={"pooler.dense": Replicated()},
             local={f"{name}.self.all_head_size": heads.local_extent for name in ("attention", "crossattention")},
@@ -39,8 +39,8 @@ class BertParallel(ParallelModel):
 LM_HEAD = {
     "cls.predictions.transform.dense": Replicated(),
     "cls.predictions.transform.LayerNorm": Norm(),
-    "cls.predictions.decoder": Vocab(),
-    "cls.predictions.bias": Vocab(),
+    "cls.predictions.decoder": VocabParallel(),
+    "cls.predictions.bias": VocabParallel(),
 }
 
 
@@ -49,32 +49,32 @@ class BertModel(BertParallel, hf.BertModel):
 
 
 class BertForPreTraining(BertParallel, hf.BertForPreTraining):
-    head = {**LM_HEAD, "cls.seq_relationship": Replicated()}
+    head_plan = {**LM_HEAD, "cls.seq_relationship": Replicated()}
 
 
 class BertLMHeadModel(BertParallel, hf.BertLMHeadModel):
-    head = LM_HEAD
+    head_plan = LM_HEAD
 
 
 class BertForMaskedLM(BertParallel, hf.BertForMaskedLM):
-    head = LM_HEAD
+    head_plan = LM_HEAD
 
 
 class BertForNextSentencePrediction(BertParallel, hf.BertForNextSentencePrediction):
-    head = {"cls.seq_relationship": Replicated()}
+    head_plan = {"cls.seq_relationship": Replicated()}
 
 
 class BertForSequenceClassification(BertParallel, hf.BertForSequenceClassification):
-    head = {"classifier": Replicated()}
+    head_plan = {"classifier": Replicated()}
 
 
 class BertForMultipleChoice(BertParallel, hf.BertForMultipleChoice):
-    head = {"classifier": Replicated()}
+    head_plan = {"classifier": Replicated()}
 
 
 class BertForTokenClassification(BertParallel, hf.BertForTokenClassification):
-    head = {"classifier": Replicated()}
+    head_plan = {"classifier": Replicated()}
 
 
 class BertForQuestionAnswering(BertParallel, hf.BertForQuestionAnswering):
-    head = {"qa_outputs": Replicated()}
+    head_plan = {"qa_outputs": Replicated()}

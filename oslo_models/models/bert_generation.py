@@ -1,12 +1,10 @@
 """BERT generation: BERT without types of tokens, as an encoder or a decoder."""
 
+from transformers import BertGenerationConfig
 from transformers.models.bert_generation import modeling_bert_generation as hf
 
 from oslo_models.models.bert import BertParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Vocab
-
-HEADS = {"Encoder": {}, "Decoder": {"lm_head.decoder": Vocab(), "lm_head.bias": Vocab()}}
+from oslo_models.sharding.plan import VocabParallel
 
 
 class BertGenerationParallel(BertParallel):
@@ -15,4 +13,9 @@ class BertGenerationParallel(BertParallel):
     tables = ("position",)
 
 
-globals().update(family(BertGenerationParallel, hf, HEADS))
+class BertGenerationEncoder(BertGenerationParallel, hf.BertGenerationEncoder):
+    pass
+
+
+class BertGenerationDecoder(BertGenerationParallel, hf.BertGenerationDecoder):
+    head_plan = {"lm_head.decoder": VocabParallel(), "lm_head.bias": VocabParallel()}

@@ -3,21 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import BigBirdConfig
 from transformers.models.big_bird import modeling_big_bird as hf
 
+from oslo_models.modeling.family import replicated_attention
+from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER
 from oslo_models.models.bert import LM_HEAD, BertParallel
-from oslo_models.models.family import family, whole_attention
-from oslo_models.models.roberta import HEADS as ROBERTA
-from oslo_models.plan import Entries, Norm, Plan, Replicated
-
-QA: Entries = {f"qa_classifier.{name}": Replicated() for name in ("intermediate.dense", "output.dense", "qa_outputs")}
-HEADS: dict[str, Entries] = {
-    **ROBERTA,
-    "ForPreTraining": {**LM_HEAD, "cls.seq_relationship": Replicated()},
-    "ForCausalLM": LM_HEAD,
-    "ForMaskedLM": LM_HEAD,
-    "ForQuestionAnswering": {**QA, "qa_classifier.output.LayerNorm": Norm()},
-}
+from oslo_models.sharding.plan import Norm, Plan, Replicated, VocabParallel
 
 
 class BigBirdParallel(BertParallel):
@@ -30,7 +22,47 @@ class BigBirdParallel(BertParallel):
         if config.attention_type == "original_full":
             return plan
         reason = "with attention_type='block_sparse', it lengthens its input to whole blocks"
-        return replace(whole_attention(plan), one_stage=reason)
+        return replace(replicated_attention(plan), one_stage=reason)
 
 
-globals().update(family(BigBirdParallel, hf, HEADS))
+class BigBirdModel(BigBirdParallel, hf.BigBirdModel):
+    pass
+
+
+class BigBirdForCausalLM(BigBirdParallel, hf.BigBirdForCausalLM):
+    head_plan = LM_HEAD
+
+
+class BigBirdForMaskedLM(BigBirdParallel, hf.BigBirdForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class BigBirdForSequenceClassification(BigBirdParallel, hf.BigBirdForSequenceClassification):
+    head_plan = DENSE_CLASSIFIER
+
+
+class BigBirdForMultipleChoice(BigBirdParallel, hf.BigBirdForMultipleChoice):
+    head_plan = CLASSIFIER
+
+
+class BigBirdForTokenClassification(BigBirdParallel, hf.BigBirdForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class BigBirdForQuestionAnswering(BigBirdParallel, hf.BigBirdForQuestionAnswering):
+    head_plan = {
+        "qa_classifier.intermediate.dense": Replicated(),
+        "qa_classifier.output.dense": Replicated(),
+        "qa_classifier.qa_outputs": Replicated(),
+        "qa_classifier.output.LayerNorm": Norm(),
+    }
+
+
+class BigBirdForPreTraining(BigBirdParallel, hf.BigBirdForPreTraining):
+    head_plan = {
+        "cls.predictions.transform.dense": Replicated(),
+        "cls.predictions.transform.LayerNorm": Norm(),
+        "cls.predictions.decoder": VocabParallel(),
+        "cls.predictions.bias": VocabParallel(),
+        "cls.seq_relationship": Replicated(),
+    }

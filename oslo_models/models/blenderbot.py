@@ -1,9 +1,10 @@
 """Blenderbot: BART with norms before attention and MLP."""
 
+from transformers import BlenderbotConfig
 from transformers.models.blenderbot import modeling_blenderbot as hf
 
-from oslo_models.models.bart import DECODER, HEADS, BartParallel
-from oslo_models.models.family import family
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.bart import BartParallel
 
 
 class BlenderbotParallel(BartParallel):
@@ -13,4 +14,14 @@ class BlenderbotParallel(BartParallel):
     after = ("layer_norm",)
 
 
-globals().update(family(BlenderbotParallel, hf, HEADS, ForCausalLM=DECODER))
+class BlenderbotModel(BlenderbotParallel, hf.BlenderbotModel):
+    pass
+
+
+class BlenderbotForConditionalGeneration(BlenderbotParallel, hf.BlenderbotForConditionalGeneration):
+    head_plan = LM_HEAD
+
+
+class BlenderbotForCausalLM(BlenderbotParallel, hf.BlenderbotForCausalLM):
+    head_plan = LM_HEAD
+    stacks = ("decoder",)

@@ -1,13 +1,24 @@
 """Blenderbot, the small one: BART."""
 
+from transformers import BlenderbotSmallConfig
 from transformers.models.blenderbot_small import modeling_blenderbot_small as hf
 
-from oslo_models.models.bart import DECODER, HEADS, BartParallel
-from oslo_models.models.family import family
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.bart import BartParallel
 
 
 class BlenderbotSmallParallel(BartParallel):
     """How every model of the Blenderbot-small family divides."""
 
 
-globals().update(family(BlenderbotSmallParallel, hf, HEADS, ForCausalLM=DECODER))
+class BlenderbotSmallModel(BlenderbotSmallParallel, hf.BlenderbotSmallModel):
+    pass
+
+
+class BlenderbotSmallForConditionalGeneration(BlenderbotSmallParallel, hf.BlenderbotSmallForConditionalGeneration):
+    head_plan = LM_HEAD
+
+
+class BlenderbotSmallForCausalLM(BlenderbotSmallParallel, hf.BlenderbotSmallForCausalLM):
+    head_plan = LM_HEAD
+    stacks = ("decoder",)

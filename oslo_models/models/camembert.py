@@ -1,13 +1,39 @@
 """CamemBERT: RoBERTa for French."""
 
+from transformers import CamembertConfig
 from transformers.models.camembert import modeling_camembert as hf
 
-from oslo_models.models.family import family
-from oslo_models.models.roberta import HEADS, RobertaParallel
+from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
+from oslo_models.models.roberta import LM_HEAD, RobertaParallel
 
 
 class CamembertParallel(RobertaParallel):
     """How every model of the CamemBERT family divides."""
 
 
-globals().update(family(CamembertParallel, hf, HEADS))
+class CamembertModel(CamembertParallel, hf.CamembertModel):
+    pass
+
+
+class CamembertForCausalLM(CamembertParallel, hf.CamembertForCausalLM):
+    head_plan = LM_HEAD
+
+
+class CamembertForMaskedLM(CamembertParallel, hf.CamembertForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class CamembertForSequenceClassification(CamembertParallel, hf.CamembertForSequenceClassification):
+    head_plan = DENSE_CLASSIFIER
+
+
+class CamembertForMultipleChoice(CamembertParallel, hf.CamembertForMultipleChoice):
+    head_plan = CLASSIFIER
+
+
+class CamembertForTokenClassification(CamembertParallel, hf.CamembertForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class CamembertForQuestionAnswering(CamembertParallel, hf.CamembertForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -2,31 +2,16 @@
 
 from typing import Any, ClassVar
 
+from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 from transformers import initialization as init
 from transformers.models.clip import modeling_clip as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 VISION, TEXT = "vision_model", "text_model"
 VISUAL: Entries = {f"{VISION}.post_layernorm": Norm(), "visual_projection": Replicated()}
-HEADS: dict[str, Entries] = {
-    "Model": {**VISUAL, "text_projection": Replicated(), "logit_scale": Replicated()},
-    "TextModel": {},
-    "TextModelWithProjection": {"text_projection": Replicated()},
-    "VisionModel": {"post_layernorm": Norm()},
-    "VisionModelWithProjection": VISUAL,
-    "ForImageClassification": {f"{VISION}.post_layernorm": Norm(), "classifier": Replicated()},
-}
-TOWERS: dict[str, dict[str, Any]] = {
-    "TextModel": {"towers": {TEXT: ""}},
-    "TextModelWithProjection": {"towers": {TEXT: ""}},
-    "VisionModel": {"towers": {VISION: ""}},
-    "VisionModelWithProjection": {"towers": {VISION: ""}},
-    "ForImageClassification": {"towers": {VISION: f"{VISION}."}},
-}
 
 
 class CLIPParallel(ParallelModel):
@@ -40,7 +25,7 @@ class CLIPParallel(ParallelModel):
     loss_inputs = ("return_loss",)
 
     def initialize_constructed(self) -> None:
-        if "logit_scale" in type(self).head:
+        if "logit_scale" in type(self).head_plan:
             init.constant_(self.logit_scale, self.config.logit_scale_init_value)
 
     @classmethod
@@ -49,18 +34,18 @@ class CLIPParallel(ParallelModel):
         blocks, head, positions = {}, {}, {}
         for tower, path in cls.towers.items():
             own = getattr(config, tower.replace("model", "config"), config)
-            heads = Units(own.num_attention_heads, own.hidden_size // own.num_attention_heads)
+            heads = EvenSplit(own.num_attention_heads, own.hidden_size // own.num_attention_heads)
             stack = f"{path}encoder.layers"
             blocks[stack] = {
                 "layer_norm1": Norm(),
-                **{f"self_attn.{name}_proj": Column(heads) for name in "qkv"},
-                "self_attn.out_proj": Row(heads),
+                **{f"self_attn.{name}_proj": ColumnParallel(heads) for name in "qkv"},
+                "self_attn.out_proj": RowParallel(heads),
                 "layer_norm2": Norm(),
-                "mlp.fc1": Column(),
-                "mlp.fc2": Row(),
+                "mlp.fc1": ColumnParallel(),
+                "mlp.fc2": RowParallel(),
             }
             if tower == TEXT:
-                tables = {"token_embedding": Vocab(), "position_embedding": Replicated()}
+                tables = {"token_embedding": VocabParallel(), "position_embedding": Replicated()}
                 embed |= {f"{path}embeddings.{name}": entry for name, entry in tables.items()}
                 head[f"{path}final_layer_norm"] = Norm()
             else:
@@ -75,4 +60,35 @@ def _patches(shape: Any, side: int) -> tuple[int, int]:
     return rows, 1 + (height // side) * (width // side)
 
 
-globals().update(family(CLIPParallel, hf, HEADS, Model={"has_loss_of_rows": False}, **TOWERS))
+class CLIPModel(CLIPParallel, hf.CLIPModel):
+    head_plan = {
+        "vision_model.post_layernorm": Norm(),
+        "visual_projection": Replicated(),
+        "text_projection": Replicated(),
+        "logit_scale": Replicated(),
+    }
+    loss_is_mean = False
+
+
+class CLIPTextModel(CLIPParallel, hf.CLIPTextModel):
+    towers = {"text_model": ""}
+
+
+class CLIPTextModelWithProjection(CLIPParallel, hf.CLIPTextModelWithProjection):
+    head_plan = {"text_projection": Replicated()}
+    towers = {"text_model": ""}
+
+
+class CLIPVisionModel(CLIPParallel, hf.CLIPVisionModel):
+    head_plan = {"post_layernorm": Norm()}
+    towers = {"vision_model": ""}
+
+
+class CLIPVisionModelWithProjection(CLIPParallel, hf.CLIPVisionModelWithProjection):
+    head_plan = VISUAL
+    towers = {"vision_model": ""}
+
+
+class CLIPForImageClassification(CLIPParallel, hf.CLIPForImageClassification):
+    head_plan = {"vision_model.post_layernorm": Norm(), "classifier": Replicated()}
+    towers = {"vision_model": "vision_model."}

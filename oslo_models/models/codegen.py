@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from transformers import CodeGenConfig
 from transformers.models.codegen import modeling_codegen as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import DECODER, family
-from oslo_models.plan import Column, Norm, Plan, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
 
 
 class CodeGenParallel(ParallelModel):
@@ -15,16 +16,16 @@ class CodeGenParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.n_head // 4, config.n_embd // config.n_head)  # of each part
+        heads = EvenSplit(config.n_head // 4, config.n_embd // config.n_head)  # of each part
         block = {
             "ln_1": Norm(),
-            "attn.qkv_proj": Column(*[heads] * 12),
-            "attn.out_proj": Row(*[heads] * 4),
-            "mlp.fc_in": Column(),
-            "mlp.fc_out": Row(),
+            "attn.qkv_proj": ColumnParallel(*[heads] * 12),
+            "attn.out_proj": RowParallel(*[heads] * 4),
+            "mlp.fc_in": ColumnParallel(),
+            "mlp.fc_out": RowParallel(),
         }
         return Plan(
-            embed={"wte": Vocab()},
+            embed={"wte": VocabParallel()},
             blocks={"h": block},
             head={"ln_f": Norm()},
             local={"attn.num_attention_heads": lambda n, rank: 4 * heads.local_count(n, rank)},
@@ -32,4 +33,9 @@ class CodeGenParallel(ParallelModel):
         )
 
 
-globals().update(family(CodeGenParallel, hf, DECODER))
+class CodeGenModel(CodeGenParallel, hf.CodeGenModel):
+    pass
+
+
+class CodeGenForCausalLM(CodeGenParallel, hf.CodeGenForCausalLM):
+    head_plan = LM_HEAD

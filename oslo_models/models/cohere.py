@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import CohereConfig
 from transformers.models.cohere import modeling_cohere as hf
 
-from oslo_models.layout import GroupedHeads
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.plan import Entries, HeadNorm
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import Entries, HeadNorm
 
 
 class CohereParallel(LlamaParallel):
@@ -25,4 +26,9 @@ class CohereParallel(LlamaParallel):
         return entries
 
 
-globals().update(family(CohereParallel, hf, DECODER))
+class CohereModel(CohereParallel, hf.CohereModel):
+    pass
+
+
+class CohereForCausalLM(CohereParallel, hf.CohereForCausalLM):
+    head_plan = LM_HEAD

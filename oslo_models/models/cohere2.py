@@ -1,8 +1,9 @@
 """Cohere 2: Cohere of which most blocks attend to a window."""
 
+from transformers import Cohere2Config
 from transformers.models.cohere2 import modeling_cohere2 as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -12,4 +13,9 @@ class Cohere2Parallel(LlamaParallel):
     norms = ("input_layernorm",)
 
 
-globals().update(family(Cohere2Parallel, hf, DECODER))
+class Cohere2Model(Cohere2Parallel, hf.Cohere2Model):
+    pass
+
+
+class Cohere2ForCausalLM(Cohere2Parallel, hf.Cohere2ForCausalLM):
+    head_plan = LM_HEAD

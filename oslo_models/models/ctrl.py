@@ -2,18 +2,13 @@
 
 from typing import Any
 
+from transformers import CTRLConfig
 from transformers.models.ctrl import modeling_ctrl as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
-
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "LMHeadModel": {"lm_head": Vocab()},
-    "ForSequenceClassification": {"classifier": Replicated()},
-}
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class CTRLParallel(ParallelModel):
@@ -21,17 +16,17 @@ class CTRLParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.n_head, config.n_embd // config.n_head)
+        heads = EvenSplit(config.n_head, config.n_embd // config.n_head)
         block = {
-            **{f"multi_head_attention.{name}": Column(heads) for name in ("Wq", "Wk", "Wv")},
-            "multi_head_attention.dense": Row(heads),
-            "ffn.0": Column(),
-            "ffn.2": Row(),
+            **{f"multi_head_attention.{name}": ColumnParallel(heads) for name in ("Wq", "Wk", "Wv")},
+            "multi_head_attention.dense": RowParallel(heads),
+            "ffn.0": ColumnParallel(),
+            "ffn.2": RowParallel(),
             "layernorm1": Norm(),
             "layernorm2": Norm(),
         }
         return Plan(
-            embed={"w": Vocab(), "pos_encoding": Replicated()},
+            embed={"w": VocabParallel(), "pos_encoding": Replicated()},
             blocks={"h": block},
             head={"layernorm": Norm()},
             optional=("pos_encoding",),  # a buffer
@@ -40,4 +35,13 @@ class CTRLParallel(ParallelModel):
         )
 
 
-globals().update(family(CTRLParallel, hf, HEADS))
+class CTRLModel(CTRLParallel, hf.CTRLModel):
+    pass
+
+
+class CTRLLMHeadModel(CTRLParallel, hf.CTRLLMHeadModel):
+    head_plan = LM_HEAD
+
+
+class CTRLForSequenceClassification(CTRLParallel, hf.CTRLForSequenceClassification):
+    head_plan = CLASSIFIER

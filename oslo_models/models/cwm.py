@@ -1,8 +1,9 @@
 """CWM: Llama of which most blocks attend to a window."""
 
+from transformers import CwmConfig
 from transformers.models.cwm import modeling_cwm as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -10,4 +11,9 @@ class CwmParallel(LlamaParallel):
     """How every model of the CWM family divides."""
 
 
-globals().update(family(CwmParallel, hf, DECODER))
+class CwmModel(CwmParallel, hf.CwmModel):
+    pass
+
+
+class CwmForCausalLM(CwmParallel, hf.CwmForCausalLM):
+    head_plan = LM_HEAD

@@ -4,21 +4,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from transformers import DebertaV2Config
 from transformers.models.deberta_v2 import modeling_deberta_v2 as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.deberta import HEADS, DebertaParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Norm, Plan, Replicated
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
+from oslo_models.models.bert import LM_HEAD
+from oslo_models.models.deberta import DebertaParallel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated
 
 
 class DebertaV2Parallel(DebertaParallel):
     """How every model of the DeBERTa-v2 family divides."""
 
     @classmethod
-    def projections(cls, heads: Units) -> Mapping[str, Column]:
+    def projections(cls, heads: EvenSplit) -> Mapping[str, ColumnParallel]:
         names = ("query_proj", "key_proj", "value_proj", "pos_key_proj", "pos_query_proj")
-        return dict.fromkeys(names, Column(heads))
+        return dict.fromkeys(names, ColumnParallel(heads))
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -33,4 +35,25 @@ class DebertaV2Parallel(DebertaParallel):
         )
 
 
-globals().update(family(DebertaV2Parallel, hf, HEADS))
+class DebertaV2Model(DebertaV2Parallel, hf.DebertaV2Model):
+    pass
+
+
+class DebertaV2ForMaskedLM(DebertaV2Parallel, hf.DebertaV2ForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class DebertaV2ForSequenceClassification(DebertaV2Parallel, hf.DebertaV2ForSequenceClassification):
+    head_plan = {"pooler.dense": Replicated(), "classifier": Replicated()}
+
+
+class DebertaV2ForMultipleChoice(DebertaV2Parallel, hf.DebertaV2ForMultipleChoice):
+    head_plan = {"pooler.dense": Replicated(), "classifier": Replicated()}
+
+
+class DebertaV2ForTokenClassification(DebertaV2Parallel, hf.DebertaV2ForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class DebertaV2ForQuestionAnswering(DebertaV2Parallel, hf.DebertaV2ForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -1,9 +1,11 @@
 """DeiT: ViT with a second position that stands for the image, by which it learns from a teacher."""
 
+from transformers import DeiTConfig
 from transformers.models.deit import modeling_deit as hf
 
-from oslo_models.models.family import family
-from oslo_models.models.vit import HEADS, MASKED, ViTParallel
+from oslo_models.modeling.heads import CLASSIFIER
+from oslo_models.models.vit import ViTParallel
+from oslo_models.sharding.plan import Replicated
 
 
 class DeiTParallel(ViTParallel):
@@ -12,4 +14,19 @@ class DeiTParallel(ViTParallel):
     extra = 2
 
 
-globals().update(family(DeiTParallel, hf, HEADS, ForMaskedImageModeling=MASKED))
+class DeiTModel(DeiTParallel, hf.DeiTModel):
+    pass
+
+
+class DeiTForImageClassification(DeiTParallel, hf.DeiTForImageClassification):
+    head_plan = CLASSIFIER
+
+
+class DeiTForMaskedImageModeling(DeiTParallel, hf.DeiTForMaskedImageModeling):
+    head_plan = {"decoder": Replicated()}
+    loss_inputs = ("bool_masked_pos",)
+    loss_is_mean = False
+
+
+class DeiTForImageClassificationWithTeacher(DeiTParallel, hf.DeiTForImageClassificationWithTeacher):
+    head_plan = {"cls_classifier": Replicated(), "distillation_classifier": Replicated()}

@@ -2,41 +2,30 @@
 
 from typing import Any
 
+from transformers import DetrConfig
 from transformers.models.detr import modeling_detr as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row
-
-OBJECTS = ("class_labels_classifier", "bbox_predictor")
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForObjectDetection": {name: Replicated() for name in OBJECTS},
-    "ForSegmentation": {
-        **{f"detr.{name}": Replicated() for name in OBJECTS},
-        **{name: Replicated() for name in ("mask_head", "bbox_attention")},
-    },
-}
-SEGMENTATION = {"_prefix": lambda model: "detr.model."}  # around the model that detects
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 
 
 class DetrParallel(ParallelModel):
     """How every model of the DETR family divides."""
 
     @staticmethod
-    def block(heads: Units, *attentions: str) -> Entries:
+    def block(heads: EvenSplit, *attentions: str) -> Entries:
         """The layers of a block with these attentions."""
-        block = {"mlp.fc1": Column(), "mlp.fc2": Row(), "final_layer_norm": Norm()}
+        block = {"mlp.fc1": ColumnParallel(), "mlp.fc2": RowParallel(), "final_layer_norm": Norm()}
         for name in attentions:
-            block |= {f"{name}.{side}_proj": Column(heads) for side in "qkv"}
-            block |= {f"{name}.o_proj": Row(heads), f"{name}_layer_norm": Norm()}
+            block |= {f"{name}.{side}_proj": ColumnParallel(heads) for side in "qkv"}
+            block |= {f"{name}.o_proj": RowParallel(heads), f"{name}_layer_norm": Norm()}
         return block
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         encoder, decoder = (
-            Units(count, config.d_model // count)
+            EvenSplit(count, config.d_model // count)
             for count in (config.encoder_attention_heads, config.decoder_attention_heads)
         )
         images = ("backbone", "input_projection", "position_embedding", "query_position_embeddings")
@@ -51,4 +40,21 @@ class DetrParallel(ParallelModel):
         )
 
 
-globals().update(family(DetrParallel, hf, HEADS, ForSegmentation=SEGMENTATION))
+class DetrModel(DetrParallel, hf.DetrModel):
+    pass
+
+
+class DetrForObjectDetection(DetrParallel, hf.DetrForObjectDetection):
+    head_plan = {"class_labels_classifier": Replicated(), "bbox_predictor": Replicated()}
+
+
+class DetrForSegmentation(DetrParallel, hf.DetrForSegmentation):
+    head_plan = {
+        "detr.class_labels_classifier": Replicated(),
+        "detr.bbox_predictor": Replicated(),
+        "mask_head": Replicated(),
+        "bbox_attention": Replicated(),
+    }
+
+    def _prefix(self) -> str:
+        return "detr.model."  # around the model that detects

@@ -2,22 +2,15 @@
 
 from typing import Any
 
+from transformers import DistilBertConfig
 from transformers.models.distilbert import modeling_distilbert as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import QA_OUTPUTS
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 CLASSIFIER: Entries = {"pre_classifier": Replicated(), "classifier": Replicated()}
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForMaskedLM": {"vocab_transform": Replicated(), "vocab_layer_norm": Norm(), "vocab_projector": Vocab()},
-    "ForSequenceClassification": CLASSIFIER,
-    "ForMultipleChoice": CLASSIFIER,
-    "ForTokenClassification": {"classifier": Replicated()},
-    "ForQuestionAnswering": {"qa_outputs": Replicated()},
-}
 
 
 class DistilBertParallel(ParallelModel):
@@ -25,16 +18,16 @@ class DistilBertParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.n_heads, config.dim // config.n_heads)
+        heads = EvenSplit(config.n_heads, config.dim // config.n_heads)
         block = {
-            **{f"attention.{name}_lin": Column(heads) for name in "qkv"},
-            "attention.out_lin": Row(heads),
+            **{f"attention.{name}_lin": ColumnParallel(heads) for name in "qkv"},
+            "attention.out_lin": RowParallel(heads),
             "sa_layer_norm": Norm(),
-            "ffn.lin1": Column(),
-            "ffn.lin2": Row(),
+            "ffn.lin1": ColumnParallel(),
+            "ffn.lin2": RowParallel(),
             "output_layer_norm": Norm(),
         }
-        tables = {"embeddings.word_embeddings": Vocab(), "embeddings.position_embeddings": Replicated()}
+        tables = {"embeddings.word_embeddings": VocabParallel(), "embeddings.position_embeddings": Replicated()}
         return Plan(
             embed={**tables, "embeddings.LayerNorm": Norm()},
             blocks={"transformer.layer": block},
@@ -43,4 +36,25 @@ class DistilBertParallel(ParallelModel):
         )
 
 
-globals().update(family(DistilBertParallel, hf, HEADS))
+class DistilBertModel(DistilBertParallel, hf.DistilBertModel):
+    pass
+
+
+class DistilBertForMaskedLM(DistilBertParallel, hf.DistilBertForMaskedLM):
+    head_plan = {"vocab_transform": Replicated(), "vocab_layer_norm": Norm(), "vocab_projector": VocabParallel()}
+
+
+class DistilBertForSequenceClassification(DistilBertParallel, hf.DistilBertForSequenceClassification):
+    head_plan = CLASSIFIER
+
+
+class DistilBertForMultipleChoice(DistilBertParallel, hf.DistilBertForMultipleChoice):
+    head_plan = CLASSIFIER
+
+
+class DistilBertForTokenClassification(DistilBertParallel, hf.DistilBertForTokenClassification):
+    head_plan = {"classifier": Replicated()}
+
+
+class DistilBertForQuestionAnswering(DistilBertParallel, hf.DistilBertForQuestionAnswering):
+    head_plan = QA_OUTPUTS

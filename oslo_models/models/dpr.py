@@ -3,18 +3,11 @@
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from transformers import DPRConfig
 from transformers.models.dpr import modeling_dpr as hf
 
 from oslo_models.models.bert import BertParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Entries, Plan, Replicated
-
-WHERE = {"ContextEncoder": "ctx_encoder", "QuestionEncoder": "question_encoder", "Reader": "span_predictor.encoder"}
-HEADS: dict[str, Entries] = {name: {f"{where}.encode_proj": Replicated()} for name, where in WHERE.items()}
-HEADS["Reader"] = {
-    **HEADS["Reader"],
-    **{f"span_predictor.{name}": Replicated() for name in ("qa_outputs", "qa_classifier")},
-}
+from oslo_models.sharding.plan import Plan, Replicated
 
 
 class DPRParallel(BertParallel):
@@ -30,4 +23,20 @@ class DPRParallel(BertParallel):
         return f"{self.where}.bert_model."
 
 
-globals().update(family(DPRParallel, hf, HEADS, **{name: {"where": where} for name, where in WHERE.items()}))
+class DPRContextEncoder(DPRParallel, hf.DPRContextEncoder):
+    head_plan = {"ctx_encoder.encode_proj": Replicated()}
+    where = "ctx_encoder"
+
+
+class DPRQuestionEncoder(DPRParallel, hf.DPRQuestionEncoder):
+    head_plan = {"question_encoder.encode_proj": Replicated()}
+    where = "question_encoder"
+
+
+class DPRReader(DPRParallel, hf.DPRReader):
+    head_plan = {
+        "span_predictor.encoder.encode_proj": Replicated(),
+        "span_predictor.qa_outputs": Replicated(),
+        "span_predictor.qa_classifier": Replicated(),
+    }
+    where = "span_predictor.encoder"

@@ -3,24 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import ElectraConfig
 from transformers.models.electra import modeling_electra as hf
 
+from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.models.family import family
-from oslo_models.models.roberta import HEADS as ROBERTA
-from oslo_models.plan import Entries, Norm, Plan, Replicated, Vocab
+from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, VocabParallel
 
 LM_HEAD: Entries = {
     "generator_predictions.LayerNorm": Norm(),
     "generator_predictions.dense": Replicated(),
-    "generator_lm_head": Vocab(),
-}
-HEADS: dict[str, Entries] = {
-    **ROBERTA,
-    "ForCausalLM": LM_HEAD,
-    "ForMaskedLM": LM_HEAD,
-    "ForPreTraining": {f"discriminator_predictions.{name}": Replicated() for name in ("dense", "dense_prediction")},
-    "ForMultipleChoice": {"sequence_summary.summary": Replicated(), "classifier": Replicated()},
+    "generator_lm_head": VocabParallel(),
 }
 
 
@@ -34,4 +27,36 @@ class ElectraParallel(BertParallel):
         return replace(plan, embed={**plan.embed, "embeddings_project": Replicated()}, head={}, optional=optional)
 
 
-globals().update(family(ElectraParallel, hf, HEADS))
+class ElectraModel(ElectraParallel, hf.ElectraModel):
+    pass
+
+
+class ElectraForCausalLM(ElectraParallel, hf.ElectraForCausalLM):
+    head_plan = LM_HEAD
+
+
+class ElectraForMaskedLM(ElectraParallel, hf.ElectraForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class ElectraForSequenceClassification(ElectraParallel, hf.ElectraForSequenceClassification):
+    head_plan = DENSE_CLASSIFIER
+
+
+class ElectraForMultipleChoice(ElectraParallel, hf.ElectraForMultipleChoice):
+    head_plan = {"sequence_summary.summary": Replicated(), "classifier": Replicated()}
+
+
+class ElectraForTokenClassification(ElectraParallel, hf.ElectraForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class ElectraForQuestionAnswering(ElectraParallel, hf.ElectraForQuestionAnswering):
+    head_plan = QA_OUTPUTS
+
+
+class ElectraForPreTraining(ElectraParallel, hf.ElectraForPreTraining):
+    head_plan = {
+        "discriminator_predictions.dense": Replicated(),
+        "discriminator_predictions.dense_prediction": Replicated(),
+    }

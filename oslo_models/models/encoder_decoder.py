@@ -2,13 +2,13 @@
 
 from typing import Any
 
+from transformers import EncoderDecoderConfig
 from transformers.models.encoder_decoder import modeling_encoder_decoder as hf
 
 from oslo_models.auto import AutoModel, AutoModelForCausalLM
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.composed import part
-from oslo_models.models.family import family
-from oslo_models.plan import Plan, Replicated
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.composite import part
+from oslo_models.sharding.plan import Plan, Replicated
 
 DECODED = {"attentions": "decoder_attentions", "cross_attentions": "cross_attentions"}
 
@@ -25,4 +25,5 @@ class EncoderDecoderParallel(ParallelModel):
         return reads | part("decoder", decoder, config.decoder, DECODED) | between
 
 
-globals().update(family(EncoderDecoderParallel, hf, {"Model": {}}))
+class EncoderDecoderModel(EncoderDecoderParallel, hf.EncoderDecoderModel):
+    pass

@@ -1,13 +1,19 @@
 """ERNIE 4.5: Llama with interleaved rotary positions."""
 
+from transformers import Ernie4_5Config
 from transformers.models.ernie4_5 import modeling_ernie4_5 as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 
 
-class Ernie4_5Parallel(LlamaParallel):  # noqa: N801  transformers' name
+class Ernie4_5Parallel(LlamaParallel):
     """How every model of the ERNIE 4.5 family divides."""
 
 
-globals().update(family(Ernie4_5Parallel, hf, DECODER))
+class Ernie4_5Model(Ernie4_5Parallel, hf.Ernie4_5Model):
+    pass
+
+
+class Ernie4_5ForCausalLM(Ernie4_5Parallel, hf.Ernie4_5ForCausalLM):
+    head_plan = LM_HEAD

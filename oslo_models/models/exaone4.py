@@ -1,8 +1,9 @@
 """EXAONE 4: norms after attention and MLP, and of each query and key head."""
 
+from transformers import Exaone4Config
 from transformers.models.exaone4 import modeling_exaone4 as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -13,4 +14,21 @@ class Exaone4Parallel(LlamaParallel):
     head_norms = ("self_attn.q_norm", "self_attn.k_norm")
 
 
-globals().update(family(Exaone4Parallel, hf, DECODER))
+class Exaone4Model(Exaone4Parallel, hf.Exaone4Model):
+    pass
+
+
+class Exaone4ForCausalLM(Exaone4Parallel, hf.Exaone4ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class Exaone4ForSequenceClassification(Exaone4Parallel, hf.Exaone4ForSequenceClassification):
+    head_plan = SCORE
+
+
+class Exaone4ForTokenClassification(Exaone4Parallel, hf.Exaone4ForTokenClassification):
+    head_plan = SCORE
+
+
+class Exaone4ForQuestionAnswering(Exaone4Parallel, hf.Exaone4ForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -2,14 +2,13 @@
 
 from typing import Any
 
+from transformers import FalconConfig
 from transformers.models.falcon import modeling_falcon as hf
 
-from oslo_models.layout import GroupedHeads
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import DECODER, family
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
-
-HEADS = {**DECODER, "ForTokenClassification": {"classifier": Replicated()}}
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
 
 
 class FalconParallel(ParallelModel):
@@ -21,19 +20,19 @@ class FalconParallel(ParallelModel):
         one_each = count if not config.multi_query else 1
         heads = GroupedHeads(count, config.num_kv_heads if grouped else one_each, config.hidden_size // count)
         if grouped or not config.multi_query:
-            qkv = Column(*heads.interleaved)
+            qkv = ColumnParallel(*heads.interleaved)
         else:
-            qkv = Column(heads.query, heads.key_value, heads.key_value)
+            qkv = ColumnParallel(heads.query, heads.key_value, heads.key_value)
         norms = ("input_layernorm", "post_attention_layernorm", "ln_attn", "ln_mlp")
         block = {
             **{name: Norm() for name in norms},
             "self_attention.query_key_value": qkv,
-            "self_attention.dense": Row(heads.query),
-            "mlp.dense_h_to_4h": Column(),
-            "mlp.dense_4h_to_h": Row(),
+            "self_attention.dense": RowParallel(heads.query),
+            "mlp.dense_h_to_4h": ColumnParallel(),
+            "mlp.dense_4h_to_h": RowParallel(),
         }
         return Plan(
-            embed={"word_embeddings": Vocab()},
+            embed={"word_embeddings": VocabParallel()},
             blocks={"h": block},
             head={"ln_f": Norm()},
             local={
@@ -45,4 +44,21 @@ class FalconParallel(ParallelModel):
         )
 
 
-globals().update(family(FalconParallel, hf, HEADS))
+class FalconModel(FalconParallel, hf.FalconModel):
+    pass
+
+
+class FalconForCausalLM(FalconParallel, hf.FalconForCausalLM):
+    head_plan = LM_HEAD
+
+
+class FalconForSequenceClassification(FalconParallel, hf.FalconForSequenceClassification):
+    head_plan = SCORE
+
+
+class FalconForTokenClassification(FalconParallel, hf.FalconForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class FalconForQuestionAnswering(FalconParallel, hf.FalconForQuestionAnswering):
+    head_plan = QA_OUTPUTS

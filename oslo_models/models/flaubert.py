@@ -1,13 +1,47 @@
 """FlauBERT: XLM for French."""
 
+from transformers import FlaubertConfig
 from transformers.models.flaubert import modeling_flaubert as hf
 
-from oslo_models.models.family import family
-from oslo_models.models.xlm import HEADS, XLMParallel
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
+from oslo_models.models.xlm import XLMParallel
+from oslo_models.sharding.plan import Norm, Replicated, VocabParallel
 
 
 class FlaubertParallel(XLMParallel):
     """How every model of the FlauBERT family divides."""
 
 
-globals().update(family(FlaubertParallel, hf, HEADS))
+class FlaubertModel(FlaubertParallel, hf.FlaubertModel):
+    pass
+
+
+class FlaubertWithLMHeadModel(FlaubertParallel, hf.FlaubertWithLMHeadModel):
+    head_plan = {"pred_layer.proj": VocabParallel()}
+
+
+class FlaubertForSequenceClassification(FlaubertParallel, hf.FlaubertForSequenceClassification):
+    head_plan = {"sequence_summary.summary": Replicated()}
+
+
+class FlaubertForMultipleChoice(FlaubertParallel, hf.FlaubertForMultipleChoice):
+    head_plan = {"sequence_summary.summary": Replicated(), "logits_proj": Replicated()}
+
+
+class FlaubertForTokenClassification(FlaubertParallel, hf.FlaubertForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class FlaubertForQuestionAnsweringSimple(FlaubertParallel, hf.FlaubertForQuestionAnsweringSimple):
+    head_plan = QA_OUTPUTS
+
+
+class FlaubertForQuestionAnswering(FlaubertParallel, hf.FlaubertForQuestionAnswering):
+    head_plan = {
+        "qa_outputs.start_logits.dense": Replicated(),
+        "qa_outputs.end_logits.dense_0": Replicated(),
+        "qa_outputs.end_logits.dense_1": Replicated(),
+        "qa_outputs.answer_class.dense_0": Replicated(),
+        "qa_outputs.answer_class.dense_1": Replicated(),
+        "qa_outputs.end_logits.LayerNorm": Norm(),
+    }

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import FSMTConfig
 from transformers.models.fsmt import modeling_fsmt as hf
 
 from oslo_models.models.bart import BartParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Plan, Vocab
+from oslo_models.sharding.plan import Plan, VocabParallel
 
 
 class FSMTParallel(BartParallel):
@@ -25,7 +25,12 @@ class FSMTParallel(BartParallel):
             for attention in ("self_attn", "encoder_attn")
         }
         local = {f"{path}.num_heads": heads.local_count for path, heads in widths.items()}
-        return replace(plan, head={"decoder.output_projection": Vocab()}, local=local, widths=widths)
+        return replace(plan, head={"decoder.output_projection": VocabParallel()}, local=local, widths=widths)
 
 
-globals().update(family(FSMTParallel, hf, {"Model": {}, "ForConditionalGeneration": {}}))
+class FSMTModel(FSMTParallel, hf.FSMTModel):
+    pass
+
+
+class FSMTForConditionalGeneration(FSMTParallel, hf.FSMTForConditionalGeneration):
+    pass

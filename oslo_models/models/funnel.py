@@ -2,25 +2,24 @@
 
 from typing import Any
 
+from transformers import FunnelConfig
 from transformers.models.funnel import modeling_funnel as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import BareHeads, Column, Entries, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import (
+    ColumnParallel,
+    EinsumHeads,
+    Entries,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 
 CLASSIFIER: Entries = {"classifier.linear_hidden": Replicated(), "classifier.linear_out": Replicated()}
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "BaseModel": {},
-    "ForPreTraining": {f"discriminator_predictions.{name}": Replicated() for name in ("dense", "dense_prediction")},
-    "ForMaskedLM": {"lm_head": Vocab()},
-    "ForSequenceClassification": CLASSIFIER,
-    "ForMultipleChoice": CLASSIFIER,
-    "ForTokenClassification": {"classifier": Replicated()},
-    "ForQuestionAnswering": {"qa_outputs": Replicated()},
-}
-BASE = {"decodes": False}
 
 
 class FunnelParallel(ParallelModel):
@@ -30,20 +29,20 @@ class FunnelParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads, count = Units(config.n_head, config.d_head), Units(config.n_head)
+        heads, count = EvenSplit(config.n_head, config.d_head), EvenSplit(config.n_head)
         layer = {
-            **{f"attention.{name}_head": Column(heads) for name in "qkv"},
-            "attention": BareHeads(count),
-            "attention.post_proj": Row(heads),
+            **{f"attention.{name}_head": ColumnParallel(heads) for name in "qkv"},
+            "attention": EinsumHeads(count),
+            "attention.post_proj": RowParallel(heads),
             "attention.layer_norm": Norm(),
-            "ffn.linear_1": Column(),
-            "ffn.linear_2": Row(),
+            "ffn.linear_1": ColumnParallel(),
+            "ffn.linear_2": RowParallel(),
             "ffn.layer_norm": Norm(),
         }
         indices = range(max(config.block_sizes))
         block = {f"{i}.{name}": entry for i in indices for name, entry in layer.items()}
         return Plan(
-            embed={"embeddings.word_embeddings": Vocab(), "embeddings.layer_norm": Norm()},
+            embed={"embeddings.word_embeddings": VocabParallel(), "embeddings.layer_norm": Norm()},
             blocks={"encoder.blocks": block, **({"decoder.layers": layer} if cls.decodes else {})},
             head={},
             local={f"{i}attention.config.n_head": count.local_count for i in ("", *(f"{i}." for i in indices))},
@@ -52,6 +51,38 @@ class FunnelParallel(ParallelModel):
         )
 
 
-globals().update(
-    family(FunnelParallel, hf, HEADS, BaseModel=BASE, ForSequenceClassification=BASE, ForMultipleChoice=BASE)
-)
+class FunnelModel(FunnelParallel, hf.FunnelModel):
+    pass
+
+
+class FunnelBaseModel(FunnelParallel, hf.FunnelBaseModel):
+    decodes = False
+
+
+class FunnelForPreTraining(FunnelParallel, hf.FunnelForPreTraining):
+    head_plan = {
+        "discriminator_predictions.dense": Replicated(),
+        "discriminator_predictions.dense_prediction": Replicated(),
+    }
+
+
+class FunnelForMaskedLM(FunnelParallel, hf.FunnelForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class FunnelForSequenceClassification(FunnelParallel, hf.FunnelForSequenceClassification):
+    head_plan = CLASSIFIER
+    decodes = False
+
+
+class FunnelForMultipleChoice(FunnelParallel, hf.FunnelForMultipleChoice):
+    head_plan = CLASSIFIER
+    decodes = False
+
+
+class FunnelForTokenClassification(FunnelParallel, hf.FunnelForTokenClassification):
+    head_plan = {"classifier": Replicated()}
+
+
+class FunnelForQuestionAnswering(FunnelParallel, hf.FunnelForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -1,8 +1,9 @@
 """Gemma: Llama with scaled embeddings."""
 
+from transformers import GemmaConfig
 from transformers.models.gemma import modeling_gemma as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -10,4 +11,17 @@ class GemmaParallel(LlamaParallel):
     """How every model of the Gemma family divides."""
 
 
-globals().update(family(GemmaParallel, hf, DECODER))
+class GemmaModel(GemmaParallel, hf.GemmaModel):
+    pass
+
+
+class GemmaForCausalLM(GemmaParallel, hf.GemmaForCausalLM):
+    head_plan = LM_HEAD
+
+
+class GemmaForSequenceClassification(GemmaParallel, hf.GemmaForSequenceClassification):
+    head_plan = SCORE
+
+
+class GemmaForTokenClassification(GemmaParallel, hf.GemmaForTokenClassification):
+    head_plan = SCORE

@@ -1,8 +1,9 @@
 """Gemma 2: four norms in a block, caps on attention scores and logits, every other block local."""
 
+from transformers import Gemma2Config
 from transformers.models.gemma2 import modeling_gemma2 as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -17,4 +18,17 @@ class Gemma2Parallel(LlamaParallel):
     )
 
 
-globals().update(family(Gemma2Parallel, hf, DECODER))
+class Gemma2Model(Gemma2Parallel, hf.Gemma2Model):
+    pass
+
+
+class Gemma2ForCausalLM(Gemma2Parallel, hf.Gemma2ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class Gemma2ForSequenceClassification(Gemma2Parallel, hf.Gemma2ForSequenceClassification):
+    head_plan = SCORE
+
+
+class Gemma2ForTokenClassification(Gemma2Parallel, hf.Gemma2ForTokenClassification):
+    head_plan = SCORE

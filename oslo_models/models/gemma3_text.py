@@ -1,16 +1,10 @@
 """Gemma 3, its text model: Gemma 2 with norms of each query and key head in place of the caps."""
 
+from transformers import Gemma3TextConfig
 from transformers.models.gemma3 import modeling_gemma3 as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.gemma2 import Gemma2Parallel
-from oslo_models.plan import Replicated
-
-HEADS = {
-    "TextModel": {},
-    "ForCausalLM": DECODER["ForCausalLM"],
-    "TextForSequenceClassification": {"score": Replicated()},
-}
 
 
 class Gemma3Parallel(Gemma2Parallel):
@@ -19,4 +13,13 @@ class Gemma3Parallel(Gemma2Parallel):
     head_norms = ("self_attn.q_norm", "self_attn.k_norm")
 
 
-globals().update(family(Gemma3Parallel, hf, HEADS))
+class Gemma3TextModel(Gemma3Parallel, hf.Gemma3TextModel):
+    pass
+
+
+class Gemma3ForCausalLM(Gemma3Parallel, hf.Gemma3ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class Gemma3TextForSequenceClassification(Gemma3Parallel, hf.Gemma3TextForSequenceClassification):
+    head_plan = SCORE

@@ -1,16 +1,30 @@
 """GLM: Llama with gate and up in one matrix."""
 
+from transformers import GlmConfig
 from transformers.models.glm import modeling_glm as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.plan import Column, Row
+from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class GlmParallel(LlamaParallel):
     """How every model of the GLM family divides."""
 
-    mlp = {"mlp.gate_up_proj": Column(parts=2), "mlp.down_proj": Row()}
+    mlp = {"mlp.gate_up_proj": ColumnParallel(parts=2), "mlp.down_proj": RowParallel()}
 
 
-globals().update(family(GlmParallel, hf, DECODER))
+class GlmModel(GlmParallel, hf.GlmModel):
+    pass
+
+
+class GlmForCausalLM(GlmParallel, hf.GlmForCausalLM):
+    head_plan = LM_HEAD
+
+
+class GlmForSequenceClassification(GlmParallel, hf.GlmForSequenceClassification):
+    head_plan = SCORE
+
+
+class GlmForTokenClassification(GlmParallel, hf.GlmForTokenClassification):
+    head_plan = SCORE

@@ -1,17 +1,31 @@
 """GLM-4: Llama with norms before and after attention and MLP, gate and up in one matrix."""
 
+from transformers import Glm4Config
 from transformers.models.glm4 import modeling_glm4 as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.plan import Column, Row
+from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class Glm4Parallel(LlamaParallel):
     """How every model of the GLM-4 family divides."""
 
     norms = ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
-    mlp = {"mlp.gate_up_proj": Column(parts=2), "mlp.down_proj": Row()}
+    mlp = {"mlp.gate_up_proj": ColumnParallel(parts=2), "mlp.down_proj": RowParallel()}
 
 
-globals().update(family(Glm4Parallel, hf, DECODER))
+class Glm4Model(Glm4Parallel, hf.Glm4Model):
+    pass
+
+
+class Glm4ForCausalLM(Glm4Parallel, hf.Glm4ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class Glm4ForSequenceClassification(Glm4Parallel, hf.Glm4ForSequenceClassification):
+    head_plan = SCORE
+
+
+class Glm4ForTokenClassification(Glm4Parallel, hf.Glm4ForTokenClassification):
+    head_plan = SCORE

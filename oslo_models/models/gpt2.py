@@ -6,9 +6,9 @@ from transformers import GPT2Config
 from transformers.models.gpt2 import modeling_gpt2 as hf
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class GPT2Parallel(ParallelModel):
@@ -16,26 +16,26 @@ class GPT2Parallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: GPT2Config) -> Plan:
-        heads = Units(config.n_head, config.n_embd // config.n_head)
+        heads = EvenSplit(config.n_head, config.n_embd // config.n_head)
         block = {
             "ln_1": Norm(),
-            "attn.c_attn": Column(heads, heads, heads, transposed=True),  # query, key and value side by side
-            "attn.c_proj": Row(heads, transposed=True),
+            "attn.c_attn": ColumnParallel(heads, heads, heads, transposed=True),  # query, key and value side by side
+            "attn.c_proj": RowParallel(heads, transposed=True),
             "ln_2": Norm(),
-            "mlp.c_fc": Column(transposed=True),
-            "mlp.c_proj": Row(transposed=True),
+            "mlp.c_fc": ColumnParallel(transposed=True),
+            "mlp.c_proj": RowParallel(transposed=True),
         }
         local = {"attn.split_size": heads.local_extent, "attn.num_heads": heads.local_count}
         if config.add_cross_attention:
             block |= {
                 "ln_cross_attn": Norm(),
-                "crossattention.q_attn": Column(heads, transposed=True),
-                "crossattention.c_attn": Column(heads, heads, transposed=True),
-                "crossattention.c_proj": Row(heads, transposed=True),
+                "crossattention.q_attn": ColumnParallel(heads, transposed=True),
+                "crossattention.c_attn": ColumnParallel(heads, heads, transposed=True),
+                "crossattention.c_proj": RowParallel(heads, transposed=True),
             }
             local |= {"crossattention.split_size": heads.local_extent, "crossattention.num_heads": heads.local_count}
         return Plan(
-            embed={"wte": Vocab(), "wpe": Replicated()},
+            embed={"wte": VocabParallel(), "wpe": Replicated()},
             blocks={"h": block},
             head={"ln_f": Norm()},
             local=local,
@@ -48,20 +48,20 @@ class GPT2Model(GPT2Parallel, hf.GPT2Model):
 
 
 class GPT2LMHeadModel(GPT2Parallel, hf.GPT2LMHeadModel):
-    head = {"lm_head": Vocab()}
+    head_plan = {"lm_head": VocabParallel()}
 
 
 class GPT2DoubleHeadsModel(GPT2Parallel, hf.GPT2DoubleHeadsModel):
-    head = {"lm_head": Vocab(), "multiple_choice_head.summary": Replicated()}
+    head_plan = {"lm_head": VocabParallel(), "multiple_choice_head.summary": Replicated()}
 
 
 class GPT2ForSequenceClassification(GPT2Parallel, hf.GPT2ForSequenceClassification):
-    head = {"score": Replicated()}
+    head_plan = {"score": Replicated()}
 
 
 class GPT2ForTokenClassification(GPT2Parallel, hf.GPT2ForTokenClassification):
-    head = {"classifier": Replicated()}
+    head_plan = {"classifier": Replicated()}
 
 
 class GPT2ForQuestionAnswering(GPT2Parallel, hf.GPT2ForQuestionAnswering):
-    head = {"qa_outputs": Replicated()}
+    head_plan = {"qa_outputs": Replicated()}

@@ -2,14 +2,13 @@
 
 from typing import Any
 
+from transformers import GPTBigCodeConfig
 from transformers.models.gpt_bigcode import modeling_gpt_bigcode as hf
 
-from oslo_models.layout import GroupedHeads
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import DECODER, family
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
-
-HEADS = {**DECODER, "ForTokenClassification": {"classifier": Replicated()}}
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, SCORE
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class GPTBigCodeParallel(ParallelModel):
@@ -19,17 +18,17 @@ class GPTBigCodeParallel(ParallelModel):
     def plan(cls, config: Any) -> Plan:
         count = config.n_head
         heads = GroupedHeads(count, 1 if config.multi_query else count, config.n_embd // count)
-        one = Column(heads.query, heads.key_value, heads.key_value)
+        one = ColumnParallel(heads.query, heads.key_value, heads.key_value)
         block = {
             "ln_1": Norm(),
-            "attn.c_attn": one if config.multi_query else Column(*heads.interleaved),
-            "attn.c_proj": Row(heads.query),
+            "attn.c_attn": one if config.multi_query else ColumnParallel(*heads.interleaved),
+            "attn.c_proj": RowParallel(heads.query),
             "ln_2": Norm(),
-            "mlp.c_fc": Column(),
-            "mlp.c_proj": Row(),
+            "mlp.c_fc": ColumnParallel(),
+            "mlp.c_proj": RowParallel(),
         }
         return Plan(
-            embed={"wte": Vocab(), "wpe": Replicated()},
+            embed={"wte": VocabParallel(), "wpe": Replicated()},
             blocks={"h": block},
             head={"ln_f": Norm()},
             local={
@@ -41,4 +40,17 @@ class GPTBigCodeParallel(ParallelModel):
         )
 
 
-globals().update(family(GPTBigCodeParallel, hf, HEADS))
+class GPTBigCodeModel(GPTBigCodeParallel, hf.GPTBigCodeModel):
+    pass
+
+
+class GPTBigCodeForCausalLM(GPTBigCodeParallel, hf.GPTBigCodeForCausalLM):
+    head_plan = LM_HEAD
+
+
+class GPTBigCodeForSequenceClassification(GPTBigCodeParallel, hf.GPTBigCodeForSequenceClassification):
+    head_plan = SCORE
+
+
+class GPTBigCodeForTokenClassification(GPTBigCodeParallel, hf.GPTBigCodeForTokenClassification):
+    head_plan = CLASSIFIER

@@ -6,9 +6,9 @@ from transformers import GPTNeoConfig
 from transformers.models.gpt_neo import modeling_gpt_neo as hf
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoAttention, GPTNeoBlock, GPTNeoMLP, GPTNeoSelfAttention
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class GPTNeoParallel(ParallelModel):
@@ -16,19 +16,19 @@ class GPTNeoParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: GPTNeoConfig) -> Plan:
-        heads = Units(config.num_heads, config.hidden_size // config.num_heads)
+        heads = EvenSplit(config.num_heads, config.hidden_size // config.num_heads)
         block = {
             "ln_1": Norm(),
-            "attn.attention.q_proj": Column(heads),
-            "attn.attention.k_proj": Column(heads),
-            "attn.attention.v_proj": Column(heads),
-            "attn.attention.out_proj": Row(heads),
+            "attn.attention.q_proj": ColumnParallel(heads),
+            "attn.attention.k_proj": ColumnParallel(heads),
+            "attn.attention.v_proj": ColumnParallel(heads),
+            "attn.attention.out_proj": RowParallel(heads),
             "ln_2": Norm(),
-            "mlp.c_fc": Column(),
-            "mlp.c_proj": Row(),
+            "mlp.c_fc": ColumnParallel(),
+            "mlp.c_proj": RowParallel(),
         }
         return Plan(
-            embed={"wte": Vocab(), "wpe": Replicated()},
+            embed={"wte": VocabParallel(), "wpe": Replicated()},
             blocks={"h": block},
             head={"ln_f": Norm()},
             dropout=("drop",),
@@ -41,16 +41,16 @@ class GPTNeoModel(GPTNeoParallel, hf.GPTNeoModel):
 
 
 class GPTNeoForCausalLM(GPTNeoParallel, hf.GPTNeoForCausalLM):
-    head = {"lm_head": Vocab()}
+    head_plan = {"lm_head": VocabParallel()}
 
 
 class GPTNeoForSequenceClassification(GPTNeoParallel, hf.GPTNeoForSequenceClassification):
-    head = {"score": Replicated()}
+    head_plan = {"score": Replicated()}
 
 
 class GPTNeoForTokenClassification(GPTNeoParallel, hf.GPTNeoForTokenClassification):
-    head = {"classifier": Replicated()}
+    head_plan = {"classifier": Replicated()}
 
 
 class GPTNeoForQuestionAnswering(GPTNeoParallel, hf.GPTNeoForQuestionAnswering):
-    head = {"qa_outputs": Replicated()}
+    head_plan = {"qa_outputs": Replicated()}

@@ -2,14 +2,13 @@
 
 from typing import Any
 
+from transformers import GPTNeoXConfig
 from transformers.models.gpt_neox import modeling_gpt_neox as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import DECODER, family
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
-
-HEADS = {**DECODER, "ForTokenClassification": {"classifier": Replicated()}}
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
 
 
 class GPTNeoXParallel(ParallelModel):
@@ -20,18 +19,35 @@ class GPTNeoXParallel(ParallelModel):
         heads = config.num_attention_heads
         block = {
             "input_layernorm": Norm(),
-            "attention.query_key_value": Column(Units(heads, 3 * config.hidden_size // heads)),
-            "attention.dense": Row(Units(heads, config.hidden_size // heads)),
+            "attention.query_key_value": ColumnParallel(EvenSplit(heads, 3 * config.hidden_size // heads)),
+            "attention.dense": RowParallel(EvenSplit(heads, config.hidden_size // heads)),
             "post_attention_layernorm": Norm(),
-            "mlp.dense_h_to_4h": Column(),
-            "mlp.dense_4h_to_h": Row(),
+            "mlp.dense_h_to_4h": ColumnParallel(),
+            "mlp.dense_4h_to_h": RowParallel(),
         }
         return Plan(
-            embed={"embed_in": Vocab()},
+            embed={"embed_in": VocabParallel()},
             blocks={"layers": block},
             head={"final_layer_norm": Norm()},
             dropout=("emb_dropout",),
         )
 
 
-globals().update(family(GPTNeoXParallel, hf, HEADS))
+class GPTNeoXModel(GPTNeoXParallel, hf.GPTNeoXModel):
+    pass
+
+
+class GPTNeoXForCausalLM(GPTNeoXParallel, hf.GPTNeoXForCausalLM):
+    head_plan = LM_HEAD
+
+
+class GPTNeoXForSequenceClassification(GPTNeoXParallel, hf.GPTNeoXForSequenceClassification):
+    head_plan = SCORE
+
+
+class GPTNeoXForTokenClassification(GPTNeoXParallel, hf.GPTNeoXForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class GPTNeoXForQuestionAnswering(GPTNeoXParallel, hf.GPTNeoXForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -6,9 +6,9 @@ from transformers import GPTJConfig
 from transformers.models.gptj import modeling_gptj as hf
 from transformers.models.gptj.modeling_gptj import GPTJMLP, GPTJAttention, GPTJBlock
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class GPTJParallel(ParallelModel):
@@ -16,18 +16,18 @@ class GPTJParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: GPTJConfig) -> Plan:
-        heads = Units(config.n_head, config.n_embd // config.n_head)
+        heads = EvenSplit(config.n_head, config.n_embd // config.n_head)
         block = {
             "ln_1": Norm(),
-            "attn.q_proj": Column(heads),
-            "attn.k_proj": Column(heads),
-            "attn.v_proj": Column(heads),
-            "attn.out_proj": Row(heads),
-            "mlp.fc_in": Column(),
-            "mlp.fc_out": Row(),
+            "attn.q_proj": ColumnParallel(heads),
+            "attn.k_proj": ColumnParallel(heads),
+            "attn.v_proj": ColumnParallel(heads),
+            "attn.out_proj": RowParallel(heads),
+            "mlp.fc_in": ColumnParallel(),
+            "mlp.fc_out": RowParallel(),
         }
         return Plan(
-            embed={"wte": Vocab()},
+            embed={"wte": VocabParallel()},
             blocks={"h": block},
             head={"ln_f": Norm()},
             dropout=("drop",),
@@ -40,12 +40,12 @@ class GPTJModel(GPTJParallel, hf.GPTJModel):
 
 
 class GPTJForCausalLM(GPTJParallel, hf.GPTJForCausalLM):
-    head = {"lm_head": Vocab()}
+    head_plan = {"lm_head": VocabParallel()}
 
 
 class GPTJForSequenceClassification(GPTJParallel, hf.GPTJForSequenceClassification):
-    head = {"score": Replicated()}
+    head_plan = {"score": Replicated()}
 
 
 class GPTJForQuestionAnswering(GPTJParallel, hf.GPTJForQuestionAnswering):
-    head = {"qa_outputs": Replicated()}
+    head_plan = {"qa_outputs": Replicated()}

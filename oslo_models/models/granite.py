@@ -3,11 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import GraniteConfig
 from transformers.models.granite import modeling_granite as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.plan import Plan
+from oslo_models.sharding.plan import Plan
 
 
 class GraniteParallel(LlamaParallel):
@@ -18,4 +19,9 @@ class GraniteParallel(LlamaParallel):
         return replace(super().plan(config), neutral={"embedding_multiplier": 1.0})
 
 
-globals().update(family(GraniteParallel, hf, DECODER))
+class GraniteModel(GraniteParallel, hf.GraniteModel):
+    pass
+
+
+class GraniteForCausalLM(GraniteParallel, hf.GraniteForCausalLM):
+    head_plan = LM_HEAD

@@ -1,8 +1,9 @@
 """Helium: Llama with interleaved rotary positions."""
 
+from transformers import HeliumConfig
 from transformers.models.helium import modeling_helium as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -10,4 +11,17 @@ class HeliumParallel(LlamaParallel):
     """How every model of the Helium family divides."""
 
 
-globals().update(family(HeliumParallel, hf, DECODER))
+class HeliumModel(HeliumParallel, hf.HeliumModel):
+    pass
+
+
+class HeliumForCausalLM(HeliumParallel, hf.HeliumForCausalLM):
+    head_plan = LM_HEAD
+
+
+class HeliumForSequenceClassification(HeliumParallel, hf.HeliumForSequenceClassification):
+    head_plan = SCORE
+
+
+class HeliumForTokenClassification(HeliumParallel, hf.HeliumForTokenClassification):
+    head_plan = SCORE

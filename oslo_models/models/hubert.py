@@ -1,13 +1,23 @@
 """HuBERT: Wav2Vec2, trained otherwise."""
 
+from transformers import HubertConfig
 from transformers.models.hubert import modeling_hubert as hf
 
-from oslo_models.models.family import family
-from oslo_models.models.wav2vec2 import HEADS, LOSSES, Wav2Vec2Parallel
+from oslo_models.models.wav2vec2 import Wav2Vec2Parallel
+from oslo_models.sharding.plan import Replicated
 
 
 class HubertParallel(Wav2Vec2Parallel):
     """How every model of the HuBERT family divides."""
 
 
-globals().update(family(HubertParallel, hf, HEADS, **{**LOSSES, "Model": {}}))  # which returns no features
+class HubertModel(HubertParallel, hf.HubertModel):
+    pass
+
+
+class HubertForCTC(HubertParallel, hf.HubertForCTC):
+    head_plan = {"lm_head": Replicated()}
+
+
+class HubertForSequenceClassification(HubertParallel, hf.HubertForSequenceClassification):
+    head_plan = {"layer_weights": Replicated(), "projector": Replicated(), "classifier": Replicated()}

@@ -1,8 +1,9 @@
 """HunYuan dense: Llama with norms of each query and key head, after their rotation."""
 
+from transformers import HunYuanDenseV1Config
 from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -12,4 +13,13 @@ class HunYuanDenseV1Parallel(LlamaParallel):
     head_norms = ("self_attn.query_layernorm", "self_attn.key_layernorm")
 
 
-globals().update(family(HunYuanDenseV1Parallel, hf, DECODER))
+class HunYuanDenseV1Model(HunYuanDenseV1Parallel, hf.HunYuanDenseV1Model):
+    pass
+
+
+class HunYuanDenseV1ForCausalLM(HunYuanDenseV1Parallel, hf.HunYuanDenseV1ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class HunYuanDenseV1ForSequenceClassification(HunYuanDenseV1Parallel, hf.HunYuanDenseV1ForSequenceClassification):
+    head_plan = SCORE

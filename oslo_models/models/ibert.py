@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import IBertConfig
 from transformers.models.ibert import modeling_ibert as hf
 
+from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.models.family import family
-from oslo_models.models.roberta import HEADS
-from oslo_models.plan import Extremes, Plan
+from oslo_models.models.roberta import LM_HEAD
+from oslo_models.sharding.plan import GlobalMinMax, Plan
 
 RANGES = (
     *(f"attention.self.{name}_activation" for name in ("query", "key", "value", "output")),
@@ -26,10 +27,31 @@ class IBertParallel(BertParallel):
         reason = "with quant_mode=True it rounds down what it computes, and sums of parts are not exactly those of all"
         return replace(
             plan,
-            blocks={"encoder.layer": {**block, **{name: Extremes() for name in RANGES}}},
+            blocks={"encoder.layer": {**block, **{name: GlobalMinMax() for name in RANGES}}},
             one_stage="its layers hand on the scale of their integers too, and stages exchange hidden states only",
             one_rank=reason if config.quant_mode else "",
         )
 
 
-globals().update(family(IBertParallel, hf, HEADS))
+class IBertModel(IBertParallel, hf.IBertModel):
+    pass
+
+
+class IBertForMaskedLM(IBertParallel, hf.IBertForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class IBertForSequenceClassification(IBertParallel, hf.IBertForSequenceClassification):
+    head_plan = DENSE_CLASSIFIER
+
+
+class IBertForMultipleChoice(IBertParallel, hf.IBertForMultipleChoice):
+    head_plan = CLASSIFIER
+
+
+class IBertForTokenClassification(IBertParallel, hf.IBertForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class IBertForQuestionAnswering(IBertParallel, hf.IBertForQuestionAnswering):
+    head_plan = QA_OUTPUTS

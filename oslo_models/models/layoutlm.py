@@ -1,18 +1,10 @@
 """LayoutLM: BERT that also embeds where on the page a word is."""
 
+from transformers import LayoutLMConfig
 from transformers.models.layoutlm import modeling_layoutlm as hf
 
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD, BertParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Entries, Replicated
-
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForMaskedLM": LM_HEAD,
-    "ForSequenceClassification": {"classifier": Replicated()},
-    "ForTokenClassification": {"classifier": Replicated()},
-    "ForQuestionAnswering": {"qa_outputs": Replicated()},
-}
 
 
 class LayoutLMParallel(BertParallel):
@@ -21,4 +13,21 @@ class LayoutLMParallel(BertParallel):
     tables = ("position", "x_position", "y_position", "h_position", "w_position", "token_type")
 
 
-globals().update(family(LayoutLMParallel, hf, HEADS))
+class LayoutLMModel(LayoutLMParallel, hf.LayoutLMModel):
+    pass
+
+
+class LayoutLMForMaskedLM(LayoutLMParallel, hf.LayoutLMForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class LayoutLMForSequenceClassification(LayoutLMParallel, hf.LayoutLMForSequenceClassification):
+    head_plan = CLASSIFIER
+
+
+class LayoutLMForTokenClassification(LayoutLMParallel, hf.LayoutLMForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class LayoutLMForQuestionAnswering(LayoutLMParallel, hf.LayoutLMForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import LEDConfig
 from transformers.models.led import modeling_led as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.bart import HEADS, BartParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Plan, Row
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS
+from oslo_models.models.bart import BartParallel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Plan, RowParallel
 
 
 class LEDParallel(BartParallel):
@@ -22,9 +23,11 @@ class LEDParallel(BartParallel):
         inner = "self_attn.longformer_self_attn"
         encoder = {
             **{
-                f"{inner}.{name}{kind}": Column(heads) for name in ("query", "key", "value") for kind in ("", "_global")
+                f"{inner}.{name}{kind}": ColumnParallel(heads)
+                for name in ("query", "key", "value")
+                for kind in ("", "_global")
             },
-            "self_attn.output": Row(heads),
+            "self_attn.output": RowParallel(heads),
             **{name: entry for name, entry in encoder.items() if not name.startswith("self_attn.")},
         }
         widths = {f"encoder.layers.{inner}": heads}
@@ -37,4 +40,13 @@ class LEDParallel(BartParallel):
         )
 
 
-globals().update(family(LEDParallel, hf, HEADS))
+class LEDModel(LEDParallel, hf.LEDModel):
+    pass
+
+
+class LEDForConditionalGeneration(LEDParallel, hf.LEDForConditionalGeneration):
+    head_plan = LM_HEAD
+
+
+class LEDForQuestionAnswering(LEDParallel, hf.LEDForQuestionAnswering):
+    head_plan = QA_OUTPUTS

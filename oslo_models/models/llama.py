@@ -8,9 +8,18 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as hf
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
-from oslo_models.layout import GroupedHeads
-from oslo_models.models.base import ParallelModel
-from oslo_models.plan import Column, Entries, HeadNorm, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import (
+    ColumnParallel,
+    Entries,
+    HeadNorm,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 
 
 class LlamaParallel(ParallelModel):
@@ -24,7 +33,11 @@ class LlamaParallel(ParallelModel):
 
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     head_norms: ClassVar[tuple[str, ...]] = ()
-    mlp: ClassVar[Entries] = {"mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row()}
+    mlp: ClassVar[Entries] = {
+        "mlp.gate_proj": ColumnParallel(),
+        "mlp.up_proj": ColumnParallel(),
+        "mlp.down_proj": RowParallel(),
+    }
 
     @classmethod
     def heads(cls, config: Any) -> GroupedHeads:
@@ -36,10 +49,10 @@ class LlamaParallel(ParallelModel):
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
         """The layers of an attention."""
         return {
-            "self_attn.q_proj": Column(heads.query),
-            "self_attn.k_proj": Column(heads.key_value),
-            "self_attn.v_proj": Column(heads.key_value),
-            "self_attn.o_proj": Row(heads.query),
+            "self_attn.q_proj": ColumnParallel(heads.query),
+            "self_attn.k_proj": ColumnParallel(heads.key_value),
+            "self_attn.v_proj": ColumnParallel(heads.key_value),
+            "self_attn.o_proj": RowParallel(heads.query),
         }
 
     @classmethod
@@ -47,7 +60,7 @@ class LlamaParallel(ParallelModel):
         heads = cls.heads(config)
         norms = {name: Norm() for name in cls.norms} | {name: HeadNorm() for name in cls.head_norms}
         return Plan(
-            embed={"embed_tokens": Vocab()},
+            embed={"embed_tokens": VocabParallel()},
             blocks={"layers": {**cls.attention(config, heads), **cls.mlp, **norms}},
             head={"norm": Norm()},
             local={
@@ -63,16 +76,16 @@ class LlamaModel(LlamaParallel, hf.LlamaModel):
 
 
 class LlamaForCausalLM(LlamaParallel, hf.LlamaForCausalLM):
-    head = {"lm_head": Vocab()}
+    head_plan = {"lm_head": VocabParallel()}
 
 
 class LlamaForSequenceClassification(LlamaParallel, hf.LlamaForSequenceClassification):
-    head = {"score": Replicated()}
+    head_plan = {"score": Replicated()}
 
 
 class LlamaForTokenClassification(LlamaParallel, hf.LlamaForTokenClassification):
-    head = {"score": Replicated()}
+    head_plan = {"score": Replicated()}
 
 
 class LlamaForQuestionAnswering(LlamaParallel, hf.LlamaForQuestionAnswering):
-    head = {"qa_outputs": Replicated()}
+    head_plan = {"qa_outputs": Replicated()}

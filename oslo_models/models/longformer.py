@@ -3,13 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import LongformerConfig
 from transformers import initialization as init
 from transformers.models.longformer import modeling_longformer as hf
 
+from oslo_models.modeling.family import replicated_attention
+from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.models.family import family, whole_attention
-from oslo_models.models.roberta import HEADS
-from oslo_models.plan import Plan
+from oslo_models.models.roberta import LM_HEAD
+from oslo_models.sharding.plan import Plan
 
 
 class LongformerParallel(BertParallel):
@@ -21,8 +23,29 @@ class LongformerParallel(BertParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        plan = whole_attention(super().plan(config), ("query_global", "key_global", "value_global"))
+        plan = replicated_attention(super().plan(config), ("query_global", "key_global", "value_global"))
         return replace(plan, one_stage="it lengthens its input to whole windows, and shortens what it made of it")
 
 
-globals().update(family(LongformerParallel, hf, HEADS))
+class LongformerModel(LongformerParallel, hf.LongformerModel):
+    pass
+
+
+class LongformerForMaskedLM(LongformerParallel, hf.LongformerForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class LongformerForSequenceClassification(LongformerParallel, hf.LongformerForSequenceClassification):
+    head_plan = DENSE_CLASSIFIER
+
+
+class LongformerForMultipleChoice(LongformerParallel, hf.LongformerForMultipleChoice):
+    head_plan = CLASSIFIER
+
+
+class LongformerForTokenClassification(LongformerParallel, hf.LongformerForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class LongformerForQuestionAnswering(LongformerParallel, hf.LongformerForQuestionAnswering):
+    head_plan = QA_OUTPUTS

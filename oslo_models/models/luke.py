@@ -3,29 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import LukeConfig
 from transformers import initialization as init
 from transformers.models.luke import modeling_luke as hf
 
-from oslo_models.layout import Units
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.models.family import family
-from oslo_models.models.roberta import LM_HEAD
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Vocab
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, VocabParallel
 
-ENTITIES: Entries = {
-    "entity_predictions.transform.dense": Replicated(),
-    "entity_predictions.transform.LayerNorm": Norm(),
-    "entity_predictions.decoder": Vocab(),
-    "entity_predictions.bias": Replicated(),
-}
-TASKS = ("Entity", "EntityPair", "EntitySpan", "Sequence", "Token")
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForMaskedLM": {**LM_HEAD, **ENTITIES},
-    **{f"For{task}Classification": {"classifier": Replicated()} for task in TASKS},
-    "ForMultipleChoice": {"classifier": Replicated()},
-    "ForQuestionAnswering": {"qa_outputs": Replicated()},
-}
 QUERIES = tuple(f"attention.self.{name}_query" for name in ("w2e", "e2w", "e2e"))
 
 
@@ -41,23 +27,65 @@ class LukeParallel(BertParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
         tables = {f"entity_embeddings.{name}_embeddings": Replicated() for name in ("position", "token_type")}
         (block,) = plan.blocks.values()
         return replace(
             plan,
             embed={
                 **plan.embed,
-                "entity_embeddings.entity_embeddings": Vocab(),
+                "entity_embeddings.entity_embeddings": VocabParallel(),
                 "entity_embeddings.entity_embedding_dense": Replicated(),
                 **tables,
                 "entity_embeddings.LayerNorm": Norm(),
             },
-            blocks={"encoder.layer": {**block, **dict.fromkeys(QUERIES, Column(heads))}},
+            blocks={"encoder.layer": {**block, **dict.fromkeys(QUERIES, ColumnParallel(heads))}},
             local={**plan.local, "attention.self.num_attention_heads": heads.local_count},
             optional=(*plan.optional, *QUERIES, "entity_embedding_dense"),
             one_stage="words and entities pass its blocks side by side, and stages hand on one sequence",
         )
 
 
-globals().update(family(LukeParallel, hf, HEADS))
+class LukeModel(LukeParallel, hf.LukeModel):
+    pass
+
+
+class LukeForMaskedLM(LukeParallel, hf.LukeForMaskedLM):
+    head_plan = {
+        "lm_head.dense": Replicated(),
+        "lm_head.layer_norm": Norm(),
+        "lm_head.decoder": VocabParallel(),
+        "lm_head.bias": VocabParallel(),
+        "entity_predictions.transform.dense": Replicated(),
+        "entity_predictions.transform.LayerNorm": Norm(),
+        "entity_predictions.decoder": VocabParallel(),
+        "entity_predictions.bias": Replicated(),
+    }
+
+
+class LukeForEntityClassification(LukeParallel, hf.LukeForEntityClassification):
+    head_plan = CLASSIFIER
+
+
+class LukeForEntityPairClassification(LukeParallel, hf.LukeForEntityPairClassification):
+    head_plan = CLASSIFIER
+
+
+class LukeForEntitySpanClassification(LukeParallel, hf.LukeForEntitySpanClassification):
+    head_plan = CLASSIFIER
+
+
+class LukeForSequenceClassification(LukeParallel, hf.LukeForSequenceClassification):
+    head_plan = CLASSIFIER
+
+
+class LukeForTokenClassification(LukeParallel, hf.LukeForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class LukeForMultipleChoice(LukeParallel, hf.LukeForMultipleChoice):
+    head_plan = CLASSIFIER
+
+
+class LukeForQuestionAnswering(LukeParallel, hf.LukeForQuestionAnswering):
+    head_plan = QA_OUTPUTS

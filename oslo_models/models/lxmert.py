@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import LxmertConfig
 from transformers.models.lxmert import modeling_lxmert as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.bert import LM_HEAD, BertParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row
+from oslo_models.models.bert import BertParallel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 ANSWER: Entries = {"answer_head.logit_fc.0": Replicated(), "answer_head.logit_fc.2": Norm()}
 ANSWER = {**ANSWER, "answer_head.logit_fc.3": Replicated()}
@@ -17,8 +17,6 @@ OBJECTS: Entries = {
     "obj_predict_head.transform.LayerNorm": Norm(),
     **{f"obj_predict_head.decoder_dict.{name}": Replicated() for name in ("obj", "attr", "feat")},
 }
-WORDS: Entries = {**LM_HEAD, "cls.predictions.bias": Replicated(), "cls.seq_relationship": Replicated()}
-HEADS = {"Model": {}, "ForPreTraining": {**WORDS, **OBJECTS, **ANSWER}, "ForQuestionAnswering": ANSWER}
 ATTENTIONS = {"visual_attention": "att", "lang_self_att": "self", "visn_self_att": "self"}
 
 
@@ -30,14 +28,16 @@ class LxmertParallel(BertParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
         (layer,) = plan.blocks.values()
         crossing: dict[str, Replicated] = {}
         for name, inner in ATTENTIONS.items():
-            crossing |= {f"{name}.{inner}.{projection}": Column(heads) for projection in ("query", "key", "value")}
-            crossing |= {f"{name}.output.dense": Row(heads), f"{name}.output.LayerNorm": Norm()}
+            crossing |= {
+                f"{name}.{inner}.{projection}": ColumnParallel(heads) for projection in ("query", "key", "value")
+            }
+            crossing |= {f"{name}.output.dense": RowParallel(heads), f"{name}.output.LayerNorm": Norm()}
         for name in ("lang", "visn"):
-            crossing |= {f"{name}_inter.dense": Column(), f"{name}_output.dense": Row()}
+            crossing |= {f"{name}_inter.dense": ColumnParallel(), f"{name}_output.dense": RowParallel()}
             crossing |= {f"{name}_output.LayerNorm": Norm()}
         visual = {f"encoder.visn_fc.{name}_fc": Replicated() for name in ("visn", "box")}
         norms = {f"encoder.visn_fc.{name}_layer_norm": Norm() for name in ("visn", "box")}
@@ -52,4 +52,27 @@ class LxmertParallel(BertParallel):
         )
 
 
-globals().update(family(LxmertParallel, hf, HEADS))
+class LxmertModel(LxmertParallel, hf.LxmertModel):
+    pass
+
+
+class LxmertForPreTraining(LxmertParallel, hf.LxmertForPreTraining):
+    head_plan = {
+        "cls.predictions.transform.dense": Replicated(),
+        "cls.predictions.transform.LayerNorm": Norm(),
+        "cls.predictions.decoder": VocabParallel(),
+        "cls.predictions.bias": Replicated(),
+        "cls.seq_relationship": Replicated(),
+        "obj_predict_head.transform.dense": Replicated(),
+        "obj_predict_head.transform.LayerNorm": Norm(),
+        "obj_predict_head.decoder_dict.obj": Replicated(),
+        "obj_predict_head.decoder_dict.attr": Replicated(),
+        "obj_predict_head.decoder_dict.feat": Replicated(),
+        "answer_head.logit_fc.0": Replicated(),
+        "answer_head.logit_fc.2": Norm(),
+        "answer_head.logit_fc.3": Replicated(),
+    }
+
+
+class LxmertForQuestionAnswering(LxmertParallel, hf.LxmertForQuestionAnswering):
+    head_plan = ANSWER

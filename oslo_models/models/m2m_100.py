@@ -1,9 +1,10 @@
 """M2M100: mBART with positions of sines that count the padding out."""
 
+from transformers import M2M100Config
 from transformers.models.m2m_100 import modeling_m2m_100 as hf
 
-from oslo_models.models.bart import HEADS, BartParallel
-from oslo_models.models.family import family
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.bart import BartParallel
 
 
 class M2M100Parallel(BartParallel):
@@ -13,4 +14,9 @@ class M2M100Parallel(BartParallel):
     after = ("layer_norm",)
 
 
-globals().update(family(M2M100Parallel, hf, HEADS))
+class M2M100Model(M2M100Parallel, hf.M2M100Model):
+    pass
+
+
+class M2M100ForConditionalGeneration(M2M100Parallel, hf.M2M100ForConditionalGeneration):
+    head_plan = LM_HEAD

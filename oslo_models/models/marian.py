@@ -1,9 +1,10 @@
 """Marian: BART with positions of sines."""
 
+from transformers import MarianConfig
 from transformers.models.marian import modeling_marian as hf
 
-from oslo_models.models.bart import DECODER, HEADS, BartParallel
-from oslo_models.models.family import family
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.bart import BartParallel
 
 
 class MarianParallel(BartParallel):
@@ -13,4 +14,14 @@ class MarianParallel(BartParallel):
     neutral = {"dropout": 0.0, "embed_scale": 1.0}
 
 
-globals().update(family(MarianParallel, hf, HEADS, ForCausalLM=DECODER))
+class MarianModel(MarianParallel, hf.MarianModel):
+    pass
+
+
+class MarianMTModel(MarianParallel, hf.MarianMTModel):
+    head_plan = LM_HEAD
+
+
+class MarianForCausalLM(MarianParallel, hf.MarianForCausalLM):
+    head_plan = LM_HEAD
+    stacks = ("decoder",)

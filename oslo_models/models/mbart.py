@@ -1,9 +1,10 @@
 """mBART: BART with norms before attention and MLP."""
 
+from transformers import MBartConfig
 from transformers.models.mbart import modeling_mbart as hf
 
-from oslo_models.models.bart import DECODER, HEADS, BartParallel
-from oslo_models.models.family import family
+from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
+from oslo_models.models.bart import BartParallel
 
 
 class MBartParallel(BartParallel):
@@ -12,4 +13,22 @@ class MBartParallel(BartParallel):
     after = ("layer_norm",)
 
 
-globals().update(family(MBartParallel, hf, HEADS, ForCausalLM=DECODER))
+class MBartModel(MBartParallel, hf.MBartModel):
+    pass
+
+
+class MBartForConditionalGeneration(MBartParallel, hf.MBartForConditionalGeneration):
+    head_plan = LM_HEAD
+
+
+class MBartForCausalLM(MBartParallel, hf.MBartForCausalLM):
+    head_plan = LM_HEAD
+    stacks = ("decoder",)
+
+
+class MBartForSequenceClassification(MBartParallel, hf.MBartForSequenceClassification):
+    head_plan = CLASSIFICATION_HEAD
+
+
+class MBartForQuestionAnswering(MBartParallel, hf.MBartForQuestionAnswering):
+    head_plan = QA_OUTPUTS

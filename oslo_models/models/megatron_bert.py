@@ -3,24 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import MegatronBertConfig
 from transformers.models.megatron_bert import modeling_megatron_bert as hf
 
+from oslo_models.modeling.heads import QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD, BertParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Entries, Norm, Plan, Replicated
+from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, VocabParallel
 
 CLASSIFIER: Entries = {"classifier": Replicated()}
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForPreTraining": {**LM_HEAD, "cls.seq_relationship": Replicated()},
-    "ForCausalLM": LM_HEAD,
-    "ForMaskedLM": LM_HEAD,
-    "ForNextSentencePrediction": {"cls.seq_relationship": Replicated()},
-    "ForSequenceClassification": CLASSIFIER,
-    "ForMultipleChoice": CLASSIFIER,
-    "ForTokenClassification": CLASSIFIER,
-    "ForQuestionAnswering": {"qa_outputs": Replicated()},
-}
 
 
 class MegatronBertParallel(BertParallel):
@@ -37,4 +27,43 @@ class MegatronBertParallel(BertParallel):
         return replace(plan, embed=embed, blocks=blocks, head={"encoder.ln": Norm(), **plan.head})
 
 
-globals().update(family(MegatronBertParallel, hf, HEADS))
+class MegatronBertModel(MegatronBertParallel, hf.MegatronBertModel):
+    pass
+
+
+class MegatronBertForPreTraining(MegatronBertParallel, hf.MegatronBertForPreTraining):
+    head_plan = {
+        "cls.predictions.transform.dense": Replicated(),
+        "cls.predictions.transform.LayerNorm": Norm(),
+        "cls.predictions.decoder": VocabParallel(),
+        "cls.predictions.bias": VocabParallel(),
+        "cls.seq_relationship": Replicated(),
+    }
+
+
+class MegatronBertForCausalLM(MegatronBertParallel, hf.MegatronBertForCausalLM):
+    head_plan = LM_HEAD
+
+
+class MegatronBertForMaskedLM(MegatronBertParallel, hf.MegatronBertForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class MegatronBertForNextSentencePrediction(MegatronBertParallel, hf.MegatronBertForNextSentencePrediction):
+    head_plan = {"cls.seq_relationship": Replicated()}
+
+
+class MegatronBertForSequenceClassification(MegatronBertParallel, hf.MegatronBertForSequenceClassification):
+    head_plan = CLASSIFIER
+
+
+class MegatronBertForMultipleChoice(MegatronBertParallel, hf.MegatronBertForMultipleChoice):
+    head_plan = CLASSIFIER
+
+
+class MegatronBertForTokenClassification(MegatronBertParallel, hf.MegatronBertForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class MegatronBertForQuestionAnswering(MegatronBertParallel, hf.MegatronBertForQuestionAnswering):
+    head_plan = QA_OUTPUTS

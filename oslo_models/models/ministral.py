@@ -1,8 +1,9 @@
 """Ministral: Llama of which some blocks attend to a window."""
 
+from transformers import MinistralConfig
 from transformers.models.ministral import modeling_ministral as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -10,4 +11,21 @@ class MinistralParallel(LlamaParallel):
     """How every model of the Ministral family divides."""
 
 
-globals().update(family(MinistralParallel, hf, DECODER))
+class MinistralModel(MinistralParallel, hf.MinistralModel):
+    pass
+
+
+class MinistralForCausalLM(MinistralParallel, hf.MinistralForCausalLM):
+    head_plan = LM_HEAD
+
+
+class MinistralForSequenceClassification(MinistralParallel, hf.MinistralForSequenceClassification):
+    head_plan = SCORE
+
+
+class MinistralForTokenClassification(MinistralParallel, hf.MinistralForTokenClassification):
+    head_plan = SCORE
+
+
+class MinistralForQuestionAnswering(MinistralParallel, hf.MinistralForQuestionAnswering):
+    head_plan = QA_OUTPUTS

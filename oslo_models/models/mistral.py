@@ -1,8 +1,9 @@
 """Mistral: Llama that attends to a window."""
 
+from transformers import MistralConfig
 from transformers.models.mistral import modeling_mistral as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -10,4 +11,21 @@ class MistralParallel(LlamaParallel):
     """How every model of the Mistral family divides."""
 
 
-globals().update(family(MistralParallel, hf, DECODER))
+class MistralModel(MistralParallel, hf.MistralModel):
+    pass
+
+
+class MistralForCausalLM(MistralParallel, hf.MistralForCausalLM):
+    head_plan = LM_HEAD
+
+
+class MistralForSequenceClassification(MistralParallel, hf.MistralForSequenceClassification):
+    head_plan = SCORE
+
+
+class MistralForTokenClassification(MistralParallel, hf.MistralForTokenClassification):
+    head_plan = SCORE
+
+
+class MistralForQuestionAnswering(MistralParallel, hf.MistralForQuestionAnswering):
+    head_plan = QA_OUTPUTS

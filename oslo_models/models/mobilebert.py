@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import MobileBertConfig
 from transformers.models.mobilebert import modeling_mobilebert as hf
 
-from oslo_models.layout import Units
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.models.family import family
-from oslo_models.models.megatron_bert import HEADS as BERT
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Words
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, ReplicatedEmbedding, RowParallel
 
 LM_HEAD: Entries = {
     "cls.predictions.transform.dense": Replicated(),
@@ -18,7 +18,6 @@ LM_HEAD: Entries = {
     "cls.predictions.decoder": Replicated(),
     "cls.predictions.bias": Replicated(),
 }
-HEADS = {**BERT, "ForPreTraining": {**LM_HEAD, "cls.seq_relationship": Replicated()}, "ForMaskedLM": LM_HEAD}
 BOTTLENECKS = ("bottleneck.input", "bottleneck.attention", "output.bottleneck")
 
 
@@ -28,21 +27,24 @@ class MobileBertParallel(BertParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        heads = Units(config.num_attention_heads, config.true_hidden_size // config.num_attention_heads)
+        heads = EvenSplit(config.num_attention_heads, config.true_hidden_size // config.num_attention_heads)
         block: dict[str, Replicated] = {
-            **{f"attention.self.{name}": Column(heads) for name in ("query", "key", "value")},
-            "attention.output.dense": Row(heads),
+            **{f"attention.self.{name}": ColumnParallel(heads) for name in ("query", "key", "value")},
+            "attention.output.dense": RowParallel(heads),
             "attention.output.LayerNorm": Norm(),
         }
         for mlp in ("", *(f"ffn.{i}." for i in range(config.num_feedforward_networks - 1))):
             block |= {
-                f"{mlp}intermediate.dense": Column(),
-                f"{mlp}output.dense": Row(),
+                f"{mlp}intermediate.dense": ColumnParallel(),
+                f"{mlp}output.dense": RowParallel(),
                 f"{mlp}output.LayerNorm": Norm(),
             }
         for name in BOTTLENECKS:
             block |= {f"{name}.dense": Replicated(), f"{name}.LayerNorm": Norm()}
-        words = {"embeddings.word_embeddings": Words(), "embeddings.embedding_transformation": Replicated()}
+        words = {
+            "embeddings.word_embeddings": ReplicatedEmbedding(),
+            "embeddings.embedding_transformation": Replicated(),
+        }
         return replace(
             plan,
             embed={**plan.embed, **words},
@@ -53,4 +55,40 @@ class MobileBertParallel(BertParallel):
         )
 
 
-globals().update(family(MobileBertParallel, hf, HEADS))
+class MobileBertModel(MobileBertParallel, hf.MobileBertModel):
+    pass
+
+
+class MobileBertForPreTraining(MobileBertParallel, hf.MobileBertForPreTraining):
+    head_plan = {
+        "cls.predictions.transform.dense": Replicated(),
+        "cls.predictions.transform.LayerNorm": Norm(),
+        "cls.predictions.dense": Replicated(),
+        "cls.predictions.decoder": Replicated(),
+        "cls.predictions.bias": Replicated(),
+        "cls.seq_relationship": Replicated(),
+    }
+
+
+class MobileBertForMaskedLM(MobileBertParallel, hf.MobileBertForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class MobileBertForNextSentencePrediction(MobileBertParallel, hf.MobileBertForNextSentencePrediction):
+    head_plan = {"cls.seq_relationship": Replicated()}
+
+
+class MobileBertForSequenceClassification(MobileBertParallel, hf.MobileBertForSequenceClassification):
+    head_plan = CLASSIFIER
+
+
+class MobileBertForMultipleChoice(MobileBertParallel, hf.MobileBertForMultipleChoice):
+    head_plan = CLASSIFIER
+
+
+class MobileBertForTokenClassification(MobileBertParallel, hf.MobileBertForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class MobileBertForQuestionAnswering(MobileBertParallel, hf.MobileBertForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -2,22 +2,12 @@
 
 from typing import Any
 
+from transformers import ModernBertConfig
 from transformers.models.modernbert import modeling_modernbert as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
-
-HEAD: Entries = {"head.dense": Replicated(), "head.norm": Norm()}
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForMaskedLM": {**HEAD, "decoder": Vocab()},
-    "ForSequenceClassification": {**HEAD, "classifier": Replicated()},
-    "ForMultipleChoice": {**HEAD, "classifier": Replicated()},
-    "ForTokenClassification": {**HEAD, "classifier": Replicated()},
-    "ForQuestionAnswering": {**HEAD, "classifier": Replicated()},
-}
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class ModernBertParallel(ParallelModel):
@@ -25,21 +15,42 @@ class ModernBertParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
         block = {
             "attn_norm": Norm(),
-            "attn.Wqkv": Column(heads, heads, heads),
-            "attn.Wo": Row(heads),
+            "attn.Wqkv": ColumnParallel(heads, heads, heads),
+            "attn.Wo": RowParallel(heads),
             "mlp_norm": Norm(),
-            "mlp.Wi": Column(parts=2),
-            "mlp.Wo": Row(),
+            "mlp.Wi": ColumnParallel(parts=2),
+            "mlp.Wo": RowParallel(),
         }
         return Plan(
-            embed={"embeddings.tok_embeddings": Vocab(), "embeddings.norm": Norm()},
+            embed={"embeddings.tok_embeddings": VocabParallel(), "embeddings.norm": Norm()},
             blocks={"layers": block},
             head={"final_norm": Norm()},
             dropout=("embeddings.drop",),
         )
 
 
-globals().update(family(ModernBertParallel, hf, HEADS))
+class ModernBertModel(ModernBertParallel, hf.ModernBertModel):
+    pass
+
+
+class ModernBertForMaskedLM(ModernBertParallel, hf.ModernBertForMaskedLM):
+    head_plan = {"head.dense": Replicated(), "head.norm": Norm(), "decoder": VocabParallel()}
+
+
+class ModernBertForSequenceClassification(ModernBertParallel, hf.ModernBertForSequenceClassification):
+    head_plan = {"head.dense": Replicated(), "head.norm": Norm(), "classifier": Replicated()}
+
+
+class ModernBertForMultipleChoice(ModernBertParallel, hf.ModernBertForMultipleChoice):
+    head_plan = {"head.dense": Replicated(), "head.norm": Norm(), "classifier": Replicated()}
+
+
+class ModernBertForTokenClassification(ModernBertParallel, hf.ModernBertForTokenClassification):
+    head_plan = {"head.dense": Replicated(), "head.norm": Norm(), "classifier": Replicated()}
+
+
+class ModernBertForQuestionAnswering(ModernBertParallel, hf.ModernBertForQuestionAnswering):
+    head_plan = {"head.dense": Replicated(), "head.norm": Norm(), "classifier": Replicated()}

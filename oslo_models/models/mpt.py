@@ -2,14 +2,13 @@
 
 from typing import Any
 
+from transformers import MptConfig
 from transformers.models.mpt import modeling_mpt as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import DECODER, family
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
-
-HEADS = {**DECODER, "ForTokenClassification": {"classifier": Replicated()}}
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
 
 
 class MptParallel(ParallelModel):
@@ -17,17 +16,17 @@ class MptParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.n_heads, config.d_model // config.n_heads)
+        heads = EvenSplit(config.n_heads, config.d_model // config.n_heads)
         block = {
             "norm_1": Norm(),
-            "attn.Wqkv": Column(heads, heads, heads),
-            "attn.out_proj": Row(heads),
+            "attn.Wqkv": ColumnParallel(heads, heads, heads),
+            "attn.out_proj": RowParallel(heads),
             "norm_2": Norm(),
-            "ffn.up_proj": Column(),
-            "ffn.down_proj": Row(),
+            "ffn.up_proj": ColumnParallel(),
+            "ffn.down_proj": RowParallel(),
         }
         return Plan(
-            embed={"wte": Vocab()},
+            embed={"wte": VocabParallel()},
             blocks={"blocks": block},
             head={"norm_f": Norm()},
             local={"attn.n_heads": heads.local_count},
@@ -35,4 +34,21 @@ class MptParallel(ParallelModel):
         )
 
 
-globals().update(family(MptParallel, hf, HEADS))
+class MptModel(MptParallel, hf.MptModel):
+    pass
+
+
+class MptForCausalLM(MptParallel, hf.MptForCausalLM):
+    head_plan = LM_HEAD
+
+
+class MptForSequenceClassification(MptParallel, hf.MptForSequenceClassification):
+    head_plan = SCORE
+
+
+class MptForTokenClassification(MptParallel, hf.MptForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class MptForQuestionAnswering(MptParallel, hf.MptForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -1,13 +1,36 @@
 """mT5: T5 for a hundred languages."""
 
+from transformers import MT5Config
 from transformers.models.mt5 import modeling_mt5 as hf
 
-from oslo_models.models.family import family
-from oslo_models.models.t5 import ENCODER, HEADS, T5Parallel
+from oslo_models.modeling.heads import CLASSIFICATION_HEAD, CLASSIFIER, LM_HEAD, QA_OUTPUTS
+from oslo_models.models.t5 import T5Parallel
 
 
 class MT5Parallel(T5Parallel):
     """How every model of the mT5 family divides."""
 
 
-globals().update(family(MT5Parallel, hf, HEADS, EncoderModel=ENCODER, ForTokenClassification=ENCODER))
+class MT5Model(MT5Parallel, hf.MT5Model):
+    pass
+
+
+class MT5ForConditionalGeneration(MT5Parallel, hf.MT5ForConditionalGeneration):
+    head_plan = LM_HEAD
+
+
+class MT5EncoderModel(MT5Parallel, hf.MT5EncoderModel):
+    stacks = ("encoder",)
+
+
+class MT5ForSequenceClassification(MT5Parallel, hf.MT5ForSequenceClassification):
+    head_plan = CLASSIFICATION_HEAD
+
+
+class MT5ForTokenClassification(MT5Parallel, hf.MT5ForTokenClassification):
+    head_plan = CLASSIFIER
+    stacks = ("encoder",)
+
+
+class MT5ForQuestionAnswering(MT5Parallel, hf.MT5ForQuestionAnswering):
+    head_plan = QA_OUTPUTS

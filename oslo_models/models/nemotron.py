@@ -1,16 +1,34 @@
 """Nemotron: Llama with an MLP that has no gate."""
 
+from transformers import NemotronConfig
 from transformers.models.nemotron import modeling_nemotron as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.plan import Column, Row
+from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class NemotronParallel(LlamaParallel):
     """How every model of the Nemotron family divides."""
 
-    mlp = {"mlp.up_proj": Column(), "mlp.down_proj": Row()}
+    mlp = {"mlp.up_proj": ColumnParallel(), "mlp.down_proj": RowParallel()}
 
 
-globals().update(family(NemotronParallel, hf, DECODER))
+class NemotronModel(NemotronParallel, hf.NemotronModel):
+    pass
+
+
+class NemotronForCausalLM(NemotronParallel, hf.NemotronForCausalLM):
+    head_plan = LM_HEAD
+
+
+class NemotronForSequenceClassification(NemotronParallel, hf.NemotronForSequenceClassification):
+    head_plan = SCORE
+
+
+class NemotronForTokenClassification(NemotronParallel, hf.NemotronForTokenClassification):
+    head_plan = SCORE
+
+
+class NemotronForQuestionAnswering(NemotronParallel, hf.NemotronForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -1,8 +1,9 @@
 """OLMo: Llama with norms that have no weights."""
 
+from transformers import OlmoConfig
 from transformers.models.olmo import modeling_olmo as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -10,4 +11,13 @@ class OlmoParallel(LlamaParallel):
     """How every model of the OLMo family divides."""
 
 
-globals().update(family(OlmoParallel, hf, DECODER))
+class OlmoModel(OlmoParallel, hf.OlmoModel):
+    pass
+
+
+class OlmoForCausalLM(OlmoParallel, hf.OlmoForCausalLM):
+    head_plan = LM_HEAD
+
+
+class OlmoForSequenceClassification(OlmoParallel, hf.OlmoForSequenceClassification):
+    head_plan = SCORE

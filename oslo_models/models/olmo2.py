@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from transformers import Olmo2Config
 from transformers.models.olmo2 import modeling_olmo2 as hf
 
-from oslo_models.layout import GroupedHeads
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.plan import Entries, WidthNorm
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import Entries, WidthNorm
 
 
 class Olmo2Parallel(LlamaParallel):
@@ -21,4 +22,13 @@ class Olmo2Parallel(LlamaParallel):
         return {**super().attention(config, heads), **norms}
 
 
-globals().update(family(Olmo2Parallel, hf, DECODER))
+class Olmo2Model(Olmo2Parallel, hf.Olmo2Model):
+    pass
+
+
+class Olmo2ForCausalLM(Olmo2Parallel, hf.Olmo2ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class Olmo2ForSequenceClassification(Olmo2Parallel, hf.Olmo2ForSequenceClassification):
+    head_plan = SCORE

@@ -1,8 +1,9 @@
 """OLMo 3: OLMo 2 of which some blocks attend to a window."""
 
+from transformers import Olmo3Config
 from transformers.models.olmo3 import modeling_olmo3 as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.olmo2 import Olmo2Parallel
 
 
@@ -10,4 +11,13 @@ class Olmo3Parallel(Olmo2Parallel):
     """How every model of the OLMo 3 family divides."""
 
 
-globals().update(family(Olmo3Parallel, hf, DECODER))
+class Olmo3Model(Olmo3Parallel, hf.Olmo3Model):
+    pass
+
+
+class Olmo3ForCausalLM(Olmo3Parallel, hf.Olmo3ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class Olmo3ForSequenceClassification(Olmo3Parallel, hf.Olmo3ForSequenceClassification):
+    head_plan = SCORE

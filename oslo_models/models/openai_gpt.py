@@ -2,21 +2,15 @@
 
 from typing import Any
 
+from transformers import OpenAIGPTConfig
 from transformers import initialization as init
 from transformers.models.openai import modeling_openai as hf
 from transformers.pytorch_utils import Conv1D
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
-
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "LMHeadModel": {"lm_head": Vocab()},
-    "DoubleHeadsModel": {"lm_head": Vocab(), "multiple_choice_head.summary": Replicated()},
-    "ForSequenceClassification": {"score": Replicated()},
-}
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import LM_HEAD, SCORE
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class OpenAIGPTParallel(ParallelModel):
@@ -30,17 +24,17 @@ class OpenAIGPTParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.n_head, config.n_embd // config.n_head)
+        heads = EvenSplit(config.n_head, config.n_embd // config.n_head)
         block = {
-            "attn.c_attn": Column(heads, heads, heads, transposed=True),
-            "attn.c_proj": Row(heads, transposed=True),
+            "attn.c_attn": ColumnParallel(heads, heads, heads, transposed=True),
+            "attn.c_proj": RowParallel(heads, transposed=True),
             "ln_1": Norm(),
-            "mlp.c_fc": Column(transposed=True),
-            "mlp.c_proj": Row(transposed=True),
+            "mlp.c_fc": ColumnParallel(transposed=True),
+            "mlp.c_proj": RowParallel(transposed=True),
             "ln_2": Norm(),
         }
         return Plan(
-            embed={"tokens_embed": Vocab(), "positions_embed": Replicated()},
+            embed={"tokens_embed": VocabParallel(), "positions_embed": Replicated()},
             blocks={"h": block},
             head={},
             local={"attn.split_size": heads.local_extent, "attn.n_head": heads.local_count},
@@ -48,4 +42,17 @@ class OpenAIGPTParallel(ParallelModel):
         )
 
 
-globals().update(family(OpenAIGPTParallel, hf, HEADS))
+class OpenAIGPTModel(OpenAIGPTParallel, hf.OpenAIGPTModel):
+    pass
+
+
+class OpenAIGPTLMHeadModel(OpenAIGPTParallel, hf.OpenAIGPTLMHeadModel):
+    head_plan = LM_HEAD
+
+
+class OpenAIGPTDoubleHeadsModel(OpenAIGPTParallel, hf.OpenAIGPTDoubleHeadsModel):
+    head_plan = {"lm_head": VocabParallel(), "multiple_choice_head.summary": Replicated()}
+
+
+class OpenAIGPTForSequenceClassification(OpenAIGPTParallel, hf.OpenAIGPTForSequenceClassification):
+    head_plan = SCORE

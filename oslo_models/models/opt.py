@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from transformers import OPTConfig
 from transformers.models.opt import modeling_opt as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import DECODER, family
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class OPTParallel(ParallelModel):
@@ -15,16 +16,16 @@ class OPTParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
         block = {
-            **{f"self_attn.{name}_proj": Column(heads) for name in "qkv"},
-            "self_attn.out_proj": Row(heads),
+            **{f"self_attn.{name}_proj": ColumnParallel(heads) for name in "qkv"},
+            "self_attn.out_proj": RowParallel(heads),
             "self_attn_layer_norm": Norm(),
-            "fc1": Column(),
-            "fc2": Row(),
+            "fc1": ColumnParallel(),
+            "fc2": RowParallel(),
             "final_layer_norm": Norm(),
         }
-        embed = {"embed_tokens": Vocab(), "embed_positions": Replicated(), "project_in": Replicated()}
+        embed = {"embed_tokens": VocabParallel(), "embed_positions": Replicated(), "project_in": Replicated()}
         head = {"final_layer_norm": Norm(), "project_out": Replicated()}
         return Plan(
             embed={f"decoder.{name}": entry for name, entry in embed.items()},
@@ -35,4 +36,17 @@ class OPTParallel(ParallelModel):
         )
 
 
-globals().update(family(OPTParallel, hf, DECODER))
+class OPTModel(OPTParallel, hf.OPTModel):
+    pass
+
+
+class OPTForCausalLM(OPTParallel, hf.OPTForCausalLM):
+    head_plan = LM_HEAD
+
+
+class OPTForSequenceClassification(OPTParallel, hf.OPTForSequenceClassification):
+    head_plan = SCORE
+
+
+class OPTForQuestionAnswering(OPTParallel, hf.OPTForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -1,9 +1,10 @@
 """Pegasus: BART with norms before attention and MLP, and positions of sines."""
 
+from transformers import PegasusConfig
 from transformers.models.pegasus import modeling_pegasus as hf
 
-from oslo_models.models.bart import DECODER, HEADS, BartParallel
-from oslo_models.models.family import family
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.bart import BartParallel
 
 
 class PegasusParallel(BartParallel):
@@ -14,4 +15,14 @@ class PegasusParallel(BartParallel):
     neutral = {"dropout": 0.0, "embed_scale": 1.0}
 
 
-globals().update(family(PegasusParallel, hf, HEADS, ForCausalLM=DECODER))
+class PegasusModel(PegasusParallel, hf.PegasusModel):
+    pass
+
+
+class PegasusForConditionalGeneration(PegasusParallel, hf.PegasusForConditionalGeneration):
+    head_plan = LM_HEAD
+
+
+class PegasusForCausalLM(PegasusParallel, hf.PegasusForCausalLM):
+    head_plan = LM_HEAD
+    stacks = ("decoder",)

@@ -3,23 +3,24 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import Phi3Config
 from transformers.models.phi3 import modeling_phi3 as hf
 
-from oslo_models.layout import GroupedHeads
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.plan import Column, Entries, Plan, Row
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import ColumnParallel, Entries, Plan, RowParallel
 
 
 class Phi3Parallel(LlamaParallel):
     """How every model of the Phi-3 family divides."""
 
-    mlp = {"mlp.gate_up_proj": Column(parts=2), "mlp.down_proj": Row()}
+    mlp = {"mlp.gate_up_proj": ColumnParallel(parts=2), "mlp.down_proj": RowParallel()}
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
-        qkv = Column(heads.query, heads.key_value, heads.key_value)
-        return {"self_attn.qkv_proj": qkv, "self_attn.o_proj": Row(heads.query)}
+        qkv = ColumnParallel(heads.query, heads.key_value, heads.key_value)
+        return {"self_attn.qkv_proj": qkv, "self_attn.o_proj": RowParallel(heads.query)}
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -28,4 +29,17 @@ class Phi3Parallel(LlamaParallel):
         return replace(plan, local={**plan.local, **local})
 
 
-globals().update(family(Phi3Parallel, hf, DECODER))
+class Phi3Model(Phi3Parallel, hf.Phi3Model):
+    pass
+
+
+class Phi3ForCausalLM(Phi3Parallel, hf.Phi3ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class Phi3ForSequenceClassification(Phi3Parallel, hf.Phi3ForSequenceClassification):
+    head_plan = SCORE
+
+
+class Phi3ForTokenClassification(Phi3Parallel, hf.Phi3ForTokenClassification):
+    head_plan = SCORE

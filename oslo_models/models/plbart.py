@@ -1,13 +1,28 @@
 """PLBART: BART for programs."""
 
+from transformers import PLBartConfig
 from transformers.models.plbart import modeling_plbart as hf
 
-from oslo_models.models.bart import DECODER, HEADS, BartParallel
-from oslo_models.models.family import family
+from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD
+from oslo_models.models.bart import BartParallel
 
 
 class PLBartParallel(BartParallel):
     """How every model of the PLBART family divides."""
 
 
-globals().update(family(PLBartParallel, hf, HEADS, ForCausalLM=DECODER))
+class PLBartModel(PLBartParallel, hf.PLBartModel):
+    pass
+
+
+class PLBartForConditionalGeneration(PLBartParallel, hf.PLBartForConditionalGeneration):
+    head_plan = LM_HEAD
+
+
+class PLBartForCausalLM(PLBartParallel, hf.PLBartForCausalLM):
+    head_plan = LM_HEAD
+    stacks = ("decoder",)
+
+
+class PLBartForSequenceClassification(PLBartParallel, hf.PLBartForSequenceClassification):
+    head_plan = CLASSIFICATION_HEAD

@@ -1,8 +1,9 @@
 """Qwen2: Llama with biases of query, key and value."""
 
+from transformers import Qwen2Config
 from transformers.models.qwen2 import modeling_qwen2 as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -10,4 +11,21 @@ class Qwen2Parallel(LlamaParallel):
     """How every model of the Qwen2 family divides."""
 
 
-globals().update(family(Qwen2Parallel, hf, DECODER))
+class Qwen2Model(Qwen2Parallel, hf.Qwen2Model):
+    pass
+
+
+class Qwen2ForCausalLM(Qwen2Parallel, hf.Qwen2ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class Qwen2ForSequenceClassification(Qwen2Parallel, hf.Qwen2ForSequenceClassification):
+    head_plan = SCORE
+
+
+class Qwen2ForTokenClassification(Qwen2Parallel, hf.Qwen2ForTokenClassification):
+    head_plan = SCORE
+
+
+class Qwen2ForQuestionAnswering(Qwen2Parallel, hf.Qwen2ForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -2,13 +2,13 @@
 
 from typing import Any
 
+from transformers import RagConfig
 from transformers.models.rag import modeling_rag as hf
 
 from oslo_models.auto import AutoModel, AutoModelForSeq2SeqLM
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.composed import part
-from oslo_models.models.family import family
-from oslo_models.plan import Plan
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.composite import part
+from oslo_models.sharding.plan import Plan
 
 ENCODED = {"attentions": "question_enc_attentions"}
 GENERATED = {
@@ -21,7 +21,7 @@ GENERATED = {
 class RagParallel(ParallelModel):
     """How every model of the RAG family divides: as its encoder of questions and its generator do."""
 
-    loss_of_whole_logits = True
+    loss_needs_full_logits = True
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -33,4 +33,13 @@ class RagParallel(ParallelModel):
         )
 
 
-globals().update(family(RagParallel, hf, {"Model": {}, "SequenceForGeneration": {}, "TokenForGeneration": {}}))
+class RagModel(RagParallel, hf.RagModel):
+    pass
+
+
+class RagSequenceForGeneration(RagParallel, hf.RagSequenceForGeneration):
+    pass
+
+
+class RagTokenForGeneration(RagParallel, hf.RagTokenForGeneration):
+    pass

@@ -4,24 +4,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import ReformerConfig
 from transformers import initialization as init
 from transformers.models.reformer import modeling_reformer as hf
 
-from oslo_models.layers.functional import Overridden
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
-from oslo_models.rng import default_generator
+from oslo_models.distributed.rng import default_generator
+from oslo_models.layers.custom_layers import Overridden
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import DENSE_CLASSIFIER, QA_OUTPUTS
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
-LM_HEAD: Entries = {"lm_head.decoder": Vocab(), "lm_head.bias": Vocab()}
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ModelWithLMHead": LM_HEAD,
-    "ForMaskedLM": LM_HEAD,
-    "ForSequenceClassification": {"classifier.dense": Replicated(), "classifier.out_proj": Replicated()},
-    "ForQuestionAnswering": {"qa_outputs": Replicated()},
-}
+LM_HEAD: Entries = {"lm_head.decoder": VocabParallel(), "lm_head.bias": VocabParallel()}
 
 
 class OwnHashes(hf.LSHSelfAttention):
@@ -59,22 +53,22 @@ class ReformerParallel(ParallelModel):
         if hasattr(self, "lm_head"):
             init.zeros_(self.lm_head.bias)
 
-    def become_part(self, *args: Any) -> None:
-        super().become_part(*args)
+    def shard_(self, *args: Any) -> None:
+        super().shard_(*args)
         own = {hf.LSHSelfAttention: OwnHashes, hf.ReformerLayer: SeededAlike}
         for module in self.modules() if self.is_tensor_parallelized() else ():
             module.__class__ = own.get(type(module), type(module))
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.num_attention_heads, config.attention_head_size)
+        heads = EvenSplit(config.num_attention_heads, config.attention_head_size)
         projections = [f"attention.self_attention.{name}" for name in ("query", "key", "query_key", "value")]
-        block: dict[str, Replicated] = {name: Column(heads) for name in projections}
+        block: dict[str, Replicated] = {name: ColumnParallel(heads) for name in projections}
         block |= {name: Norm() for name in ("attention.layer_norm", "feed_forward.layer_norm")}
-        block |= {"attention.output.dense": Row(heads), "feed_forward.dense.dense": Column()}
+        block |= {"attention.output.dense": RowParallel(heads), "feed_forward.dense.dense": ColumnParallel()}
         return Plan(
-            embed={"embeddings.word_embeddings": Vocab(), "embeddings.position_embeddings": Replicated()},
-            blocks={"encoder.layers": {**block, "feed_forward.output.dense": Row()}},
+            embed={"embeddings.word_embeddings": VocabParallel(), "embeddings.position_embeddings": Replicated()},
+            blocks={"encoder.layers": {**block, "feed_forward.output.dense": RowParallel()}},
             head={"encoder.layer_norm": Norm()},
             local={"attention.self_attention.num_attention_heads": heads.local_count},
             optional=projections,  # where a block hashes, keys are queries
@@ -82,4 +76,21 @@ class ReformerParallel(ParallelModel):
         )
 
 
-globals().update(family(ReformerParallel, hf, HEADS))
+class ReformerModel(ReformerParallel, hf.ReformerModel):
+    pass
+
+
+class ReformerModelWithLMHead(ReformerParallel, hf.ReformerModelWithLMHead):
+    head_plan = LM_HEAD
+
+
+class ReformerForMaskedLM(ReformerParallel, hf.ReformerForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class ReformerForSequenceClassification(ReformerParallel, hf.ReformerForSequenceClassification):
+    head_plan = DENSE_CLASSIFIER
+
+
+class ReformerForQuestionAnswering(ReformerParallel, hf.ReformerForQuestionAnswering):
+    head_plan = QA_OUTPUTS

@@ -1,25 +1,17 @@
 """RoBERTa: BERT with positions that count the padding out."""
 
+from transformers import RobertaConfig
 from transformers.models.roberta import modeling_roberta as hf
 
+from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Entries, Norm, Replicated, Vocab
+from oslo_models.sharding.plan import Entries, Norm, Replicated, VocabParallel
 
 LM_HEAD: Entries = {
     "lm_head.dense": Replicated(),
     "lm_head.layer_norm": Norm(),
-    "lm_head.decoder": Vocab(),
-    "lm_head.bias": Vocab(),
-}
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForCausalLM": LM_HEAD,
-    "ForMaskedLM": LM_HEAD,
-    "ForSequenceClassification": {"classifier.dense": Replicated(), "classifier.out_proj": Replicated()},
-    "ForMultipleChoice": {"classifier": Replicated()},
-    "ForTokenClassification": {"classifier": Replicated()},
-    "ForQuestionAnswering": {"qa_outputs": Replicated()},
+    "lm_head.decoder": VocabParallel(),
+    "lm_head.bias": VocabParallel(),
 }
 
 
@@ -27,4 +19,29 @@ class RobertaParallel(BertParallel):
     """How every model of the RoBERTa family divides."""
 
 
-globals().update(family(RobertaParallel, hf, HEADS))
+class RobertaModel(RobertaParallel, hf.RobertaModel):
+    pass
+
+
+class RobertaForCausalLM(RobertaParallel, hf.RobertaForCausalLM):
+    head_plan = LM_HEAD
+
+
+class RobertaForMaskedLM(RobertaParallel, hf.RobertaForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class RobertaForSequenceClassification(RobertaParallel, hf.RobertaForSequenceClassification):
+    head_plan = DENSE_CLASSIFIER
+
+
+class RobertaForMultipleChoice(RobertaParallel, hf.RobertaForMultipleChoice):
+    head_plan = CLASSIFIER
+
+
+class RobertaForTokenClassification(RobertaParallel, hf.RobertaForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class RobertaForQuestionAnswering(RobertaParallel, hf.RobertaForQuestionAnswering):
+    head_plan = QA_OUTPUTS

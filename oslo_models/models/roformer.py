@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import RoFormerConfig
 from transformers.models.roformer import modeling_roformer as hf
 
+from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD
-from oslo_models.models.electra import HEADS as ELECTRA
 from oslo_models.models.electra import ElectraParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Plan, Replicated
+from oslo_models.sharding.plan import Plan, Replicated
 
 
 class RoFormerParallel(ElectraParallel):
@@ -22,4 +22,29 @@ class RoFormerParallel(ElectraParallel):
         return replace(super().plan(config), beside={"encoder.embed_positions": Replicated()})
 
 
-globals().update(family(RoFormerParallel, hf, {**ELECTRA, "ForCausalLM": LM_HEAD, "ForMaskedLM": LM_HEAD}))
+class RoFormerModel(RoFormerParallel, hf.RoFormerModel):
+    pass
+
+
+class RoFormerForCausalLM(RoFormerParallel, hf.RoFormerForCausalLM):
+    head_plan = LM_HEAD
+
+
+class RoFormerForMaskedLM(RoFormerParallel, hf.RoFormerForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class RoFormerForSequenceClassification(RoFormerParallel, hf.RoFormerForSequenceClassification):
+    head_plan = DENSE_CLASSIFIER
+
+
+class RoFormerForMultipleChoice(RoFormerParallel, hf.RoFormerForMultipleChoice):
+    head_plan = {"sequence_summary.summary": Replicated(), "classifier": Replicated()}
+
+
+class RoFormerForTokenClassification(RoFormerParallel, hf.RoFormerForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class RoFormerForQuestionAnswering(RoFormerParallel, hf.RoFormerForQuestionAnswering):
+    head_plan = QA_OUTPUTS

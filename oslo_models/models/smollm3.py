@@ -1,8 +1,9 @@
 """SmolLM3: Llama with some blocks that have no positions."""
 
+from transformers import SmolLM3Config
 from transformers.models.smollm3 import modeling_smollm3 as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -10,4 +11,21 @@ class SmolLM3Parallel(LlamaParallel):
     """How every model of the SmolLM3 family divides."""
 
 
-globals().update(family(SmolLM3Parallel, hf, DECODER))
+class SmolLM3Model(SmolLM3Parallel, hf.SmolLM3Model):
+    pass
+
+
+class SmolLM3ForCausalLM(SmolLM3Parallel, hf.SmolLM3ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class SmolLM3ForSequenceClassification(SmolLM3Parallel, hf.SmolLM3ForSequenceClassification):
+    head_plan = SCORE
+
+
+class SmolLM3ForTokenClassification(SmolLM3Parallel, hf.SmolLM3ForTokenClassification):
+    head_plan = SCORE
+
+
+class SmolLM3ForQuestionAnswering(SmolLM3Parallel, hf.SmolLM3ForQuestionAnswering):
+    head_plan = QA_OUTPUTS

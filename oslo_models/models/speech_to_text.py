@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from transformers import Speech2TextConfig
 from transformers.models.speech_to_text import modeling_speech_to_text as hf
 
-from oslo_models.models.bart import HEADS
-from oslo_models.models.family import family
+from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.whisper import WhisperParallel
 
 
@@ -23,4 +23,9 @@ class Speech2TextParallel(WhisperParallel):
         return rows, frames
 
 
-globals().update(family(Speech2TextParallel, hf, HEADS))
+class Speech2TextModel(Speech2TextParallel, hf.Speech2TextModel):
+    pass
+
+
+class Speech2TextForConditionalGeneration(Speech2TextParallel, hf.Speech2TextForConditionalGeneration):
+    head_plan = LM_HEAD

@@ -3,21 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import SqueezeBertConfig
 from transformers.models.squeezebert import modeling_squeezebert as hf
 
+from oslo_models.modeling.heads import QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD, BertParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Entries, Norm, Plan, Replicated
+from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated
 
 CLASSIFIER: Entries = {"classifier": Replicated()}
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForMaskedLM": LM_HEAD,
-    "ForSequenceClassification": CLASSIFIER,
-    "ForMultipleChoice": CLASSIFIER,
-    "ForTokenClassification": CLASSIFIER,
-    "ForQuestionAnswering": {"qa_outputs": Replicated()},
-}
 LAYERS = ("attention.query", "attention.key", "attention.value")
 
 
@@ -38,4 +31,25 @@ class SqueezeBertParallel(BertParallel):
         return replace(super().plan(config), blocks={"encoder.layers": block}, local={})
 
 
-globals().update(family(SqueezeBertParallel, hf, HEADS))
+class SqueezeBertModel(SqueezeBertParallel, hf.SqueezeBertModel):
+    pass
+
+
+class SqueezeBertForMaskedLM(SqueezeBertParallel, hf.SqueezeBertForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class SqueezeBertForSequenceClassification(SqueezeBertParallel, hf.SqueezeBertForSequenceClassification):
+    head_plan = CLASSIFIER
+
+
+class SqueezeBertForMultipleChoice(SqueezeBertParallel, hf.SqueezeBertForMultipleChoice):
+    head_plan = CLASSIFIER
+
+
+class SqueezeBertForTokenClassification(SqueezeBertParallel, hf.SqueezeBertForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class SqueezeBertForQuestionAnswering(SqueezeBertParallel, hf.SqueezeBertForQuestionAnswering):
+    head_plan = QA_OUTPUTS

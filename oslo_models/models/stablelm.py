@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import StableLmConfig
 from transformers.models.stablelm import modeling_stablelm as hf
 
-from oslo_models.layout import GroupedHeads
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.plan import Entries, HeadNorms, Plan
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import Entries, HeadNorms, Plan
 
 
 class StableLmParallel(LlamaParallel):
@@ -24,4 +25,17 @@ class StableLmParallel(LlamaParallel):
         return replace(super().plan(config), optional=("post_attention_layernorm",))
 
 
-globals().update(family(StableLmParallel, hf, DECODER))
+class StableLmModel(StableLmParallel, hf.StableLmModel):
+    pass
+
+
+class StableLmForCausalLM(StableLmParallel, hf.StableLmForCausalLM):
+    head_plan = LM_HEAD
+
+
+class StableLmForSequenceClassification(StableLmParallel, hf.StableLmForSequenceClassification):
+    head_plan = SCORE
+
+
+class StableLmForTokenClassification(StableLmParallel, hf.StableLmForTokenClassification):
+    head_plan = SCORE

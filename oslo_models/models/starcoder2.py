@@ -1,16 +1,30 @@
 """StarCoder2: Llama with layer norms and an MLP that has no gate."""
 
+from transformers import Starcoder2Config
 from transformers.models.starcoder2 import modeling_starcoder2 as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.plan import Column, Row
+from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class Starcoder2Parallel(LlamaParallel):
     """How every model of the StarCoder2 family divides."""
 
-    mlp = {"mlp.c_fc": Column(), "mlp.c_proj": Row()}
+    mlp = {"mlp.c_fc": ColumnParallel(), "mlp.c_proj": RowParallel()}
 
 
-globals().update(family(Starcoder2Parallel, hf, DECODER))
+class Starcoder2Model(Starcoder2Parallel, hf.Starcoder2Model):
+    pass
+
+
+class Starcoder2ForCausalLM(Starcoder2Parallel, hf.Starcoder2ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class Starcoder2ForSequenceClassification(Starcoder2Parallel, hf.Starcoder2ForSequenceClassification):
+    head_plan = SCORE
+
+
+class Starcoder2ForTokenClassification(Starcoder2Parallel, hf.Starcoder2ForTokenClassification):
+    head_plan = SCORE

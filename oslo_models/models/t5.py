@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import T5Config
 from transformers.models.t5 import modeling_t5 as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
-
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForConditionalGeneration": {"lm_head": Vocab()},
-    "EncoderModel": {},
-    "ForSequenceClassification": {f"classification_head.{name}": Replicated() for name in ("dense", "out_proj")},
-    "ForTokenClassification": {"classifier": Replicated()},
-    "ForQuestionAnswering": {"qa_outputs": Replicated()},
-}
-ENCODER = {"stacks": ("encoder",)}
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import CLASSIFICATION_HEAD, CLASSIFIER, LM_HEAD, QA_OUTPUTS
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class T5Parallel(ParallelModel):
@@ -29,23 +20,23 @@ class T5Parallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.num_heads, config.d_kv)
+        heads = EvenSplit(config.num_heads, config.d_kv)
         bias = "layer.0.SelfAttention.relative_attention_bias"
 
-        def attention(path: str) -> dict[str, Column]:
-            return {f"{path}.{name}": Column(heads) for name in "qkv"} | {f"{path}.o": Row(heads)}
+        def attention(path: str) -> dict[str, ColumnParallel]:
+            return {f"{path}.{name}": ColumnParallel(heads) for name in "qkv"} | {f"{path}.o": RowParallel(heads)}
 
         def block(layers: int) -> dict[str, Replicated]:
             mlp = f"layer.{layers - 1}.DenseReluDense"
             wi = ("wi_0", "wi_1") if config.is_gated_act else ("wi",)
             entries: dict[str, Replicated] = {f"layer.{layer}.layer_norm": Norm() for layer in range(layers)}
             entries |= attention("layer.0.SelfAttention")
-            entries |= {bias: Column(Units(config.num_heads), transposed=True)}  # [buckets, heads]
-            return entries | {f"{mlp}.{name}": Column() for name in wi} | {f"{mlp}.wo": Row()}
+            entries |= {bias: ColumnParallel(EvenSplit(config.num_heads), transposed=True)}  # [buckets, heads]
+            return entries | {f"{mlp}.{name}": ColumnParallel() for name in wi} | {f"{mlp}.wo": RowParallel()}
 
         blocks = {"encoder": block(2), "decoder": block(3) | attention("layer.1.EncDecAttention")}
         return Plan(
-            embed={"shared": Vocab(), **{f"{stack}.embed_tokens": Vocab() for stack in cls.stacks}},
+            embed={"shared": VocabParallel(), **{f"{stack}.embed_tokens": VocabParallel() for stack in cls.stacks}},
             blocks={f"{stack}.block": blocks[stack] for stack in cls.stacks},
             head={f"{stack}.final_layer_norm": Norm() for stack in cls.stacks},
             local={f"layer.{path}.n_heads": heads.local_count for path in ("0.SelfAttention", "1.EncDecAttention")},
@@ -55,4 +46,26 @@ class T5Parallel(ParallelModel):
         )
 
 
-globals().update(family(T5Parallel, hf, HEADS, EncoderModel=ENCODER, ForTokenClassification=ENCODER))
+class T5Model(T5Parallel, hf.T5Model):
+    pass
+
+
+class T5ForConditionalGeneration(T5Parallel, hf.T5ForConditionalGeneration):
+    head_plan = LM_HEAD
+
+
+class T5EncoderModel(T5Parallel, hf.T5EncoderModel):
+    stacks = ("encoder",)
+
+
+class T5ForSequenceClassification(T5Parallel, hf.T5ForSequenceClassification):
+    head_plan = CLASSIFICATION_HEAD
+
+
+class T5ForTokenClassification(T5Parallel, hf.T5ForTokenClassification):
+    head_plan = CLASSIFIER
+    stacks = ("encoder",)
+
+
+class T5ForQuestionAnswering(T5Parallel, hf.T5ForQuestionAnswering):
+    head_plan = QA_OUTPUTS

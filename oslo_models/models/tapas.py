@@ -3,19 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import TapasConfig
 from transformers.models.tapas import modeling_tapas as hf
 
+from oslo_models.modeling.heads import CLASSIFIER
 from oslo_models.models.bert import LM_HEAD, BertParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Entries, Plan, Replicated
-
-WEIGHTS = ("output_weights", "output_bias", "column_output_weights", "column_output_bias", "aggregation_classifier")
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForMaskedLM": LM_HEAD,
-    "ForSequenceClassification": {"classifier": Replicated()},
-    "ForQuestionAnswering": {name: Replicated() for name in WEIGHTS},
-}
+from oslo_models.sharding.plan import Plan, Replicated
 
 
 class TapasParallel(BertParallel):
@@ -32,5 +25,24 @@ class TapasParallel(BertParallel):
         return replace(plan, embed={**plan.embed, **types}, optional=optional, one_stage=cls.one_stage)
 
 
-WHY = "its loss is no mean over labels, which micro-batches could share"
-globals().update(family(TapasParallel, hf, HEADS, ForQuestionAnswering={"one_stage": WHY}))
+class TapasModel(TapasParallel, hf.TapasModel):
+    pass
+
+
+class TapasForMaskedLM(TapasParallel, hf.TapasForMaskedLM):
+    head_plan = LM_HEAD
+
+
+class TapasForSequenceClassification(TapasParallel, hf.TapasForSequenceClassification):
+    head_plan = CLASSIFIER
+
+
+class TapasForQuestionAnswering(TapasParallel, hf.TapasForQuestionAnswering):
+    head_plan = {
+        "output_weights": Replicated(),
+        "output_bias": Replicated(),
+        "column_output_weights": Replicated(),
+        "column_output_bias": Replicated(),
+        "aggregation_classifier": Replicated(),
+    }
+    one_stage = "its loss is no mean over labels, which micro-batches could share"

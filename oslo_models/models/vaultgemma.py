@@ -1,8 +1,9 @@
 """VaultGemma: Gemma 2 with norms before attention and MLP only."""
 
+from transformers import VaultGemmaConfig
 from transformers.models.vaultgemma import modeling_vaultgemma as hf
 
-from oslo_models.models.family import DECODER, family
+from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 
 
@@ -12,4 +13,9 @@ class VaultGemmaParallel(LlamaParallel):
     norms = ("input_layernorm", "pre_feedforward_layernorm")
 
 
-globals().update(family(VaultGemmaParallel, hf, DECODER))
+class VaultGemmaModel(VaultGemmaParallel, hf.VaultGemmaModel):
+    pass
+
+
+class VaultGemmaForCausalLM(VaultGemmaParallel, hf.VaultGemmaForCausalLM):
+    head_plan = LM_HEAD

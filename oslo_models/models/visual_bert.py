@@ -3,24 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
+from transformers import VisualBertConfig
 from transformers.models.visual_bert import modeling_visual_bert as hf
 
 from oslo_models.models.bert import LM_HEAD, BertParallel
-from oslo_models.models.family import family
-from oslo_models.plan import Entries, Plan, Replicated
+from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, VocabParallel
 
 PRETRAINING: Entries = {**LM_HEAD, "cls.seq_relationship": Replicated()}
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForPreTraining": PRETRAINING,
-    "ForMultipleChoice": {"cls": Replicated()},
-    "ForQuestionAnswering": {"cls": Replicated()},
-    "ForVisualReasoning": {"cls": Replicated()},
-    "ForRegionToPhraseAlignment": {
-        **PRETRAINING,
-        **{f"attention.{name}": Replicated() for name in ("query", "key", "value")},  # of one head
-    },
-}
 
 
 class VisualBertParallel(BertParallel):
@@ -35,4 +24,34 @@ class VisualBertParallel(BertParallel):
         return replace(plan, embed=embed, one_stage="the regions join the words after these are embedded")
 
 
-globals().update(family(VisualBertParallel, hf, HEADS))
+class VisualBertModel(VisualBertParallel, hf.VisualBertModel):
+    pass
+
+
+class VisualBertForPreTraining(VisualBertParallel, hf.VisualBertForPreTraining):
+    head_plan = PRETRAINING
+
+
+class VisualBertForMultipleChoice(VisualBertParallel, hf.VisualBertForMultipleChoice):
+    head_plan = {"cls": Replicated()}
+
+
+class VisualBertForQuestionAnswering(VisualBertParallel, hf.VisualBertForQuestionAnswering):
+    head_plan = {"cls": Replicated()}
+
+
+class VisualBertForVisualReasoning(VisualBertParallel, hf.VisualBertForVisualReasoning):
+    head_plan = {"cls": Replicated()}
+
+
+class VisualBertForRegionToPhraseAlignment(VisualBertParallel, hf.VisualBertForRegionToPhraseAlignment):
+    head_plan = {
+        "cls.predictions.transform.dense": Replicated(),
+        "cls.predictions.transform.LayerNorm": Norm(),
+        "cls.predictions.decoder": VocabParallel(),
+        "cls.predictions.bias": VocabParallel(),
+        "cls.seq_relationship": Replicated(),
+        "attention.query": Replicated(),
+        "attention.key": Replicated(),
+        "attention.value": Replicated(),
+    }

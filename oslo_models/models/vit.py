@@ -3,20 +3,13 @@
 from math import prod
 from typing import Any, ClassVar
 
+from transformers import ViTConfig
 from transformers.models.vit import modeling_vit as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row
-
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForImageClassification": {"classifier": Replicated()},
-    "ForMaskedImageModeling": {"decoder": Replicated()},
-    "ForImageClassificationWithTeacher": {f"{kind}_classifier": Replicated() for kind in ("cls", "distillation")},
-}
-MASKED = {"loss_inputs": ("bool_masked_pos",), "has_loss_of_rows": False}  # a mean over masked pixels, nearly
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import CLASSIFIER
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel
 
 
 class ViTParallel(ParallelModel):
@@ -30,14 +23,14 @@ class ViTParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
         block = {
             "layernorm_before": Norm(),
-            **{f"attention.{name}_proj": Column(heads) for name in "qkv"},
-            "attention.o_proj": Row(heads),
+            **{f"attention.{name}_proj": ColumnParallel(heads) for name in "qkv"},
+            "attention.o_proj": RowParallel(heads),
             "layernorm_after": Norm(),
-            "mlp.fc1": Column(),
-            "mlp.fc2": Row(),
+            "mlp.fc1": ColumnParallel(),
+            "mlp.fc2": RowParallel(),
         }
         patch = config.patch_size if isinstance(config.patch_size, (tuple, list)) else (config.patch_size,) * 2
 
@@ -54,4 +47,15 @@ class ViTParallel(ParallelModel):
         )
 
 
-globals().update(family(ViTParallel, hf, HEADS, ForMaskedImageModeling=MASKED))
+class ViTModel(ViTParallel, hf.ViTModel):
+    pass
+
+
+class ViTForImageClassification(ViTParallel, hf.ViTForImageClassification):
+    head_plan = CLASSIFIER
+
+
+class ViTForMaskedImageModeling(ViTParallel, hf.ViTForMaskedImageModeling):
+    head_plan = {"decoder": Replicated()}
+    loss_inputs = ("bool_masked_pos",)
+    loss_is_mean = False

@@ -2,37 +2,16 @@
 
 from typing import Any, ClassVar
 
+from transformers import Wav2Vec2Config
 from transformers import initialization as init
 from transformers.models.wav2vec2 import modeling_wav2vec2 as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel
 
-SUM: Entries = {"layer_weights": Replicated()}
 SUMMED = "with use_weighted_layer_sum=True, its head sums up what all blocks made"
 FEATURES = "feature_projection.layer_norm"
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForPreTraining": {name: Replicated() for name in ("quantizer", "project_hid", "project_q")},
-    "ForCTC": {"lm_head": Replicated()},
-    "ForSequenceClassification": {**SUM, "projector": Replicated(), "classifier": Replicated()},
-    "ForAudioFrameClassification": {**SUM, "classifier": Replicated()},
-    "ForXVector": {
-        **SUM,
-        **{name: Replicated() for name in ("projector", "tdnn", "feature_extractor", "classifier", "objective")},
-    },
-}
-LOSSES: dict[str, dict[str, Any]] = {
-    "Model": {"returns_features": True},
-    "ForPreTraining": {
-        "loss_inputs": ("sampled_negative_indices",),
-        "has_loss_of_rows": False,
-        "returns_features": True,
-    },
-    "ForAudioFrameClassification": {"has_loss_of_rows": False},
-}
 
 
 class Wav2Vec2Parallel(ParallelModel):
@@ -50,13 +29,13 @@ class Wav2Vec2Parallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
         block = {
-            **{f"attention.{name}_proj": Column(heads) for name in "qkv"},
-            "attention.out_proj": Row(heads),
+            **{f"attention.{name}_proj": ColumnParallel(heads) for name in "qkv"},
+            "attention.out_proj": RowParallel(heads),
             "layer_norm": Norm(),
-            "feed_forward.intermediate_dense": Column(),
-            "feed_forward.output_dense": Row(),
+            "feed_forward.intermediate_dense": ColumnParallel(),
+            "feed_forward.output_dense": RowParallel(),
             "final_layer_norm": Norm(),
             "adapter_layer": Replicated(),
         }
@@ -83,8 +62,40 @@ class Wav2Vec2Parallel(ParallelModel):
             dropout=("encoder.dropout",),
             positions={"encoder.layers": positions},
             returned={FEATURES: config.conv_dim[-1]} if cls.returns_features else {},
-            one_stage=SUMMED if "layer_weights" in cls.head and config.use_weighted_layer_sum else "",
+            one_stage=SUMMED if "layer_weights" in cls.head_plan and config.use_weighted_layer_sum else "",
         )
 
 
-globals().update(family(Wav2Vec2Parallel, hf, HEADS, **LOSSES))
+class Wav2Vec2Model(Wav2Vec2Parallel, hf.Wav2Vec2Model):
+    returns_features = True
+
+
+class Wav2Vec2ForPreTraining(Wav2Vec2Parallel, hf.Wav2Vec2ForPreTraining):
+    head_plan = {"quantizer": Replicated(), "project_hid": Replicated(), "project_q": Replicated()}
+    loss_inputs = ("sampled_negative_indices",)
+    loss_is_mean = False
+    returns_features = True
+
+
+class Wav2Vec2ForCTC(Wav2Vec2Parallel, hf.Wav2Vec2ForCTC):
+    head_plan = {"lm_head": Replicated()}
+
+
+class Wav2Vec2ForSequenceClassification(Wav2Vec2Parallel, hf.Wav2Vec2ForSequenceClassification):
+    head_plan = {"layer_weights": Replicated(), "projector": Replicated(), "classifier": Replicated()}
+
+
+class Wav2Vec2ForAudioFrameClassification(Wav2Vec2Parallel, hf.Wav2Vec2ForAudioFrameClassification):
+    head_plan = {"layer_weights": Replicated(), "classifier": Replicated()}
+    loss_is_mean = False
+
+
+class Wav2Vec2ForXVector(Wav2Vec2Parallel, hf.Wav2Vec2ForXVector):
+    head_plan = {
+        "layer_weights": Replicated(),
+        "projector": Replicated(),
+        "tdnn": Replicated(),
+        "feature_extractor": Replicated(),
+        "classifier": Replicated(),
+        "objective": Replicated(),
+    }

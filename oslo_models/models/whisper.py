@@ -3,20 +3,12 @@
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from transformers import WhisperConfig
 from transformers.models.whisper import modeling_whisper as hf
 
-from oslo_models.models.bart import DECODER, BartParallel
-from oslo_models.models.family import family
+from oslo_models.models.bart import BartParallel
 from oslo_models.models.wav2vec2 import SUMMED
-from oslo_models.plan import Entries, Plan, Replicated, Vocab
-
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "ForConditionalGeneration": {"proj_out": Vocab()},
-    "ForCausalLM": {"proj_out": Vocab()},
-    "ForAudioClassification": {name: Replicated() for name in ("layer_weights", "projector", "classifier")},
-}
-ENCODER = {"stacks": ("encoder",)}
+from oslo_models.sharding.plan import Plan, Replicated, VocabParallel
 
 
 class WhisperParallel(BartParallel):
@@ -48,10 +40,25 @@ class WhisperParallel(BartParallel):
         }
         positions = {"encoder.layers": lambda batch: cls.positions(config, batch)}
         optional = (*plan.optional, "layer_weights")
-        summed = SUMMED if "layer_weights" in cls.head and config.use_weighted_layer_sum else ""
+        summed = SUMMED if "layer_weights" in cls.head_plan and config.use_weighted_layer_sum else ""
         return replace(
             plan, embed={**ears, **words}, local=local, positions=positions, optional=optional, one_stage=summed
         )
 
 
-globals().update(family(WhisperParallel, hf, HEADS, ForCausalLM=DECODER, ForAudioClassification=ENCODER))
+class WhisperModel(WhisperParallel, hf.WhisperModel):
+    pass
+
+
+class WhisperForConditionalGeneration(WhisperParallel, hf.WhisperForConditionalGeneration):
+    head_plan = {"proj_out": VocabParallel()}
+
+
+class WhisperForCausalLM(WhisperParallel, hf.WhisperForCausalLM):
+    head_plan = {"proj_out": VocabParallel()}
+    stacks = ("decoder",)
+
+
+class WhisperForAudioClassification(WhisperParallel, hf.WhisperForAudioClassification):
+    head_plan = {"layer_weights": Replicated(), "projector": Replicated(), "classifier": Replicated()}
+    stacks = ("encoder",)

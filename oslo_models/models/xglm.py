@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from transformers import XGLMConfig
 from transformers.models.xglm import modeling_xglm as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import DECODER, family
-from oslo_models.plan import Column, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class XGLMParallel(ParallelModel):
@@ -15,14 +16,14 @@ class XGLMParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.attention_heads, config.d_model // config.attention_heads)
-        block = {"fc1": Column(), "fc2": Row(), "final_layer_norm": Norm()}
+        heads = EvenSplit(config.attention_heads, config.d_model // config.attention_heads)
+        block = {"fc1": ColumnParallel(), "fc2": RowParallel(), "final_layer_norm": Norm()}
         for attention in ("self_attn", "encoder_attn") if config.add_cross_attention else ("self_attn",):
-            block |= {f"{attention}.{name}_proj": Column(heads) for name in "qkv"}
-            block |= {f"{attention}.out_proj": Row(heads), f"{attention}_layer_norm": Norm()}
+            block |= {f"{attention}.{name}_proj": ColumnParallel(heads) for name in "qkv"}
+            block |= {f"{attention}.out_proj": RowParallel(heads), f"{attention}_layer_norm": Norm()}
         numbers = {"num_heads": heads.local_count, "embed_dim": heads.local_extent}
         return Plan(
-            embed={"embed_tokens": Vocab(), "embed_positions": Replicated()},
+            embed={"embed_tokens": VocabParallel(), "embed_positions": Replicated()},
             blocks={"layers": block},
             head={"layer_norm": Norm()},
             local={f"{module}.{name}": n for module in ("self_attn", "encoder_attn") for name, n in numbers.items()},
@@ -30,4 +31,9 @@ class XGLMParallel(ParallelModel):
         )
 
 
-globals().update(family(XGLMParallel, hf, DECODER))
+class XGLMModel(XGLMParallel, hf.XGLMModel):
+    pass
+
+
+class XGLMForCausalLM(XGLMParallel, hf.XGLMForCausalLM):
+    head_plan = LM_HEAD

@@ -2,26 +2,13 @@
 
 from typing import Any
 
+from transformers import XLMConfig
 from transformers.models.xlm import modeling_xlm as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.plan import Column, Entries, Norm, Plan, Replicated, Row, Vocab
-
-SQUAD = ("start_logits.dense", *(f"{name}.dense_{i}" for name in ("end_logits", "answer_class") for i in (0, 1)))
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "WithLMHeadModel": {"pred_layer.proj": Vocab()},
-    "ForSequenceClassification": {"sequence_summary.summary": Replicated()},
-    "ForMultipleChoice": {"sequence_summary.summary": Replicated(), "logits_proj": Replicated()},
-    "ForTokenClassification": {"classifier": Replicated()},
-    "ForQuestionAnsweringSimple": {"qa_outputs": Replicated()},
-    "ForQuestionAnswering": {
-        **{f"qa_outputs.{name}": Replicated() for name in SQUAD},
-        "qa_outputs.end_logits.LayerNorm": Norm(),
-    },
-}
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class XLMParallel(ParallelModel):
@@ -29,18 +16,21 @@ class XLMParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = Units(config.n_heads, config.emb_dim // config.n_heads)
+        heads = EvenSplit(config.n_heads, config.emb_dim // config.n_heads)
         return Plan(
             embed={
-                "embeddings": Vocab(),
+                "embeddings": VocabParallel(),
                 "position_embeddings": Replicated(),
                 "lang_embeddings": Replicated(),
                 "layer_norm_emb": Norm(),
             },
             blocks={
-                "attentions": {**{f"{name}_lin": Column(heads) for name in "qkv"}, "out_lin": Row(heads)},
+                "attentions": {
+                    **{f"{name}_lin": ColumnParallel(heads) for name in "qkv"},
+                    "out_lin": RowParallel(heads),
+                },
                 "layer_norm1": {"": Norm()},
-                "ffns": {"lin1": Column(), "lin2": Row()},
+                "ffns": {"lin1": ColumnParallel(), "lin2": RowParallel()},
                 "layer_norm2": {"": Norm()},
             },
             head={},
@@ -50,4 +40,36 @@ class XLMParallel(ParallelModel):
         )
 
 
-globals().update(family(XLMParallel, hf, HEADS))
+class XLMModel(XLMParallel, hf.XLMModel):
+    pass
+
+
+class XLMWithLMHeadModel(XLMParallel, hf.XLMWithLMHeadModel):
+    head_plan = {"pred_layer.proj": VocabParallel()}
+
+
+class XLMForSequenceClassification(XLMParallel, hf.XLMForSequenceClassification):
+    head_plan = {"sequence_summary.summary": Replicated()}
+
+
+class XLMForMultipleChoice(XLMParallel, hf.XLMForMultipleChoice):
+    head_plan = {"sequence_summary.summary": Replicated(), "logits_proj": Replicated()}
+
+
+class XLMForTokenClassification(XLMParallel, hf.XLMForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class XLMForQuestionAnsweringSimple(XLMParallel, hf.XLMForQuestionAnsweringSimple):
+    head_plan = QA_OUTPUTS
+
+
+class XLMForQuestionAnswering(XLMParallel, hf.XLMForQuestionAnswering):
+    head_plan = {
+        "qa_outputs.start_logits.dense": Replicated(),
+        "qa_outputs.end_logits.dense_0": Replicated(),
+        "qa_outputs.end_logits.dense_1": Replicated(),
+        "qa_outputs.answer_class.dense_0": Replicated(),
+        "qa_outputs.answer_class.dense_1": Replicated(),
+        "qa_outputs.end_logits.LayerNorm": Norm(),
+    }

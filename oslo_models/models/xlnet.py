@@ -2,24 +2,24 @@
 
 from typing import Any
 
+from transformers import XLNetConfig
 from transformers.models.xlnet import modeling_xlnet as hf
 
-from oslo_models.layout import Units
-from oslo_models.models.base import ParallelModel
-from oslo_models.models.family import family
-from oslo_models.models.xlm import SQUAD
-from oslo_models.plan import BareHeads, Column, Entries, Norm, Plan, Replicated, Row, Vocab
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import (
+    ColumnParallel,
+    EinsumHeads,
+    Entries,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 
 SUMMARY: Entries = {"sequence_summary.summary": Replicated(), "logits_proj": Replicated()}
-HEADS: dict[str, Entries] = {
-    "Model": {},
-    "LMHeadModel": {"lm_loss": Vocab()},
-    "ForSequenceClassification": SUMMARY,
-    "ForMultipleChoice": SUMMARY,
-    "ForTokenClassification": {"classifier": Replicated()},
-    "ForQuestionAnsweringSimple": {"qa_outputs": Replicated()},
-    "ForQuestionAnswering": {**{name: Replicated() for name in SQUAD}, "end_logits.LayerNorm": Norm()},
-}
 
 
 class XLNetParallel(ParallelModel):
@@ -28,18 +28,50 @@ class XLNetParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         block = {
-            "rel_attn": BareHeads(Units(config.n_head)),
+            "rel_attn": EinsumHeads(EvenSplit(config.n_head)),
             "rel_attn.layer_norm": Norm(),
-            "ff.layer_1": Column(),
-            "ff.layer_2": Row(),
+            "ff.layer_1": ColumnParallel(),
+            "ff.layer_2": RowParallel(),
             "ff.layer_norm": Norm(),
         }
         return Plan(
-            embed={"word_embedding": Vocab(), "mask_emb": Replicated()},
+            embed={"word_embedding": VocabParallel(), "mask_emb": Replicated()},
             blocks={"layer": block},
             head={},
             one_stage="one dropout serves the embeddings, the positions and what the last block made",
         )
 
 
-globals().update(family(XLNetParallel, hf, HEADS))
+class XLNetModel(XLNetParallel, hf.XLNetModel):
+    pass
+
+
+class XLNetLMHeadModel(XLNetParallel, hf.XLNetLMHeadModel):
+    head_plan = {"lm_loss": VocabParallel()}
+
+
+class XLNetForSequenceClassification(XLNetParallel, hf.XLNetForSequenceClassification):
+    head_plan = SUMMARY
+
+
+class XLNetForMultipleChoice(XLNetParallel, hf.XLNetForMultipleChoice):
+    head_plan = SUMMARY
+
+
+class XLNetForTokenClassification(XLNetParallel, hf.XLNetForTokenClassification):
+    head_plan = CLASSIFIER
+
+
+class XLNetForQuestionAnsweringSimple(XLNetParallel, hf.XLNetForQuestionAnsweringSimple):
+    head_plan = QA_OUTPUTS
+
+
+class XLNetForQuestionAnswering(XLNetParallel, hf.XLNetForQuestionAnswering):
+    head_plan = {
+        "start_logits.dense": Replicated(),
+        "end_logits.dense_0": Replicated(),
+        "end_logits.dense_1": Replicated(),
+        "answer_class.dense_0": Replicated(),
+        "answer_class.dense_1": Replicated(),
+        "end_logits.LayerNorm": Norm(),
+    }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 from torch.utils._pytree import tree_map_only
 
-from oslo_models.layers.vocab import VocabParallelEmbedding
+from oslo_models.layers.vocab_parallel import VocabParallelEmbedding
 
 
 class Output(Enum):
@@ -133,7 +133,7 @@ def _placeholder_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (Placeholder, cls), {"__module__": cls.__module__})
 
 
-class EndsDropout(nn.Dropout):
+class BoundaryDropout(nn.Dropout):
     """A dropout that a stack applies twice, at its entry and at its exit, of which a stage may have only one."""
 
     def __init__(self, p: float, at_entry: bool, at_exit: bool) -> None:

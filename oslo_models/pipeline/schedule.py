@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
-from oslo_models.collectives import Sending, all_reduce, post_send, receive
-from oslo_models.mesh import Axis
-from oslo_models.overflow import share_overflow_now
+from oslo_models.distributed.collectives import Sending, all_reduce, post_send, receive
+from oslo_models.distributed.grad_overflow import share_overflow_now
+from oslo_models.distributed.mesh import Axis
 from oslo_models.pipeline.deepspeed import Engine
-from oslo_models.pipeline.loss import GlobalMeanLoss, loss_object
-from oslo_models.pipeline.runner import OtherStageError, StageRunner
+from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
+from oslo_models.pipeline.stage_runner import OtherStageError, StageRunner
 
 
 @dataclass
@@ -40,7 +40,7 @@ class StageOutput(ModelOutput):
 
 
 @dataclass
-class _Alive:
+class _InFlight:
     """A micro-batch between its forward and its backward: what left the stage, what had arrived, and the loss."""
 
     leaving: dict[int, Tensor]
@@ -77,7 +77,7 @@ class Schedule:
         self.trains = torch.is_grad_enabled() and has_loss  # as on all stages, whether this one's parameters do
         self.ahead = min(self.number, self.stage.count - 1 - self.stage.index) if self.trains else 0
         self.arrivals = self.forwards = self.returns = self.backwards = 0
-        self.alive: dict[int, _Alive] = {}
+        self.alive: dict[int, _InFlight] = {}
         self._losses: list[Tensor] = []
         self._sends: deque[Sending] = deque()
         # DDP sums over the replicas when the gradients of its parameters arrive. Only those of the last micro-batch go
@@ -136,7 +136,7 @@ class Schedule:
         self._pass_on(self.mesh.pp, self.stage.index + 1, [hidden.detach() for hidden in leaving.values()])
         self.forwards += 1
         if self.trains:
-            self.alive[i] = _Alive(leaving, arrived, loss)
+            self.alive[i] = _InFlight(leaving, arrived, loss)
         value = self._unknown() if loss is None else loss.detach()
         if self.trains:
             value = loss_object(value, lambda grad: self._backward(i, grad))

@@ -1,0 +1,105 @@
+"""Finds the files that make up a checkpoint. Reads manifests and indexes, never weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from oslo_models.checkpoint.atomic_commit import finish_interrupted_save
+from oslo_models.checkpoint.filenames import MANIFEST, MERGED, CheckpointError, index_name, split_position, with_variant
+from oslo_models.checkpoint.manifest import read_manifest
+from oslo_models.checkpoint.reader import CheckpointReader
+from oslo_models.checkpoint.weights_file import WeightsFile
+
+Grid = dict[tuple[int, int], str]
+
+
+def find(directory: Path, variant: str | None) -> CheckpointReader:
+    """Find the checkpoint in a directory; its tensors are not known yet.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or files of it are missing.
+        CheckpointError: manifest or index are damaged, or do not fit to the files.
+    """
+    finish_interrupted_save(directory)
+    paths = {path.name: path for path in directory.iterdir() if path.is_file()} if directory.is_dir() else {}
+    manifest = None
+    if with_variant(MANIFEST, variant) in paths:
+        manifest = read_manifest(paths[with_variant(MANIFEST, variant)])
+        names = _recorded(directory, paths, manifest["files"])
+        grid = _grid(names)
+    else:
+        grid = {} if variant else _full_grid(directory, paths)
+        names = list(grid.values()) or _merged(paths, variant)
+    if not names:
+        merged = ", ".join(with_variant(name, variant) for name in MERGED)
+        raise FileNotFoundError(
+            f"{directory} holds no weights: looked for split files (pytorch_model_tp=0_pp=0.bin ...), {merged} and "
+            f"their indexes, found {', '.join(sorted(paths)[:10]) or 'nothing'}"
+        )
+    return CheckpointReader(directory, {name: WeightsFile(paths[name]) for name in names}, grid, manifest)
+
+
+def mismatch(path: Path, expected: str, actual: str) -> CheckpointError:
+    """The error for a file that is not what the manifest says."""
+    return CheckpointError(
+        f"{path}: expected {expected}, found {actual}, according to {MANIFEST}. The file is damaged or of another "
+        f"checkpoint: copy or save it again. If the change was meant, remove {MANIFEST}, which switches this check off"
+    )
+
+
+def _recorded(where: Path, paths: Mapping[str, Path], records: Mapping[str, Any]) -> list[str]:
+    """The names of the weights files in a manifest, which all have to be there, and no other split file."""
+    names = [name for name in records if not name.endswith(".json")]
+    for name in names:
+        size = records[name]["size"]
+        if name not in paths:
+            raise mismatch(where / name, f"a file of {size} bytes", "none")
+        if paths[name].stat().st_size != size:
+            raise mismatch(paths[name], f"{size} bytes", f"{paths[name].stat().st_size}")
+    for name in paths if _grid(names) else ():
+        if split_position(name) and name not in names:
+            raise mismatch(paths[name], "no such file", "one of another checkpoint")
+    return names
+
+
+def _grid(names: Iterable[str]) -> Grid:
+    """The split files by position; of several for one position, that of today's spelling and of safetensors."""
+    ordered = sorted(names, key=lambda name: ("_tp=" in name, name.endswith(".safetensors")))
+    grid = {position: name for name in ordered if (position := split_position(name))}  # the last one wins
+    return dict(sorted(grid.items()))
+
+
+def _full_grid(where: Path, names: Iterable[str]) -> Grid:
+    """The split files, when none is missing."""
+    grid = _grid(names)
+    tp, pp = (max((position[axis] for position in grid), default=-1) + 1 for axis in (0, 1))
+    missing = [f"tp={t} pp={p}" for t in range(tp) for p in range(pp) if (t, p) not in grid]
+    if missing:
+        raise FileNotFoundError(
+            f"the split files in {where} are of a {tp} x {pp} grid (tp x pp), in which {', '.join(missing)} are "
+            "missing; copy them there, or remove the split files if others are meant"
+        )
+    return grid
+
+
+def _merged(paths: Mapping[str, Path], variant: str | None) -> list[str]:
+    for name in MERGED:
+        if with_variant(name, variant) in paths:
+            return [with_variant(name, variant)]
+        index = paths.get(index_name(name, variant))
+        if index is None:
+            continue
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{index}: expected an index with a weight_map, but {error!r}; copy it again"
+            ) from error
+        missing = [name for name in names if name not in paths]
+        if missing:
+            raise FileNotFoundError(f"{index} names files that are missing: {', '.join(missing)}; copy them there")
+        return names
+    return []

@@ -1,0 +1,141 @@
+"""Turns a checkpoint into one of another form without building a model: split files of any sizes, or merged."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from oslo_models import registry
+from oslo_models.checkpoint import CheckpointReader, open_checkpoint, save_checkpoint, verify_checkpoint
+from oslo_models.distributed.collectives import agree
+from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
+from oslo_models.modeling.weight_mapping import WeightMapping
+from oslo_models.sharding.layout import EvenSplit, Layout
+
+
+def convert(
+    directory: Path,
+    output: Path,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    merging: bool = False,
+    safe_serialization: bool | None = None,
+) -> None:
+    """Read a checkpoint, split at any sizes or merged, and write another; a collective of the ranks of these sizes.
+
+    Values and types stay bit for bit. A rank holds its part, when merging one tensor.
+
+    Args:
+        merging: write what transformers loads (with sizes of 1) instead of one file per rank.
+        safe_serialization: as in ``save_pretrained_with_parallel``.
+
+    Raises:
+        ValueError: the architecture is not in the zoo, or the sizes do not fit it.
+        OSError: ``directory`` cannot be read, or ``output`` not written.
+    """
+    start_process_group()
+    with agree(world_axis(), f"reading {directory}"):
+        config = AutoConfig.from_pretrained(directory)
+        cls: Any = registry.find((config.architectures or ["(no architecture in config.json)"])[0])
+        cls.plan(config).check_ranks(cls.__name__, type(config).__name__, tensor_parallel_size)
+    mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size)
+    with agree(mesh.world, f"opening {directory}"):
+        template = WeightMapping(cls, config, {}, mesh)
+        reader = open_checkpoint(
+            directory, fallback_layout=template.layout_of_old_files, owner_stage=template.stage_of_old_files
+        )
+    try:
+        verify_checkpoint(reader, mesh.world)
+        with agree(mesh.world, f"reading {directory}"):
+            slices = template.slices(reader, None, False, None)
+            for name, source in template.model.all_tied_weights_keys.items():  # which .bin files hold under both names
+                if name in slices and source in slices and _are_equal(reader, slices[name].name, slices[source].name):
+                    del slices[name]
+            names = {local: template.names.get(local, local) for local in slices}
+            tensors: Mapping[str, Tensor] = _LazyStateDict({names[local]: part for local, part in slices.items()})
+            if not merging:
+                tensors = dict(tensors.items())
+        layouts = {name: template.layouts.get(name, Layout(tuple(tensors[name].shape))) for name in tensors}
+        save_checkpoint(
+            output,
+            tensors,
+            layouts,
+            mesh,
+            merging=merging,
+            tied=template.model.all_tied_weights_keys,
+            files=lambda staging: _copy_configs(directory, staging),
+            metadata={"model_type": config.model_type, "architectures": [cls.__name__]},
+            safe_serialization=safe_serialization,
+        )
+    finally:
+        reader.close()
+
+
+def launch(
+    directory: Path, output: Path, tensor_parallel_size: int, pipeline_parallel_size: int, safe: bool | None
+) -> None:
+    """Run `convert` on as many processes of this machine as the sizes need.
+
+    Raises:
+        RuntimeError: the processes failed; they have said why.
+    """
+    ranks = tensor_parallel_size * pipeline_parallel_size
+    if ranks == 1:
+        convert(directory, output, safe_serialization=safe)
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    sizes = [str(tensor_parallel_size), str(pipeline_parallel_size), str(safe)]
+    done = subprocess.run(
+        [*command, "-m", __name__, str(directory), str(output), *sizes], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+
+
+def _are_equal(reader: CheckpointReader, one: str, other: str) -> bool:
+    """Whether two tensors of a checkpoint are the same, some rows at a time."""
+    shape = reader.tensors[one].shape
+    if shape != reader.tensors[other].shape:
+        return False
+    parts = Layout.divided(shape, 0, (EvenSplit(shape[0]),), min(shape[0], 64))
+    ranks = range(len(parts.ranges))
+    return all(torch.equal(reader.read(one, parts, rank), reader.read(other, parts, rank)) for rank in ranks)
+
+
+class _LazyStateDict(Mapping[str, Tensor]):
+    """Tensors that are read when they are asked for, and not kept."""
+
+    def __init__(self, slices: Mapping[str, Any]) -> None:
+        self._slices = slices
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._slices[name][...]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+
+def _copy_configs(directory: Path, staging: Path) -> None:
+    for path in directory.glob("*.json"):
+        if not path.name.endswith(".index.json") and not path.name.startswith("oslo_manifest"):
+            shutil.copyfile(path, staging / path.name)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    source, target, tp, pp, safe_text = sys.argv[1:]
+    convert(
+        Path(source), Path(target), int(tp), int(pp), safe_serialization={"True": True, "False": False}.get(safe_text)
+    )

@@ -1,0 +1,323 @@
+"""The command line ``oslo-models``: what can be done with checkpoints and the zoo without writing a script."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+from oslo_models._version import __version__
+from oslo_models.cli import demo, preprocess
+
+# torch takes seconds to import: only the functions that need it do so, and --help stays instant.
+
+USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Returns:
+        The exit code: 0; 2 when what was asked for cannot be done, 1 for a fault of ours (one line on stderr says why).
+    """
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        code: int | None = args.run(args)
+        sys.stdout.flush()
+        return code or 0
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if args.traceback:
+            raise
+        expected = isinstance(error, USER_ERRORS)
+        kind = "error" if expected else f"internal error (--traceback shows where): {type(error).__name__}"
+        print(f"oslo-models {args.command}: {kind}: {_one_line(error)}", file=sys.stderr)
+        return 2 if expected else 1
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser with all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="oslo-models",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Hugging Face models, pre-parallelized: tensor, pipeline and data parallel.",
+        epilog=dedent("""\
+            examples:
+              oslo-models demo                       see it work: two processes train and generate as one
+              oslo-models list                       which architectures there are, with their classes
+              oslo-models list gpt2 llama            the classes of these
+              oslo-models inspect checkpoint/        what a checkpoint holds and whether it is whole
+              oslo-models merge checkpoint/ whole/   one file per rank -> what transformers loads
+              oslo-models reshard checkpoint/ four/ --tensor-parallel-size 4
+              oslo-models preprocess wiki.txt --tokenizer gpt2 --output data/wiki   texts -> a dataset of tokens
+              oslo-models serve gpt2 --tensor-parallel-size 2   over HTTP, with OpenAI's endpoints
+
+            `oslo-models COMMAND --help` says more. In Python:
+              from oslo_models import GPT2LMHeadModel
+              model = GPT2LMHeadModel.from_pretrained_with_parallel("gpt2", tensor_parallel_size=2)
+            and run it with: torchrun --nproc-per-node=2 script.py
+            """),
+    )
+    parser.add_argument("--version", action="version", version=f"oslo-models {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    def add(name: str, run: object, summary: str, text: str) -> argparse.ArgumentParser:
+        raw = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=summary, description=dedent(text), formatter_class=raw)
+        command.set_defaults(run=run)
+        return command
+
+    showing = add("demo", demo.run, "see it work: train, save, merge, reload, generate", demo.DESCRIPTION)
+    showing.epilog = demo.EPILOG
+    demo.add_arguments(showing)
+
+    listing = add(
+        "list",
+        _list,
+        "show the architectures and their classes",
+        """\
+        Show the architectures of the zoo and their model classes.
+
+        examples:
+          oslo-models list
+          oslo-models list gpt2 t5""",
+    )
+    listing.add_argument("model_types", metavar="MODEL_TYPE", nargs="*", help="show only these, such as gpt2")
+
+    inspect = add(
+        "inspect",
+        _inspect,
+        "show what a checkpoint holds and whether it is whole",
+        """\
+        Show what a checkpoint directory holds: its format, the sizes that it was saved at, its files and parameters.
+        Reads names and shapes; weights only where a checksum is to be verified.
+
+        examples:
+          oslo-models inspect checkpoint/
+          oslo-models inspect checkpoint/ --verify     read every byte and compare with the recorded checksums
+          oslo-models inspect checkpoint/ --json       every tensor of every file""",
+    )
+    inspect.add_argument("directory", metavar="DIR", type=Path, help="the checkpoint")
+    inspect.add_argument("--verify", action="store_true", help="compare every file with its recorded checksum")
+    inspect.add_argument("--json", action="store_true", help="print everything that is known, for other programs")
+
+    merge = add(
+        "merge",
+        _merge,
+        "turn split files into one checkpoint for transformers",
+        """\
+        Write a checkpoint of split files (pytorch_model_tp=0_pp=0.bin ...) as one that transformers loads.
+        Needs one process; holds one tensor at a time in memory.
+
+        examples:
+          oslo-models merge checkpoint/ whole/
+          oslo-models merge checkpoint/ whole/ --format bin""",
+    )
+    _add_input_and_output(merge)
+
+    reshard = add(
+        "reshard",
+        _reshard,
+        "write a checkpoint as split files at other sizes",
+        """\
+        Write a checkpoint, split or merged, as split files for other parallel sizes. Starts a process for each rank,
+        which holds that rank's part in memory. Loading does not need it: from_pretrained_with_parallel reshards as it
+        reads.
+
+        examples:
+          oslo-models reshard gpt2/ gpt2-tp4/ --tensor-parallel-size 4
+          oslo-models reshard old/ new/ --tensor-parallel-size 2 --pipeline-parallel-size 2""",
+    )
+    _add_input_and_output(reshard)
+    _add_sizes(reshard)
+
+    texts = add("preprocess", preprocess.run, "turn texts into a dataset of tokens", preprocess.DESCRIPTION)
+    texts.epilog = preprocess.EPILOG
+    preprocess.add_arguments(texts)
+
+    serve = add(
+        "serve",
+        _serve,
+        "answer over HTTP, as OpenAI's API does",
+        """\
+        Load a model over several processes and serve it:
+          POST /v1/completions, /v1/chat/completions   as in OpenAI's API, streamed too
+          GET  /v1/models
+          GET  /generate_text/TEXT                     as in OSLO's documents
+          GET  /health                                 200 if all workers answer, else 503
+        SIGTERM ends it when the requests that run have been answered. Needs: pip install "oslo-models[serve]"
+
+        examples:
+          oslo-models serve gpt2 --tensor-parallel-size 2
+          oslo-models serve ./checkpoint --host 0.0.0.0 --port 80 --api-key "$(cat key)"
+          curl http://127.0.0.1:8000/generate_text/Messi""",
+    )
+    _add_serving(serve)
+    return parser
+
+
+def _add_sizes(command: argparse.ArgumentParser) -> None:
+    for axis, what in (("tensor", "ranks per layer"), ("pipeline", "stages")):
+        command.add_argument(f"--{axis}-parallel-size", metavar="N", type=_size, default=1, help=f"{what} (default: 1)")
+
+
+def _add_serving(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("model", metavar="MODEL", help="a directory, or a name on the hub")
+    _add_sizes(command)
+    add("--fuse", action="store_true", help="use fused parts where they gain")
+    add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as saved)")
+    add("--tokenizer", metavar="NAME", help="a directory, or a name on the hub (default: MODEL)")
+    add("--host", default="127.0.0.1", help="where to listen; 0.0.0.0 for all the world (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 for any that is free (default: %(default)s)")
+    add("--api-key", metavar="KEY", help="what clients have to send (default: nothing)")
+    sizes: dict[str, Any] = {"metavar": "N", "type": _size}
+    add("--max-batch-size", **sizes, default=8, help="rows computed together (default: %(default)s)")
+    add("--batch-wait-ms", metavar="MS", type=float, default=2.0, help="wait so long for more (default: %(default)s)")
+    add("--max-queue-size", **sizes, default=64, help="calls that run or wait; for more, 429 (default: %(default)s)")
+    add("--max-length", **sizes, help="tokens of a prompt and its answer (default: what the model can)")
+    add("--max-body-size", **sizes, default=1 << 20, help="bytes of a request; for more, 413 (default: %(default)s)")
+
+
+def _add_input_and_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("directory", metavar="DIR", type=Path, help="the checkpoint to read")
+    command.add_argument("output", metavar="OUT", type=Path, help="the directory to write")
+    command.add_argument(
+        "--format", choices=("safetensors", "bin"), default=None, help="how to write (default: as the library does)"
+    )
+
+
+def _size(text: str) -> int:
+    try:
+        size = int(text)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return size
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    return text or type(error).__name__
+
+
+def _list(args: argparse.Namespace) -> None:
+    from oslo_models import registry
+
+    unknown = [kind for kind in args.model_types if kind not in registry.ARCHITECTURES]
+    if unknown:
+        raise ValueError(
+            f"no architecture {', '.join(unknown)}; there are: {', '.join(sorted(registry.ARCHITECTURES))}"
+        )
+    for kind in args.model_types or sorted(registry.ARCHITECTURES):
+        print(kind)
+        for name in sorted(registry.model_classes(kind)):
+            print(f"  {name}")
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    found = inspect_checkpoint(args.directory, args.verify)
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return
+    manifest = found["manifest"] or {}
+    if found["split"]:
+        tp, pp = found["split"]
+        print(f"{args.directory}: split checkpoint, tensor_parallel_size={tp}, pipeline_parallel_size={pp}")
+    else:
+        print(f"{args.directory}: merged checkpoint")
+    if manifest.get("architectures"):
+        print(f"  architecture: {', '.join(manifest['architectures'])}")
+    if manifest.get("versions"):
+        print("  written with: " + ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()))
+    else:
+        print("  no manifest: not written by oslo_models, or by an old version; nothing to verify against")
+    for name, file in found["files"].items():
+        tensors = file["tensors"].values()
+        types = ", ".join(sorted({tensor["dtype"].removeprefix("torch.") for tensor in tensors}))
+        elements = sum(math.prod(tensor["shape"]) for tensor in tensors)
+        print(f"  {name}: {_bytes(file['size'])}, {len(tensors)} tensors, {elements:,} elements, {types}")
+    if args.verify and manifest:
+        print("  every file has the size and the checksum that the manifest records")
+
+
+def inspect_checkpoint(directory: Path, verify: bool = False) -> dict[str, Any]:
+    """What a checkpoint holds, file by file (a split checkpoint has one file per rank), as plain data.
+
+    Args:
+        verify: compare the files with the manifest first.
+
+    Returns:
+        ``split`` (its ``(tp, pp)``, or ``None`` when it is merged), ``manifest`` (``None`` without one; without its
+        tables of files and tensors) and ``files``: by name its ``tp`` and ``pp`` rank, ``size`` and ``tensors``, which
+        gives the type and the shape *in that file* of each.
+    """
+    from oslo_models.checkpoint import verify_checkpoint
+    from oslo_models.checkpoint.locate import find
+    from oslo_models.distributed.mesh import Axis
+
+    found = find(directory, None)
+    if verify:
+        verify_checkpoint(found, Axis("world", 0, (0,), None))
+    ranks = {name: {"tp": t, "pp": p} for (t, p), name in found.grid.items()}
+    files = {}
+    for name, file in found.files.items():
+        tensors = {key: {"dtype": str(view.dtype), "shape": list(view.shape)} for key, view in file.views.items()}
+        files[name] = {**ranks.get(name, {}), "size": file.size, "tensors": tensors}
+        file.close()
+    manifest = found.manifest and {
+        key: value for key, value in found.manifest.items() if key not in ("files", "tensors")
+    }
+    return {"split": found.split, "manifest": manifest, "files": files}
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _merge(args: argparse.Namespace) -> None:
+    from oslo_models.cli.convert import convert
+
+    convert(args.directory, args.output, merging=True, safe_serialization=_SAFE[args.format])
+    print(f"{args.output}: a checkpoint that transformers loads")
+
+
+def _reshard(args: argparse.Namespace) -> None:
+    from oslo_models.cli.convert import launch
+
+    sizes = args.tensor_parallel_size, args.pipeline_parallel_size
+    launch(args.directory, args.output, *sizes, _SAFE[args.format])
+    print(f"{args.output}: split files for tensor_parallel_size={sizes[0]}, pipeline_parallel_size={sizes[1]}")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    try:
+        from oslo_models.server import app as server
+    except ModuleNotFoundError as error:
+        if error.name in ("fastapi", "uvicorn"):
+            raise ImportError(f'{error.name} is not installed: pip install "oslo-models[serve]"') from error
+        raise
+    server.run(args)
+
+
+_SAFE = {None: None, "safetensors": True, "bin": False}

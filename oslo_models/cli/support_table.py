@@ -1,0 +1,104 @@
+"""The README's table of what the zoo has, made from the registry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from oslo_models import registry
+from oslo_models.fusion.rules import fusion_candidates
+from oslo_models.sharding.plan import ColumnParallel, Plan, VocabParallel
+
+BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
+COLUMNS = ("model type", "classes", "tp", "pp", "fused", "what it is, and what cannot be divided")
+DEPTHS = {
+    *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),
+    *("encoder_layers", "decoder_layers", "l_layers", "r_layers", "x_layers"),
+}
+"""How configurations call their numbers of blocks."""
+KERNELS = {
+    **{"head and cross entropy": "loss", "root mean square norm": "norm", "LayerNorm": "norm", "gelu_new": "GeLU"},
+    **{"bias and GeLU": "GeLU", "rotary positions": "rotary", "softmax of weights that are made": "softmax"},
+    "dropout and residual": "dropout",
+}
+"""Short names of what is fused."""
+
+
+def table() -> str:
+    """A row for each architecture: its classes by how their names end, those with a divided vocabulary in bold."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join(_row(model_type))} |" for model_type in sorted(registry.ARCHITECTURES)]
+    return "\n".join(lines)
+
+
+def renewed(text: str) -> str:
+    """``text`` with the table between its markers."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+
+
+def _row(model_type: str) -> list[str]:
+    prefix, classes = registry.ARCHITECTURES[model_type], registry.model_classes(model_type)
+    names = {name.removeprefix(prefix): cls for name, cls in classes.items()}
+    heads = [f"**{name}**" if _predicts_words(cls) else name for name, cls in names.items()]
+    plans = {name: _plan(cls) for name, cls in names.items()}
+    reasons = {name: plan.one_stage for name, plan in plans.items() if plan.one_stage}
+    first = next((cls for cls in classes.values() if _predicts_words(cls)), next(iter(classes.values())))
+    notes = _first_sentence(model_type)
+    for reason in dict.fromkeys(reasons.values()):
+        which = "" if len(reasons) == len(names) else f" ({', '.join(reasons)})"
+        notes += f" No stages{which}: {reason}."
+    depends = len(reasons) < len(names) or all(reason.startswith("with ") for reason in reasons.values())  # on options
+    pp = "blocks" if not reasons else "blocks or 1" if depends else "1"
+    return [
+        f"`{model_type}`",
+        f"{prefix}: {', '.join(heads)}",
+        _tp(next(iter(plans.values()))),
+        pp,
+        ", ".join(_fused(first)) or "-",
+        notes,
+    ]
+
+
+def _predicts_words(cls: Any) -> bool:
+    return any(isinstance(entry, VocabParallel) for entry in (*cls.head_plan.values(), *_plan(cls).head.values()))
+
+
+def _plan(cls: Any) -> Plan:
+    return cls.plan(cls.config_class())
+
+
+def _tp(plan: Plan) -> str:
+    """What is divided in the blocks, and with it over how many ranks."""
+    if plan.limit() is not None:
+        return "heads"
+    return (
+        "MLP"
+        if any(isinstance(e, ColumnParallel) for block in plan.blocks.values() for e in block.values())
+        else "words"
+    )
+
+
+def _fused(cls: Any) -> list[str]:
+    """What `fuse` swaps on a GPU, in a model of one block."""
+    config = cls.config_class()
+    for each in (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))):
+        for name in DEPTHS & each.to_dict().keys():
+            setattr(each, name, 1)
+    if getattr(config, "backbone_config", None) is not None:  # by default one of a package that may be missing
+        config.backbone_config = CONFIG_MAPPING["resnet"]()
+    if getattr(config, "num_key_value_heads", 0) is None:  # HunYuan's defaults are none
+        config.num_key_value_heads = config.num_attention_heads
+    if getattr(config, "head_dim", 0) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    with torch.device("meta"):
+        model = cls._from_config(config)
+    operations = {site.operation for site in fusion_candidates(model, "triton") if site.cls is not None}
+    parts = {part for operation in operations for part in operation.split(", ")}
+    return sorted({KERNELS.get(part, part) for part in parts})
+
+
+def _first_sentence(model_type: str) -> str:
+    return " ".join((registry.load(model_type).__doc__ or "").split("\n\n")[0].split())

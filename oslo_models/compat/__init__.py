@@ -1,0 +1,1 @@
+"""The front doors of OSLO 2, parallelformers and tensor_parallel."""

@@ -1,0 +1,136 @@
+"""The front door of OSLO 2: `initialize` shards a model that exists already."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
+
+from oslo_models import registry
+from oslo_models.config.arguments import Arguments
+from oslo_models.distributed.collectives import agree, broadcast, gather_objects
+from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
+from oslo_models.modeling.construction import join, start
+from oslo_models.modeling.weight_mapping import WeightMapping
+
+_SECTION = "model_parallelism"
+_KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy", "resize_token_embeddings"))]
+
+
+def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -> Any:
+    """Turn a transformers model, in place, into this rank's part of the zoo class of the same name. A collective.
+
+    All ranks get the weights of rank 0. Parameters stay the objects that they are, so an optimizer made before goes on
+    to work, if it has taken no step yet; those of other pipeline stages are emptied.
+
+    Args:
+        model: a whole model of a class of which the zoo has one, with weights.
+        config: ``{"model_parallelism": {"tensor_parallel_size": 2}}``, or the path of a JSON file that says so. Beside
+            the sizes there may be what `ParallelModel.from_config_with_parallel` takes too (``micro_batch_size``,
+            ``seed``, ...), and ``"enable": False``, by which all sizes are one.
+
+    Returns:
+        The same object, in the mode (training or evaluation) in which it was.
+
+    Raises:
+        ValueError: an argument does not fit, or the models of the ranks differ; on every rank, and nothing is changed.
+        RuntimeError: the model is divided already; or several processes are needed and no launcher was used.
+        OSError: there is no such JSON file.
+    """
+    start_process_group()
+    world = world_axis()
+    world.at(f"initialization of a {type(model).__name__}")
+    with agree(world, "checking arguments of initialize"):
+        arguments = _arguments(config)
+        cls = zoo_class(model)
+        arguments.check({})
+        arguments.check_config(cls, model.config)
+        whole = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
+    mesh, _ = join(arguments, model.config, whole, "initialize")
+    with agree(world, "dividing the model"):  # one without memory, so that what does not fit changes nothing
+        template = WeightMapping(cls, model.config, {}, mesh, arguments.blocks_per_stage)
+        if differing := sorted(whole.keys() ^ template.state.keys()):
+            raise ValueError(f"the model is not as its configuration makes one; it differs in: {differing}")
+    _divide(model, cls, mesh, arguments)
+    return model
+
+
+def _arguments(config: Mapping[str, Any] | str | Path) -> Arguments:
+    """What the configuration says."""
+    given = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else config
+    section = given.get(_SECTION, {}) if isinstance(given, Mapping) else None
+    if not isinstance(section, Mapping):
+        raise ValueError(f'config must be like {{"{_SECTION}": {{"tensor_parallel_size": 2}}}}, got {config!r}')
+    if unknown := [*(given.keys() - {_SECTION}), *(f"{_SECTION}.{key}" for key in section.keys() - set(_KEYS))]:
+        raise ValueError(f"config has unknown keys {sorted(unknown)}; it may have {_SECTION}, and in it {_KEYS}")
+    enable = section.get("enable", True)
+    if not isinstance(enable, bool):
+        raise ValueError(f"{_SECTION}.enable must be true or false, got {enable!r}")
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "blocks_per_stage")
+    left_out = ("enable", *(() if enable else sizes))
+    return Arguments(**{key: value for key, value in section.items() if key not in left_out})
+
+
+def zoo_class(model: PreTrainedModel, may_be_empty: bool = False) -> Any:
+    """The class of the zoo for a transformers model that is whole.
+
+    Args:
+        may_be_empty: its parameters may be on the meta device.
+
+    Raises:
+        ValueError: there is none.
+        RuntimeError: the model is divided already.
+    """
+    if getattr(model, "mesh", None) is not None:
+        raise RuntimeError(f"this {type(model).__name__} is divided already")
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a model of transformers, got a {type(model).__name__}")
+    try:
+        cls: Any = registry.find(type(model).__name__)
+    except AttributeError as error:
+        raise ValueError(str(error)) from None
+    if type(model) not in cls.__mro__:
+        raise ValueError(f"{type(model).__module__}.{type(model).__name__} is not the class of transformers")
+    if not may_be_empty and any(tensor.is_meta for tensor in model.parameters()):
+        raise ValueError("the model has no weights (they are on the meta device): use from_config_with_parallel")
+    return cls
+
+
+@torch.no_grad()
+def _divide(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> None:
+    """Let the model be this rank's part, with the weights of rank 0."""
+    before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    if mesh.world.size > 1:
+        tensors = [*model.parameters(), *model.buffers()]
+        prints = gather_objects(mesh.world, [_fingerprint(tensor) for tensor in tensors])
+        for tensor, *seen in zip(tensors, *prints, strict=True):
+            if len(set(seen)) > 1:  # what is not written to may stay where others see it too, in a file
+                tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))
+    model.__class__ = cls
+    with local_torch_dtype(model.dtype, cls.__name__):
+        model.shard_(mesh, arguments.blocks_per_stage)
+    aliases: dict[str, str] = {} if model.stage is None else model.stage.aliases
+    parts: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    for name, param in parts.items():  # the old objects, which an optimizer may know
+        owner, _, leaf = name.rpartition(".")
+        old = before[aliases.get(name, name)]
+        old.data, old.grad = param.data, None
+        model.get_submodule(owner)._parameters[leaf] = old
+    here = {id(param) for param in model.parameters()}
+    for old in before.values():
+        if id(old) not in here:
+            old.data, old.grad = old.data.new_empty(0), None
+    model.to(mesh.device)
+    start(model, arguments)
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

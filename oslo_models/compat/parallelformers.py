@@ -1,0 +1,97 @@
+"""The front door of parallelformers: `parallelize` serves a model that exists already, from worker processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from oslo_models.compat.oslo2 import initialize, zoo_class
+from oslo_models.config.arguments import Arguments
+from oslo_models.deploy.proxy import Deployment, deploy
+
+_ARGUMENTS = ("pipeline_parallel_size", "blocks_per_stage", "timeout", "check_inputs")
+_SERVING = ("max_batch_size", "batch_wait_ms")
+
+
+def parallelize(
+    model: PreTrainedModel,
+    num_gpus: int,
+    fp16: bool = False,
+    verbose: str | bool | None = None,
+    seed: int | None = None,
+    **options: Any,
+) -> Any:
+    """Let worker processes of this host compute what a transformers model computes, each with its part of the weights.
+
+    In place: the object becomes one like those that ``deploy=True`` returns. Its weights move to memory of the host, of
+    which the workers read their parts; ``model.cpu()``, ``.cuda()`` and ``.to()`` end the workers and bring them back.
+
+    Args:
+        model: a whole model of a class of which the zoo has one, with weights, best on the CPU.
+        num_gpus: over how many workers each layer is divided, ``tensor_parallel_size``.
+        fp16: compute in float16.
+        verbose: ``"simple"`` or ``"detail"`` prints memory by device.
+        seed: as with ``deploy=True``.
+        **options: what ``deploy=True`` takes too: ``pipeline_parallel_size``, ``timeout``, ``max_batch_size``, ...
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: an argument does not fit, or the zoo has no such class; the model is as it was.
+        EngineError: a worker died while it loaded; the model is as it was.
+    """
+    cls = zoo_class(model)
+    if unknown := options.keys() - {*_ARGUMENTS, *_SERVING}:
+        raise ValueError(f"parallelize has no arguments {sorted(unknown)}; it may be given {[*_ARGUMENTS, *_SERVING]}")
+    given = {name: options.pop(name) for name in _ARGUMENTS if name in options}
+    arguments = Arguments(tensor_parallel_size=num_gpus, seed=seed, **given)
+    dtype = torch.float16 if fp16 else model.dtype
+    arguments.check_config(cls, model.config)
+    options |= {"deploy_backend": "process", "verbose": verbose, "dtype": dtype}
+    served = deploy(cls, "load", model.config, arguments, options, Weights(model))
+    served._finalizer.detach()
+    generation_config = model.generation_config if model.can_generate() else None
+    model.__class__ = type(cls.__name__, (ServedInPlace, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    model.__dict__ = vars(served)
+    model.generation_config = generation_config
+    model._finalizer = weakref.finalize(model, served._engine.close)
+    return model
+
+
+class Weights:
+    """The weights of a model in memory without a name in a file system, which processes of this user can open."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.cls = type(model)
+        fd = os.memfd_create("oslo_models")
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        self._finalizer = weakref.finalize(self, os.close, fd)
+        with open(os.dup(fd), "wb") as file:
+            torch.save(model.state_dict(), file)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"cls": self.cls, "path": self.path}
+
+    def load(self, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> Any:
+        """This rank's part of the model."""
+        weights = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
+        whole = self.cls.from_pretrained(None, config=copy.deepcopy(config), state_dict=weights, dtype=dtype)
+        known = {key: value for key, value in arguments.items() if value is not None and key != "deploy"}
+        return initialize(whole, {"model_parallelism": known})
+
+
+class ServedInPlace(Deployment):
+    """A deployed model that was another object before, and can be it again."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Deployment.to`, but this object becomes the whole model."""
+        whole = super().to(*args, **kwargs)
+        self.__class__ = type(whole)
+        self.__dict__ = vars(whole)
+        return self

@@ -1,0 +1,190 @@
+"""Calls the parts of a model that the threads of one process hold as one module: for autograd, one node."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from transformers.cache_utils import Cache
+
+from oslo_models.distributed.thread_group import ThreadGroup
+
+
+class ThreadShards(nn.Module):
+    """The parts of one module. Its ``forward`` has their signature, at which ``generate`` looks."""
+
+    def __init__(self, parts: Sequence[nn.Module], threads: ThreadGroup, output_device: torch.device) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        call = partial(run_on_threads, self.parts, threads, output_device)
+        self.forward = functools.wraps(parts[0].forward)(call)
+
+
+def run_on_threads(
+    parts: nn.ModuleList, threads: ThreadGroup, output_device: torch.device, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call each part with the same arguments; what they return, which is the same, is given once.
+
+    Raises:
+        Exception: what the first part that failed raised.
+    """
+    call = _Call(parts, threads, (args, kwargs))
+    if torch.is_grad_enabled():
+        handle = torch.empty(0, requires_grad=True)  # the parameters are not among the arguments of the node
+        learning = iter(_Node.apply(call, handle, *call.inputs))
+    else:
+        learning = iter(call.forward(grad=False))
+    leaves, structure = call.given
+    leaves = [next(learning) if _learns(leaf) else leaf for leaf in leaves]
+    output = tree_unflatten(leaves, structure)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(output_device), output)
+
+
+class _Node(torch.autograd.Function):
+    """The forward and the backward pass of all ranks, each with a graph of its own.
+
+    Source: reentrant activation checkpointing in ``torch.utils.checkpoint``, whose backward differentiates, too. Rank 0
+    does so in the thread of this node, since that is the only one in which autograd works for the GPU of rank 0.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, handle: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        return call.forward(grad=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError(
+                "parameters of a model that tensor_parallel made get their gradients from loss.backward() only, "
+                "without `inputs`, and not from torch.autograd.grad"
+            )
+        return None, None, *ctx.call.backward(grads)
+
+
+class _Call:
+    """One call of all parts, and what its backward pass needs.
+
+    Attributes:
+        inputs: the arguments that get a gradient.
+        given: what rank 0 returned, flat, and its structure. Caches in it are those of all ranks.
+    """
+
+    given: tuple[list[Any], Any]
+
+    def __init__(self, parts: nn.ModuleList, threads: ThreadGroup, arguments: Any) -> None:
+        self._parts, self._threads = parts, threads
+        leaves, self._structure = tree_flatten(arguments)
+        self.inputs = [leaf for leaf in leaves if torch.is_grad_enabled() and _learns(leaf)]
+        # Before any of them runs: what a model changes in place is changed for its rank only.
+        self._arguments = [[self._of_rank(leaf, rank) for leaf in leaves] for rank in range(threads.size)]
+        self._graphs: list[tuple[list[Tensor], list[Tensor]]] = []
+
+    def _of_rank(self, leaf: Any, rank: int) -> Any:
+        if isinstance(leaf, Cache):
+            return caches_of_ranks(leaf, self._threads.size)[rank]
+        if not isinstance(leaf, Tensor):
+            return leaf
+        own = leaf.detach().to(self._threads.devices[rank], copy=rank > 0)
+        return own.requires_grad_(torch.is_grad_enabled() and leaf.requires_grad)
+
+    def forward(self, grad: bool) -> tuple[Tensor, ...]:
+        """Call the parts; returns the outputs that get a gradient, of rank 0 and without its graph."""
+        arguments, self._arguments = self._arguments, []
+
+        def of_rank(rank: int) -> Any:
+            args, kwargs = tree_unflatten(arguments[rank], self._structure)
+            with torch.set_grad_enabled(grad):
+                return self._parts[rank](*args, **kwargs)
+
+        flat = [tree_flatten(output) for output in self._threads.run(of_rank)]
+        of_ranks = zip(*(leaves for leaves, _ in flat), strict=True)
+        self.given = [join_caches(own) if isinstance(own[0], Cache) else own[0] for own in of_ranks], flat[0][1]
+        outputs = [[leaf for leaf in leaves if _learns(leaf)] for leaves, _ in flat]
+        if grad:
+            inputs = [[leaf for leaf in own if _learns(leaf)] for own in arguments]
+            self._graphs = list(zip(inputs, outputs, strict=True))
+        return tuple(output.detach() for output in outputs[0])
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Give each rank the same gradients of what it returned; returns those of `inputs`."""
+        graphs, self._graphs = self._graphs, []
+        if not graphs:
+            raise RuntimeError("the graph of this call is gone: one call has one backward pass, without retain_graph")
+
+        def of_rank(rank: int) -> None:
+            own = [None if grad is None else grad.to(self._threads.devices[rank]) for grad in grads]
+            used = [number for number, grad in enumerate(own) if grad is not None]
+            torch.autograd.backward([graphs[rank][1][number] for number in used], [own[number] for number in used])
+
+        self._threads.run(of_rank)
+        own = [x.grad for x in graphs[0][0]]
+        return [None if grad is None else grad.to(x.device) for x, grad in zip(self.inputs, own, strict=True)]
+
+
+def _learns(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+# Caches ---------------------------------------------------------------------------------------------------------------
+
+
+class CacheOfRanks(Cache):
+    """The cache of rank 0, which holds those of the others, and lets them follow where ``generate`` changes it."""
+
+    others: list[Cache]
+
+    def _all(self, method: str, *args: Any) -> None:
+        for cache in self.others:
+            getattr(cache, method)(*args)
+        getattr(super(), method)(*args)
+
+    def reset(self) -> None:
+        self._all("reset")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._all("reorder_cache", beam_idx)
+
+    def crop(self, *args: Any) -> None:
+        self._all("crop", *args)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._all("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._all("batch_select_indices", indices)
+
+
+@functools.cache
+def _joined(kind: type[Cache]) -> type[Cache]:
+    return type(kind.__name__, (CacheOfRanks, kind), {"__module__": kind.__module__})
+
+
+def join_caches(caches: Sequence[Any]) -> Cache:
+    """The cache of rank 0, which is from now on that of all ranks."""
+    first, *others = caches
+    if not isinstance(first, CacheOfRanks):
+        kind: Any = type(first)
+        first.__class__ = _joined(kind)
+        first.others = others
+    return first
+
+
+def caches_of_ranks(cache: Any, ranks: int) -> list[Cache]:
+    """The cache of each rank; one that is empty, as ``generate`` makes it, becomes that of all.
+
+    Raises:
+        ValueError: it holds what another model made.
+    """
+    if not isinstance(cache, CacheOfRanks):
+        if cache.get_seq_length() > 0:
+            raise ValueError("past_key_values holds what another model made; pass an empty one, or one of this model")
+        join_caches([cache, *(copy.deepcopy(cache) for _ in range(ranks - 1))])
+    return [cache, *cache.others]

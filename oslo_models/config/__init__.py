@@ -1,0 +1,1 @@
+"""Arguments of the constructors, and where checkpoints and configurations are found."""

@@ -1,0 +1,105 @@
+"""The arguments of the constructors, and what can be wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from oslo_models.distributed.mesh import check_size
+from oslo_models.distributed.watchdog import TIMEOUT
+
+REFUSED = {
+    "places the weights in transformers' own way; sizes here are tensor_parallel_size and pipeline_parallel_size": (
+        *("device_map", "tp_plan", "tp_size", "tp_mesh", "device_mesh", "distributed_config", "max_memory"),
+    ),
+    "quantised weights cannot be divided yet": ("quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file"),
+    "is not supported; weights are read from the checkpoint": ("state_dict", "from_tf", "from_flax", "offload_folder"),
+}
+"""What transformers' ``from_pretrained`` takes and the constructors here do not, by the reason."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments that are ours, as the constructors got them."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    micro_batch_size: int = 1
+    resize_token_embeddings: int | None = None
+    seed: int | None = None
+    deploy: bool | None = None
+    gather_logits: bool | None = None
+    timeout: float = TIMEOUT
+    blocks_per_stage: Sequence[int] | None = None
+    check_inputs: bool | int | str = True
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Arguments:
+        """Those among the local variables of a constructor."""
+        return cls(**{field.name: given[field.name] for field in fields(cls)})
+
+    def check(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for what can be seen to be wrong without a configuration."""
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "micro_batch_size"):
+            check_size(name, getattr(self, name))
+        deployment = kwargs.get("deployment")
+        flags = {"deploy": self.deploy, "deployment": deployment, "gather_logits": self.gather_logits}
+        for name, flag in flags.items():
+            if not isinstance(flag, (bool, type(None))):
+                raise ValueError(f"{name} must be True, False or None, got {flag!r}")
+        if not is_timeout(self.timeout):
+            raise ValueError(f"timeout must be a number of seconds greater than 0, got {self.timeout!r}")
+        when = self.check_inputs
+        if not isinstance(when, bool) and when != "always" and not (isinstance(when, int) and when > 0):
+            raise ValueError(f'check_inputs must be True, False, "always" or an integer of at least 1, got {when!r}')
+        blocks = self.blocks_per_stage
+        if blocks is not None and not isinstance(blocks, (list, tuple)):
+            raise ValueError(f"blocks_per_stage must be a list of integers, got {blocks!r}")
+        for number in blocks or ():
+            check_size("each of blocks_per_stage", number)
+        if self.seed is not None:
+            check_size("seed", self.seed, 0)
+        for reason, names in REFUSED.items():
+            for name in names:
+                if kwargs.get(name) is not None and kwargs[name] is not False:
+                    raise ValueError(f"{name}={kwargs[name]!r} {reason}")
+        if None not in (self.deploy, deployment) and self.deploy != deployment:
+            raise ValueError(f"deploy={self.deploy} and deployment={deployment} are the same argument; pass one")
+
+    def check_config(self, cls: type[Any], config: PreTrainedConfig) -> None:
+        """Raise ``ValueError`` for what does not fit the model."""
+        name, plan = type(config).__name__, cls.plan(config)
+        plan.check_ranks(cls.__name__, name, self.tensor_parallel_size)
+        plan.check_stages(cls.__name__, self.pipeline_parallel_size)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(
+                "the checkpoint is quantised (config.quantization_config); quantised weights cannot be divided"
+            )
+        vocab, size = getattr(config, "vocab_size", None), self.resize_token_embeddings
+        if size is None:
+            return
+        if vocab is None or config.get_text_config() is not config:  # that of a part counts
+            raise ValueError(f"resize_token_embeddings={size} was passed, and a {name} has no vocab_size; leave it out")
+        check_size("resize_token_embeddings", size, vocab, "vocab_size=")
+
+
+def is_timeout(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e8
+
+
+def parse_dtype(kwargs: dict[str, Any]) -> torch.dtype | None:
+    """Take ``dtype`` and ``torch_dtype`` out of ``kwargs``; ``None`` for "as saved"."""
+    given = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if kwargs.get(key) is not None}
+    parsed = set()
+    for key, value in given.items():
+        dtype = getattr(torch, value, None) if isinstance(value, str) else value
+        if value != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f'{key} must be a floating torch.dtype, its name or "auto", got {value!r}')
+        parsed.add(None if value == "auto" else dtype)
+    if len(parsed) > 1:
+        raise ValueError(f"dtype={given['dtype']!r} and torch_dtype={given['torch_dtype']!r} differ; pass dtype only")
+    return parsed.pop() if parsed else None

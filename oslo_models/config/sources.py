@@ -1,0 +1,94 @@
+"""Where a checkpoint and its configuration are found: in a directory, or on the hub after a download."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from transformers import GenerationConfig, PreTrainedConfig
+
+from oslo_models import checkpoint
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+
+
+def open_source(cls: type[Any], name: str | Path, options: dict[str, Any]) -> tuple[Path, str | None, PreTrainedConfig]:
+    """Find a checkpoint and read its configuration.
+
+    Args:
+        cls: the class of the model; its ``config_class`` has to fit what was saved.
+        name: a directory, or a name on the hub.
+        options: keyword arguments of a constructor. Those that say where to look, and those that the configuration
+            knows, are taken out.
+
+    Returns:
+        The directory, the ``variant`` of its files, and the configuration.
+
+    Raises:
+        OSError: there is no such checkpoint.
+        ValueError: it is one of another architecture.
+    """
+    hub = {key: options.pop(key) for key in HUB_ARGUMENTS if key in options}
+    variant, subfolder = options.pop("variant", None), options.pop("subfolder", "")
+    directory = find_checkpoint(name, variant, hub) / subfolder
+    return directory, variant, read_config(cls, directory, options)
+
+
+def find_checkpoint(name: str | Path, variant: str | None, hub: dict[str, Any]) -> Path:
+    """The directory of a checkpoint: ``name`` itself, or where the hub's files are after a download.
+
+    Raises:
+        OSError: there is no such directory, and no such name on the hub.
+    """
+    directory = Path(name)
+    if directory.is_dir():
+        checkpoint.finish_interrupted_save(directory)
+        return directory
+    if directory.exists():
+        raise OSError(f"{name} is a file; pass the directory that holds it, with its config.json")
+    if directory.is_absolute() or str(name).startswith((".", "~")) or str(name).count("/") > 1:
+        raise OSError(f"there is no directory {name}")
+    suffix = f".{variant}" if variant else ""
+    weights = [f"model{suffix}*.safetensors*", f"pytorch_model{suffix}*.bin*"]
+    for patterns in ([weights[0], "pytorch_model_tp*"], [weights[1]]):
+        try:
+            found = Path(snapshot_download(str(name), allow_patterns=["*.json", *patterns], **hub))
+        except Exception as error:
+            raise OSError(f"{name} is neither a directory nor a model that the hub gives: {error}") from error
+        if any(any(found.glob(pattern)) for pattern in patterns):
+            return found
+    raise OSError(f"{name} on the hub holds no weights in a format that is read here (safetensors or .bin)")
+
+
+def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration, with those of ``options`` that it knows taken over."""
+    config = options.pop("config", None)
+    if config is not None:
+        return copy_of_config(cls, config)
+    if not (directory / "config.json").is_file():
+        raise OSError(f"{directory} holds no config.json")
+    raw, _ = PreTrainedConfig.get_config_dict(directory)
+    part = raw.get(cls.config_class.base_config_key, raw)  # a class may be for a part of what was saved: CLIP's text
+    wanted, found = cls.config_class.model_type, part.get("model_type", cls.config_class.model_type)
+    if found != wanted:
+        saved = ", ".join(raw.get("architectures") or ["one of its own classes"])
+        raise ValueError(f"{directory} is a {found} checkpoint and {cls.__name__} is for {wanted}; use {saved}")
+    config, unused = cls.config_class.from_pretrained(directory, return_unused_kwargs=True, **options)
+    options.clear()
+    options.update(unused)
+    return config
+
+
+def copy_of_config(cls: type[Any], config: PreTrainedConfig) -> PreTrainedConfig:
+    if not isinstance(config, cls.config_class):
+        raise ValueError(f"config must be a {cls.config_class.__name__} for {cls.__name__}, got {config!r:.200}")
+    return copy.deepcopy(config)
+
+
+def read_generation_config(directory: Path) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except OSError:
+        return None

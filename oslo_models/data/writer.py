@@ -1,0 +1,141 @@
+"""What a preprocessing run writes, so that it is complete or not there, and can go on after a crash: `Output`."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oslo_models.data.indexed_dataset import map_file, write_index
+
+
+@dataclass
+class Progress:
+    """What was done up to a commit.
+
+    Attributes:
+        inputs: the texts that were read.
+        documents: those that had tokens.
+        tokens: all of theirs.
+        digest: of the texts that were read.
+        complete: whether the files only have to be put into their places.
+    """
+
+    inputs: int = 0
+    documents: int = 0
+    tokens: int = 0
+    digest: str = ""
+    complete: bool = False
+
+
+class Output:
+    """The files of one run, in the folder ``name.partial`` until `finish`.
+
+    ``tokens`` and ``lengths`` only grow. ``progress.json`` says how much of them counts; it is replaced when that much
+    is on the disk.
+
+    Raises:
+        ValueError: another process writes them, or an earlier run was interrupted that had other settings.
+    """
+
+    def __init__(self, name: str, dtype: str, settings: dict[str, Any], resume: bool) -> None:
+        self.name, self.folder, self.dtype = name, Path(name + ".partial"), np.dtype(dtype)
+        self.progress = Progress()
+        self._settings = {**settings, "dtype": dtype, "format": 1}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            self._begin(resume)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _begin(self, resume: bool) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is writing {self.name} (it holds {self.folder})") from None
+        state = self.folder / "progress.json"
+        if resume and state.exists():
+            self._take_up(json.loads(state.read_text()))
+        else:
+            state.unlink(missing_ok=True)  # first: what it counts goes next
+        self._tokens = self._open("tokens", self.progress.tokens * self.dtype.itemsize)
+        self._lengths = self._open("lengths", self.progress.documents * 4)
+
+    def _take_up(self, state: dict[str, Any]) -> None:
+        settings = state.pop("settings")
+        if different := sorted(key for key in self._settings if self._settings[key] != settings.get(key)):
+            raise ValueError(
+                f"{self.folder} was begun with another {' and '.join(different)}; delete it or pass resume=False to "
+                "begin anew"
+            )
+        self.progress = Progress(**state)
+        data, placed = self.folder / "tokens", Path(self.name + ".bin")
+        if self.progress.complete and not data.exists():  # the run ended between its last steps: undo them
+            if not placed.exists() or placed.stat().st_size != self.progress.tokens * self.dtype.itemsize:
+                self.progress = Progress()
+                return
+            Path(self.name + ".idx").unlink(missing_ok=True)
+            placed.replace(data)
+        self.progress.complete = False
+
+    def _open(self, name: str, size: int) -> Any:
+        """Open a file to append to, after what counts of it."""
+        path = self.folder / name
+        path.touch()
+        if path.stat().st_size < size:
+            raise ValueError(f"{path} is shorter than its progress says; delete {self.folder} to begin anew")
+        os.truncate(path, size)
+        return path.open("ab")
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tokens.close()
+        self._lengths.close()
+        os.close(self._lock)
+
+    def append(self, inputs: int, lengths: NDArray[np.int32], tokens: NDArray[Any]) -> None:
+        """Add the documents of ``inputs`` texts."""
+        self._tokens.write(tokens.data)
+        self._lengths.write(lengths.data)
+        self.progress.inputs += inputs
+        self.progress.documents += len(lengths)
+        self.progress.tokens += len(tokens)
+
+    def commit(self, digest: str) -> None:
+        """Make what was added up to now survive a crash."""
+        for file in (self._tokens, self._lengths):
+            file.flush()
+            os.fdatasync(file.fileno())
+        self.progress.digest = digest
+        state, new = self.folder / "progress.json", self.folder / "progress.new"
+        with new.open("w") as file:
+            json.dump({**asdict(self.progress), "settings": self._settings}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(state)
+
+    def finish(self, impl: str) -> None:
+        """Write the index and put the files into their places; the index comes last, and an older one goes first."""
+        index = self.folder / "index"
+        write_index(index, map_file(self.folder / "lengths", np.dtype(np.int32)), self.dtype, impl)
+        self.progress.complete = True
+        self.commit(self.progress.digest)
+        placed = Path(self.name + ".idx")
+        placed.unlink(missing_ok=True)
+        (self.folder / "tokens").replace(self.name + ".bin")
+        index.replace(placed)
+        parent = os.open(placed.parent, os.O_RDONLY)
+        os.fsync(parent)
+        os.close(parent)
+        shutil.rmtree(self.folder)

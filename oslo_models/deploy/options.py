@@ -1,0 +1,110 @@
+"""The arguments that only ``deploy=True`` knows, and which executor they mean."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from oslo_models.deploy import torchrun_executor as torchrun
+from oslo_models.deploy.handshake import check_secret
+from oslo_models.deploy.process_executor import ProcessExecutor, StartExecutor
+from oslo_models.distributed.mesh import check_size
+
+BACKENDS = ("auto", "process", "ray", "torchrun")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The arguments of the constructors that only ``deploy=True`` knows.
+
+    Attributes:
+        deploy_backend: how workers are started: ``"process"`` on this host, ``"torchrun"`` by the processes of a
+            launcher, ``"ray"`` as actors of Ray; ``"auto"``: by a launcher if there is one, by Ray if it runs and this
+            host has too few GPUs, else on this host.
+        max_batch_size: rows of `generate` that are computed together when several threads ask for the same.
+        batch_wait_ms: how long the first of them waits for others, in milliseconds.
+        verbose: ``"simple"`` or ``"detail"`` prints memory by device.
+        deploy_secret: what the processes of a launcher have in common and nobody else has; needed if they are on
+            several hosts, where each proves to the others that it has it.
+    """
+
+    deploy_backend: str = "auto"
+    max_batch_size: int = 8
+    batch_wait_ms: float = 2.0
+    verbose: str | bool | None = None
+    deploy_secret: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def taken_from(cls, kwargs: dict[str, Any]) -> Serving:
+        """Take the arguments out of ``kwargs``."""
+        return cls(**{each.name: kwargs.pop(each.name) for each in fields(cls) if each.name in kwargs})
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for what is wrong with any number of ranks."""
+        if self.deploy_backend not in BACKENDS:
+            raise ValueError(f"deploy_backend={self.deploy_backend!r} is none of {', '.join(map(repr, BACKENDS))}")
+        check_size("max_batch_size", self.max_batch_size)
+        wait = self.batch_wait_ms
+        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e8:
+            raise ValueError(f"batch_wait_ms must be a number of at least 0, got {wait!r}; and no infinity")
+        if self.verbose not in (None, False, True, "simple", "detail"):
+            raise ValueError(f"verbose must be None, 'simple' or 'detail', got {self.verbose!r}")
+        if self.deploy_secret is not None:
+            check_secret("deploy_secret", self.deploy_secret)
+
+    def backend(self, ranks: int) -> str:
+        """The backend that is meant.
+
+        Raises:
+            ValueError: there is none for so many ranks, or the one asked for cannot be used here.
+        """
+        launched, devices = torchrun.is_launched(), torch.cuda.device_count()
+        chosen = self.deploy_backend
+        if chosen == "auto":
+            by_ray = 0 < devices < ranks and "ray" in sys.modules and sys.modules["ray"].is_initialized()
+            chosen = "torchrun" if launched else "ray" if by_ray else "process"
+        if chosen == "ray" and importlib.util.find_spec("ray") is None:
+            raise ValueError("deploy_backend='ray' needs Ray: pip install 'oslo-models[ray]'")
+        if launched and chosen != "torchrun":
+            raise ValueError(
+                f"deploy_backend={chosen!r} would serve one model in each of the {torchrun.launched_size()} processes "
+                "of the launcher: start the script with python, or leave deploy_backend out"
+            )
+        if chosen == "torchrun":
+            if not launched:
+                raise ValueError(
+                    "deploy_backend='torchrun' is for scripts that a launcher starts: "
+                    f"`torchrun --nproc-per-node={ranks} app.py`"
+                )
+            if ranks > torchrun.launched_size():
+                raise ValueError(
+                    f"tensor_parallel_size x pipeline_parallel_size = {ranks} is more than the "
+                    f"{torchrun.launched_size()} processes that the launcher started"
+                )
+            torchrun.spans_hosts(self.deploy_secret)
+        if chosen == "process" and 0 < devices < ranks:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+            raise ValueError(
+                f"tensor_parallel_size x pipeline_parallel_size = {ranks} is more than the {devices} GPUs that are "
+                f"visible here (CUDA_VISIBLE_DEVICES is {visible}); for several hosts, start the script with "
+                "`torchrun --nnodes=... --nproc-per-node=... app.py`, or pip install 'oslo-models[ray]' and call "
+                "ray.init() first"
+            )
+        return chosen
+
+
+def executor_of(backend: str, stages: int, secret: str | None = None) -> StartExecutor:
+    """What starts the workers of a backend."""
+    if backend == "ray":
+        from oslo_models.deploy.ray_executor import RayExecutor
+
+        return partial(RayExecutor, stages=stages)
+    if backend == "torchrun":
+        return partial(torchrun.TorchrunExecutor, secret=secret)
+    return ProcessExecutor

@@ -1,0 +1,300 @@
+"""What ``deploy=True`` returns: an object of the zoo's class that has no weights and passes its calls on to workers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig
+
+from oslo_models.config.arguments import Arguments, is_timeout, parse_dtype
+from oslo_models.config.sources import open_source, read_generation_config
+from oslo_models.deploy.batching import Batcher
+from oslo_models.deploy.engine import Engine
+from oslo_models.deploy.generation_limits import check_generation
+from oslo_models.deploy.options import Serving, executor_of
+from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, serve
+
+
+class Deployment:
+    """The half of a deployed model that is not its class: every call goes to the workers.
+
+    ``generate`` and calls of the model take what transformers takes, and beside it ``timeout`` (seconds; then a
+    ``TimeoutError``, and the call is cancelled) and ``seed`` (of what is drawn at random). Any number of threads may
+    call. Nothing can be trained.
+    """
+
+    config: Any
+    generation_config: Any
+
+    def _begin(self, config: Any, generation_config: Any, engine: Engine, batcher: Batcher, remake: Any) -> None:
+        nn.Module.__init__(self)  # type: ignore[arg-type]  # the other half is a module
+        self.config, self.generation_config = config, generation_config
+        self._sent = copy.deepcopy(generation_config)
+        self._engine, self._batcher, self._remake = engine, batcher, remake
+        self._fused: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.training = False
+        self._finalizer = weakref.finalize(self, engine.close)
+        engine.start()
+
+    # Calls ------------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        *,
+        streamer: Any = None,
+        timeout: float | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As transformers' ``generate``; the tokens are on the CPU.
+
+        Raises:
+            TimeoutError: no answer within ``timeout`` seconds.
+            EngineError: the workers died, hang or were closed.
+            ValueError: an argument cannot be sent, is wrong in the eyes of transformers, or cannot be computed with.
+        """
+        if inputs is not None:
+            kwargs["inputs"] = inputs
+        if generation_config is not None:
+            kwargs["generation_config"] = generation_config
+        _check_call(timeout, seed)
+        check_generation(kwargs, self.generation_config)
+        changed = None if self.generation_config == self._sent else self.generation_config
+        options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
+        return self._batcher.generate(kwargs, options, self.generation_config)
+
+    def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:
+        """As transformers' ``forward``, without a graph; caches of keys and values stay with the workers."""
+        _check_call(timeout, seed)
+        return self._engine.call("forward", args, kwargs, timeout=timeout, seed=seed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def fuse(self, *args: Any, **kwargs: Any) -> Any:
+        """As `ParallelModel.fuse`, in the workers; in those too that `restart` starts."""
+        self._engine.call("fuse", args, kwargs)
+        self._fused.append((args, kwargs))
+        return self
+
+    def unfuse(self) -> Any:
+        """As `ParallelModel.unfuse`, in the workers."""
+        self._engine.call("unfuse")
+        self._fused.clear()
+        return self
+
+    def fusion_report(self) -> Any:
+        return self._engine.call("fusion_report")
+
+    def save_pretrained_with_parallel(self, *args: Any, **kwargs: Any) -> None:
+        """As `ParallelModel.save_pretrained_with_parallel`: the workers write what they hold."""
+        self._engine.call("save_pretrained_with_parallel", args, kwargs)
+
+    def save_parallelized(self, *args: Any, **kwargs: Any) -> None:
+        """As `ParallelModel.save_parallelized`."""
+        self._engine.call("save_parallelized", args, kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As `ParallelModel.save_pretrained`, which a divided model refuses."""
+        self._engine.call("save_pretrained", args, kwargs)
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    def health(self, timeout: float = 2.0) -> dict[str, Any]:
+        """Whether the workers live; see `Engine.health`."""
+        return self._engine.health(timeout)
+
+    def restart(self) -> None:
+        """End the workers and start others, which load the model again."""
+        self._engine.restart()
+        for args, kwargs in self._fused:
+            self._engine.call("fuse", args, kwargs)
+
+    def close(self) -> None:
+        """End the workers. The object is of no use afterwards, but for `restart`."""
+        self._engine.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def memory_allocated(self) -> dict[str, int]:
+        """Bytes that tensors take, by device; on CPU the resident memory of the worker."""
+        return self._engine.memory("allocated")
+
+    def memory_reserved(self) -> dict[str, int]:
+        """Bytes that are held for tensors, by device; on CPU the resident memory of the worker."""
+        return self._engine.memory("reserved")
+
+    memory_cached = memory_chached = memory_reserved  # the latter as parallelformers' documents spell it
+
+    # As a module ------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._engine.devices[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.config.dtype or torch.get_default_dtype()
+
+    def train(self, mode: bool = True) -> Any:
+        if mode:
+            raise RuntimeError("a deployed model cannot be trained; construct it without deploy=True, under torchrun")
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """End the workers and return the whole model, in this process, where ``nn.Module.to`` would bring it.
+
+        Raises:
+            RuntimeError: there is no such device; or a launcher started the script, of whose processes this is one.
+        """
+        if is_launched():
+            raise RuntimeError("the whole model cannot be made in one of several processes; start the script alone")
+        probe = nn.Module()
+        probe.register_buffer("probe", torch.empty(0))
+        probe.to(*args, **kwargs)  # what is wrong is raised while the workers live
+        self.close()
+        model = self._remake()
+        for arguments, options in self._fused:
+            model.fuse(*arguments, **options)
+        return model.to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> Any:
+        """`to` the GPU."""
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def cpu(self) -> Any:
+        """`to` the CPU."""
+        return self.to("cpu")
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "the workers hold the weights of a deployed model, which can be neither seen nor changed here; "
+            "save_pretrained_with_parallel writes them, and dtype= is for the constructor"
+        )
+
+    parameters = named_parameters = state_dict = load_state_dict = resize_token_embeddings = _refuse
+    from_parallelized = _refuse
+    half = float = double = bfloat16 = _refuse
+
+    def __repr__(self) -> str:
+        where = ", ".join(dict.fromkeys(self._engine.devices))
+        return f"{type(self).__name__}(deployed on {self._engine.ranks} processes: {where})"
+
+
+def _check_call(timeout: Any, seed: Any) -> None:
+    if timeout is not None and not is_timeout(timeout):
+        raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout!r}")
+    if seed is not None and not (isinstance(seed, Integral) and 0 <= int(seed) < 2**63):
+        raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r:.40}")
+
+
+def deploy(
+    cls: type[Any],
+    constructor: str,
+    source: Any,
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    maker: Any = None,
+) -> Any:
+    """Start workers that construct the model, and return what stands for it here.
+
+    Args:
+        constructor: the name of the class method that the workers call with ``source`` and the arguments.
+        maker: whose method it is, if not that of ``cls``.
+
+    Raises:
+        ValueError: an argument is wrong, or the class or an argument cannot be sent to the workers.
+        EngineError: a worker died while it loaded.
+        Exception: what a worker raised while it loaded.
+    """
+    arguments.check(kwargs)
+    kwargs = {key: value for key, value in kwargs.items() if key != "deployment"}
+    serving = Serving.taken_from(kwargs)
+    ranks = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
+    serving.check()
+    backend = serving.backend(ranks)
+    if backend == "torchrun" and launched_rank() > 0:
+        serve(serving.deploy_secret)
+    if constructor == "from_config_with_parallel" and arguments.seed is None:  # the same weights after a restart
+        arguments = replace(arguments, seed=random.SystemRandom().randrange(2**31))
+    config, generation_config = _look_at(cls, source, arguments, kwargs)
+    kwargs |= {field.name: getattr(arguments, field.name) for field in fields(arguments)} | {"deploy": False}
+    if cls.__module__ == "__main__":
+        raise ValueError(
+            f"{cls.__name__} is defined in the script itself; put it into a module that workers can import"
+        )
+    try:
+        make = pickle.dumps((maker or cls, constructor, (source,), kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
+        ) from error
+    start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving.deploy_secret)
+    engine = Engine(ranks, max(1, torch.get_num_threads() // ranks), make, start_executor)
+    kind: Any = type(cls.__name__, (Deployment, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    model = object.__new__(kind)
+    batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
+    model._begin(config, generation_config, engine, batcher, _Remake(maker or cls, constructor, source, kwargs))
+    if serving.verbose:
+        _show(engine, serving.verbose)
+    return model
+
+
+def _look_at(
+    cls: type[Any], source: Any, arguments: Arguments, kwargs: Mapping[str, Any]
+) -> tuple[PreTrainedConfig, GenerationConfig | None]:
+    """The configurations of a model that is constructed elsewhere, once its arguments have been checked.
+
+    Args:
+        source: a configuration, or the name or directory of a checkpoint.
+    """
+    arguments.check(kwargs)
+    options = dict(kwargs)
+    dtype = parse_dtype(options)
+    if isinstance(source, PreTrainedConfig):
+        config, generation_config = copy.deepcopy(source), None
+    else:
+        directory, _, config = open_source(cls, source, options)
+        generation_config = read_generation_config(directory)
+    config.dtype = dtype or config.dtype
+    arguments.check_config(cls, config)
+    if generation_config is None and cls.can_generate():
+        generation_config = GenerationConfig.from_model_config(config)
+    return config, generation_config
+
+
+class _Remake:
+    """Constructs the whole model in this process."""
+
+    def __init__(self, maker: Any, constructor: str, source: Any, kwargs: dict[str, Any]) -> None:
+        self._make, self._source = getattr(maker, constructor), source
+        self._kwargs = {**kwargs, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+
+    def __call__(self) -> Any:
+        return self._make(self._source, **self._kwargs).eval()
+
+
+def _show(engine: Engine, verbose: str | bool) -> None:
+    with suppress(OSError):  # nobody reads it, or the disk is full
+        if verbose == "detail":
+            for device, summary in engine.memory("summary").items():
+                print(f"{device}:\n{summary}", flush=True)
+        else:
+            for device, bytes_held in engine.memory("allocated").items():
+                print(f"{device}: {bytes_held / 1e6:,.0f} MB", flush=True)

@@ -1,0 +1,292 @@
+"""Workers under a launcher such as torchrun: rank 0 is the application, the other processes start workers for it.
+
+Every process of the launcher runs the same script. In all but rank 0 the constructor does not return: it waits until
+the application asks for a worker, starts it on its host, and ends when the application does. The workers of rank 0's
+host and of all others have a connection to the application, so that models are served as by `ProcessExecutor`.
+
+Anybody who reaches the launcher's store can write to it: all that is taken from it is where the application listens,
+and nothing is unpickled that comes from there before both ends have proved themselves (see `handshake`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+
+from oslo_models.deploy import handshake
+from oslo_models.deploy.connection import WorkerConnection
+from oslo_models.deploy.process_executor import Process, ProcessExecutor, start_worker
+
+ARRIVAL = 300.0
+"""Seconds that the application waits for the other processes to reach their constructor."""
+_PATIENCE = 30.0
+"""Seconds that they may take to carry out an order."""
+_LONGEST = 1 << 16
+"""Bytes of an order or an answer."""
+
+
+def is_launched() -> bool:
+    """Whether this process is one of several that run the same script."""
+    if dist.is_initialized():
+        return dist.get_world_size() > 1
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def launched_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+
+
+def launched_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+
+
+def spans_hosts(secret: str | None) -> bool:
+    """Whether the processes of the launcher are on several hosts.
+
+    Raises:
+        ValueError: they are, and there is no secret.
+    """
+    local, world = os.environ.get("LOCAL_WORLD_SIZE"), str(launched_size())
+    if secret is None and local not in (None, world):
+        raise ValueError(
+            f"the launcher started {world} processes, {local} of them on this host: pass deploy_secret=, a string of "
+            f"at least {handshake.LEAST} characters that is equal on all hosts and known to nobody else, such as "
+            "Path('secret').read_text() after `openssl rand -hex 32 > secret`. Without it, whoever reaches "
+            "MASTER_ADDR:MASTER_PORT could run code in the workers"
+        )
+    return secret is not None and local != world
+
+
+class TorchrunExecutor(ProcessExecutor):
+    """One worker for each of the first processes of the launcher, started by them.
+
+    Args:
+        secret: what the processes have in common and nobody else has; needed if they are on several hosts.
+    """
+
+    def __init__(self, count: int, secret: str | None = None) -> None:
+        self._others = _others(secret)
+        self.host = self._others.host
+        super().__init__(count)
+
+    def _start(self, rank: int) -> tuple[Process, WorkerConnection]:
+        if rank > 0:
+            return self._others.start(rank)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = start_worker(theirs, int(os.environ.get("LOCAL_RANK", "0")), self._others.loopback)
+        return process, WorkerConnection(ours)
+
+
+class _Others:
+    """The other processes of the launcher, as the application sees them; for all models that it deploys."""
+
+    def __init__(self, secret: str | None) -> None:
+        self.secret = secret
+        self.loopback = not spans_hosts(secret)
+        self.host = "127.0.0.1" if self.loopback else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self._listener, address = self._listen()
+        self._store = _store()
+        self._store.set("application", json.dumps(address))
+        self._lock = threading.Lock()
+        self._orders: dict[int, Connection] = {}
+        missing = set(range(1, launched_size()))
+        while missing:
+            try:
+                conn = Connection(self._accept(ARRIVAL).detach())
+            except TimeoutError:
+                raise TimeoutError(
+                    f"the processes {sorted(missing)} of the launcher have not come to deploy a model within "
+                    f"{ARRIVAL:g} s; every process has to run the same script"
+                ) from None
+            rank = _receive(conn)
+            self._orders[rank] = conn
+            missing.discard(rank)
+
+    def _listen(self) -> tuple[socket.socket, list[Any]]:
+        """Where the other processes connect, and what they are told of it."""
+        if self.loopback:
+            name = f"oslo-models-{secrets.token_hex(16)}"
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(f"\0{name}")  # not a file that would have to be removed
+            listener.listen()
+            return listener, [name]
+        try:
+            listener = socket.create_server((self.host, 0))
+        except OSError:  # the launcher knows this host by an address that it does not have itself
+            listener = socket.create_server(("", 0))
+        return listener, [self.host, listener.getsockname()[1]]
+
+    def _accept(self, timeout: float, *beside: Connection) -> socket.socket:
+        """A connection from another process of the launcher.
+
+        Args:
+            beside: connections of which the end, or a message, says that there will be none.
+
+        Raises:
+            TimeoutError: none came within so many seconds.
+            ConnectionError: there will be none.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            ready = wait([self._listener, *beside], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"no other process connected within {timeout:g} s")
+            if self._listener not in ready:
+                raise ConnectionError("the other process has not connected")
+            accepted, _ = self._listener.accept()
+            try:
+                if self.loopback:
+                    handshake.require_same_user(handshake.tune(accepted))
+                else:
+                    assert self.secret is not None
+                    handshake.accept(handshake.tune(accepted), self.secret)
+            except OSError:
+                accepted.close()
+            else:
+                return accepted
+
+    def start(self, rank: int) -> tuple[Process, WorkerConnection]:
+        """Have a worker started by another process."""
+        if rank not in self._orders:
+            raise ValueError(f"{rank + 1} processes are needed, and the launcher started {launched_size()}")
+        conn, accepted, pid = self._orders[rank], None, None
+        with self._lock, suppress(EOFError, OSError):
+            _send(conn, ["start"])
+            accepted = self._accept(_PATIENCE, conn)
+            pid = self._answer(conn)
+        if accepted is None or pid is None:
+            conn.close()  # as in `_answer`
+            if accepted is not None:
+                accepted.close()
+            raise ConnectionError(f"the process of rank {rank} that the launcher started has ended")
+        return _Remote(self, rank, pid), WorkerConnection(accepted)
+
+    def ask(self, rank: int, *order: Any) -> Any:
+        """The answer of another process to an order; ``None`` when it has ended."""
+        conn = self._orders[rank]
+        with self._lock, suppress(EOFError, OSError):
+            _send(conn, order)
+            return self._answer(conn)
+        return None
+
+    def _answer(self, conn: Connection) -> Any:
+        if conn.poll(_PATIENCE):
+            return _receive(conn)
+        conn.close()  # an answer that comes later would be taken for that to another order
+        return None
+
+
+class _Remote:
+    """A worker that another process has started."""
+
+    def __init__(self, others: _Others, rank: int, pid: int) -> None:
+        self.pid = pid
+        self.returncode: Any = None
+        self._order = functools.partial(others.ask, rank)
+
+    def kill(self) -> None:
+        self._order("kill", self.pid)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        self.returncode = self._order("wait", self.pid, timeout)
+        return self.returncode
+
+
+_making = threading.Lock()
+
+
+def _others(secret: str | None) -> _Others:
+    with _making:
+        if not (made := _made(os.getpid())):
+            made.append(_Others(secret))
+    (others,) = made
+    if others.secret != secret:
+        raise ValueError("deploy_secret is not that of the model deployed before, to which the other processes belong")
+    return others
+
+
+@functools.cache
+def _made(pid: int) -> list[_Others]:
+    return []
+
+
+def _store() -> Any:
+    """Where the processes of the launcher can leave each other messages."""
+    if dist.is_initialized():
+        assert dist.group.WORLD is not None
+        shared: Any = dist.group.WORLD.get_group_store()
+        store = shared.clone()  # waiting for an answer, it is of no use to others
+    else:
+        store, _, _ = next(rendezvous("env://"))
+    # The launcher keeps its store when it starts the processes again.
+    return PrefixStore(f"oslo_models.deploy {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def serve(secret: str | None = None) -> NoReturn:
+    """Start workers for the application, in all processes but its own, until it ends.
+
+    Raises:
+        SystemExit: it has ended.
+        ValueError: the processes are on several hosts, and there is no secret.
+        ConnectionError: the store leads to something else than the application.
+    """
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application
+    several = spans_hosts(secret)
+    store, rank = _store(), launched_rank()
+    store.set_timeout(timedelta(days=365))
+    address = handshake.parse_address(store.get("application"), several)
+    orders = Connection(handshake.connect(address, secret).detach())
+    _send(orders, rank)
+    workers: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(theirs: socket.socket) -> int | None:
+        with theirs, suppress(OSError):
+            process = start_worker(theirs, int(os.environ.get("LOCAL_RANK", rank)), not several)
+            workers[process.pid] = process
+            return process.pid
+        return None
+
+    with suppress(EOFError, OSError):
+        while True:
+            order, *details = _receive(orders)
+            if order == "start":
+                _send(orders, start(handshake.connect(address, secret)))
+            elif order == "kill":
+                workers[details[0]].kill()
+                _send(orders, True)
+            else:
+                with suppress(subprocess.TimeoutExpired):
+                    workers[details[0]].wait(details[1])
+                _send(orders, workers[details[0]].returncode)
+    for process in workers.values():
+        process.kill()
+        process.wait()
+    raise SystemExit(0)
+
+
+def _send(conn: Connection, value: Any) -> None:
+    """Send what JSON can say."""
+    conn.send_bytes(json.dumps(value).encode())
+
+
+def _receive(conn: Connection) -> Any:
+    try:
+        return json.loads(conn.recv_bytes(_LONGEST))
+    except ValueError as error:
+        raise ConnectionError(f"what came is not JSON: {error}") from error

@@ -1,0 +1,78 @@
+"""Notices that ranks which share one model were given different batches, whose results would be of no batch at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oslo_models.distributed.collectives import all_reduce, gather_objects
+from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.rng import mix
+
+FIRST, EVERY = 3, 100
+_PRIME = 2**31 - 1
+
+
+@dataclass
+class InputCheck:
+    """Compares the tensors of a call over the ranks of an axis, by checksums: one small maximum over the ranks.
+
+    Attributes:
+        when: ``True``: in the first calls and every hundredth; a number: in every so many-th; ``"always"``; ``False``
+        calls: how many there have been.
+    """
+
+    when: bool | int | str
+    calls: int = 0
+
+    def is_due(self) -> bool:
+        """Count a call, and say whether it is one to check."""
+        self.calls += 1
+        if isinstance(self.when, bool):
+            return self.when and (self.calls <= FIRST or self.calls % EVERY == 0)
+        return self.when == "always" or (isinstance(self.when, int) and (self.calls - 1) % self.when == 0)
+
+    def __call__(self, axis: Axis, arguments: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` on every rank of the axis if some have other tensors than others, naming both."""
+        if axis.size == 1 or torch.compiler.is_compiling() or not self.is_due():
+            return
+        tensors = {name: value for name, value in sorted(arguments.items()) if isinstance(value, Tensor)}
+        prints = {name: _fingerprint(x) for name, x in tensors.items()}
+        own = mix(*(f"{name} {text}" for name, text in prints.items()))
+        device = next((x.device for x in tensors.values()), torch.device("cpu"))
+        highest, lowest = all_reduce(axis, torch.tensor([own, -own], device=device), dist.ReduceOp.MAX).tolist()
+        if highest != -lowest:
+            raise ValueError(_difference(axis, gather_objects(axis, prints)))
+
+
+def _fingerprint(x: Tensor) -> str:
+    """Shape, dtype, and two sums of the bytes, one of which knows their order."""
+    flat = x.detach().contiguous().reshape(-1)
+    whole = flat.view(torch.uint8) if flat.is_floating_point() or flat.is_complex() else flat
+    numbers = whole.to(torch.int64)
+    weights = torch.arange(1, numbers.numel() + 1, device=x.device).mul_(48_271).remainder_(_PRIME)
+    ordered, total = int((numbers * weights).sum()), int(numbers.sum())
+    return f"{list(x.shape)} of {str(x.dtype).removeprefix('torch.')}, checksum {(ordered * 31 + total) % _PRIME:08x}"
+
+
+def _difference(axis: Axis, prints: list[dict[str, str]]) -> str:
+    lines = []
+    for name in sorted({name for given in prints for name in given}):
+        holders: dict[str, list[int]] = {}
+        for rank, given in zip(axis.ranks, prints, strict=True):
+            holders.setdefault(given.get(name, "nothing"), []).append(rank)
+        if len(holders) > 1:
+            lines.append(f"  {name}: " + "; ".join(f"ranks {ranks} have {text}" for text, ranks in holders.items()))
+    return (
+        "ranks that share one model were given different batches:\n" + "\n".join(lines) + "\nGive all ranks of a "
+        "tensor-parallel group and all pipeline stages the same batch: "
+        "DistributedSampler(dataset, num_replicas=model.mpu.get_data_parallel_world_size(), "
+        "rank=model.mpu.get_data_parallel_rank()), with the same seed. transformers' Trainer and accelerate deal "
+        "batches to all ranks by themselves: let `get_train_dataloader` and `get_eval_dataloader` of a subclass of "
+        "Trainer return a DataLoader with that sampler, and do not give such a loader to accelerate's `prepare`"
+    )

@@ -1,0 +1,293 @@
+"""Which rank is where: the axes (pp, dp, tp), their ranks and their process groups. The only place that makes groups.
+
+Ranks are ordered as Megatron's: neighbours share a tensor-parallel group, then come the data-parallel replicas, and the
+pipeline stages are farthest apart. ``rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_timeout, _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from oslo_models.distributed.thread_group import ThreadGroup
+from oslo_models.distributed.watchdog import LONG, TIMEOUT, Watchdog, waiting, watchdog_of_world
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of the mesh as this process sees it: the ranks that differ only in this coordinate.
+
+    Attributes:
+        name: ``"tp"``, ``"dp"``, ``"pp"``, ``"model"`` (pp and tp together) or ``"world"``.
+        rank: the position of this process on the axis.
+        ranks: the global ranks on the axis, in order.
+        size: how many they are.
+        group: their process group; ``None`` when no process group is running.
+        timeout: seconds to wait for the others in one collective.
+        watch: knows where they are; ``None`` without a process group.
+        threads: the group of ranks that are threads of this process, in place of a process group.
+    """
+
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+    timeout: float = TIMEOUT
+    watch: Watchdog | None = None
+    threads: ThreadGroup | None = None
+    size: int = field(init=False)  # asked for in every collective, where a property is felt
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        return self  # a process group cannot be copied, and a copied model lives on the same ranks
+
+    def at(self, phase: str, steps: int = 0) -> None:
+        """Note what this process is about to do, for the error that others raise if it does not get through it."""
+        if self.watch is not None:
+            self.watch.step += steps
+            self.watch.at(phase)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed, after which nothing can be exchanged any more."""
+        return self.watch is not None and self.watch.failed is not None
+
+
+def world_axis(timeout: float = TIMEOUT) -> Axis:
+    """All processes of the job, as one axis; this process alone when no process group runs."""
+    if not dist.is_initialized():
+        return Axis("world", 0, (0,), None)
+    watch = watchdog_of_world(timeout) if dist.get_world_size() > 1 else None
+    ranks = tuple(range(dist.get_world_size()))
+    return Axis("world", dist.get_rank(), ranks, dist.group.WORLD, timeout, watch)
+
+
+class ParallelMesh:
+    """The axes of one model.
+
+    Attributes:
+        tp, dp, pp: the three axes; ``world`` and ``model`` (one data-parallel replica): unions of them.
+        pp_back: the pp axis again with a group of its own, for what travels from later stages to earlier ones: on NCCL,
+            two directions that share a group could wait for each other.
+        device: where this rank computes.
+        destroyed: whether `destroy` was called.
+        device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and the like; ``None`` without a
+            process group.
+    """
+
+    def __init__(
+        self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, timeout: float = TIMEOUT
+    ) -> None:
+        """Start a process group if the launcher asked for one and none runs yet, and make the axes.
+
+        Args:
+            timeout: seconds to wait for other ranks in one collective; see `RankFailedError`.
+
+        Raises:
+            ValueError: the sizes do not fit the number of processes.
+            RuntimeError: more than one process is needed and no launcher was used.
+        """
+        check_size("tensor_parallel_size", tensor_parallel_size)
+        check_size("pipeline_parallel_size", pipeline_parallel_size)
+        tp, pp = tensor_parallel_size, pipeline_parallel_size
+        self.device = start_process_group(tp * pp, timeout)
+        self._made: list[Axis] = []
+        self.destroyed = False
+        self.world = world_axis(timeout)
+        world_size = self.world.size
+        if tp * pp > world_size:
+            raise ValueError(
+                f"tensor_parallel_size={tp} x pipeline_parallel_size={pp} needs {tp * pp} processes, but the world "
+                f"size is {world_size}: start the script with `torchrun --nproc-per-node={tp * pp}`"
+            )
+        if world_size % (tp * pp):
+            raise ValueError(
+                f"the world size {world_size} is not a multiple of tensor_parallel_size={tp} x "
+                f"pipeline_parallel_size={pp} = {tp * pp}: {world_size % (tp * pp)} processes would be left over; "
+                f"start {world_size // (tp * pp) * (tp * pp)} or {(world_size // (tp * pp) + 1) * tp * pp} processes"
+            )
+        if not dist.is_initialized():
+            self.device_mesh: DeviceMesh | None = None
+            self.pp, self.dp, self.tp, self.model = (Axis(name, 0, (0,), None) for name in ("pp", "dp", "tp", "model"))
+            self.pp_back = self.pp
+            return
+        ranks = torch.arange(world_size).view(pp, world_size // (tp * pp), tp)
+        # Groups of our own and not those that torch's mesh would make: their timeout is ours (that of the replicas is
+        # torch's, which DDP and FSDP use), and none is that of the world, where the messages of two models would mix.
+        self.pp, self.dp, self.tp = (
+            self._new_axis(name, list(ranks.movedim(dim, -1).flatten(0, 1)), bounded=name != "dp")
+            for dim, name in enumerate(("pp", "dp", "tp"))
+        )
+        groups = [axis.group for axis in (self.pp, self.dp, self.tp) if axis.group is not None]
+        self.device_mesh = DeviceMesh.from_group(
+            groups, self.device.type, mesh=ranks, mesh_dim_names=("pp", "dp", "tp")
+        )
+        self.pp_back = self.stages(tuple(range(pp)), "pp_back") if pp > 1 else self.pp
+        self.model = self._model_axis()
+        atexit.register(_forget_groups, weakref.ref(self))
+
+    @classmethod
+    def of_thread(cls, threads: ThreadGroup, rank: int) -> ParallelMesh:
+        """The mesh of one of the ranks that are threads of this process; they divide layers and nothing else."""
+        mesh = cls.__new__(cls)
+        mesh.device, mesh.device_mesh, mesh._made, mesh.destroyed = threads.devices[rank], None, [], False
+        mesh.tp = mesh.model = mesh.world = Axis("tp", rank, tuple(range(threads.size)), None, threads=threads)
+        mesh.dp, mesh.pp = (Axis(name, 0, (0,), None) for name in ("dp", "pp"))
+        mesh.pp_back = mesh.pp
+        return mesh
+
+    def _model_axis(self) -> Axis:
+        """The ranks that hold one copy of the model; a group of their own only where no axis is already that."""
+        for axis in (self.tp, self.pp):
+            if axis.size == self.tp.size * self.pp.size:
+                return replace(axis, name="model")
+        assert self.device_mesh is not None
+        return self._new_axis("model", [self.device_mesh.mesh[:, dp, :].flatten() for dp in range(self.dp.size)])
+
+    def destroy(self) -> None:
+        """Destroy the groups that were made here, as every rank has to; a process group of the user's stays."""
+        self.device_mesh, self.destroyed = None, True
+        for axis in (*self._made, self.model):
+            group = axis.group
+            object.__setattr__(axis, "group", None)
+            if group is not None and axis is not self.model:
+                dist.destroy_process_group(group)
+        self._made.clear()
+
+    def stages(self, stages: tuple[int, ...], name: str = "stages") -> Axis:
+        """The part of the pp axis that consists of ``stages``. Every rank of the world has to call it.
+
+        On a rank that is on none of these stages the axis has no ranks.
+        """
+        assert self.device_mesh is not None
+        lines = self.device_mesh.mesh[list(stages)].flatten(1).T
+        return self._new_axis(name, list(lines))
+
+    def _new_axis(self, name: str, lines: list[torch.Tensor], bounded: bool = True) -> Axis:
+        """Make a group of each line of ranks, as all ranks have to; the axis is the line that this rank is on.
+
+        Args:
+            bounded: its collectives have the timeout of the axis, and not torch's.
+        """
+        timeout = timedelta(seconds=self.world.timeout)
+        mine = replace(self.world, name=name, rank=-1, ranks=(), group=None)
+        for line in lines:
+            ranks = line.tolist()
+            with waiting(self.world, f"the making of a process group ({name})"):
+                group = dist.new_group(ranks, timeout=timeout)
+            if self.world.rank in ranks:
+                if not bounded:  # but to connect its ranks takes no longer than for any other
+                    _set_pg_timeout(_get_default_timeout(dist.get_backend(group)), group)
+                mine = replace(mine, rank=ranks.index(self.world.rank), ranks=tuple(ranks), group=group)
+        self._made.append(mine)
+        return mine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
+        return self
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis.name}={axis.rank}/{axis.size}" for axis in (self.pp, self.dp, self.tp))
+        return f"ParallelMesh({sizes}, device={self.device})"
+
+
+def check_size(name: str, value: object, least: int = 1, source: str = "") -> None:
+    """Raise ``ValueError`` unless ``value`` is an integer of at least ``least`` (a bool is not).
+
+    Args:
+        source: where ``least`` comes from, for the message: ``"vocab_size="``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {source}{least}, got {value!r}")
+
+
+def start_process_group(needed: int = 1, timeout: float = TIMEOUT) -> torch.device:
+    """Start ``torch.distributed`` from the launcher's variables, unless it runs already, and return this rank's device.
+
+    NCCL on CUDA (with gloo beside it for what lives on the CPU), gloo elsewhere. One process needs no group. The device
+    is that of ``LOCAL_RANK`` where a launcher sets it, otherwise the one that ``torch.cuda.set_device`` has chosen; the
+    CPU if a running group has no NCCL.
+
+    Args:
+        timeout: seconds to wait for a rank that was heard of and then falls silent, or dies while all connect.
+
+    Raises:
+        RankFailedError: a rank failed meanwhile.
+        RuntimeError: ``needed`` processes, more than one, and neither a launcher nor a running group.
+    """
+    launched = dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    # `get_backend` is "undefined" of a group that was started without naming one, although its tensors go through NCCL
+    cuda = torch.cuda.is_available() and not (dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config())
+    if cuda and (launched or dist.is_initialized()) and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    if dist.is_initialized():
+        return device
+    if launched:
+        _init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout)
+    elif needed > 1:
+        raise RuntimeError(
+            f"{needed} processes are needed and this one was started alone: start the script with "
+            f"`torchrun --nproc-per-node={needed} your_script.py`, or pass deploy=True to serve from plain Python"
+        )
+    return device
+
+
+def _init_process_group(backend: str, timeout: float) -> None:
+    """Meet at the store, then connect: while torch connects ranks, it waits half an hour for one that has died."""
+    store, rank, world_size = _store()
+    atexit.register(_end_process_group)
+    if world_size == 1:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        return
+    watch, what = Watchdog(store, rank, world_size), "the start of the process group"
+    watch.hurry(timeout)
+    watch.at(what)
+    axis = Axis("world", rank, tuple(range(world_size)), None, timeout, watch)
+    with waiting(axis, what):
+        watch.meet(axis, what, unheard=LONG)
+        bound = timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=bound)
+    _set_pg_timeout(_get_default_timeout(dist.Backend(backend)))
+    watchdog_of_world(timeout, watch)
+
+
+def _store() -> tuple[Any, int, int]:
+    """The launcher's store, the rank and the world size.
+
+    After a restart by torchrun it is a place of its own in that store: the launcher keeps one store for all attempts,
+    with the addresses of processes that are dead (https://github.com/pytorch/pytorch/issues/135712). Attempts are
+    counted per node, so this is for one node only; for several there is ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
+    """
+    env = os.environ
+    store, rank, world_size = next(rendezvous("env://"))
+    attempt, one_node = env.get("TORCHELASTIC_RESTART_COUNT", "0"), env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
+    again = attempt != "0" and one_node and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return PrefixStore(f"attempt {attempt}" if again else "default_pg", store), rank, world_size
+
+
+def _forget_groups(mesh: weakref.ref[ParallelMesh]) -> None:
+    """At the end of a process: gloo's threads abort an interpreter in which a group outlives everything else."""
+    alive = mesh()
+    if alive is not None:
+        alive.device_mesh = None
+        for axis in (alive.model, alive.world, *alive._made):
+            object.__setattr__(axis, "group", None)
+
+
+def _end_process_group() -> None:
+    """At the end of a process whose process group was started here."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,122 @@
+"""`MPU`: the mesh under Megatron's names, as training scripts and DeepSpeed (``mpu=model.mpu``) ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from oslo_models.distributed.collectives import copy_to, gather_from, reduce_from, scatter_to
+from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.sharding.layout import even_ranges
+
+T = TypeVar("T")
+
+
+def _asked(what: Callable[[ParallelMesh], T]) -> Callable[[MPU], T]:
+    """A method that asks the mesh."""
+
+    def method(self: MPU) -> T:
+        return what(self.mesh)
+
+    return method
+
+
+class MPU:
+    """The model parallel unit of one model. Groups are ``None`` where one process runs without a process group.
+
+    Of each axis there are the group (of the ranks that hold the parts of the same layers; the same parameters, for
+    different batches; the successive stages; one copy of the model together), its size, the position of this rank on
+    it, and the global rank of its first.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self.mesh = mesh
+        self._ends: Axis | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> MPU:
+        return self
+
+    def model_parallel_is_initialized(self) -> bool:
+        """Whether the groups exist (with one process and no process group there is nothing to make: true as well)."""
+        return not self.mesh.destroyed and (self.mesh.device_mesh is None or dist.is_initialized())
+
+    def destroy_model_parallel(self) -> None:
+        """Destroy the groups that were made for this model; it computes nothing any more. Every rank has to call it."""
+        self.mesh.destroy()
+
+    get_tensor_parallel_group = _asked(lambda mesh: mesh.tp.group)
+    get_data_parallel_group = _asked(lambda mesh: mesh.dp.group)
+    get_pipeline_parallel_group = _asked(lambda mesh: mesh.pp.group)
+    get_model_parallel_group = _asked(lambda mesh: mesh.model.group)
+
+    get_tensor_parallel_world_size = _asked(lambda mesh: mesh.tp.size)
+    get_data_parallel_world_size = _asked(lambda mesh: mesh.dp.size)
+    get_pipeline_parallel_world_size = _asked(lambda mesh: mesh.pp.size)
+    get_model_parallel_world_size = _asked(lambda mesh: mesh.model.size)
+
+    get_tensor_parallel_rank = _asked(lambda mesh: mesh.tp.rank)
+    get_data_parallel_rank = _asked(lambda mesh: mesh.dp.rank)
+    get_pipeline_parallel_rank = _asked(lambda mesh: mesh.pp.rank)
+    get_model_parallel_rank = _asked(lambda mesh: mesh.model.rank)
+
+    get_tensor_parallel_src_rank = _asked(lambda mesh: mesh.tp.ranks[0])
+    get_data_parallel_src_rank = _asked(lambda mesh: mesh.dp.ranks[0])
+    get_pipeline_parallel_src_rank = _asked(lambda mesh: mesh.pp.ranks[0])
+    get_model_parallel_src_rank = _asked(lambda mesh: mesh.model.ranks[0])
+
+    get_data_parallel_group_ranks = _asked(lambda mesh: list(mesh.dp.ranks))
+    is_pipeline_first_stage = _asked(lambda mesh: mesh.pp.rank == 0)
+    is_pipeline_last_stage = _asked(lambda mesh: mesh.pp.rank == mesh.pp.size - 1)
+
+    # Stages that neighbour, and those that share the embedding
+
+    def get_embedding_tied_group(self) -> dist.ProcessGroup | None:
+        """The group of the first and the last stage, ``None`` on other stages and without stages.
+
+        It is made when it is first asked for, so every rank of the world has to ask. The model has its own.
+        """
+        if self._ends is None and self.mesh.pp.size > 1:
+            self._ends = self.mesh.stages((0, self.mesh.pp.size - 1), "embedding")
+        return self._ends.group if self._ends is not None else None
+
+    get_embedding_global_ranks = _asked(lambda mesh: sorted({mesh.pp.ranks[0], mesh.pp.ranks[-1]}))
+    get_embedding_tied_world_size = _asked(lambda mesh: min(2, mesh.pp.size))
+    get_p2p_communication_global_ranks = _asked(lambda mesh: [list(pair) for pair in pairwise(mesh.pp.ranks)])
+    get_p2p_communication_world_size = _asked(lambda mesh: min(2, mesh.pp.size))
+    get_pipeline_model_parallel_global_ranks_per_group = _asked(lambda mesh: list(mesh.pp.ranks))
+    get_pipeline_parallel_global_ranks_across_all_groups = _asked(
+        lambda mesh: [[0]] if mesh.device_mesh is None else mesh.device_mesh.mesh.flatten(1).T.tolist()
+    )
+
+    # The names of Megatron-core, by which DeepSpeed asks
+
+    get_tensor_model_parallel_group = get_tensor_parallel_group
+    get_tensor_model_parallel_world_size = get_tensor_parallel_world_size
+    get_tensor_model_parallel_rank = get_tensor_parallel_rank
+    get_tensor_model_parallel_src_rank = get_tensor_parallel_src_rank
+    get_pipeline_model_parallel_group = get_pipeline_parallel_group
+    get_pipeline_model_parallel_world_size = get_pipeline_parallel_world_size
+    get_pipeline_model_parallel_rank = get_pipeline_parallel_rank
+
+    # Tensor-parallel collectives that autograd knows; see `collectives` -----------------------------------------------
+
+    def broadcast(self, inputs: Tensor) -> Tensor:
+        """Identity forward, sum over the tensor-parallel group backward."""
+        return copy_to(self.mesh.tp, inputs)
+
+    def reduce(self, inputs: Tensor) -> Tensor:
+        """Sum over the tensor-parallel group forward, identity backward."""
+        return reduce_from(self.mesh.tp, inputs.clone())
+
+    def scatter(self, inputs: Tensor) -> Tensor:
+        """This rank's part of the last dimension, divided as evenly as possible; backward gathers."""
+        sizes = [stop - start for start, stop in even_ranges(inputs.shape[-1], self.mesh.tp.size)]
+        return scatter_to(self.mesh.tp, inputs, -1, sizes)
+
+    def gather(self, inputs: Tensor) -> Tensor:
+        """Concatenate equal parts along the last dimension; backward takes the own part."""
+        return gather_from(self.mesh.tp, inputs, -1, [inputs.shape[-1]] * self.mesh.tp.size)

@@ -1,0 +1,1 @@
+"""What ``fuse()`` swaps in: the rules, the fused modules, lazy logits and the fused loss."""

@@ -1,0 +1,218 @@
+"""The ends of a language model, divided over the vocabulary: embedding, head, and the logits that the head returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from oslo_models.distributed.collectives import copy_to, gather_from, reduce_from, scatter_to
+from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
+from oslo_models.sharding.layout import Layout
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """``nn.Embedding`` with its rows divided. Input ``[...]`` of ids, output ``[..., hidden]`` replicated."""
+
+    tp: Axis
+    layouts: dict[str, Layout]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return look_up(self.tp, ids, self.weight, self.layouts["weight"], self.padding_idx)
+
+
+def look_up(axis: Axis, ids: Tensor, weight: Tensor, layout: Layout, padding_idx: int | None) -> Tensor:
+    """The rows ``[..., hidden]``, whole on every rank, that ``ids`` name in a table of which each rank has a part.
+
+    Args:
+        weight: this rank's rows, ``[local_vocab, hidden]``.
+        layout: which rows those are.
+        padding_idx: among this rank's rows, the one that gets no gradient.
+    """
+    ((start, stop),) = layout.ranges[axis.rank]
+    elsewhere = ((ids >= 0) & (ids < start)) | ((ids >= stop) & (ids < layout.shape[0]))
+    # An id outside the vocabulary stays out of range, so that the lookup refuses it as it would undivided.
+    rows = F.embedding((ids - start).masked_fill(elsewhere, 0), weight, padding_idx)
+    return reduce_from(axis, rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+
+class VocabParallelHead(nn.Linear):
+    """A language-model head with its words divided. Input ``[..., hidden]`` whole, output `VocabParallelLogits`."""
+
+    tp: Axis
+    layouts: dict[str, Layout]
+    product: ClassVar[Callable[..., Tensor]] = staticmethod(F.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        local, words = self.product(copy_to(self.tp, x), self.weight, self.bias), self.layouts["weight"]
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # decoding: all of them will be looked at
+            return gather_from(self.tp, local, -1, [stop - start for ((start, stop),) in words.ranges])
+        return VocabParallelLogits.wrap(local, self.tp, words)
+
+
+class ShardedLogits(Tensor):
+    """Logits ``[..., vocab]`` that a rank has no memory of, made of what it holds, ``[..., something else]``."""
+
+    tp: Axis
+    words: Layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self.words.shape[0]
+
+    def held(self) -> Tensor:
+        """What this rank holds, as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+
+class VocabParallelLogits(ShardedLogits):
+    """Logits ``[..., vocab]`` of which each rank holds ``[..., local_vocab]``, until someone needs them all.
+
+    transformers' own forward computes the loss from them: ``cross_entropy`` is computed in place, divided; operations
+    that treat all words alike stay divided; anything else first gathers the full logits. So every head works, and only
+    what has to travels.
+    """
+
+    @classmethod
+    def wrap(cls, local: Tensor, tp: Axis, words: Layout) -> VocabParallelLogits:
+        """Declare ``local`` to be this rank's part, over ``tp``, of logits whose words ``words`` divides."""
+        logits = local.as_subclass(cls)
+        logits.tp, logits.words = tp, words
+        return logits
+
+    def full(self) -> Tensor:
+        """The full logits, ``[..., vocab]``, as a plain tensor on every rank."""
+        return gather_from(self.tp, self.held(), -1, self._sizes())
+
+    def _sizes(self) -> list[int]:
+        return [stop - start for ((start, stop),) in self.words.ranges]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.full().__deepcopy__(memo)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        logits = args[0] if args and isinstance(args[0], cls) else None
+        if logits is not None:
+            if func in PASSED_ON:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func in _HANDLERS:
+                result = _HANDLERS[func](logits, *args[1:], **kwargs)
+                if result is not NotImplemented:
+                    return result
+            if func in _ELEMENTWISE and not any(isinstance(arg, Tensor) and arg.dim() for arg in args[1:]):
+                return logits._like(func(logits.held(), *args[1:], **kwargs))
+        args, kwargs = tree_map(lambda arg: arg.full() if isinstance(arg, cls) else arg, (args, kwargs))
+        version = args[0]._version if logits is not None else None
+        result = func(*args, **kwargs)
+        if logits is not None and args[0]._version != version:  # it worked in place
+            logits.held().copy_(scatter_to(logits.tp, args[0], -1, logits._sizes()))
+            return logits if result is args[0] else result
+        return result
+
+    def _like(self, local: Tensor) -> VocabParallelLogits:
+        return VocabParallelLogits.wrap(local, self.tp, self.words)
+
+    def _losses(self, target: Tensor, words: VocabShard, reduction: str) -> Tensor:
+        return vocab_parallel_cross_entropy(self.held(), target, words)
+
+
+# These know of logits only that the tensor which they hold has all dimensions of theirs but the last, and a loss.
+
+
+def _shape(logits: Any) -> torch.Size:
+    return torch.Size((*logits.held().shape[:-1], logits.vocab_size))
+
+
+def _size(logits: Any, dim: int | None = None) -> Any:
+    return _shape(logits) if dim is None else _shape(logits)[dim]
+
+
+def _view(logits: Any, *shape: Any) -> Any:
+    sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    if not sizes or sizes[-1] != logits.vocab_size or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    held = logits.held()
+    return logits._like(held.reshape(*sizes[:-1], held.shape[-1]))
+
+
+def _getitem(logits: Any, index: Any) -> Any:
+    """Indexing that leaves the words alone: ``[..., a:b, :]`` or fewer plain indices than dimensions."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
+        return NotImplemented
+    whole_words = Ellipsis not in parts and len(parts) < logits.held().dim()
+    if not whole_words and not (parts[0] is Ellipsis and len(parts) > 1 and parts[-1] == slice(None)):
+        return NotImplemented
+    return logits._like(logits.held()[index])
+
+
+def _cross_entropy(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``F.cross_entropy`` of ``[N, vocab]`` logits and class indices; anything rarer is left to the full logits."""
+    plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    if not plain or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+        return NotImplemented
+    (local,) = input.words.ranges[input.tp.rank]
+    words = VocabShard(input.tp, local, input.vocab_size, ignore_index, label_smoothing)
+    losses = input._losses(target, words, reduction)
+    if losses is NotImplemented:
+        return NotImplemented
+    if reduction != "none":
+        losses = losses.sum()
+    if reduction == "mean":
+        losses = losses / (target != ignore_index).sum()
+    return losses.to(input.dtype)
+
+
+def _add(logits: VocabParallelLogits, other: Any) -> Any:
+    """Adding a number to each word (the ``final_logits_bias`` of BART)."""
+    if not isinstance(other, Tensor) or other.shape[-1:] != (logits.vocab_size,):
+        return NotImplemented
+    return logits._like(logits.held() + scatter_to(logits.tp, other, -1, logits._sizes()))
+
+
+COMMON: dict[Any, Callable[..., Any]] = {
+    Tensor.view: _view,
+    Tensor.reshape: _view,
+    Tensor.size: _size,
+    Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
+    Tensor.__getitem__: _getitem,
+    F.cross_entropy: _cross_entropy,
+}
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    Tensor.add: _add,
+    Tensor.__add__: _add,
+    **COMMON,
+}
+_ELEMENTWISE = {
+    *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type),
+    *(Tensor.contiguous, Tensor.clone, Tensor.detach, Tensor.neg, Tensor.tanh, torch.tanh),
+    *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div),
+}
+PASSED_ON = {
+    *(Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.register_hook, Tensor.get_device),
+    Tensor.is_contiguous,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("device", "dtype", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "layout", "ndim", "is_meta")
+    ),
+}

@@ -1,0 +1,1 @@
+"""`ParallelModel`: everything a zoo class has beside its transformers class."""

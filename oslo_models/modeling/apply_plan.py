@@ -1,0 +1,257 @@
+"""Applies a plan to a module tree: parameters become this rank's part, layers the classes that work with it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.distributed.rng import ShardedRngStream
+from oslo_models.layers.attention_width import LocalWidthModule
+from oslo_models.layers.custom_layers import (
+    ColumnParallelModule,
+    GlobalMinMaxModule,
+    RowParallelModule,
+    VocabParallelModule,
+)
+from oslo_models.layers.einsum_attention import EinsumHeadsModule
+from oslo_models.layers.linear import (
+    ColumnParallelConv1D,
+    ColumnParallelLinear,
+    KeyValueParallelLinear,
+    RowParallelConv1D,
+    RowParallelLinear,
+)
+from oslo_models.layers.norm import HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
+from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
+from oslo_models.sharding.layout import EvenSplit, Layout
+from oslo_models.sharding.plan import (
+    ColumnParallel,
+    EinsumHeads,
+    Entries,
+    GlobalMinMax,
+    HeadNorm,
+    HeadNorms,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+    WidthNorm,
+    entry_of,
+)
+
+_CLASSES: dict[tuple[type, type], type[nn.Module]] = {
+    (ColumnParallel, nn.Linear): ColumnParallelLinear,
+    (ColumnParallel, Conv1D): ColumnParallelConv1D,
+    (
+        ColumnParallel,
+        nn.Embedding,
+    ): nn.Embedding,  # a table of which each rank needs its own columns (T5's relative bias)
+    (RowParallel, nn.Linear): RowParallelLinear,
+    (RowParallel, Conv1D): RowParallelConv1D,
+    (VocabParallel, nn.Embedding): VocabParallelEmbedding,
+    (VocabParallel, nn.Linear): VocabParallelHead,
+    (HeadNorm, nn.Module): HeadParallelNorm,
+    (HeadNorms, nn.Module): HeadParallelNorms,
+    (WidthNorm, nn.Module): WidthParallelNorm,
+    (EinsumHeads, nn.Module): EinsumHeadsModule,
+    # layers of an architecture's own
+    (ColumnParallel, nn.Module): ColumnParallelModule,
+    (RowParallel, nn.Module): RowParallelModule,
+    (VocabParallel, nn.Module): VocabParallelModule,
+    (GlobalMinMax, nn.Module): GlobalMinMaxModule,
+}
+
+
+def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int) -> dict[str, Layout]:
+    """The layout over ``n`` ranks of every parameter of ``model``, which is still whole.
+
+    Args:
+        prefix: where the plan's base model sits in ``model``: ``"transformer."``, or ``""`` when it is the model.
+        head: the entries of the head that ``model`` adds, by their full names.
+
+    Raises:
+        ValueError: a parameter that no entry names, or an entry that names nothing.
+    """
+    entries = _named_entries(model, plan, prefix, head)
+    layouts, used = {}, set()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        key = entry_of(name, entries)
+        if key is not None:
+            used.add(key)
+            layouts[name] = entries[key].layout(name.rpartition(".")[2], tuple(param.shape), n)
+    unnamed = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in layouts]
+    bare = {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
+    unused = [key for key in entries if key not in used | bare and not key.endswith(tuple(plan.optional))]
+    if unnamed or unused:
+        raise ValueError(
+            f"the plan of {type(model).__name__} does not fit its parameters.\n"
+            f"  parameters that no entry names: {unnamed or 'none'}\n  entries that name nothing: {unused or 'none'}"
+        )
+    return layouts
+
+
+def divide(
+    model: PreTrainedModel, plan: Plan, prefix: str, head: Entries, mesh: ParallelMesh, layouts: Mapping[str, Layout]
+) -> None:
+    """Turn ``model`` into this rank's part of it, in place; on the meta device or with weights alike."""
+    tp = mesh.tp
+    stream = ShardedRngStream(tp, mesh.device) if _uses_dropout(model) else None
+    for key, entry in _named_entries(model, plan, prefix, head).items():
+        module = _find(model, key)
+        if module is None or isinstance(module, nn.Parameter):
+            continue
+        parts = {leaf: layouts[f"{key}.{leaf}"] for leaf, _ in module.named_parameters(recurse=False)}
+        if type(entry) in {kind for kind, _ in _CLASSES}:
+            _swap_class(module, key, entry, parts, tp.rank)
+            module.tp, module.stream, module.layouts = tp, stream, parts  # type: ignore[assignment]
+            if isinstance(entry, HeadNorms):
+                module.heads = entry.heads  # type: ignore[assignment]
+    for name, layout in layouts.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        full = getattr(module, leaf)
+        if layout.dim is not None:
+            local = layout.shard(full.detach(), tp.rank).clone()
+            setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
+            _set_local_sizes(module)
+    for stack, block in _blocks(model, plan, prefix):
+        _set_local_attributes(stack, block, plan, tp)
+    if stream is not None:
+        for _, block in _blocks(model, plan, prefix):
+            # However a block ends, the streams are in order.
+            block.register_forward_hook(lambda *_: stream.leave(), always_call=True)
+            for path in plan.whole_dropout:
+                if isinstance(dropout := _find(block, path), nn.Module):
+                    dropout.register_forward_pre_hook(lambda *_: stream.leave())
+                    dropout.register_forward_hook(lambda module, *_: stream.enter() if module.training else None)
+
+
+def _set_local_attributes(stack: str, block: nn.Module, plan: Plan, tp: Axis) -> None:
+    """Let the attributes and arguments of a block's modules that count heads count what this rank has."""
+    for path, value in plan.local.items():
+        owner, _, attribute = path.removeprefix(f"{stack}.").rpartition(".")
+        module: Any = _find(block, owner.removesuffix(".config"))
+        if module is not None and owner.endswith(".config"):
+            module.config = LocalConfig(module.config, **{attribute: value(tp.size, tp.rank)})
+        elif hasattr(module, attribute):
+            setattr(module, attribute, value(tp.size, tp.rank))
+    for path, heads in plan.per_head.items():  # before the widths, whose module has no arguments of its own
+        owner, _, argument = path.removeprefix(f"{stack}.").rpartition(".")
+        module = _find(block, owner)
+        if not isinstance(module, nn.Module):
+            continue
+        position = list(inspect.signature(module.forward).parameters).index(argument)
+        module.register_forward_pre_hook(
+            partial(_slice_per_head_arguments, argument, position, heads, tp), with_kwargs=True
+        )
+    for path, heads in plan.widths.items():
+        module = _find(block, path.removeprefix(f"{stack}."))
+        if module is not None:
+            module.__class__ = _joined(LocalWidthModule, type(module))  # type: ignore[arg-type]
+            module.widths = heads.extent(), heads.local_extent(tp.size, tp.rank)
+
+
+def _slice_per_head_arguments(
+    name: str, position: int, heads: EvenSplit, tp: Axis, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a call, of one of them only the entries of the heads that this rank has."""
+    value = kwargs.get(name, args[position] if position < len(args) else None)
+    if value is None:
+        return args, kwargs
+    start, stop = heads.counts(tp.size)[tp.rank]
+    if value.dim() >= 4:  # [rows, heads or one for all, queries, keys]
+        own = value[:, start:stop] if value.shape[1] == heads.count else value
+    else:
+        own = value.unflatten(0, (-1, heads.count))[:, start:stop].flatten(0, 1)
+    if name in kwargs:
+        return args, {**kwargs, name: own}
+    return (*args[:position], own, *args[position + 1 :]), kwargs
+
+
+class LocalConfig:
+    """A configuration as a module of one rank should see it: some numbers are local, the rest is as in the model's."""
+
+    def __init__(self, whole: Any, **local: int) -> None:
+        self._whole = whole
+        vars(self).update(local)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_whole" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+
+def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[str, Layout], rank: int) -> None:
+    """Give ``module`` the parallel class of its kind, with its sizes told anew."""
+    known = [kind for e, kind in _CLASSES if e is type(entry)]
+    if isinstance(entry, (ColumnParallel, VocabParallel)) and type(module).__module__.startswith("torch."):
+        known.remove(nn.Module)  # torch's other layers (convolutions) apply other functions
+    base = next((kind for kind in known if isinstance(module, kind)), None)
+    if base is None:
+        names = ", ".join(sorted(kind.__name__ for kind in known))
+        raise ValueError(f"{key} is a {type(module).__name__}; {type(entry).__name__} knows {names}")
+    new = _CLASSES[type(entry), base]
+    if new is ColumnParallelLinear and layouts["weight"].overlaps:
+        new = KeyValueParallelLinear
+    module.__class__ = new if type(module) is base else _joined(new, type(module))  # type: ignore[arg-type]
+    if isinstance(module, (VocabParallelEmbedding, VocabParallelModule)) and module.padding_idx is not None:
+        ((start, stop),) = layouts["weight"].ranges[rank]
+        module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
+
+
+@cache
+def _joined(new: type[nn.Module], old: type[nn.Module]) -> type[nn.Module]:
+    """A parallel class of a class of the architecture's own.
+
+    What an embedding does beside looking up (a scale) goes around the parallel lookup; a parallel linear layer or norm
+    goes around the architecture's. transformers initialises by the names of classes, so the name stays.
+    """
+    bases = (old, new) if issubclass(old, nn.Embedding) else (new, old)
+    return type(old.__name__, bases, {"__module__": old.__module__})
+
+
+def _set_local_sizes(module: nn.Module) -> None:
+    """Let the attributes of a layer that name its sizes say what it holds."""
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, Conv1D):
+        module.nx, module.nf = module.weight.shape
+    elif isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = module.weight.shape
+
+
+def _blocks(model: nn.Module, plan: Plan, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for stack in plan.blocks:
+        yield from ((stack, block) for block in model.get_submodule(prefix + stack).children())
+
+
+def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:
+    """The plan's entries under the full names that they have in ``model``."""
+    named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
+    for stack, entries in plan.blocks.items():
+        for index, _ in enumerate(model.get_submodule(prefix + stack).children()):
+            named |= {f"{prefix}{stack}.{index}.{key}".removesuffix("."): entry for key, entry in entries.items()}
+    named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.beside.items())}
+    return named | dict(head)
+
+
+def _find(root: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
+    """What ``path`` names under ``root``, if anything."""
+    found: object = root
+    for part in path.split(".") if path else ():
+        found = getattr(found, part, None)
+    return found if isinstance(found, (nn.Module, nn.Parameter)) else None
+
+
+def _uses_dropout(model: PreTrainedModel) -> bool:
+    """Whether some dropout of the model, or of a model in it, can fire: switching streams costs time, if little."""
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    rates = [value for config in configs for key, value in config.to_dict().items() if "drop" in key]
+    return any(isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 for rate in rates)

@@ -1,0 +1,157 @@
+"""From arguments and a checkpoint or a configuration to this rank's part of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedConfig, set_seed
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from oslo_models import checkpoint
+from oslo_models.config.arguments import Arguments, is_timeout, parse_dtype
+from oslo_models.config.sources import copy_of_config, open_source, read_generation_config
+from oslo_models.deploy import deploy
+from oslo_models.distributed.collectives import agree, broadcast_object, require_equal
+from oslo_models.distributed.input_check import InputCheck
+from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group, world_axis
+from oslo_models.distributed.rng import synchronize, synchronize_numpy
+from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.modeling.weight_mapping import WeightMapping
+
+if TYPE_CHECKING:
+    from oslo_models.modeling.base import ParallelModel
+
+
+def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arguments, kwargs: dict[str, Any]) -> Any:
+    """What the constructors of `ParallelModel` do; ``method`` is the name of the one that was called."""
+    if arguments.deploy or kwargs.get("deployment"):
+        return deploy(cls, method, source, arguments, kwargs)
+    timeout = arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT  # what is wrong is told later
+    start_process_group(timeout=timeout)
+    world = world_axis(timeout)
+    world.at(f"construction of {cls.__name__}")
+    make = _from_config if method == "from_config_with_parallel" else _from_pretrained
+    model, info = make(cls, source, arguments, kwargs, world, f"{cls.__name__}.{method}")
+    start(model, arguments)
+    return (model, info) if kwargs.get("output_loading_info") else model
+
+
+def start(model: ParallelModel, arguments: Arguments) -> None:
+    """What is left to do when this rank's part of a model has its weights; a collective of all ranks."""
+    assert model.mesh is not None
+    model.gather_logits = arguments.gather_logits
+    model.micro_batch_size = arguments.micro_batch_size
+    model.check_inputs = InputCheck(arguments.check_inputs)
+    synchronize(model.mesh.tp, model.mesh.device)
+    synchronize_numpy(model.mesh.tp)
+    model.mark_parameters()
+    model.start_pipeline()
+    model.mesh.world.at(f"after construction of {type(model).__name__}")
+
+
+def _from_config(
+    cls: type[ParallelModel],
+    config: PreTrainedConfig,
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    world: Axis,
+    call: str,
+) -> tuple[ParallelModel, None]:
+    with agree(world, f"checking arguments of {call}"):
+        arguments.check(kwargs)
+        config = copy_of_config(cls, config)
+        options = {key: value for key, value in kwargs.items() if key != "deployment"}
+        dtype = parse_dtype(options) or config.dtype
+        for key in [key for key in options if hasattr(config, key)]:
+            setattr(config, key, options.pop(key))
+        arguments.check_config(cls, config)
+    mesh, init_seed = join(arguments, config, kwargs, call)
+    own = {"init_seed": init_seed, "blocks_per_stage": arguments.blocks_per_stage}
+    with torch.device("meta"):
+        model = cls._from_config(config, dtype=dtype, mesh=mesh, **own, **options)
+    model.to_empty(device=mesh.device)
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    model.init_weights()
+    return model, None
+
+
+def _from_pretrained(
+    cls: type[ParallelModel],
+    name: str | Path,
+    arguments: Arguments,
+    kwargs: dict[str, Any],
+    world: Axis,
+    call: str,
+) -> tuple[ParallelModel, dict[str, Any]]:
+    options = {key: value for key, value in kwargs.items() if key != "deployment"}
+    ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)
+    for fixed in ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info"):  # always so here
+        options.pop(fixed, None)
+    with agree(world, f"checking arguments of {call}"):
+        arguments.check(kwargs)
+        dtype = parse_dtype(options)
+        directory, variant, config = open_source(cls, name, options)
+        old_vocab = getattr(config, "vocab_size", None)
+        arguments.check_config(cls, config)
+    mesh, init_seed = join(arguments, config, {**kwargs, "pretrained_model_name_or_path": str(name)}, call)
+    with agree(world, f"opening {directory}"):
+        key_mapping = options.pop("key_mapping", None)
+        template = WeightMapping(cls, config, options, mesh, arguments.blocks_per_stage)
+        reader = checkpoint.open_checkpoint(
+            directory,
+            variant=variant,
+            fallback_layout=template.layout_of_old_files,
+            owner_stage=template.stage_of_old_files,
+        )
+    try:
+        checkpoint.verify_checkpoint(reader, world)
+        with agree(world, f"reading {directory}"), ExitStack() as stack:
+            slices = template.slices(reader, old_vocab, ignore_mismatched_sizes, key_mapping)
+            if world.rank > 0 and is_progress_bar_enabled():  # one rank shows its progress
+                disable_progress_bar()
+                stack.callback(enable_progress_bar)
+            model, info = cls.from_pretrained(
+                None,
+                config=config,
+                state_dict=slices,
+                dtype=dtype or config.dtype or _dtype_of(reader),
+                device_map={"": mesh.device} if mesh.device.type == "cuda" else None,
+                generation_config=read_generation_config(directory),
+                output_loading_info=True,
+                mesh=mesh,
+                init_seed=init_seed,
+                blocks_per_stage=arguments.blocks_per_stage,
+                **options,
+            )
+    finally:
+        reader.close()
+    model.config.name_or_path = model.name_or_path = str(name)
+    require_equal(mesh.tp, {"tied weights": sorted(model.all_tied_weights_keys)}, "checkpoints")
+    return model, info
+
+
+def join(
+    arguments: Arguments, config: PreTrainedConfig, kwargs: Mapping[str, Any], call: str
+) -> tuple[ParallelMesh, int]:
+    """Make the mesh, once it is sure that all ranks want the same; and the seed of random weights, equal everywhere."""
+    own = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
+    attributes = {f"config.{key}": value for key, value in config.to_dict().items()}
+    require_equal(world_axis(arguments.timeout), {**own, **kwargs, **attributes}, f"arguments of {call}")
+    if arguments.resize_token_embeddings is not None:
+        config.vocab_size = arguments.resize_token_embeddings
+    mesh = ParallelMesh(arguments.tensor_parallel_size, arguments.pipeline_parallel_size, arguments.timeout)
+    if arguments.seed is not None:
+        set_seed(arguments.seed)
+        return mesh, arguments.seed
+    return mesh, broadcast_object(mesh.world, int(torch.randint(2**62, ())))
+
+
+def _dtype_of(reader: checkpoint.CheckpointReader) -> torch.dtype:
+    floating = (info.dtype for info in reader.tensors.values() if info.dtype.is_floating_point)
+    return next(floating, torch.get_default_dtype())

@@ -1,0 +1,165 @@
+"""`FusableModel`: the methods of a model that are about fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from oslo_models import registry
+from oslo_models.distributed.collectives import gather_objects, require_equal
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.fusion.ngram_processors import fuse_processors
+from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
+from oslo_models.fusion.timing import decide
+
+_STEPWISE = ("greedy_search", "sample", "beam_search", "beam_sample")
+"""The ways to generate that decode one token a step, by the values of transformers' ``GenerationMode``."""
+
+
+class FusableModel(PreTrainedModel):
+    """What `ParallelModel` can do to be faster than transformers' code as it is."""
+
+    mesh: ParallelMesh | None = None
+    gather_logits: bool | None = None
+    _fusion: Fusion | None = None
+    _fuses_ngrams: bool = False
+    _decodes_in_graphs: bool = False
+
+    def fuse(self, modules: list[type] | None = None, backend: str = "auto") -> Any:
+        """Swap modules of this model, in place, for faster ones that compute the same but for rounding.
+
+        Only what gains on this device is swapped; `fusion_report` says what that was. On a CPU the products of linear
+        layers are timed against torch's, with the number of threads that torch has then: with another number torch
+        computes them, until ``unfuse`` and ``fuse`` are called again. Names and values of parameters
+        stay, and `unfuse` brings everything back. In training with labels, ``output.logits`` is then ``None`` (as with
+        tensor parallelism) unless ``gather_logits=True``: the loss is computed without them. Under ``torch.compile``
+        plain expressions run instead, which it fuses by itself. On GPUs ``generate`` then has a static cache and
+        decodes in CUDA graphs, which its first call compiles; ``cache_implementation="dynamic"`` does without. Every
+        rank of the model calls it.
+
+        Args:
+            modules: classes of layers, such as ``[GPT2MLP, GPT2Attention]``, in which to swap; ``None``: everywhere.
+            backend: ``"triton"``, ``"apex"`` (NVIDIA's), ``"torch"``, or ``"auto"``: the fastest that is there.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ValueError: the model has no such class, or the backend cannot be used; nothing is changed then.
+        """
+        if modules is not None and not (isinstance(modules, list) and all(isinstance(cls, type) for cls in modules)):
+            raise ValueError(f"modules must be a list of classes such as [GPT2MLP], or None, got {modules!r}")
+        names = None if modules is None else sorted(cls.__name__ for cls in modules)
+        if self.mesh is not None:
+            require_equal(self.mesh.model, {"modules": names, "backend": backend}, "arguments of fuse")
+        chosen = choose_backend(backend, self.device)
+        found = list(self._fusion.fusion_candidates if self._fusion is not None else self._fusion_candidates(chosen))
+        known = {cls for site in found for cls in site.classes} | set(type(self).__mro__)
+        offered = self._layer_names({cls.__name__ for site in found for cls in site.classes})
+        if unknown := [cls.__name__ for cls in modules or () if cls not in known and cls.__name__ not in offered]:
+            raise ValueError(f"{type(self).__name__} has no {', '.join(unknown)} to fuse in; it has {sorted(offered)}")
+        if self._fusion is None:
+            self._fusion = Fusion(chosen)
+        elif self._fusion.backend != chosen:
+            raise ValueError(f"the model is fused with backend={self._fusion.backend!r}: call unfuse() first")
+        selected = None if modules is None else self._with_own_classes(set(modules))
+        if chosen == "torch" and self.device.type == "cpu":
+            found = decide(self, found, selected, None if self.mesh is None else self.mesh.tp)
+        self._fusion.apply(self, found, selected)
+        return self
+
+    def unfuse(self) -> Any:
+        """Undo `fuse`: from here on results are those from before it, bit for bit. Returns the model itself."""
+        if self._fusion is not None:
+            self._fusion.undo()
+            self._fusion = None
+        return self
+
+    def fusion_report(self) -> FusionReport:
+        """What `fuse` swapped or left as it is, and why; before `fuse`, what it would find. ``print`` shows a table."""
+        fusion = self._fusion
+        if fusion is None:
+            fusion = Fusion(choose_backend("auto", self.device))
+            fusion.apply(self, self._fusion_candidates(fusion.backend), set())
+        return fusion.report()
+
+    def _fusion_candidates(self, backend: str) -> Iterator[FusionCandidate]:
+        from oslo_models.fusion.rules import fusion_candidates  # which imports several architectures of transformers
+
+        return fusion_candidates(self, backend)
+
+    def fused_adamw(self, **options: Any) -> torch.optim.AdamW:
+        """``torch.optim.AdamW`` over this rank's parameters in torch's fused form: one pass instead of a dozen.
+
+        Args:
+            **options: those of ``torch.optim.AdamW``.
+        """
+        return torch.optim.AdamW(self.parameters(), fused=True, **options)
+
+    def use_lazy_logits(self) -> bool:
+        """Say to heads whether logits are asked for in the forward that begins, or a loss without them."""
+        heads = self._fusion.heads() if self._fusion is not None else ()
+        deferring = torch.is_grad_enabled() if self.gather_logits is None else not self.gather_logits
+        for head in heads:
+            head.deferring = deferring
+        return deferring and bool(heads)
+
+    def _layer_names(self, here: set[str]) -> set[str]:
+        """The names of all classes by which modules of the model can be selected, whatever is on this rank."""
+        exported = registry.names(self.config.model_type) if self.config.model_type in registry.ARCHITECTURES else []
+        layers = {name for name in exported if name.endswith(("Attention", "MLP", "Block", "Layer"))}
+        everywhere = [here] if self.mesh is None else gather_objects(self.mesh.model, sorted(here))
+        return layers.union(*everywhere)
+
+    def _with_own_classes(self, modules: set[type]) -> set[type]:
+        """``modules``, and this model's own class if they name the one of transformers that it is made from."""
+        return modules | {type(self)} if modules.intersection(type(self).__mro__) else modules
+
+    # Generation -------------------------------------------------------------------------------------------------------
+
+    def fuse_ngram_blocking(self, wanted: bool | None) -> None:
+        """Whether the ``generate`` that begins blocks repeated n-grams by `oslo_kernels.ngrams`."""
+        if wanted is None:
+            wanted = getattr(self.config, "fused_no_repeat_ngram_blocking", False)
+        self._fuses_ngrams = bool(wanted)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+        *args: Any,
+    ) -> Any:
+        """transformers' method; a static cache, whose decoding it compiles, where that gains and none is asked for."""
+        plain = generation_config.cache_implementation is None and model_kwargs.get("past_key_values") is None
+        plain = plain and generation_config.use_cache is not False and not generation_config.disable_compile
+        if self._decodes_in_graphs and plain and getattr(generation_mode, "value", generation_mode) in _STEPWISE:
+            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            if self._cache_is_small(rows, max_cache_length):
+                generation_config.cache_implementation = "static"
+        return super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
+        )
+
+    def _cache_is_small(self, rows: int, length: int) -> bool:
+        """Whether reading a whole cache, as every step does of a static one, takes less than reading the weights."""
+        config = self.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads) // heads
+        whole = 2 * config.num_hidden_layers * rows * length * width
+        return whole <= sum(param.numel() for param in self.parameters()) * (
+            1 if self.mesh is None else self.mesh.tp.size
+        )
+
+    def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)
+        if self._fuses_ngrams:
+            in_place = not (generation_config.output_logits and generation_config.return_dict_in_generate)
+            encoder_ids = kwargs.get("encoder_input_ids", args[1] if len(args) > 1 else None)
+            return fuse_processors(processors, encoder_ids, in_place)
+        return processors

@@ -1,0 +1,83 @@
+"""Random weights that do not depend on how a model is divided: every parameter has its own seed, made from its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oslo_models.distributed.rng import default_generator, mix
+from oslo_models.sharding.layout import Layout
+
+
+class SeededByName(TorchDispatchMode):
+    """While active, a random in-place operation on a parameter fills it as the full tensor of its name would be filled.
+
+    The full tensor is made, filled from ``(seed, name)`` and cut; one at a time. Which parameters a rank holds, and in
+    which order they are initialised, changes nothing. What is drawn after that in the shape of the parameter is drawn
+    for it: ``trunc_normal_`` does so until no element of its part is out of bounds.
+
+    Args:
+        root: the name by which the full model knows the parameter of a name, that of what it is tied to if it is.
+    """
+
+    def __init__(
+        self, model: nn.Module, layouts: Mapping[str, Layout], seed: int, rank: int, root: Callable[[str], str]
+    ) -> None:
+        super().__init__()
+        self._params = {
+            id(param): (root(name), layouts.get(name, Layout(tuple(param.shape))))
+            for name, param in model.named_parameters()
+        }
+        self._seed, self._rank = seed, rank
+        self._latest: tuple[str, Layout] | None = None
+        self._shape: torch.Size | None = None
+        self._redraws = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target: Any = args[0] if args else None
+        if torch.Tag.nondeterministic_seeded not in func.tags or not func._schema.is_mutable:
+            return func(*args, **kwargs)
+        if id(target) in self._params:
+            self._latest, self._shape, self._redraws = self._params[id(target)], target.shape, 0
+        elif self._latest is not None and target.shape == self._shape:
+            self._redraws += 1
+        else:
+            return func(*args, **kwargs)
+        name, layout = self._latest
+        name += f" redrawn {self._redraws}" if self._redraws else ""
+        generator = default_generator(target.device)
+        before = generator.get_state()
+        try:
+            generator.manual_seed(mix(self._seed, name))
+            full = torch.empty(layout.shape, dtype=target.dtype, device=target.device)
+            func(full, *args[1:], **kwargs)
+        finally:
+            generator.set_state(before)
+        return target.copy_(layout.shard(full, self._rank))
+
+
+@torch.no_grad()
+def initialize_computed(model: nn.Module, seed: int) -> None:
+    """Fill what the weight of a layer is computed from (``weight_norm``) as torch does when it makes the layer.
+
+    transformers fills the weight itself, which changes nothing.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.modules.conv._ConvNd) or not is_parametrized(module, "weight"):
+            continue
+        computed: Any = module.parametrizations
+        origin = next(iter(computed["weight"].parameters(recurse=False)), None)
+        if origin is None or getattr(origin, "_is_hf_initialized", False):  # of another stage; loaded
+            continue
+        generator = torch.Generator(origin.device).manual_seed(mix(seed, f"{name}.weight"))
+        weight = torch.empty_like(module.weight)
+        module.weight = nn.init.kaiming_uniform_(weight, a=sqrt(5), generator=generator)

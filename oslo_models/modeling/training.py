@@ -1,0 +1,203 @@
+"""`TrainableModel`: the methods of a model that are about training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from oslo_models.checkpoint import optimizer as optimizers
+from oslo_models.distributed.collectives import all_reduce
+from oslo_models.distributed.mesh import ParallelMesh, check_size
+from oslo_models.pipeline.pipeline import Pipeline
+from oslo_models.pipeline.stage import Stage
+from oslo_models.sharding.layout import Layout
+
+
+class TrainableModel(PreTrainedModel):
+    """What `ParallelModel` can do beside a loop of the user's."""
+
+    mesh: ParallelMesh | None = None
+    pipeline: Pipeline | None = None
+    stage: Stage | None = None
+    micro_batch_size: int = 1
+    layouts: dict[str, Layout]
+
+    def gpu_modules(self) -> nn.Module:
+        """The module that holds what this rank computes: what DDP, FSDP and DeepSpeed should wrap."""
+        return self
+
+    def gpu_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters on this rank: what an optimizer should get."""
+        return self.gpu_modules().parameters()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module.
+
+        Raises:
+            ValueError: ``DistributedDataParallel`` asks, of the model or of what holds it, before it overwrites the
+                shards of this rank with those of another one: its group contains other ranks than the replicas.
+        """
+        if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.model.size > 1:
+            _require_replicas(self, self.mesh, prefix)
+        return super().named_modules(memo, prefix, remove_duplicate)
+
+    def set_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the rows of a batch per micro-batch (pipeline parallelism only)."""
+        check_size("micro_batch_size", micro_batch_size)
+        self.micro_batch_size = micro_batch_size
+
+    def train_batch(self, **batch: Any) -> Tensor:
+        """Forward and backward of a batch, in micro-batches where there are stages.
+
+        Returns:
+            The loss of the whole batch, without its graph, on every rank.
+        """
+        if self.pipeline is None:
+            loss = self(**batch).loss
+            loss.backward()
+            return loss.detach()
+        losses = []
+        for output in self(**batch):
+            output.loss.backward()
+            losses.append(output.loss.detach())
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``; collective.
+
+        Divided parameters count once each whole, replicated ones once, as in an undivided model. Gradients that FSDP2
+        divides over replicas are included.
+
+        Returns:
+            The norm before clipping, the same on every rank that holds the model.
+        """
+        grads = {name: param.grad for name, param in self.named_parameters() if param.grad is not None}
+        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads.values()]
+        device = local[0].device if local else None
+        norms = [torch.zeros((), dtype=torch.float64, device=device)]
+        for part in (part for name, grad in grads.items() for part in self._counted(name, grad)):
+            norms.append(torch.linalg.vector_norm(part, norm_type, dtype=torch.float64))
+        highest = norm_type == float("inf")
+        total = torch.stack(norms).amax() if highest else (torch.stack(norms) ** norm_type).sum()
+        if self.mesh is not None:
+            op = dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM
+            all_reduce(self.mesh.model, total, op=op)
+            if any(isinstance(grad, DTensor) for grad in grads.values()):
+                all_reduce(self.mesh.dp, total, op=op)
+        norm = total if highest else total ** (1.0 / norm_type)
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for part in local:
+            part.mul_(scale.to(part.dtype))
+        return norm.to(local[0].dtype) if local else norm
+
+    def mark_parameters(self) -> None:
+        """Say on each parameter, by the attributes that DeepSpeed looks at, whether norms of gradients count it here.
+
+        As in `clip_grad_norm_`, but only whole: of key-value heads that ranks share in part, it counts too many.
+        """
+        assert self.mesh is not None
+        for name, param in self.named_parameters():
+            counts = self.stage is None or self.stage.counts(name)
+            param.ds_pipe_replicated = not counts
+            param.model_parallel = counts and bool(self.layouts[name].owned(self.mesh.tp.rank))
+
+    def _counted(self, name: str, grad: Tensor) -> list[Tensor]:
+        """The parts of a gradient that this rank counts when norms are summed over all ranks: each element once."""
+        if self.mesh is None:
+            return [grad]
+        if self.stage is not None and not self.stage.counts(name):
+            return []
+        layout, rank = self.layouts[name], self.mesh.tp.rank
+        if isinstance(grad, DTensor):
+            sharded = any(placement.is_shard() for placement in grad.placements)
+            if sharded and not layout.overlaps:  # each replica has its own part, wholly counted or not at all
+                return [grad.to_local()] if layout.owned(rank) else []
+            grad = grad.full_tensor()
+            if self.mesh.dp.rank:
+                return []
+        return [grad[here] for _, here in layout.owned(rank)]
+
+    def save_optimizer(self, optimizer: torch.optim.Optimizer, save_directory: str | Path, **state: Any) -> None:
+        """Save what training needs beside the weights: the optimizer and the random states of all ranks; collective.
+
+        The directory may be that of the model's checkpoint; then save the model first. As with the model, what was
+        there stays until everything is written.
+
+        Args:
+            state: what else `load_optimizer` is to return: ``step=100``, ``scheduler=scheduler.state_dict()``; numbers,
+                strings, tensors, and lists and dictionaries of them. Each rank gets its own back.
+
+        Raises:
+            ValueError: ``state`` holds what cannot be read back.
+            OSError: the directory cannot be written.
+        """
+        mesh = self.mesh or ParallelMesh()
+        mesh.world.at(f"saving the optimizer to {save_directory}")
+        optimizers.save_optimizer(save_directory, optimizer, mesh, state)
+        mesh.world.at("after saving")
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str | Path) -> dict[str, Any]:
+        """Go on where `save_optimizer` was called, with the same sizes; collective. The last call before training.
+
+        Returns:
+            The ``state`` that was saved.
+
+        Raises:
+            FileNotFoundError: there is no optimizer state.
+            ValueError: it is of other parallel sizes, or of another optimizer.
+            OSError: a file of it is damaged (``CheckpointError``, which names it).
+        """
+        mesh = self.mesh or ParallelMesh()
+        mesh.world.at(f"loading the optimizer from {directory}")
+        state = optimizers.load_optimizer(directory, optimizer, mesh)
+        mesh.world.at("after loading")
+        return state
+
+
+def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) -> None:
+    """Raise ``ValueError`` if ``DistributedDataParallel`` is being constructed over ranks that hold other shards.
+
+    Its constructor tells a module nothing of its process group, but it lists the modules inside what it wraps before
+    it broadcasts their parameters: then it is on the call stack, with its group.
+    """
+    ddp = _ddp_under_construction()
+    if ddp is None or mesh.device_mesh is None:
+        return
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    ignored = ddp.parameters_to_ignore
+    names = (f"{prefix}.{name}" if prefix else name for name in model.layouts)
+    if set(ranks) <= set(mesh.dp.ranks) or all(name in ignored for name in names):
+        return
+    raise ValueError(
+        f"DistributedDataParallel over ranks {ranks} would overwrite the shards of one rank with those of another: "
+        f"ranks {list(mesh.model.ranks)} hold one {type(model).__name__} together (tensor_parallel_size="
+        f"{mesh.tp.size}, pipeline_parallel_size={mesh.pp.size}), and its replicas are on ranks {list(mesh.dp.ranks)}. "
+        "Wrap it over those: DistributedDataParallel(model.gpu_modules(), "
+        "process_group=model.mpu.get_data_parallel_group()). accelerate's `prepare` and transformers' Trainer always "
+        "wrap over all ranks: with accelerate, do not give the model to `prepare`; with Trainer, let `_wrap_model` of "
+        "a subclass return that"
+    )
+
+
+def _ddp_under_construction() -> Any:
+    """The ``DistributedDataParallel`` whose constructor is on the call stack, if there is one; it has its group."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "__init__":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, DistributedDataParallel) and hasattr(owner, "parameters_to_ignore"):
+                return owner
+    return None
