@@ -47,6 +47,7 @@ NO_OPTIONS = {
     # of training from scratch
     # what another option says; tables of a type of model; what is no option of a model
     *("is_gated_act", "early_stopping"),
+    "legacy",  # of DeBERTa: a head that applies the embedding of the words, which is sharded
     *("reduce_loss", "do_deduplication", "exclude_bos_score", "do_marginalize", "output_retrieved", "dummy"),
     *("sparse", "causal", "asm", "quant_mode", "force_dequantize", "separate_cls", "truncate_seq"),
 }
@@ -152,9 +153,9 @@ def _fit_wav2vec2(values: Values, draw: random.Random) -> None:
 
 
 def _fit_detr(values: Values, draw: random.Random) -> None:
-    values["d_model"] = (
-        4 * values["encoder_attention_heads"] * values["decoder_attention_heads"]
-    )  # x and y, sin and cos
+    # two dimensions, each with sine and cosine; the masks' convolutions have groups of eight of it and the heads
+    values["encoder_attention_heads"], values["d_model"] = 4, draw.choice((12, 20, 36, 60))
+    values["decoder_attention_heads"] = draw.choice([n for n in (3, 4, 5, 6) if values["d_model"] % n == 0])
 
 
 def _fit_helium(values: Values, draw: random.Random) -> None:

@@ -29,6 +29,7 @@ from oslo_models.fusion import modules as fused
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.vocab_parallel import VocabParallelHead
+from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import VocabParallel
 
@@ -75,7 +76,11 @@ def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
     heads = {name for name, entry in head.items() if isinstance(entry, VocabParallel)}
     norms: set[str] = set()
     yield from _decoding(model)
+    of_other_stages: tuple[str, ...] = ()
     for name, module in model.named_modules():
+        if isinstance(module, Placeholder) or name.startswith(of_other_stages):
+            of_other_stages += (f"{name}.",) if isinstance(module, Placeholder) else ()
+            continue
         classes = _classes_around(model, name)
         if name in heads and isinstance(module, nn.Linear):
             yield (site := _head(model, name, module, classes))

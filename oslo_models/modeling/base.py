@@ -100,11 +100,15 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
             names = (name for name, _ in self.named_parameters(remove_duplicate=False))
             self.layouts = {name: self.layouts[self.stage.aliases.get(name, name)] for name in names}
 
-    def start_pipeline(self) -> None:
-        """Make what several stages share, once the model has its weights; a collective of all ranks."""
+    def start_pipeline(self, are_random: bool) -> None:
+        """Make what several stages share, once the model has its weights; a collective of all ranks.
+
+        Args:
+            are_random: whether the weights were drawn, by each stage for what it holds, and not read.
+        """
         if self.stage is not None:
             self.pipeline = Pipeline(self, self.stage, with_full_stage_outputs(type(self).forward.__wrapped__))
-            self.pipeline.check_tied()
+            self.pipeline.spread_tied() if are_random else self.pipeline.check_tied()
 
     def _prefix(self) -> str:
         """Where the base model that the plan speaks of sits in this one."""

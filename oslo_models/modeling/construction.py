@@ -37,11 +37,11 @@ def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arg
     world.at(f"construction of {cls.__name__}")
     make = _from_config if method == "from_config_with_parallel" else _from_pretrained
     model, info = make(cls, source, arguments, kwargs, world, f"{cls.__name__}.{method}")
-    start(model, arguments)
+    start(model, arguments, are_random=info is None)
     return (model, info) if kwargs.get("output_loading_info") else model
 
 
-def start(model: ParallelModel, arguments: Arguments) -> None:
+def start(model: ParallelModel, arguments: Arguments, are_random: bool = False) -> None:
     """What is left to do when this rank's part of a model has its weights; a collective of all ranks."""
     assert model.mesh is not None
     model.gather_logits = arguments.gather_logits
@@ -50,7 +50,7 @@ def start(model: ParallelModel, arguments: Arguments) -> None:
     synchronize(model.mesh.tp, model.mesh.device)
     synchronize_numpy(model.mesh.tp)
     model.mark_parameters()
-    model.start_pipeline()
+    model.start_pipeline(are_random)
     model.mesh.world.at(f"after construction of {type(model).__name__}")
 
 

@@ -43,6 +43,12 @@ class Pipeline:
         return [(parameters[name], axis) for name, axis in self._shared.items() if name in here]
 
     @torch.no_grad()
+    def spread_tied(self) -> None:
+        """Give random weights that several stages hold the values of the first of them; a collective of all stages."""
+        for param, axis in self.tied():
+            broadcast(axis, param.data)
+
+    @torch.no_grad()
     def check_tied(self) -> None:
         """Make sure that what several stages hold has the same values on all of them; a collective of all stages.
 

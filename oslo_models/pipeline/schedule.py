@@ -269,7 +269,10 @@ class Schedule:
 
     @staticmethod
     def _sum_over_stages(param: nn.Parameter, axis: Axis) -> None:
+        stages_with_grad = torch.tensor(float(param.grad is not None), device=param.device)
+        if not all_reduce(axis, stages_with_grad):  # stays without one, so that weight decay leaves it alone
+            return
         grad = torch.zeros_like(param) if param.grad is None else param.grad
-        if param.requires_grad:  # an optimizer may go on without a gradient where there is none
+        if param.requires_grad:
             param.grad = grad
         all_reduce(axis, grad.to_local() if isinstance(grad, DTensor) else grad)
