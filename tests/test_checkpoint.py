@@ -204,7 +204,7 @@ def test_inspect(tmp_path: Path) -> None:
 MEMORY = """
 import sys, torch
 from oslo_models.checkpoint import open_checkpoint, save_checkpoint, verify_checkpoint
-from oslo_models.sharding.layout import Layout, Units
+from oslo_models.sharding.layout import Layout, EvenSplit
 from oslo_models.distributed.mesh import ParallelMesh
 torch.set_num_threads(1)
 def status(key):
@@ -230,7 +230,7 @@ for how in saves:
     kept = []
     for name, info in reader.tensors.items():
         dim = int(name.startswith("down"))
-        kept.append(reader.read(name, Layout.divided(info.shape, dim, (Units(info.shape[dim]),), 2), 1))
+        kept.append(reader.read(name, Layout.divided(info.shape, dim, (EvenSplit(info.shape[dim]),), 2), 1))
     print("reading", how, (status("VmHWM") - start) / total, (total / 2 + largest) / total + 0.01)
     reader.close()
     del kept, reader

@@ -66,7 +66,7 @@ def verify_checkpoint(reader: CheckpointReader, axis: Axis) -> None:
     Raises:
         CheckpointError: on every rank; names the file, what was expected and what was found.
     """
-    with agree(axis, f"verifying {reader.where}"):
+    with agree(axis, f"verifying {reader.directory}"):
         for name in list(reader.files)[axis.rank :: axis.size]:
             file = reader.files[name]
             if reader.manifest is None:
@@ -109,7 +109,9 @@ def _by_shapes(
         stage = owner_stage(name, pp) if owner_stage and len(having) > 1 else having[0]
         holders = [reader.files[reader.grid[t, stage]] for t in range(tp)]
         if fallback_layout is None and tp > 1:
-            raise ValueError(f"{reader.where} holds split files without {MANIFEST}: pass fallback_layout to read them")
+            raise ValueError(
+                f"{reader.directory} holds split files without {MANIFEST}: pass fallback_layout to read them"
+            )
         shapes = [tuple(file.views[name].shape) for file in holders if name in file.views]
         layout = expected = None
         if len(shapes) == tp:

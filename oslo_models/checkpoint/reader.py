@@ -58,14 +58,14 @@ class CheckpointReader:
     """The tensors of one checkpoint. Made by `open_checkpoint`; threads may read at the same time.
 
     Attributes:
-        where: the directory, for messages.
+        directory: for messages.
         files: its weights files.
         grid: the names of split files by ``(tp_rank, pp_rank)``; empty when the checkpoint is merged.
         manifest: what its manifest says; ``None`` without a manifest.
         tensors: the global shape and the type of every tensor, by name, and where it is.
     """
 
-    where: Path
+    directory: Path
     files: dict[str, WeightsFile]
     grid: dict[tuple[int, int], str]
     manifest: dict[str, Any] | None
@@ -85,7 +85,7 @@ class CheckpointReader:
         """
         stored = self.tensors[name]
         if layout.shape != stored.shape:
-            raise ValueError(f"{name} in {self.where} has shape {stored.shape}, but the model needs {layout.shape}")
+            raise ValueError(f"{name} in {self.directory} has shape {stored.shape}, but the model needs {layout.shape}")
         pieces = [(file, place) for holder, file in enumerate(stored.files) for place in stored.layout.owned(holder)]
         out = torch.empty(layout.local_shape(rank), dtype=stored.dtype)
         for there, here in layout.places(rank):
