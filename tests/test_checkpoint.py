@@ -38,7 +38,7 @@ from transformers import GPT2LMHeadModel
 
 from oslo_models.checkpoint import CheckpointError, open_checkpoint, save_checkpoint, verify_checkpoint
 from oslo_models.checkpoint import weights_file as weights
-from oslo_models.checkpoint.manifest import seal, write_manifest
+from oslo_models.checkpoint.manifest import sync_and_record, write_manifest
 from oslo_models.checkpoint.serialization import write_safetensors
 from oslo_models.cli.main import inspect_checkpoint
 from oslo_models.distributed.mesh import ParallelMesh
@@ -65,7 +65,7 @@ def test_any_division_reads_from_any_division(data: st.DataObject, suffix: str) 
                 torch.save({"x": part.clone()}, path)
             else:
                 write_safetensors(path, {"x": part}, iter([part]))
-            records[path.name] = seal(path)
+            records[path.name] = sync_and_record(path)
         entry = {"shape": saved.shape, "dtype": "float64", "dim": saved.dim, "ranges": saved.ranges, "stages": [0]}
         content = {"tp": saved_ranks, "pp": 1, "variant": None, "files": records, "tensors": {"x": entry}}
         write_manifest(folder / MANIFEST, content)
