@@ -1,4 +1,4 @@
-"""From arguments and a checkpoint or a configuration to this rank's part of a model."""
+"""Constructs this rank's part of a model from a checkpoint or a configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arg
     """What the constructors of `ParallelModel` do; ``method`` is the name of the one that was called."""
     if arguments.deploy or kwargs.get("deployment"):
         return deploy(cls, method, source, arguments, kwargs)
-    timeout = arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT  # what is wrong is told later
+    timeout = (
+        arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT
+    )  # an invalid one is reported by the checks of all ranks
     start_process_group(timeout=timeout)
     world = world_axis(timeout)
     world.at(f"construction of {cls.__name__}")
@@ -89,10 +91,11 @@ def _from_pretrained(
     world: Axis,
     call: str,
 ) -> tuple[ParallelModel, dict[str, Any]]:
+    """Load this rank's part of a checkpoint; returns the model and the loading info of transformers."""
     options = {key: value for key, value in kwargs.items() if key != "deployment"}
     ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)
-    for fixed in ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info"):  # always so here
-        options.pop(fixed, None)
+    for ignored in ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info"):
+        options.pop(ignored, None)
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
         dtype = parse_dtype(options)
@@ -117,7 +120,7 @@ def _from_pretrained(
             ignore_mismatched_sizes=ignore_mismatched_sizes,
             key_mapping=key_mapping,
         )
-        if world.rank > 0 and is_progress_bar_enabled():  # one rank shows its progress
+        if world.rank > 0 and is_progress_bar_enabled():  # only rank 0 shows a progress bar
             disable_progress_bar()
             stack.callback(enable_progress_bar)
         model, info = cls.from_pretrained(
@@ -155,5 +158,6 @@ def join(
 
 
 def _dtype_of(reader: CheckpointReader) -> torch.dtype:
+    """The first floating-point type in a checkpoint."""
     floating = (info.dtype for info in reader.tensors.values() if info.dtype.is_floating_point)
     return next(floating, torch.get_default_dtype())
