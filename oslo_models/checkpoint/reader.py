@@ -68,7 +68,7 @@ class CheckpointReader:
     """The tensors of one checkpoint. Made by `open_checkpoint`; threads may read at the same time.
 
     Attributes:
-        directory: for messages.
+        directory: where it is.
         files: its weights files, by name.
         grid: the names of split files by ``(tp_rank, pp_rank)``; empty when the checkpoint is merged.
         manifest: the content of its manifest; ``None`` without one.

@@ -85,8 +85,8 @@ class Arguments:
             config: its configuration.
 
         Raises:
-            ValueError: the model cannot be sharded over so many ranks or stages, is quantised, or its vocabulary cannot be
-                resized to ``resize_token_embeddings``.
+            ValueError: the model cannot be sharded over so many ranks or stages, is quantised, or its vocabulary cannot
+                be resized to ``resize_token_embeddings``.
         """
         name, plan = type(config).__name__, cls.plan(config)
         plan.check_ranks(cls.__name__, name, self.tensor_parallel_size)
