@@ -76,8 +76,8 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
     Args:
         cls: the class of the model.
         directory: the directory of the checkpoint.
-        options: keyword arguments of a constructor. ``config`` replaces the saved one; those that are attributes of the
-            configuration override it. All of these are removed.
+        options: keyword arguments of a constructor. ``config`` is used instead of the saved configuration; without it,
+            arguments that are attributes of the saved one override them. Those that were used are removed.
 
     Raises:
         OSError: there is no ``config.json``.
