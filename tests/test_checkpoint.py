@@ -38,7 +38,7 @@ from transformers import GPT2LMHeadModel
 
 from oslo_models.checkpoint import CheckpointError, open_checkpoint, save_checkpoint, verify_checkpoint
 from oslo_models.checkpoint import weights_file as weights
-from oslo_models.checkpoint.manifest import seal, write_manifest
+from oslo_models.checkpoint.manifest import sync_and_record, write_manifest
 from oslo_models.checkpoint.serialization import write_safetensors
 from oslo_models.cli.main import inspect_checkpoint
 from oslo_models.distributed.mesh import ParallelMesh
@@ -65,7 +65,7 @@ def test_any_division_reads_from_any_division(data: st.DataObject, suffix: str) 
                 torch.save({"x": part.clone()}, path)
             else:
                 write_safetensors(path, {"x": part}, iter([part]))
-            records[path.name] = seal(path)
+            records[path.name] = sync_and_record(path)
         entry = {"shape": saved.shape, "dtype": "float64", "dim": saved.dim, "ranges": saved.ranges, "stages": [0]}
         content = {"tp": saved_ranks, "pp": 1, "variant": None, "files": records, "tensors": {"x": entry}}
         write_manifest(folder / MANIFEST, content)
@@ -204,7 +204,7 @@ def test_inspect(tmp_path: Path) -> None:
 MEMORY = """
 import sys, torch
 from oslo_models.checkpoint import open_checkpoint, save_checkpoint, verify_checkpoint
-from oslo_models.sharding.layout import Layout, Units
+from oslo_models.sharding.layout import Layout, EvenSplit
 from oslo_models.distributed.mesh import ParallelMesh
 torch.set_num_threads(1)
 def status(key):
@@ -230,7 +230,7 @@ for how in saves:
     kept = []
     for name, info in reader.tensors.items():
         dim = int(name.startswith("down"))
-        kept.append(reader.read(name, Layout.divided(info.shape, dim, (Units(info.shape[dim]),), 2), 1))
+        kept.append(reader.read(name, Layout.divided(info.shape, dim, (EvenSplit(info.shape[dim]),), 2), 1))
     print("reading", how, (status("VmHWM") - start) / total, (total / 2 + largest) / total + 0.01)
     reader.close()
     del kept, reader

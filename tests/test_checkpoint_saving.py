@@ -221,7 +221,7 @@ def test_a_full_disk_is_reported_and_leaves_the_old(tmp_path: Path, monkeypatch:
 
         usage.free = 10**6
         patch.setattr(torch, "save", fails_late)
-        patch.setattr(streams, "_bytes", lambda tensor: usage.__setattr__("free", 0) or fails_late())
+        patch.setattr(streams, "tensor_bytes", lambda tensor: usage.__setattr__("free", 0) or fails_late())
         with pytest.raises(OSError, match=r"rank 0 could not write .*/\.x\.saving-.*, \d+ are free: .*unexpected pos"):
             save(kind, tmp_path / "x", generation=1, **kwargs)
     assert not hidden(tmp_path)
@@ -282,7 +282,7 @@ def test_failure_on_one_rank_is_raised_on_all(tmp_path: Path, pool: Pool, how: s
 def test_live_saves_are_not_cleaned_away(tmp_path: Path) -> None:
     mesh = ParallelMesh()
     (tmp_path / ".x.saving-dead").mkdir()
-    with staging.replacing(tmp_path / "x", mesh.world, 0) as alive:
+    with staging.replace_atomically(tmp_path / "x", mesh.world, 0) as alive:
         assert not (tmp_path / ".x.saving-dead").exists()
         save("split", tmp_path / "x")
         assert alive.is_dir()

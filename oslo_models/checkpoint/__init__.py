@@ -1,4 +1,4 @@
-"""Files and local shards: reads and writes checkpoints through names, layouts and the mesh, whatever the model."""
+"""Reads and writes sharded checkpoints, given the names and layouts of tensors and a mesh; knows nothing of models."""
 
 from oslo_models.checkpoint.atomic_commit import finish_interrupted_save
 from oslo_models.checkpoint.filenames import MANIFEST, CheckpointError

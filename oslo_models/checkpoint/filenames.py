@@ -1,4 +1,4 @@
-"""What the files of a checkpoint are called."""
+"""The file names of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import re
 
 MANIFEST = "oslo_manifest.json"
 MERGED = ("model.safetensors", "pytorch_model.bin")
-"""Names of a merged checkpoint, in the order in which transformers prefers them."""
+"""The weights file of a merged checkpoint, in the order in which transformers looks for it."""
 OPTIMIZER = "optimizer"
-"""What stands for an optimizer's state where a model's checkpoint has its variant."""
+"""The variant under which the state of an optimizer is saved."""
 
 _SPLIT = re.compile(r"pytorch_model_tp([=_])(\d+)_pp\1(\d+)\.(?:bin|safetensors)")
 _OPTIMIZER = re.compile(r"optimizer_tp=\d+_pp=\d+_dp=\d+\.bin")
 
 
 class CheckpointError(OSError):
-    """A checkpoint is incomplete, damaged or mixed: names the file, what was expected and found, and the way out."""
+    """A checkpoint is incomplete, damaged or mixed from several saves.
+
+    The message names the file, what was expected and found, and what to do.
+    """
 
 
 def with_variant(name: str, variant: str | None) -> str:
@@ -27,15 +30,17 @@ def with_variant(name: str, variant: str | None) -> str:
 
 
 def index_name(name: str, variant: str | None) -> str:
+    """The index of a merged checkpoint in several files: ``model.safetensors.index.fp16.json``."""
     return with_variant(f"{name}.index.json", variant)
 
 
-def split_name(tp_rank: int, pp_rank: int, safe: bool, sign: str = "=") -> str:
-    return f"pytorch_model_tp{sign}{tp_rank}_pp{sign}{pp_rank}.{'safetensors' if safe else 'bin'}"
+def split_name(tp_rank: int, pp_rank: int, safe: bool, separator: str = "=") -> str:
+    """The file of one rank: ``pytorch_model_tp=0_pp=0.bin``."""
+    return f"pytorch_model_tp{separator}{tp_rank}_pp{separator}{pp_rank}.{'safetensors' if safe else 'bin'}"
 
 
 def split_position(name: str) -> tuple[int, int] | None:
-    """``(tp_rank, pp_rank)`` of a split file, in either spelling; ``None`` for any other name."""
+    """``(tp_rank, pp_rank)`` of a split file, in either spelling; ``None`` for other names."""
     match = _SPLIT.fullmatch(name)
     return (int(match[2]), int(match[3])) if match else None
 
@@ -45,11 +50,11 @@ def optimizer_name(tp_rank: int, pp_rank: int, dp_rank: int) -> str:
 
 
 def is_replaced_by_save(name: str, variant: str | None) -> bool:
-    """Whether the file belongs to the checkpoint that a save of this variant replaces."""
+    """Whether a file of an existing directory belongs to the checkpoint that a save of this variant replaces."""
     if variant is None and split_position(name):
         return True
     if variant == OPTIMIZER and _OPTIMIZER.fullmatch(name):
         return True
-    whole = re.sub(r"-\d{5}-of-\d{5}(?=\.\w+$)", "", name)
-    own = [name for merged in MERGED for name in (with_variant(merged, variant), index_name(merged, variant))]
-    return whole in [with_variant(MANIFEST, variant), *own]
+    unnumbered = re.sub(r"-\d{5}-of-\d{5}(?=\.\w+$)", "", name)
+    merged = [name for base in MERGED for name in (with_variant(base, variant), index_name(base, variant))]
+    return unnumbered in [with_variant(MANIFEST, variant), *merged]

@@ -1,4 +1,4 @@
-"""Finds the files that make up a checkpoint. Reads manifests and indexes, never weights."""
+"""Finds the files of a checkpoint by its manifest, its index or their names. Never reads weights."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from oslo_models.checkpoint.reader import CheckpointReader
 from oslo_models.checkpoint.weights_file import WeightsFile
 
 Grid = dict[tuple[int, int], str]
+"""Names of split files by ``(tp_rank, pp_rank)``."""
 
 
-def find(directory: Path, variant: str | None) -> CheckpointReader:
-    """Find the checkpoint in a directory; its tensors are not known yet.
+def open_files(directory: Path, variant: str | None) -> CheckpointReader:
+    """Find and open the files of the checkpoint in a directory, without reading which tensors they hold.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or files of it are missing.
-        CheckpointError: manifest or index are damaged, or do not fit to the files.
+        CheckpointError: manifest or index are damaged, or do not match the files.
     """
     finish_interrupted_save(directory)
     paths = {path.name: path for path in directory.iterdir() if path.is_file()} if directory.is_dir() else {}
     manifest = None
     if with_variant(MANIFEST, variant) in paths:
         manifest = read_manifest(paths[with_variant(MANIFEST, variant)])
-        names = _recorded(directory, paths, manifest["files"])
+        names = _names_in_manifest(directory, paths, manifest["files"])
         grid = _grid(names)
     else:
-        grid = {} if variant else _full_grid(directory, paths)
-        names = list(grid.values()) or _merged(paths, variant)
+        grid = {} if variant else _complete_grid(directory, paths)
+        names = list(grid.values()) or _merged_names(paths, variant)
     if not names:
         merged = ", ".join(with_variant(name, variant) for name in MERGED)
         raise FileNotFoundError(
@@ -42,50 +43,51 @@ def find(directory: Path, variant: str | None) -> CheckpointReader:
     return CheckpointReader(directory, {name: WeightsFile(paths[name]) for name in names}, grid, manifest)
 
 
-def mismatch(path: Path, expected: str, actual: str) -> CheckpointError:
-    """The error for a file that is not what the manifest says."""
+def manifest_mismatch(path: Path, expected: str, actual: str) -> CheckpointError:
+    """The error for a file that differs from its record in the manifest."""
     return CheckpointError(
         f"{path}: expected {expected}, found {actual}, according to {MANIFEST}. The file is damaged or of another "
         f"checkpoint: copy or save it again. If the change was meant, remove {MANIFEST}, which switches this check off"
     )
 
 
-def _recorded(where: Path, paths: Mapping[str, Path], records: Mapping[str, Any]) -> list[str]:
-    """The names of the weights files in a manifest, which all have to be there, and no other split file."""
+def _names_in_manifest(directory: Path, paths: Mapping[str, Path], records: Mapping[str, Any]) -> list[str]:
+    """The names of the weights files in a manifest. All of them must exist, and no other split file."""
     names = [name for name in records if not name.endswith(".json")]
     for name in names:
         size = records[name]["size"]
         if name not in paths:
-            raise mismatch(where / name, f"a file of {size} bytes", "none")
+            raise manifest_mismatch(directory / name, f"a file of {size} bytes", "none")
         if paths[name].stat().st_size != size:
-            raise mismatch(paths[name], f"{size} bytes", f"{paths[name].stat().st_size}")
+            raise manifest_mismatch(paths[name], f"{size} bytes", f"{paths[name].stat().st_size}")
     for name in paths if _grid(names) else ():
         if split_position(name) and name not in names:
-            raise mismatch(paths[name], "no such file", "one of another checkpoint")
+            raise manifest_mismatch(paths[name], "no such file", "one of another checkpoint")
     return names
 
 
 def _grid(names: Iterable[str]) -> Grid:
-    """The split files by position; of several for one position, that of today's spelling and of safetensors."""
+    """The split files by rank. Of several files for one rank, names with ``=`` and then safetensors take precedence."""
     ordered = sorted(names, key=lambda name: ("_tp=" in name, name.endswith(".safetensors")))
-    grid = {position: name for name in ordered if (position := split_position(name))}  # the last one wins
+    grid = {position: name for name in ordered if (position := split_position(name))}  # the last one takes precedence
     return dict(sorted(grid.items()))
 
 
-def _full_grid(where: Path, names: Iterable[str]) -> Grid:
-    """The split files, when none is missing."""
+def _complete_grid(directory: Path, names: Iterable[str]) -> Grid:
+    """The split files by rank. Raises ``FileNotFoundError`` if some are missing."""
     grid = _grid(names)
     tp, pp = (max((position[axis] for position in grid), default=-1) + 1 for axis in (0, 1))
     missing = [f"tp={t} pp={p}" for t in range(tp) for p in range(pp) if (t, p) not in grid]
     if missing:
         raise FileNotFoundError(
-            f"the split files in {where} are of a {tp} x {pp} grid (tp x pp), in which {', '.join(missing)} are "
+            f"the split files in {directory} are of a {tp} x {pp} grid (tp x pp), in which {', '.join(missing)} are "
             "missing; copy them there, or remove the split files if others are meant"
         )
     return grid
 
 
-def _merged(paths: Mapping[str, Path], variant: str | None) -> list[str]:
+def _merged_names(paths: Mapping[str, Path], variant: str | None) -> list[str]:
+    """The names of merged weights files, in transformers' order of precedence; empty if there are none."""
     for name in MERGED:
         if with_variant(name, variant) in paths:
             return [with_variant(name, variant)]

@@ -1,6 +1,6 @@
-"""What training needs beside the weights to go on as if it had not stopped: optimizer and random states, by rank.
+"""Saves and loads the state of training besides the weights: optimizer and random number generators of each rank.
 
-It lies beside the model's checkpoint or by itself, and is put in its place at once like it: see `staging`.
+The files are in the directory of the model's checkpoint or in one of their own, and are replaced atomically too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oslo_models.checkpoint.atomic_commit import finish_interrupted_save, replacing
+from oslo_models.checkpoint.atomic_commit import finish_interrupted_save, replace_atomically
+from oslo_models.checkpoint.checksum import file_checksum, tensor_checksum
 from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, CheckpointError, optimizer_name, with_variant
-from oslo_models.checkpoint.manifest import checksum, read_manifest, seal, write_manifest
-from oslo_models.checkpoint.serialization import reporting
+from oslo_models.checkpoint.manifest import read_manifest, sync_and_record, write_manifest
+from oslo_models.checkpoint.serialization import explain_write_errors
 from oslo_models.distributed.collectives import agree, gather_objects
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.rng import default_generator
@@ -33,73 +34,82 @@ State = Mapping[str, Any]
 def save_optimizer(
     directory: str | os.PathLike[str], optimizer: Optimizer, mesh: ParallelMesh, state: State | None = None
 ) -> None:
-    """Write the state of the optimizer and the random states of all ranks. A collective of all ranks.
+    """Save the optimizer and the random number generators of all ranks. A collective of all ranks.
 
-    Replicas whose state is that of the first one do not write it again.
+    Data-parallel replicas with equal states write them once.
 
     Args:
-        state: what else is to be given back: numbers, strings, tensors, and lists and dictionaries of them.
+        directory: the target; may be that of the model's checkpoint.
+        optimizer: the optimizer of this rank's parameters.
+        mesh: the mesh of all ranks.
+        state: further state to save: numbers, strings, tensors, and lists and dictionaries of them.
 
     Raises:
-        ValueError: ``state`` holds what cannot be read back.
+        ValueError: ``state`` has objects of other types, which could not be loaded.
         OSError: the directory cannot be written, or the disk is full.
     """
     target, world = Path(directory), mesh.world
-    held = _local(optimizer.state_dict())
-    marks = gather_objects(mesh.dp, _fingerprint(held))
-    needed = sum(leaf.nbytes for leaf in _leaves(held) if isinstance(leaf, Tensor))
+    local_state = _to_local(optimizer.state_dict())
+    checksums = gather_objects(mesh.dp, _state_checksum(local_state))
+    first_equal = checksums.index(checksums[mesh.dp.rank])
+    nbytes = sum(leaf.nbytes for leaf in _leaves(local_state) if isinstance(leaf, Tensor))
     content: dict[str, Any] = {
-        "optimizer": held if marks.index(marks[mesh.dp.rank]) == mesh.dp.rank else None,
-        "shared_with": marks.index(marks[mesh.dp.rank]),
+        "optimizer": local_state if first_equal == mesh.dp.rank else None,
+        "shared_with": first_equal,
         "shapes": _shapes(optimizer),
         "random": _random_states(mesh.device),
         "state": dict(state or {}),
     }
-    name = _own_name(mesh, mesh.dp.rank)
-    with replacing(target, world, needed, OPTIMIZER) as staging:
-        with agree(world, f"writing {name}"), reporting(staging / name, needed, world.rank):
+    name = _file_name(mesh, mesh.dp.rank)
+    with replace_atomically(target, world, nbytes, OPTIMIZER) as staging:
+        with agree(world, f"writing {name}"), explain_write_errors(staging / name, nbytes, world.rank):
             torch.save(content, staging / name)
             try:
                 torch.load(staging / name, weights_only=True, mmap=True)
             except pickle.UnpicklingError as error:
                 names = ", ".join(content["state"])
                 raise ValueError(f"the state ({names}) holds what cannot be read back: {error}") from error
-            record = seal(staging / name)
+            record = sync_and_record(staging / name)
         records = dict(gather_objects(world, (name, record)))
         with agree(world, f"writing the manifest of {target}"):
             if world.rank == 0:
                 sizes = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
                 kind = {"kind": "optimizer", "variant": OPTIMIZER, "optimizer": type(optimizer).__name__}
-                manifest = {**kind, **sizes, "model": _mark_of_model(target), "files": records}
+                manifest = {**kind, **sizes, "model": _model_checksum(target), "files": records}
                 write_manifest(staging / with_variant(MANIFEST, OPTIMIZER), manifest)
 
 
 def load_optimizer(directory: str | os.PathLike[str], optimizer: Optimizer, mesh: ParallelMesh) -> dict[str, Any]:
-    """Bring the optimizer and the random generators of all ranks into their saved states. A collective of all ranks.
+    """Restore the optimizer and the random number generators of all ranks. A collective of all ranks.
+
+    Args:
+        directory: where `save_optimizer` saved.
+        optimizer: an optimizer of the same parameters, in the same groups and order.
+        mesh: a mesh of the same sizes.
 
     Returns:
-        What was given to `save_optimizer` as ``state``.
+        The ``state`` that was given to `save_optimizer`.
 
     Raises:
         FileNotFoundError: there is no optimizer state in the directory.
-        ValueError: it is of other sizes, or of another optimizer.
-        CheckpointError: a file is damaged, or the model beside it was saved again without it.
+        ValueError: it was saved with other parallel sizes, or from another kind of optimizer.
+        CheckpointError: a file is damaged, or the model in the directory was saved again without its optimizer.
     """
     target = Path(directory)
     with agree(mesh.world, f"loading the optimizer of {target}"):
         finish_interrupted_save(target)
         manifest = _read_manifest(target)
-        _check(target, manifest, optimizer, mesh)
-        content = _read(target, manifest, _own_name(mesh, mesh.dp.rank))
+        _check_compatible(target, manifest, optimizer, mesh)
+        content = _read(target, manifest, _file_name(mesh, mesh.dp.rank))
         if content["shapes"] != _shapes(optimizer):
             raise ValueError(
                 f"the optimizer state in {target} is of parameters of the shapes {content['shapes']}, and this "
                 f"optimizer has {_shapes(optimizer)}: give it the parameters in the same groups and order"
             )
-        held = content["optimizer"]
-        if held is None:
-            held = _read(target, manifest, _own_name(mesh, content["shared_with"]))["optimizer"]
-        optimizer.load_state_dict(_divided(held, optimizer))
+        local_state = content["optimizer"]
+        if local_state is None:
+            local_state = _read(target, manifest, _file_name(mesh, content["shared_with"]))["optimizer"]
+        optimizer.load_state_dict(_to_dtensors(local_state, optimizer))
         _set_random_states(content["random"], mesh.device)
     return dict(content["state"])
 
@@ -108,6 +118,7 @@ def load_optimizer(directory: str | os.PathLike[str], optimizer: Optimizer, mesh
 
 
 def _leaves(value: Any) -> Iterator[Any]:
+    """Everything in nested lists, tuples and dictionaries, the keys included."""
     if isinstance(value, (dict, list, tuple)):
         for inner in value.items() if isinstance(value, dict) else value:
             yield from _leaves(inner)
@@ -115,23 +126,23 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _local(value: Any) -> Any:
-    """The same state with the local parts of what FSDP divides over the replicas."""
+def _to_local(value: Any) -> Any:
+    """The same state with the local shards of tensors that FSDP shards over the replicas."""
     if isinstance(value, dict):
-        return {key: _local(inner) for key, inner in value.items()}
+        return {key: _to_local(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_local(inner) for inner in value)
+        return type(value)(_to_local(inner) for inner in value)
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _divided(held: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """The inverse of `_local`, for the parameters of the optimizer."""
+def _to_dtensors(local_state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The inverse of `_to_local`: tensors of parameters that FSDP shards become `DTensor`."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = {}
-    for index, entry in held["state"].items():
+    for index, entry in local_state["state"].items():
         param = params[index] if isinstance(index, int) and index < len(params) else None
         if isinstance(param, DTensor):
-            part = param.to_local().shape
+            local_shape = param.to_local().shape
             entry = {
                 key: DTensor.from_local(
                     value.to(param.device),
@@ -141,32 +152,29 @@ def _divided(held: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
                     shape=param.shape,
                     stride=param.stride(),
                 )
-                if isinstance(value, Tensor) and value.dim() and value.shape == part
+                if isinstance(value, Tensor) and value.dim() and value.shape == local_shape
                 else value
                 for key, value in entry.items()
             }
         state[index] = entry
-    return {**held, "state": state}
+    return {**local_state, "state": state}
 
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
-    """The shapes of the parameters on this rank, by groups."""
+    """The local shapes of the parameters, by group."""
     return [
         [list((param.to_local() if isinstance(param, DTensor) else param).shape) for param in group["params"]]
         for group in optimizer.param_groups
     ]
 
 
-def _fingerprint(held: Any) -> int:
-    """The same for equal states."""
-    mark = 0
-    for leaf in _leaves(held):
-        if isinstance(leaf, Tensor):
-            flat = leaf.detach().cpu().contiguous().reshape(-1)
-            mark = zlib.crc32(flat.view(torch.uint8).numpy().data, mark) if flat.numel() else mark
-        else:
-            mark = zlib.crc32(repr(leaf).encode(), mark)
-    return mark
+def _state_checksum(state: Any) -> int:
+    """A checksum of all tensors and values of a state."""
+    checksum = 0
+    for leaf in _leaves(state):
+        is_tensor = isinstance(leaf, Tensor)
+        checksum = tensor_checksum(leaf, checksum) if is_tensor else zlib.crc32(repr(leaf).encode(), checksum)
+    return checksum
 
 
 # Random states --------------------------------------------------------------------------------------------------------
@@ -193,12 +201,12 @@ def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def _own_name(mesh: ParallelMesh, dp_rank: int) -> str:
+def _file_name(mesh: ParallelMesh, dp_rank: int) -> str:
     return optimizer_name(mesh.tp.rank, mesh.pp.rank, dp_rank)
 
 
-def _mark_of_model(directory: Path) -> int | None:
-    """Tells whether the checkpoint of the model in the directory is still the same."""
+def _model_checksum(directory: Path) -> int | None:
+    """A checksum of the manifest of the model's checkpoint in the directory; ``None`` without one."""
     manifest = directory / MANIFEST
     return zlib.crc32(manifest.read_bytes()) if manifest.is_file() else None
 
@@ -210,8 +218,8 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     return read_manifest(path)
 
 
-def _check(directory: Path, manifest: Mapping[str, Any], optimizer: Optimizer, mesh: ParallelMesh) -> None:
-    """Raise unless the state is one for this optimizer on this mesh, and of the model that lies beside it."""
+def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: Optimizer, mesh: ParallelMesh) -> None:
+    """Raise an error unless the saved state is for this kind of optimizer, these sizes and the model beside it."""
     own = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
     saved = {axis: manifest[axis] for axis in own}
     if saved != own:
@@ -224,7 +232,7 @@ def _check(directory: Path, manifest: Mapping[str, Any], optimizer: Optimizer, m
     kind = type(optimizer).__name__
     if manifest["optimizer"] != kind:
         raise ValueError(f"the optimizer state in {directory} is one of {manifest['optimizer']}, not of {kind}")
-    if manifest["model"] is not None and manifest["model"] != _mark_of_model(directory):
+    if manifest["model"] is not None and manifest["model"] != _model_checksum(directory):
         raise CheckpointError(
             f"the optimizer state in {directory} was saved with another checkpoint of the model than the one that is "
             "there now; save both in turn, the optimizer last, into a new directory each time"
@@ -232,15 +240,16 @@ def _check(directory: Path, manifest: Mapping[str, Any], optimizer: Optimizer, m
 
 
 def _read(directory: Path, manifest: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Load one file. Raises ``CheckpointError`` if it is missing or differs from its record in the manifest."""
     path, record = directory / name, manifest["files"][name]
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: copy it there, or go on from another checkpoint")
     with open(path, "rb") as file:
-        size, found = os.fstat(file.fileno()).st_size, checksum(file.fileno())
-        if (size, found) != (record["size"], record["crc32"]):
+        size, crc32 = os.fstat(file.fileno()).st_size, file_checksum(file.fileno())
+        if (size, crc32) != (record["size"], record["crc32"]):
             raise CheckpointError(
                 f"{path}: expected {record['size']} bytes with CRC-32 {record['crc32']:08x}, found {size} bytes with "
-                f"CRC-32 {found:08x}: the file is damaged or of another save; go on from another checkpoint"
+                f"CRC-32 {crc32:08x}: the file is damaged or of another save; go on from another checkpoint"
             )
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return content

@@ -1,4 +1,4 @@
-"""Reads any rank's part of any tensor from any kind of checkpoint, whatever the number of ranks that saved it."""
+"""Reads any rank's shard of a tensor from a checkpoint, whatever the parallel sizes that it was saved with."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from oslo_models.sharding.layout import Index, Layout
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a checkpoint: how it was divided, and over which files (one, where every file has the whole)."""
+class StoredTensor:
+    """A tensor in a checkpoint.
+
+    Attributes:
+        layout: its full shape, and how it is sharded over the files.
+        dtype: its type.
+        files: the file of each shard; one file if the tensor is not sharded.
+    """
 
     layout: Layout
     dtype: torch.dtype
@@ -29,7 +35,10 @@ class Stored:
 
 
 class LazySlice:
-    """One rank's part of a tensor in a checkpoint, read when it is indexed: what transformers' loader accepts."""
+    """One rank's shard of a tensor in a checkpoint, read when it is indexed.
+
+    Has the interface of safetensors' slices, which transformers' loader accepts in a ``state_dict``.
+    """
 
     def __init__(self, reader: CheckpointReader, name: str, layout: Layout, rank: int) -> None:
         self.reader, self.name, self.layout, self.rank = reader, name, layout, rank
@@ -37,6 +46,7 @@ class LazySlice:
         self.dtype = reader.tensors[name].dtype
 
     def read(self) -> Tensor:
+        """The shard, in memory of its own."""
         return self.reader.read(self.name, self.layout, self.rank)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -46,7 +56,7 @@ class LazySlice:
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """The type as safetensors spells it: ``"F32"``."""
+        """The name of the dtype in safetensors: ``"F32"``."""
         return dtype_name(self.dtype)
 
     def is_floating_point(self) -> bool:
@@ -58,47 +68,55 @@ class CheckpointReader:
     """The tensors of one checkpoint. Made by `open_checkpoint`; threads may read at the same time.
 
     Attributes:
-        where: the directory, for messages.
-        files: its weights files.
+        directory: where it is.
+        files: its weights files, by name.
         grid: the names of split files by ``(tp_rank, pp_rank)``; empty when the checkpoint is merged.
-        manifest: what its manifest says; ``None`` without a manifest.
-        tensors: the global shape and the type of every tensor, by name, and where it is.
+        manifest: the content of its manifest; ``None`` without one.
+        tensors: all tensors, by name.
     """
 
-    where: Path
+    directory: Path
     files: dict[str, WeightsFile]
     grid: dict[tuple[int, int], str]
     manifest: dict[str, Any] | None
-    tensors: dict[str, Stored] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def split(self) -> tuple[int, int] | None:
-        """The ``(tp, pp)`` at which it was saved; ``None`` when the checkpoint is merged."""
+        """The parallel sizes ``(tp, pp)`` of split files; ``None`` when the checkpoint is merged."""
         return (max(t for t, _ in self.grid) + 1, max(p for _, p in self.grid) + 1) if self.grid else None
 
     def read(self, name: str, layout: Layout, rank: int) -> Tensor:
-        """The part of ``name`` that ``rank`` holds under ``layout``, in memory of its own; nothing else is read.
+        """Read the shard of a tensor that ``rank`` holds under ``layout``, and nothing else.
+
+        Args:
+            name: the name of the tensor.
+            layout: how the reading ranks shard it; need not be the layout in the files.
+            rank: the rank whose shard to read.
+
+        Returns:
+            The shard, in memory of its own.
 
         Raises:
-            ValueError: the layout is of another shape than the tensor.
+            ValueError: the shape of the layout is not that of the tensor.
             KeyError: there is no such tensor.
         """
         stored = self.tensors[name]
         if layout.shape != stored.shape:
-            raise ValueError(f"{name} in {self.where} has shape {stored.shape}, but the model needs {layout.shape}")
-        pieces = [(file, place) for holder, file in enumerate(stored.files) for place in stored.layout.owned(holder)]
+            raise ValueError(f"{name} in {self.directory} has shape {stored.shape}, but the model needs {layout.shape}")
+        pieces = [(file, place) for part, file in enumerate(stored.files) for place in stored.layout.owned(part)]
         out = torch.empty(layout.local_shape(rank), dtype=stored.dtype)
-        for there, here in layout.places(rank):
-            for file, (stored_there, stored_here) in pieces:
-                bounds = zip(there, stored_there, strict=True)
-                both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in bounds)
-                if all(common.start < common.stop for common in both):
-                    source = file.views[name][_shifted(both, stored_there, stored_here)]
-                    file.copy(source, out[_shifted(both, there, here)])
+        for wanted, local in layout.places(rank):
+            for file, (available, in_file) in pieces:
+                bounds = zip(wanted, available, strict=True)
+                common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in bounds)
+                if all(interval.start < interval.stop for interval in common):
+                    source = file.views[name][_translate(common, available, in_file)]
+                    file.copy(source, out[_translate(common, wanted, local)])
         return out
 
     def slice(self, name: str, layout: Layout, rank: int) -> LazySlice:
-        """The same part as `read`, for a loader that reads it later."""
+        """The same shard as `read`, to be read later."""
         return LazySlice(self, name, layout, rank)
 
     def close(self) -> None:
@@ -106,7 +124,7 @@ class CheckpointReader:
             file.close()
 
 
-def _shifted(part: Index, there: Index, here: Index) -> Index:
-    """Where in the local tensor a part of the place ``there`` of the full tensor is, if ``there`` begins ``here``."""
-    shifts = [b.start - a.start for a, b in zip(there, here, strict=True)]
-    return tuple(slice(p.start + shift, p.stop + shift) for p, shift in zip(part, shifts, strict=True))
+def _translate(index: Index, full: Index, local: Index) -> Index:
+    """Translate an index into the full tensor to a shard that has the region ``full`` of it at ``local``."""
+    shifts = [b.start - a.start for a, b in zip(full, local, strict=True)]
+    return tuple(slice(i.start + shift, i.stop + shift) for i, shift in zip(index, shifts, strict=True))

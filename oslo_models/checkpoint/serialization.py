@@ -1,4 +1,4 @@
-"""Writes weights files tensor by tensor, so that not more than one has to be in memory."""
+"""Writes weights files one tensor at a time, so that no more than one has to be in memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from oslo_models.checkpoint.checksum import tensor_bytes
 from oslo_models.checkpoint.weights_file import WeightsFile
 
 SaveFunction = Callable[[Any, Any], Any]
@@ -26,88 +27,95 @@ SaveFunction = Callable[[Any, Any], Any]
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """What safetensors calls a type of torch: ``"F32"``."""
+    """The name of a dtype in safetensors: ``"F32"``."""
     name: str = json.loads(save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"]
     return name
 
 
 @contextmanager
-def reporting(path: Path, needed: int, rank: int) -> Iterator[None]:
-    """Turn what the writing of ``path`` raises into an ``OSError`` that says who, where, how much and what was free.
+def explain_write_errors(path: Path, nbytes: int, rank: int) -> Iterator[None]:
+    """Re-raise errors of the block as an ``OSError`` with the rank, the path, its size and the free space.
 
-    `torch.save` reports a full disk as a ``RuntimeError`` about unexpected positions.
+    `torch.save` reports a full disk as a ``RuntimeError`` about an unexpected position.
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
         free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
-        number = getattr(error, "errno", None) or (errno.ENOSPC if free < needed else errno.EIO)
-        text = f"rank {rank} could not write {path}: {needed} bytes are needed, {free} are free: {error}"
+        number = getattr(error, "errno", None) or (errno.ENOSPC if free < nbytes else errno.EIO)
+        text = f"rank {rank} could not write {path}: {nbytes} bytes are needed, {free} are free: {error}"
         raise OSError(number, f"{os.strerror(number)}: {text}") from error
 
 
-def stream_order(infos: Mapping[str, Tensor]) -> list[str]:
-    """The order in which a file takes its tensors: the widest types first, so that all are aligned in it."""
-    return sorted(infos, key=lambda name: (-infos[name].itemsize, name))
+def write_order(meta: Mapping[str, Tensor]) -> list[str]:
+    """The order of the tensors in a file: the widest dtypes first, so that all are aligned."""
+    return sorted(meta, key=lambda name: (-meta[name].itemsize, name))
 
 
-def write_safetensors(path: Path, infos: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> None:
-    """Write a ``.safetensors`` file: a header that says where each tensor lies, then their bytes.
+def write_safetensors(path: Path, meta: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> None:
+    """Write a ``.safetensors`` file: a header with the offset of each tensor, then their bytes.
+
+    The library's own ``save_file`` needs all tensors in memory.
 
     Args:
-        infos: tensors of the shapes and types to come, such as on the meta device.
-        tensors: the tensors in `stream_order`; no more than one is kept.
+        path: the file to write.
+        meta: tensors of the same shapes and dtypes, for example on the meta device.
+        tensors: the tensors in `write_order`; no more than one is in memory.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name in stream_order(infos):
-        info, lies = infos[name], (offset, offset + infos[name].nbytes)
-        header[name] = {"dtype": dtype_name(info.dtype), "shape": info.shape, "data_offsets": lies}
-        offset = lies[1]
+    for name in write_order(meta):
+        info, offsets = meta[name], (offset, offset + meta[name].nbytes)
+        header[name] = {"dtype": dtype_name(info.dtype), "shape": info.shape, "data_offsets": offsets}
+        offset = offsets[1]
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _ in infos:
-            file.write(_bytes(next(tensors)))
+        for _ in meta:
+            file.write(tensor_bytes(next(tensors)))
 
 
 def write_weights(
     path: Path,
-    infos: Mapping[str, Tensor],
+    meta: Mapping[str, Tensor],
     tensors: Iterator[Tensor],
     aliases: Mapping[str, str],
     save_function: SaveFunction | None,
-    spooled: bool,
+    use_spool_file: bool,
 ) -> None:
-    """Write a ``.safetensors`` file or, by `torch.save` or what takes its place, a dictionary.
+    """Write a ``.safetensors`` file, or a ``.bin`` file with a dictionary of tensors.
 
     Args:
-        infos: as in `write_safetensors`; likewise ``tensors``.
-        aliases: names under which tensors appear once more, sharing memory (``.bin`` only): ``{alias: name}``.
-        spooled: the tensors do not fit into memory together: they wait in a file and are mapped from it.
+        path: the file to write; its suffix decides the format.
+        meta: as in `write_safetensors`.
+        tensors: as in `write_safetensors`.
+        aliases: further names of tensors, which share their memory (``.bin`` only): ``{alias: name}``.
+        save_function: replaces `torch.save` (``.bin`` only).
+        use_spool_file: the tensors do not fit into memory together, which `torch.save` needs: write them to a temporary
+            file and map it into memory.
     """
     if path.suffix == ".safetensors":
-        write_safetensors(path, infos, tensors)
+        write_safetensors(path, meta, tensors)
         return
-    if not spooled:
-        state = {name: _trimmed(tensor) for name, tensor in zip(stream_order(infos), tensors, strict=True)}
+    if not use_spool_file:
+        state = {name: _compact(tensor) for name, tensor in zip(write_order(meta), tensors, strict=True)}
         (save_function or torch.save)({**state, **{alias: state[name] for alias, name in aliases.items()}}, path)
         return
-    spool = path.with_name(f".{path.name}.safetensors")
-    write_safetensors(spool, infos, tensors)
-    source = WeightsFile(spool)
+    spool_file = path.with_name(f".{path.name}.safetensors")
+    write_safetensors(spool_file, meta, tensors)
+    source = WeightsFile(spool_file)
     state = {**source.views, **{alias: source.views[name] for alias, name in aliases.items()}}
     if save_function is None:
-        with _ForgetfulFile(path, source) as file:
+        with _PageReleasingFile(path, source) as file:
             torch.save(state, file)
     else:
         save_function(state, path)
-    spool.unlink()
+    spool_file.unlink()
 
 
-class _ForgetfulFile(io.BufferedWriter):
-    """A file that, after each write, gives back the pages of another one that were touched for it."""
+class _PageReleasingFile(io.BufferedWriter):
+    """A file that, after each write, releases the pages of the mapped file that the data came from."""
 
     def __init__(self, path: Path, source: WeightsFile) -> None:
         super().__init__(io.FileIO(path, "wb"))
@@ -115,15 +123,11 @@ class _ForgetfulFile(io.BufferedWriter):
 
     def write(self, data: Any) -> int:
         count = super().write(data)
-        self._source.give_back()
+        self._source.release_pages()
         return count
 
 
-def _trimmed(tensor: Tensor) -> Tensor:
-    """The tensor with no more memory than its own: torch.save writes whole storages."""
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor, copied if it is a view of a larger storage, all of which torch.save would write."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""One weights file, read a few pages at a time."""
+"""Reads one weights file through a memory mapping, a few pages at a time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from torch import Tensor
 from oslo_models.checkpoint.filenames import CheckpointError
 
 _BLOCK = 4 << 20
+"""Bytes copied before their pages are released."""
 _libc = ctypes.CDLL(None)
 
 
 class WeightsFile:
     """A ``.safetensors`` or ``.bin`` file, mapped into memory.
 
-    Pages of a mapping that were touched count as this process's memory, so tensors are copied out in blocks and the
-    pages given back after each. The file stays open, so that it is the same one even after a save has replaced it.
+    The pages that a process has read from a mapping count as its resident memory, so tensors are copied in blocks and
+    the pages released after each block; neither safetensors' slices nor `torch.load` do so. The file stays open, so
+    that a reader keeps reading the same checkpoint after a save has replaced it.
     """
 
     fd = -1
@@ -36,7 +38,7 @@ class WeightsFile:
 
     @cached_property
     def views(self) -> dict[str, Tensor]:
-        """The tensors in the mapped memory: what is not touched is not read.
+        """The tensors by name, as views of the mapped memory; nothing is read until they are accessed.
 
         Raises:
             CheckpointError: the file is truncated, or not a weights file.
@@ -58,28 +60,28 @@ class WeightsFile:
             ) from error
 
     def copy(self, view: Tensor, out: Tensor) -> None:
-        """Copy a part of one of the views into ``out``, which has its shape."""
+        """Copy a slice of one of the views into ``out``, which has the same shape."""
         view, out = torch.atleast_1d(view), torch.atleast_1d(out)
         rows = max(1, _BLOCK // max(1, view.stride(0) * view.itemsize))
-        for block, place in zip(view.split(rows), out.split(rows), strict=True):
-            place.copy_(block)
-            self.give_back(block)
+        for source, target in zip(view.split(rows), out.split(rows), strict=True):
+            target.copy_(source)
+            self.release_pages(source)
 
-    def give_back(self, block: Tensor | None = None) -> None:
-        """Let the system take back the pages that were touched to read a block of a view, or all."""
-        first, end = self._bounds
+    def release_pages(self, block: Tensor | None = None) -> None:
+        """Release the pages that were read for a block of a view, or those of the entire file."""
+        first, end = self._mapped_addresses
         if block is not None:
             start = block.data_ptr()
-            reach = sum((size - 1) * stride for size, stride in zip(block.shape, block.stride(), strict=True)) + 1
-            first, end = max(first, start - start % mmap.PAGESIZE), min(end, start + reach * block.itemsize)
+            extent = sum((size - 1) * stride for size, stride in zip(block.shape, block.stride(), strict=True)) + 1
+            first, end = max(first, start - start % mmap.PAGESIZE), min(end, start + extent * block.itemsize)
         if first < end:
             _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
     @cached_property
-    def _bounds(self) -> tuple[int, int]:
-        """The addresses between which the file is mapped; none when it is not.
+    def _mapped_addresses(self) -> tuple[int, int]:
+        """The first address of the mapping and its end; ``(0, 0)`` if the file is not mapped.
 
-        They are those in which a view lies. Giving back pages of other memory would clear them, hence this care.
+        Found by the address of a view and the inode of the file: to release pages of other memory would erase them.
         """
         address, inode = max((view.data_ptr() for view in self.views.values()), default=0), os.fstat(self.fd).st_ino
         with suppress(FileNotFoundError), open("/proc/self/maps") as maps:

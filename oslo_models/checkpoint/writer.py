@@ -1,4 +1,4 @@
-"""Writes local shards to files: one file per rank (split), or the files of the whole model (merged)."""
+"""Writes a sharded model: one file per rank (split), or the files of the full model (merged)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from oslo_models.checkpoint.atomic_commit import replacing
+from oslo_models.checkpoint.atomic_commit import replace_atomically
 from oslo_models.checkpoint.filenames import MANIFEST, MERGED, index_name, split_name, with_variant
-from oslo_models.checkpoint.gather import collect
-from oslo_models.checkpoint.inventory import Table, TensorRecord, gather_tables, merge_tables
-from oslo_models.checkpoint.manifest import seal, write_manifest
-from oslo_models.checkpoint.serialization import SaveFunction, reporting, stream_order, write_weights
+from oslo_models.checkpoint.gather import gather_full_tensor
+from oslo_models.checkpoint.manifest import sync_and_record, write_manifest
+from oslo_models.checkpoint.serialization import SaveFunction, explain_write_errors, write_order, write_weights
+from oslo_models.checkpoint.tensor_info import TensorInfo, TensorInfos, gather_infos, merge_stages
 from oslo_models.distributed.collectives import agree, gather_objects
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.sharding.layout import Layout
@@ -28,15 +28,42 @@ from oslo_models.sharding.layout import Layout
 
 @dataclass(frozen=True)
 class _File:
-    """A file to be written: its tensors, as they are on the meta device, and other names of some of them."""
+    """A weights file to be written.
+
+    Attributes:
+        name: its name.
+        meta: its tensors, on the meta device.
+        aliases: further names of some of them.
+    """
 
     name: str
-    infos: Mapping[str, Tensor]
+    meta: Mapping[str, Tensor]
     aliases: Mapping[str, str]
 
     @property
     def nbytes(self) -> int:
-        return sum(info.nbytes for info in self.infos.values())
+        return sum(tensor.nbytes for tensor in self.meta.values())
+
+
+@dataclass(frozen=True)
+class _SavePlan:
+    """The files of a save.
+
+    Attributes:
+        infos: the tensors in the files of this rank, without aliases if merged.
+        files: the files of this rank, in which all ranks take part if merged.
+        is_writer: whether this rank writes them.
+        file_of: the file of each tensor, aliases included; only if merged.
+        entries: what the manifest says of each tensor.
+        kind: what the manifest says of the form of the checkpoint.
+    """
+
+    infos: TensorInfos
+    files: list[_File]
+    is_writer: bool
+    file_of: dict[str, str]
+    entries: dict[str, dict[str, Any]]
+    kind: dict[str, Any]
 
 
 def save_checkpoint(
@@ -53,151 +80,164 @@ def save_checkpoint(
     save_function: SaveFunction | None = None,
     max_shard_size: int | str = "50GB",
     variant: str | None = None,
-    sign: str = "=",
+    separator: str = "=",
 ) -> None:
-    """Write what each rank holds to a file of its own or, merged, the whole model as transformers would.
+    """Write each rank's shards to a file of its own or, merged, the full model in the files of transformers.
 
-    A collective of all ranks. When it returns on any rank, everything is on the disk. When it raises, it raises on
-    every rank, and ``directory`` holds what it held before (or, when only the last step failed, all of the new).
+    A collective of all ranks. When it returns on any rank, all files are on the disk. When it raises, it raises on
+    every rank, and ``directory`` has the old checkpoint (or, when only the last step failed, the complete new one).
 
-    When merging, tensors come to world rank 0 one at a time and go to the disk at once, so that no rank needs more
-    memory than what it holds and one full tensor. A tensor that several stages have is taken from the first of them.
+    When merging, tensors are gathered on world rank 0 one at a time and written at once, so that no rank needs more
+    memory than its shards and one full tensor. A tensor on several pipeline stages is taken from the first of them.
 
     Args:
-        tensors: the local parts of the tensors that this rank holds; plain, or a `DTensor` over the data-parallel axis.
-        layouts: how each of them divides over the tensor-parallel axis.
-        tied: ``{name: the name that it is another name of}``, the same on every rank. ``.bin`` files have both, sharing
-            memory; ``.safetensors`` files cannot, and leave out the first.
-        files: writes the other files (``config.json``) into the directory that it is given; called on world rank 0.
-        metadata: what else the manifest is to say (``architectures``, ``model_type``, ``dtype``).
-        safe_serialization: ``True`` for ``.safetensors``, ``False`` for ``.bin``; otherwise the first when merging.
-        save_function: takes the place of `torch.save` for ``.bin``.
-        max_shard_size: of merged files, as in transformers' ``save_pretrained``.
-        variant: likewise.
-        sign: what stands before the numbers in the names of split files: ``"="``, or ``"_"`` as in OSLO 2.
+        directory: the target; need not exist.
+        tensors: the local shards on this rank; plain, or a `DTensor` over the data-parallel axis.
+        layouts: how each tensor is sharded over the tensor-parallel axis.
+        mesh: the mesh of all ranks.
+        merging: write the full model instead of one file per rank.
+        tied: for each tied weight the name of its source, the same on every rank. ``.bin`` files have both names,
+            sharing memory; ``.safetensors`` files cannot, and have the source only.
+        files: writes further files (``config.json``) into the directory that it is given; called on world rank 0.
+        metadata: further entries of the manifest (``architectures``, ``model_type``, ``dtype``).
+        safe_serialization: ``True`` for ``.safetensors``, ``False`` for ``.bin``; by default ``merging``.
+        save_function: replaces `torch.save` for ``.bin`` files.
+        max_shard_size: the largest size of a merged file, as in transformers' ``save_pretrained``.
+        variant: as in transformers' ``save_pretrained``.
+        separator: the character before the numbers in the names of split files: ``"="``, or ``"_"`` as in OSLO 2.
 
     Raises:
-        ValueError: a tensor does not have the shape that its layout gives this rank.
+        ValueError: the shape of a tensor is not the one that its layout has for this rank.
         OSError: the directory cannot be written, or the disk is full.
     """
     world, safe = mesh.world, merging if safe_serialization is None else safe_serialization
-    table, stages = gather_tables(f"saving to {directory}", tensors, layouts, mesh, tied)
+    infos, stages = gather_infos(f"saving to {directory}", tensors, layouts, mesh, tied)
     if merging:
-        table, aliases = merge_tables(stages, tied)
-        plan, place = _merged_files(table, {} if safe else aliases, MERGED[not safe], max_shard_size, variant)
-        entries = {name: {**_describe(entry), "file": place[name]} for name, entry in table.items()}
-        writes, kind = world.rank == 0, {"kind": "merged", "tp": 1, "pp": 1}
+        plan = _plan_merged(*merge_stages(stages, tied), mesh, safe, max_shard_size, variant)
     else:
-        plan, place = [_split_file(table, mesh, safe, sign)], {}
-        entries = _divisions(stages, safe)
-        writes, kind = mesh.dp.rank == 0, {"kind": "split", "tp": mesh.tp.size, "pp": mesh.pp.size}
+        plan = _plan_split(infos, stages, mesh, safe, separator)
 
-    def take(name: str) -> Tensor | None:
-        """The tensor on the CPU of the rank that writes it; a collective of the ranks that have it."""
-        entry = table[name]
-        tensor = _without_fsdp(tensors[name]) if entry.stage == mesh.pp.rank else None
+    def fetch(name: str) -> Tensor | None:
+        """The tensor on the CPU of the rank that writes it. A collective of the ranks that have it."""
+        info = plan.infos[name]
+        tensor = _without_fsdp(tensors[name]) if info.stage == mesh.pp.rank else None
         if merging:
-            return collect(tensor, entry.layout, entry.dtype, entry.stage, mesh)
-        return tensor.cpu() if tensor is not None and writes else None
+            return gather_full_tensor(tensor, info.layout, info.dtype, info.stage, mesh)
+        return tensor.cpu() if tensor is not None and plan.is_writer else None
 
-    spooled = merging and not safe
-    sizes = [file.nbytes for file in plan] if writes else []
-    with replacing(directory, world, sum(sizes) + spooled * max(sizes, default=0), variant) as staging:
-        own: dict[str, dict[str, int]] = {}
-        for file in plan:
-            own |= _write(staging / file.name, file, take, writes, world, save_function, spooled)
-        reports = gather_objects(world, own)
+    use_spool_file = merging and not safe
+    sizes = [file.nbytes for file in plan.files] if plan.is_writer else []
+    nbytes = sum(sizes) + use_spool_file * max(sizes, default=0)
+    with replace_atomically(directory, world, nbytes, variant) as staging:
+        own_records: dict[str, dict[str, int]] = {}
+        for file in plan.files:
+            own_records |= _write(
+                staging / file.name, file, fetch, plan.is_writer, world, save_function, use_spool_file
+            )
+        gathered = gather_objects(world, own_records)
         with agree(world, f"writing {MANIFEST}"):
             if world.rank == 0:
-                records = {name: record for report in reports for name, record in report.items()}
-                if len(plan) > 1:
+                records = {name: record for report in gathered for name, record in report.items()}
+                if len(plan.files) > 1:
                     path = staging / index_name(MERGED[not safe], variant)
-                    records[path.name] = _write_index(path, table, plan, place)
+                    records[path.name] = _write_index(path, plan)
                 if files is not None:
                     files(staging)
-                dtypes = [entry["dtype"] for entry in entries.values() if "float" in entry["dtype"]]
-                about = {"dtype": next(iter(dtypes), None), **(metadata or {}), **kind, "variant": variant}
-                content = {**about, "tied": dict(tied), "tensors": entries, "files": records}
+                dtypes = [entry["dtype"] for entry in plan.entries.values() if "float" in entry["dtype"]]
+                header = {"dtype": next(iter(dtypes), None), **(metadata or {}), **plan.kind, "variant": variant}
+                content = {**header, "tied": dict(tied), "tensors": plan.entries, "files": records}
                 write_manifest(staging / with_variant(MANIFEST, variant), content)
 
 
-def _split_file(table: Table, mesh: ParallelMesh, safe: bool, sign: str) -> _File:
-    """The file of this rank."""
-    aliases = {name: entry.alias_of for name, entry in table.items() if entry.alias_of is not None}
-    infos = {
-        name: _meta(entry.layout.local_shape(mesh.tp.rank), entry.dtype)
-        for name, entry in table.items()
+def _plan_split(
+    infos: TensorInfos, stages: Sequence[TensorInfos], mesh: ParallelMesh, safe: bool, separator: str
+) -> _SavePlan:
+    """One file with the shards of this rank."""
+    aliases = {name: info.alias_of for name, info in infos.items() if info.alias_of is not None}
+    meta = {
+        name: _on_meta(info.layout.local_shape(mesh.tp.rank), info.dtype)
+        for name, info in infos.items()
         if name not in aliases
     }
-    return _File(split_name(mesh.tp.rank, mesh.pp.rank, safe, sign), infos, {} if safe else aliases)
-
-
-def _divisions(stages: Sequence[Table], safe: bool) -> dict[str, dict[str, Any]]:
-    """What the manifest says of the tensors in split files."""
+    file = _File(split_name(mesh.tp.rank, mesh.pp.rank, safe, separator), meta, {} if safe else aliases)
     entries: dict[str, dict[str, Any]] = {}
     for stage in stages:
-        for name, entry in stage.items():
-            if not (safe and entry.alias_of):
-                division: dict[str, Any] = {"dim": entry.layout.dim, "ranges": entry.layout.ranges, "stages": []}
-                entries.setdefault(name, {**_describe(entry), **division})["stages"].append(entry.stage)
-    return entries
+        for name, info in stage.items():
+            if not (safe and info.alias_of):
+                sharding: dict[str, Any] = {"dim": info.layout.dim, "ranges": info.layout.ranges, "stages": []}
+                entries.setdefault(name, {**_describe(info), **sharding})["stages"].append(info.stage)
+    kind = {"kind": "split", "tp": mesh.tp.size, "pp": mesh.pp.size}
+    return _SavePlan(infos, [file], mesh.dp.rank == 0, {}, entries, kind)
 
 
-def _merged_files(
-    table: Table, aliases: Mapping[str, str], base: str, max_shard_size: int | str, variant: str | None
-) -> tuple[list[_File], dict[str, str]]:
-    """The files of the whole model, and by name the file of each tensor."""
-    stem, suffix = with_variant(base, variant).rsplit(".", 1)
-    infos = {name: _meta(entry.layout.shape, entry.dtype) for name, entry in table.items()}
+def _plan_merged(
+    infos: TensorInfos,
+    aliases: Mapping[str, str],
+    mesh: ParallelMesh,
+    safe: bool,
+    max_shard_size: int | str,
+    variant: str | None,
+) -> _SavePlan:
+    """The files of the full model."""
+    aliases = {} if safe else aliases
+    stem, suffix = with_variant(MERGED[not safe], variant).rsplit(".", 1)
+    meta = {name: _on_meta(info.layout.shape, info.dtype) for name, info in infos.items()}
     pattern = f"{stem}{{suffix}}.{suffix}"
-    shards = split_torch_state_dict_into_shards(infos, filename_pattern=pattern, max_shard_size=max_shard_size)
-    place = dict(shards.tensor_to_filename)
-    place |= {alias: place[name] for alias, name in aliases.items()}
-    plan = []
+    shards = split_torch_state_dict_into_shards(meta, filename_pattern=pattern, max_shard_size=max_shard_size)
+    file_of = dict(shards.tensor_to_filename)
+    file_of |= {alias: file_of[source] for alias, source in aliases.items()}
+    files = []
     for filename, names in shards.filename_to_tensors.items():
-        shared = {alias: name for alias, name in aliases.items() if name in names}
-        plan.append(_File(filename, {name: infos[name] for name in names}, shared))
-    return plan, place
+        own_aliases = {alias: source for alias, source in aliases.items() if source in names}
+        files.append(_File(filename, {name: meta[name] for name in names}, own_aliases))
+    entries = {name: {**_describe(info), "file": file_of[name]} for name, info in infos.items()}
+    kind = {"kind": "merged", "tp": 1, "pp": 1}
+    return _SavePlan(infos, files, mesh.world.rank == 0, file_of, entries, kind)
 
 
-def _write_index(path: Path, table: Table, plan: Sequence[_File], place: Mapping[str, str]) -> dict[str, int]:
-    count = sum(math.prod(entry.layout.shape) for entry in table.values())
-    sums = {"total_parameters": count, "total_size": sum(file.nbytes for file in plan)}
-    path.write_text(json.dumps({"metadata": sums, "weight_map": place}, indent=2, sort_keys=True) + "\n")
-    return seal(path)
+def _write_index(path: Path, plan: _SavePlan) -> dict[str, int]:
+    """Write the index of transformers for several merged files, and return its record for the manifest."""
+    count = sum(math.prod(info.layout.shape) for info in plan.infos.values())
+    totals = {"total_parameters": count, "total_size": sum(file.nbytes for file in plan.files)}
+    path.write_text(json.dumps({"metadata": totals, "weight_map": plan.file_of}, indent=2, sort_keys=True) + "\n")
+    return sync_and_record(path)
 
 
 def _write(
     path: Path,
     file: _File,
-    take: Callable[[str], Tensor | None],
-    writes: bool,
+    fetch: Callable[[str], Tensor | None],
+    is_writer: bool,
     world: Axis,
     save_function: SaveFunction | None,
-    spooled: bool,
+    use_spool_file: bool,
 ) -> dict[str, dict[str, int]]:
-    """Write one file and return its record by name, on the ranks that write it. A collective of all ranks."""
-    tensors: Iterator[Any] = (take(name) for name in stream_order(file.infos))
+    """Write one file. A collective of all ranks.
+
+    Returns:
+        Its record for the manifest, by its name; empty on ranks that do not write.
+    """
+    tensors: Iterator[Any] = (fetch(name) for name in write_order(file.meta))
     with agree(world, f"writing {path.name}"):
         try:
-            if not writes:
+            if not is_writer:
                 return {}
-            with reporting(path, file.nbytes, world.rank):
-                write_weights(path, file.infos, tensors, file.aliases, save_function, spooled)
-                return {path.name: seal(path)}
+            with explain_write_errors(path, file.nbytes, world.rank):
+                write_weights(path, file.meta, tensors, file.aliases, save_function, use_spool_file)
+                return {path.name: sync_and_record(path)}
         finally:
-            for _ in tensors:  # until then peers wait for this rank to take part
+            for _ in tensors:  # ranks that do not write, or failed, still take part in the collectives of `fetch`
                 pass
 
 
-def _describe(entry: TensorRecord) -> dict[str, Any]:
-    return {"shape": entry.layout.shape, "dtype": str(entry.dtype).removeprefix("torch.")}
+def _describe(info: TensorInfo) -> dict[str, Any]:
+    return {"shape": info.layout.shape, "dtype": str(info.dtype).removeprefix("torch.")}
 
 
-def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _without_fsdp(tensor: Tensor) -> Tensor:
-    """The whole of what the tensor-parallel rank holds. A collective of the data-parallel axis for a `DTensor`."""
+    """The tensor-parallel shard of this rank, which FSDP may shard again. A collective of the replicas if it does."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

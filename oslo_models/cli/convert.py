@@ -1,4 +1,4 @@
-"""Turns a checkpoint into one of another form without building a model: split files of any sizes, or merged."""
+"""Converts checkpoints between merged and split files of any sizes, without allocating a model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from oslo_models import registry
-from oslo_models.checkpoint import CheckpointReader, open_checkpoint, save_checkpoint, verify_checkpoint
+from oslo_models.checkpoint import CheckpointReader, save_checkpoint
 from oslo_models.distributed.collectives import agree
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
-from oslo_models.modeling.weight_mapping import WeightMapping
+from oslo_models.modeling.weight_mapping import open_with_mapping
 from oslo_models.sharding.layout import EvenSplit, Layout
 
 
@@ -29,16 +29,20 @@ def convert(
     merging: bool = False,
     safe_serialization: bool | None = None,
 ) -> None:
-    """Read a checkpoint, split at any sizes or merged, and write another; a collective of the ranks of these sizes.
+    """Convert a checkpoint, merged or split at any sizes, to other sizes. A collective of all ranks.
 
-    Values and types stay bit for bit. A rank holds its part, when merging one tensor.
+    Values and dtypes are preserved bit for bit. Each rank has its part of the model in memory, or when merging one
+    full tensor at a time.
 
     Args:
-        merging: write what transformers loads (with sizes of 1) instead of one file per rank.
+        directory: the checkpoint to read.
+        output: the directory to write.
+        tensor_parallel_size: of the new checkpoint; the same for ``pipeline_parallel_size``.
+        merging: write files that transformers loads (with both sizes 1) instead of one file per rank.
         safe_serialization: as in ``save_pretrained_with_parallel``.
 
     Raises:
-        ValueError: the architecture is not in the zoo, or the sizes do not fit it.
+        ValueError: the architecture is not supported, or the sizes do not fit it.
         OSError: ``directory`` cannot be read, or ``output`` not written.
     """
     start_process_group()
@@ -47,45 +51,38 @@ def convert(
         cls: Any = registry.find((config.architectures or ["(no architecture in config.json)"])[0])
         cls.plan(config).check_ranks(cls.__name__, type(config).__name__, tensor_parallel_size)
     mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size)
-    with agree(mesh.world, f"opening {directory}"):
-        template = WeightMapping(cls, config, {}, mesh)
-        reader = open_checkpoint(
-            directory, fallback_layout=template.layout_of_old_files, owner_stage=template.stage_of_old_files
-        )
-    try:
-        verify_checkpoint(reader, mesh.world)
+    with open_with_mapping(cls, config, mesh, directory) as (mapping, reader):
+        tied = mapping.model.all_tied_weights_keys
         with agree(mesh.world, f"reading {directory}"):
-            slices = template.slices(reader, None, False, None)
-            for name, source in template.model.all_tied_weights_keys.items():  # which .bin files hold under both names
+            slices = mapping.slices(reader)
+            for name, source in tied.items():  # .bin files hold tied weights under both names
                 if name in slices and source in slices and _are_equal(reader, slices[name].name, slices[source].name):
                     del slices[name]
-            names = {local: template.names.get(local, local) for local in slices}
-            tensors: Mapping[str, Tensor] = _LazyStateDict({names[local]: part for local, part in slices.items()})
+            full_names = {local: mapping.names.get(local, local) for local in slices}
+            tensors: Mapping[str, Tensor] = _LazyStateDict({full_names[local]: part for local, part in slices.items()})
             if not merging:
                 tensors = dict(tensors.items())
-        layouts = {name: template.layouts.get(name, Layout(tuple(tensors[name].shape))) for name in tensors}
+        layouts = {name: mapping.layouts.get(name, Layout(tuple(tensors[name].shape))) for name in tensors}
         save_checkpoint(
             output,
             tensors,
             layouts,
             mesh,
             merging=merging,
-            tied=template.model.all_tied_weights_keys,
+            tied=tied,
             files=lambda staging: _copy_configs(directory, staging),
             metadata={"model_type": config.model_type, "architectures": [cls.__name__]},
             safe_serialization=safe_serialization,
         )
-    finally:
-        reader.close()
 
 
 def launch(
     directory: Path, output: Path, tensor_parallel_size: int, pipeline_parallel_size: int, safe: bool | None
 ) -> None:
-    """Run `convert` on as many processes of this machine as the sizes need.
+    """Run `convert` in as many processes on this machine as the sizes require.
 
     Raises:
-        RuntimeError: the processes failed; they have said why.
+        RuntimeError: the processes failed; the message is their stderr.
     """
     ranks = tensor_parallel_size * pipeline_parallel_size
     if ranks == 1:
@@ -101,17 +98,19 @@ def launch(
 
 
 def _are_equal(reader: CheckpointReader, one: str, other: str) -> bool:
-    """Whether two tensors of a checkpoint are the same, some rows at a time."""
+    """Whether two tensors of a checkpoint are equal; compares a few rows at a time."""
     shape = reader.tensors[one].shape
     if shape != reader.tensors[other].shape:
         return False
-    parts = Layout.divided(shape, 0, (EvenSplit(shape[0]),), min(shape[0], 64))
-    ranks = range(len(parts.ranges))
-    return all(torch.equal(reader.read(one, parts, rank), reader.read(other, parts, rank)) for rank in ranks)
+    chunks = Layout.divided(shape, 0, (EvenSplit(shape[0]),), min(shape[0], 64))
+    return all(
+        torch.equal(reader.read(one, chunks, chunk), reader.read(other, chunks, chunk))
+        for chunk in range(len(chunks.ranges))
+    )
 
 
 class _LazyStateDict(Mapping[str, Tensor]):
-    """Tensors that are read when they are asked for, and not kept."""
+    """A state dict that reads a tensor at each access and keeps none."""
 
     def __init__(self, slices: Mapping[str, Any]) -> None:
         self._slices = slices

@@ -269,10 +269,10 @@ def inspect_checkpoint(directory: Path, verify: bool = False) -> dict[str, Any]:
         gives the type and the shape *in that file* of each.
     """
     from oslo_models.checkpoint import verify_checkpoint
-    from oslo_models.checkpoint.locate import find
+    from oslo_models.checkpoint.locate import open_files
     from oslo_models.distributed.mesh import Axis
 
-    found = find(directory, None)
+    found = open_files(directory, None)
     if verify:
         verify_checkpoint(found, Axis("world", 0, (0,), None))
     ranks = {name: {"tp": t, "pp": p} for (t, p), name in found.grid.items()}

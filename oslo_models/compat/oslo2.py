@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
 from oslo_models import registry
+from oslo_models.checkpoint.checksum import tensor_checksum
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.collectives import agree, broadcast, gather_objects
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
@@ -110,7 +110,7 @@ def _divide(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> 
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     if mesh.world.size > 1:
         tensors = [*model.parameters(), *model.buffers()]
-        prints = gather_objects(mesh.world, [_fingerprint(tensor) for tensor in tensors])
+        prints = gather_objects(mesh.world, [tensor_checksum(tensor) for tensor in tensors])
         for tensor, *seen in zip(tensors, *prints, strict=True):
             if len(set(seen)) > 1:  # what is not written to may stay where others see it too, in a file
                 tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))
@@ -130,7 +130,3 @@ def _divide(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> 
             old.data, old.grad = old.data.new_empty(0), None
     model.to(mesh.device)
     start(model, arguments)
-
-
-def _fingerprint(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,1 +1,1 @@
-"""Arguments of the constructors, and where checkpoints and configurations are found."""
+"""Checks the arguments of the constructors; finds checkpoints and reads their configurations."""

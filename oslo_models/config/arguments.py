@@ -1,4 +1,4 @@
-"""The arguments of the constructors, and what can be wrong with them."""
+"""The arguments of the constructors of `ParallelModel`, and the checks on them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from transformers import PreTrainedConfig
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
 
-REFUSED = {
+UNSUPPORTED = {
     "places the weights in transformers' own way; sizes here are tensor_parallel_size and pipeline_parallel_size": (
         *("device_map", "tp_plan", "tp_size", "tp_mesh", "device_mesh", "distributed_config", "max_memory"),
     ),
-    "quantised weights cannot be divided yet": ("quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file"),
+    "quantised weights cannot be sharded yet": ("quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file"),
     "is not supported; weights are read from the checkpoint": ("state_dict", "from_tf", "from_flax", "offload_folder"),
 }
-"""What transformers' ``from_pretrained`` takes and the constructors here do not, by the reason."""
+"""Arguments of transformers' ``from_pretrained`` that the constructors refuse, by the reason."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments that are ours, as the constructors got them."""
+    """The arguments that the constructors add to those of transformers."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -39,11 +39,18 @@ class Arguments:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
-        """Those among the local variables of a constructor."""
+        """Pick them from the local variables of a constructor."""
         return cls(**{field.name: given[field.name] for field in fields(cls)})
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` for what can be seen to be wrong without a configuration."""
+        """Check what does not depend on the configuration of the model.
+
+        Args:
+            kwargs: further keyword arguments of the constructor.
+
+        Raises:
+            ValueError: an argument is invalid or not supported.
+        """
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "micro_batch_size"):
             check_size(name, getattr(self, name))
         deployment = kwargs.get("deployment")
@@ -63,7 +70,7 @@ class Arguments:
             check_size("each of blocks_per_stage", number)
         if self.seed is not None:
             check_size("seed", self.seed, 0)
-        for reason, names in REFUSED.items():
+        for reason, names in UNSUPPORTED.items():
             for name in names:
                 if kwargs.get(name) is not None and kwargs[name] is not False:
                     raise ValueError(f"{name}={kwargs[name]!r} {reason}")
@@ -71,18 +78,27 @@ class Arguments:
             raise ValueError(f"deploy={self.deploy} and deployment={deployment} are the same argument; pass one")
 
     def check_config(self, cls: type[Any], config: PreTrainedConfig) -> None:
-        """Raise ``ValueError`` for what does not fit the model."""
+        """Check the sizes against the model.
+
+        Args:
+            cls: the class of the model.
+            config: its configuration.
+
+        Raises:
+            ValueError: the model cannot be sharded over so many ranks or stages, is quantised, or its vocabulary cannot
+                be resized to ``resize_token_embeddings``.
+        """
         name, plan = type(config).__name__, cls.plan(config)
         plan.check_ranks(cls.__name__, name, self.tensor_parallel_size)
         plan.check_stages(cls.__name__, self.pipeline_parallel_size)
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError(
-                "the checkpoint is quantised (config.quantization_config); quantised weights cannot be divided"
+                "the checkpoint is quantised (config.quantization_config); quantised weights cannot be sharded yet"
             )
         vocab, size = getattr(config, "vocab_size", None), self.resize_token_embeddings
         if size is None:
             return
-        if vocab is None or config.get_text_config() is not config:  # that of a part counts
+        if vocab is None or config.get_text_config() is not config:  # a nested vocab_size is not resized
             raise ValueError(f"resize_token_embeddings={size} was passed, and a {name} has no vocab_size; leave it out")
         check_size("resize_token_embeddings", size, vocab, "vocab_size=")
 
@@ -92,7 +108,11 @@ def is_timeout(value: object) -> bool:
 
 
 def parse_dtype(kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Take ``dtype`` and ``torch_dtype`` out of ``kwargs``; ``None`` for "as saved"."""
+    """Remove ``dtype`` and ``torch_dtype`` from ``kwargs`` and return the dtype; ``None`` for that of the checkpoint.
+
+    Raises:
+        ValueError: it is not a floating-point type, or the two differ.
+    """
     given = {key: kwargs.pop(key) for key in ("dtype", "torch_dtype") if kwargs.get(key) is not None}
     parsed = set()
     for key, value in given.items():

@@ -1,4 +1,4 @@
-"""Where a checkpoint and its configuration are found: in a directory, or on the hub after a download."""
+"""Finds a checkpoint, in a directory or on the hub, and reads its configuration."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from transformers import GenerationConfig, PreTrainedConfig
 from oslo_models import checkpoint
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+"""Arguments of transformers' ``from_pretrained`` that are passed on to the download."""
 
 
 def open_source(cls: type[Any], name: str | Path, options: dict[str, Any]) -> tuple[Path, str | None, PreTrainedConfig]:
     """Find a checkpoint and read its configuration.
 
     Args:
-        cls: the class of the model; its ``config_class`` has to fit what was saved.
+        cls: the class of the model; its ``config_class`` must be that of the checkpoint.
         name: a directory, or a name on the hub.
-        options: keyword arguments of a constructor. Those that say where to look, and those that the configuration
-            knows, are taken out.
+        options: keyword arguments of a constructor. Those for the download and those that the configuration has are
+            removed.
 
     Returns:
         The directory, the ``variant`` of its files, and the configuration.
 
     Raises:
         OSError: there is no such checkpoint.
-        ValueError: it is one of another architecture.
+        ValueError: the checkpoint is of another architecture.
     """
     hub = {key: options.pop(key) for key in HUB_ARGUMENTS if key in options}
     variant, subfolder = options.pop("variant", None), options.pop("subfolder", "")
@@ -37,10 +38,17 @@ def open_source(cls: type[Any], name: str | Path, options: dict[str, Any]) -> tu
 
 
 def find_checkpoint(name: str | Path, variant: str | None, hub: dict[str, Any]) -> Path:
-    """The directory of a checkpoint: ``name`` itself, or where the hub's files are after a download.
+    """The directory of a checkpoint: ``name`` itself, or the download of that name on the hub.
+
+    Finishes a save that was interrupted in its last step.
+
+    Args:
+        name: a directory, or a name on the hub.
+        variant: as transformers' ``variant``.
+        hub: arguments of the download, by the names in `HUB_ARGUMENTS`.
 
     Raises:
-        OSError: there is no such directory, and no such name on the hub.
+        OSError: there is neither such a directory nor such a name on the hub.
     """
     directory = Path(name)
     if directory.is_dir():
@@ -63,15 +71,26 @@ def find_checkpoint(name: str | Path, variant: str | None, hub: dict[str, Any]) 
 
 
 def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration, with those of ``options`` that it knows taken over."""
+    """Read the configuration of a checkpoint.
+
+    Args:
+        cls: the class of the model.
+        directory: the directory of the checkpoint.
+        options: keyword arguments of a constructor. ``config`` is used instead of the saved configuration; without it,
+            arguments that are attributes of the saved one override them. Those that were used are removed.
+
+    Raises:
+        OSError: there is no ``config.json``.
+        ValueError: it is of another architecture.
+    """
     config = options.pop("config", None)
     if config is not None:
         return copy_of_config(cls, config)
     if not (directory / "config.json").is_file():
         raise OSError(f"{directory} holds no config.json")
     raw, _ = PreTrainedConfig.get_config_dict(directory)
-    part = raw.get(cls.config_class.base_config_key, raw)  # a class may be for a part of what was saved: CLIP's text
-    wanted, found = cls.config_class.model_type, part.get("model_type", cls.config_class.model_type)
+    section = raw.get(cls.config_class.base_config_key, raw)  # the class may be of a submodel: CLIPTextModel of CLIP
+    wanted, found = cls.config_class.model_type, section.get("model_type", cls.config_class.model_type)
     if found != wanted:
         saved = ", ".join(raw.get("architectures") or ["one of its own classes"])
         raise ValueError(f"{directory} is a {found} checkpoint and {cls.__name__} is for {wanted}; use {saved}")
@@ -82,12 +101,14 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
 
 
 def copy_of_config(cls: type[Any], config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a configuration. Raises ``ValueError`` if it is not one for ``cls``."""
     if not isinstance(config, cls.config_class):
         raise ValueError(f"config must be a {cls.config_class.__name__} for {cls.__name__}, got {config!r:.200}")
     return copy.deepcopy(config)
 
 
 def read_generation_config(directory: Path) -> GenerationConfig | None:
+    """The ``generation_config.json`` of a checkpoint; ``None`` without one."""
     try:
         return GenerationConfig.from_pretrained(directory)
     except OSError:

@@ -1,4 +1,4 @@
-"""From arguments and a checkpoint or a configuration to this rank's part of a model."""
+"""Constructs this rank's part of a model from a checkpoint or a configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, set_seed
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from oslo_models import checkpoint
+from oslo_models.checkpoint import CheckpointReader
 from oslo_models.config.arguments import Arguments, is_timeout, parse_dtype
 from oslo_models.config.sources import copy_of_config, open_source, read_generation_config
 from oslo_models.deploy import deploy
@@ -21,7 +21,7 @@ from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
-from oslo_models.modeling.weight_mapping import WeightMapping
+from oslo_models.modeling.weight_mapping import open_with_mapping
 
 if TYPE_CHECKING:
     from oslo_models.modeling.base import ParallelModel
@@ -31,7 +31,9 @@ def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arg
     """What the constructors of `ParallelModel` do; ``method`` is the name of the one that was called."""
     if arguments.deploy or kwargs.get("deployment"):
         return deploy(cls, method, source, arguments, kwargs)
-    timeout = arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT  # what is wrong is told later
+    timeout = (
+        arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT
+    )  # an invalid one is reported by the checks of all ranks
     start_process_group(timeout=timeout)
     world = world_axis(timeout)
     world.at(f"construction of {cls.__name__}")
@@ -89,10 +91,11 @@ def _from_pretrained(
     world: Axis,
     call: str,
 ) -> tuple[ParallelModel, dict[str, Any]]:
+    """Load this rank's part of a checkpoint; returns the model and the loading info of transformers."""
     options = {key: value for key, value in kwargs.items() if key != "deployment"}
     ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)
-    for fixed in ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info"):  # always so here
-        options.pop(fixed, None)
+    for ignored in ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info"):
+        options.pop(ignored, None)
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
         dtype = parse_dtype(options)
@@ -100,37 +103,39 @@ def _from_pretrained(
         old_vocab = getattr(config, "vocab_size", None)
         arguments.check_config(cls, config)
     mesh, init_seed = join(arguments, config, {**kwargs, "pretrained_model_name_or_path": str(name)}, call)
-    with agree(world, f"opening {directory}"):
-        key_mapping = options.pop("key_mapping", None)
-        template = WeightMapping(cls, config, options, mesh, arguments.blocks_per_stage)
-        reader = checkpoint.open_checkpoint(
-            directory,
-            variant=variant,
-            fallback_layout=template.layout_of_old_files,
-            owner_stage=template.stage_of_old_files,
+    key_mapping = options.pop("key_mapping", None)
+    source = open_with_mapping(
+        cls,
+        config,
+        mesh,
+        directory,
+        options=options,
+        blocks_per_stage=arguments.blocks_per_stage,
+        variant=variant,
+    )
+    with source as (mapping, reader), agree(world, f"reading {directory}"), ExitStack() as stack:
+        slices = mapping.slices(
+            reader,
+            old_vocab=old_vocab,
+            ignore_mismatched_sizes=ignore_mismatched_sizes,
+            key_mapping=key_mapping,
         )
-    try:
-        checkpoint.verify_checkpoint(reader, world)
-        with agree(world, f"reading {directory}"), ExitStack() as stack:
-            slices = template.slices(reader, old_vocab, ignore_mismatched_sizes, key_mapping)
-            if world.rank > 0 and is_progress_bar_enabled():  # one rank shows its progress
-                disable_progress_bar()
-                stack.callback(enable_progress_bar)
-            model, info = cls.from_pretrained(
-                None,
-                config=config,
-                state_dict=slices,
-                dtype=dtype or config.dtype or _dtype_of(reader),
-                device_map={"": mesh.device} if mesh.device.type == "cuda" else None,
-                generation_config=read_generation_config(directory),
-                output_loading_info=True,
-                mesh=mesh,
-                init_seed=init_seed,
-                blocks_per_stage=arguments.blocks_per_stage,
-                **options,
-            )
-    finally:
-        reader.close()
+        if world.rank > 0 and is_progress_bar_enabled():  # only rank 0 shows a progress bar
+            disable_progress_bar()
+            stack.callback(enable_progress_bar)
+        model, info = cls.from_pretrained(
+            None,
+            config=config,
+            state_dict=slices,
+            dtype=dtype or config.dtype or _dtype_of(reader),
+            device_map={"": mesh.device} if mesh.device.type == "cuda" else None,
+            generation_config=read_generation_config(directory),
+            output_loading_info=True,
+            mesh=mesh,
+            init_seed=init_seed,
+            blocks_per_stage=arguments.blocks_per_stage,
+            **options,
+        )
     model.config.name_or_path = model.name_or_path = str(name)
     require_equal(mesh.tp, {"tied weights": sorted(model.all_tied_weights_keys)}, "checkpoints")
     return model, info
@@ -152,6 +157,7 @@ def join(
     return mesh, broadcast_object(mesh.world, int(torch.randint(2**62, ())))
 
 
-def _dtype_of(reader: checkpoint.CheckpointReader) -> torch.dtype:
+def _dtype_of(reader: CheckpointReader) -> torch.dtype:
+    """The first floating-point type in a checkpoint."""
     floating = (info.dtype for info in reader.tensors.values() if info.dtype.is_floating_point)
     return next(floating, torch.get_default_dtype())

@@ -1,4 +1,4 @@
-"""`ParallelizedModel`: the methods that OSLO 2 gives to a model, which save and load split files."""
+"""`ParallelizedModel`: the methods of OSLO 2 that save and load checkpoints."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_models import checkpoint
+from oslo_models.checkpoint import LazySlice
 from oslo_models.distributed.collectives import agree
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.modeling.saving import SavableModel
-from oslo_models.modeling.weight_mapping import WeightMapping
+from oslo_models.modeling.weight_mapping import open_with_mapping
 
 
 class ParallelizedModel(SavableModel):
-    """The methods that OSLO 2 gives to a model."""
+    """Adds OSLO 2's `save_parallelized` and `from_parallelized`."""
 
     def save_parallelized(
         self,
@@ -29,43 +29,42 @@ class ParallelizedModel(SavableModel):
         merge_checkpoints: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`save_pretrained_with_parallel` under OSLO 2's names: split files are ``pytorch_model_tp_?_pp_?.bin``."""
+        """`save_pretrained_with_parallel` as in OSLO 2, which names split files ``pytorch_model_tp_?_pp_?.bin``."""
         options = {"save_config": save_config, **kwargs}
         self._save(save_directory, merge_checkpoints, state_dict, save_function, "_", **options)
 
     @torch.no_grad()
     def from_parallelized(self, directory: str | Path) -> Any:
-        """Take the weights of a checkpoint, split at any sizes or merged, into this model; a collective.
+        """Load the weights of a checkpoint, merged or split at any sizes, into this model. A collective of all ranks.
 
         Returns:
             The model itself.
 
         Raises:
-            ValueError: the checkpoint lacks weights of this model, or has them in other shapes.
+            ValueError: the checkpoint lacks weights of this model, or their shapes differ.
             OSError: there is no checkpoint, or it is damaged (``CheckpointError``, which names the file).
         """
         mesh = self.mesh or ParallelMesh()
         mesh.world.at(f"loading {directory}")
         blocks = None if self.stage is None else [stop - first for first, stop in self.stage.ranges]
-        own = self.state_dict(keep_vars=True)
-        with agree(mesh.world, f"opening {directory}"):
-            template = WeightMapping(type(self), self.full_config(), {}, mesh, blocks)
-            reader = checkpoint.open_checkpoint(
-                Path(directory), fallback_layout=template.layout_of_old_files, owner_stage=template.stage_of_old_files
-            )
-        try:
-            checkpoint.verify_checkpoint(reader, mesh.world)
-            with agree(mesh.world, f"reading {directory}"):
-                slices = template.slices(reader, None, False, None)
-                given = {id(own[name]) for name in slices.keys() & own.keys()}  # tied ones are there once
-                missing = [name for name, tensor in own.items() if id(tensor) not in given]
-                # Some weights are computed when a model is made (Marian's positions), and never saved.
-                computed = [*(self._keys_to_ignore_on_save or ()), *(self._keys_to_ignore_on_load_missing or ())]
-                if missing := [name for name in missing if not any(re.search(key, name) for key in computed)]:
-                    raise ValueError(f"{directory} lacks {missing} of this {type(self).__name__}")
-                for name in slices.keys() & own.keys():
-                    own[name].copy_(slices[name].read())
-        finally:
-            reader.close()
+        source = open_with_mapping(type(self), self.full_config(), mesh, Path(directory), blocks_per_stage=blocks)
+        with source as (mapping, reader), agree(mesh.world, f"reading {directory}"):
+            self._copy_from(mapping.slices(reader), directory)
         mesh.world.at("after loading")
         return self
+
+    def _copy_from(self, slices: Mapping[str, LazySlice], directory: str | Path) -> None:
+        """Copy slices of a checkpoint into the tensors of this model.
+
+        Raises:
+            ValueError: weights of this model are not among them.
+        """
+        state = self.state_dict(keep_vars=True)
+        loaded = {id(state[name]) for name in slices.keys() & state.keys()}  # a checkpoint has tied weights once
+        missing = [name for name, tensor in state.items() if id(tensor) not in loaded]
+        # Some weights are computed when a model is constructed (Marian's positions), and never saved.
+        computed = [*(self._keys_to_ignore_on_save or ()), *(self._keys_to_ignore_on_load_missing or ())]
+        if missing := [name for name in missing if not any(re.search(key, name) for key in computed)]:
+            raise ValueError(f"{directory} lacks {missing} of this {type(self).__name__}")
+        for name in slices.keys() & state.keys():
+            state[name].copy_(slices[name].read())

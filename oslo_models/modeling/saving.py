@@ -1,4 +1,4 @@
-"""`SavableModel`: the methods of a model that write it to files."""
+"""`SavableModel`: the methods of a model that save it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oslo_models.sharding.layout import Layout
 
 
 class SavableModel(PreTrainedModel):
-    """What `ParallelModel` does in place of transformers' ``save_pretrained``."""
+    """Adds `save_pretrained_with_parallel`, in place of transformers' ``save_pretrained``."""
 
     mesh: ParallelMesh | None = None
     stage: Stage | None = None
@@ -33,25 +33,25 @@ class SavableModel(PreTrainedModel):
         save_function: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Save the model; collective: every rank calls it, and it returns when all data are on the disk.
+        """Save the model. A collective of all ranks; returns when all data are on the disk.
 
-        What ``save_directory`` held before stays until everything is written, and is then replaced at once: a process
-        killed, or a disk full, at any point leaves the old checkpoint or the new one. Other files in it stay.
+        An existing checkpoint in ``save_directory`` is replaced atomically: if a process is killed or the disk is full,
+        the complete old or the complete new checkpoint is there. Other files in the directory are kept.
 
         Args:
+            save_directory: the directory of the checkpoint; need not exist.
             save_config: write ``config.json`` and ``generation_config.json`` too.
-            save_with_merging: write what transformers' own ``from_pretrained`` loads, instead of one file per rank,
-                ``pytorch_model_tp=?_pp=?.bin``. ``save_with_merge`` is another name of it. Tensors are merged one at a
-                time.
-            safe_serialization: ``True``: safetensors; ``False``: ``.bin``; ``None``: ``.bin`` when split, and when
-                merged as transformers does, safetensors.
-            state_dict: this rank's tensors, if not those of ``self.state_dict()``.
-            save_function: writes one ``.bin`` file, as ``torch.save`` does.
+            save_with_merging: write a checkpoint for transformers' own ``from_pretrained``, instead of one file per
+                rank, ``pytorch_model_tp=?_pp=?.bin``. Tensors are gathered one at a time. Alias: ``save_with_merge``.
+            safe_serialization: ``True`` for safetensors, ``False`` for ``.bin``. By default split files are ``.bin``
+                and merged ones, as in transformers, safetensors.
+            state_dict: the tensors of this rank; by default ``self.state_dict()``.
+            save_function: writes one ``.bin`` file, like ``torch.save``.
             **kwargs: ``max_shard_size`` and ``variant`` of merged files.
 
         Raises:
-            ValueError: contradictory arguments, or ranks that were given different ones.
-            OSError: the directory cannot be written (no permission, no space, a file in its place); on every rank, and
+            ValueError: the arguments contradict each other, or differ between ranks.
+            OSError: on every rank, when the directory cannot be written (no permission, no space, a file of that name);
                 the old checkpoint is intact.
         """
         merging = kwargs.pop("save_with_merge", save_with_merging)
@@ -64,12 +64,12 @@ class SavableModel(PreTrainedModel):
         merging: bool,
         state_dict: Mapping[str, Tensor] | None,
         save_function: Any,
-        sign: str,
+        separator: str,
         save_config: bool = True,
         safe_serialization: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """`save_pretrained_with_parallel`; ``sign`` is that of the names of split files."""
+        """`save_pretrained_with_parallel`, with the separator in the names of split files as an argument."""
         mesh = self.mesh or ParallelMesh()
         mesh.world.at(f"saving to {save_directory}")
         with agree(mesh.world, "checking arguments of saving"):
@@ -77,15 +77,9 @@ class SavableModel(PreTrainedModel):
                 raise ValueError(f"unknown arguments {sorted(unknown)}; beside the named ones: max_shard_size, variant")
             if kwargs and not merging:
                 raise ValueError(f"{sorted(kwargs)} are for save_with_merging=True; split files are one per rank")
-        what = {"save_directory": str(save_directory), "save_with_merging": merging, "save_config": save_config}
-        require_equal(mesh.world, {**what, "safe_serialization": safe_serialization, **kwargs}, "save arguments")
-        aliases = {} if self.stage is None else self.stage.aliases
-        given = self.state_dict() if state_dict is None else state_dict
-        tensors = {aliases.get(name, name): tensor for name, tensor in given.items()}
-        for name in self._keys_to_ignore_on_save or ():
-            tensors.pop(name, None)
-        known_layouts = {aliases.get(name, name): layout for name, layout in self.layouts.items()}
-        layouts = {name: known_layouts.get(name, Layout(tuple(tensor.shape))) for name, tensor in tensors.items()}
+        arguments = {"save_directory": str(save_directory), "save_with_merging": merging, "save_config": save_config}
+        require_equal(mesh.world, {**arguments, "safe_serialization": safe_serialization, **kwargs}, "save arguments")
+        tensors, layouts = self._full_names(self.state_dict() if state_dict is None else state_dict)
         checkpoint.save_checkpoint(
             Path(save_directory),
             tensors,
@@ -97,15 +91,24 @@ class SavableModel(PreTrainedModel):
             metadata={"model_type": self.config.model_type, "architectures": [type(self).__name__]},
             safe_serialization=safe_serialization,
             save_function=save_function,
-            sign=sign,
+            separator=separator,
             **kwargs,
         )
         mesh.world.at("after saving")
 
+    def _full_names(self, state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Layout]]:
+        """The tensors to be saved and their layouts, by their names in the full model."""
+        aliases = {} if self.stage is None else self.stage.aliases
+        tensors = {aliases.get(name, name): tensor for name, tensor in state_dict.items()}
+        for name in self._keys_to_ignore_on_save or ():
+            tensors.pop(name, None)
+        sharded = {aliases.get(name, name): layout for name, layout in self.layouts.items()}
+        return tensors, {name: sharded.get(name, Layout(tuple(tensor.shape))) for name, tensor in tensors.items()}
+
     def full_config(self) -> PreTrainedConfig:
-        """The configuration of the whole model, of which a stage has another."""
-        whole = {} if self.stage is None else self.stage.config
-        return type(self.config).from_dict({**self.config.to_dict(), **whole})
+        """The configuration of the full model; on a pipeline stage, ``self.config`` counts fewer layers."""
+        changed = {} if self.stage is None else self.stage.config
+        return type(self.config).from_dict({**self.config.to_dict(), **changed})
 
     def _write_config(self, directory: Path) -> None:
         config = self.full_config()
@@ -115,7 +118,11 @@ class SavableModel(PreTrainedModel):
             self.generation_config.save_pretrained(directory)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method; refused for a part of a model, of which it would write a broken checkpoint."""
+        """transformers' method, for a model that is not sharded.
+
+        Raises:
+            RuntimeError: this rank has a part of the model only, which would make a broken checkpoint.
+        """
         if self.is_model_parallelized():
             raise RuntimeError(
                 "this rank holds a part of the model only: call save_pretrained_with_parallel(directory) on every "

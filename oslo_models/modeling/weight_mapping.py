@@ -1,10 +1,12 @@
-"""What of a checkpoint belongs where in this rank's part of a model."""
+"""Maps the tensors of a checkpoint to the parameters on this rank: names, layouts and slices."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from oslo_models import checkpoint
+from oslo_models.distributed.collectives import agree
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.modeling.apply_plan import layouts_of
 from oslo_models.sharding.layout import EvenSplit, Layout
@@ -22,8 +25,55 @@ if TYPE_CHECKING:
     from oslo_models.modeling.base import ParallelModel
 
 
+@contextmanager
+def open_with_mapping(
+    cls: type[ParallelModel],
+    config: PreTrainedConfig,
+    mesh: ParallelMesh,
+    directory: Path,
+    *,
+    options: dict[str, Any] | None = None,
+    blocks_per_stage: Sequence[int] | None = None,
+    variant: str | None = None,
+) -> Iterator[tuple[WeightMapping, checkpoint.CheckpointReader]]:
+    """Open and verify a checkpoint of a model, and close it after the block. A collective of all ranks.
+
+    Args:
+        cls: the class of the model.
+        config: its configuration.
+        options: further keyword arguments of its constructor.
+        blocks_per_stage: as in the constructors.
+        variant: as transformers' ``variant``.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint in ``directory``, or files of it are missing.
+        CheckpointError: a file is damaged, missing or belongs to another checkpoint.
+    """
+    with agree(mesh.world, f"opening {directory}"):
+        mapping = WeightMapping(cls, config, options or {}, mesh, blocks_per_stage)
+        reader = checkpoint.open_checkpoint(
+            directory, variant=variant, fallback_layout=mapping.infer_layout, owner_stage=mapping.owner_stage
+        )
+    try:
+        checkpoint.verify_checkpoint(reader, mesh.world)
+        yield mapping, reader
+    finally:
+        reader.close()
+
+
 class WeightMapping:
-    """The whole model and this rank's part, both without memory: which tensor becomes which parameter, and how."""
+    """Maps tensors of a checkpoint to the parameters on this rank.
+
+    Holds the full model and this rank's part of it on the meta device, from which names and layouts are derived.
+
+    Attributes:
+        model: the full model, without memory.
+        state: its ``state_dict``.
+        rank: the tensor-parallel rank.
+        layouts: the layout of each parameter of the full model over the tensor-parallel ranks.
+        names: for each name in this rank's ``state_dict`` the name in the full model; they differ where a pipeline
+            stage numbers its blocks from zero.
+    """
 
     def __init__(
         self,
@@ -35,18 +85,18 @@ class WeightMapping:
     ) -> None:
         options = {**options, "dtype": config.dtype}
         with torch.device("meta"):
-            part = self.model = model = cls._from_config(copy.deepcopy(config), **options)
+            local = self.model = model = cls._from_config(copy.deepcopy(config), **options)
             if mesh.pp.size > 1:
-                part = cls._from_config(copy.deepcopy(config), mesh=mesh, blocks_per_stage=blocks_per_stage, **options)
+                local = cls._from_config(copy.deepcopy(config), mesh=mesh, blocks_per_stage=blocks_per_stage, **options)
         self.state = model.state_dict()
         self.rank = mesh.tp.rank
         self._layouts: dict[int, dict[str, Layout]] = {}
         self.layouts = self._layouts_over(mesh.tp.size)
-        aliases = {} if part.stage is None else part.stage.aliases
-        self.names = {name: aliases.get(name, name) for name in part.state_dict()}
+        aliases = {} if local.stage is None else local.stage.aliases
+        self.names = {name: aliases.get(name, name) for name in local.state_dict()}
 
     def target_names(self, sources: Iterable[str], key_mapping: dict[str, str] | None) -> Iterator[tuple[str, str]]:
-        """Pairs of a name in the checkpoint and the name of the parameter that it is read into."""
+        """Yield pairs of a tensor name in the checkpoint and the name of the parameter in the full model."""
         mapping = get_model_conversion_mapping(self.model, key_mapping)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -62,17 +112,23 @@ class WeightMapping:
     def slices(
         self,
         reader: checkpoint.CheckpointReader,
-        old_vocab: int | None,
-        ignore_mismatched_sizes: bool,
-        key_mapping: dict[str, str] | None,
+        *,
+        old_vocab: int | None = None,
+        ignore_mismatched_sizes: bool = False,
+        key_mapping: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """This rank's part of every tensor that it needs, to be read when transformers' loader asks for it.
+        """Lazy slices of the tensors that this rank needs, by their names on this rank.
 
-        Names that the model does not know are among them, so that the loader can report them.
+        Tensors that the model does not know are included in full, so that transformers' loader can report them.
+
+        Args:
+            old_vocab: the size of the vocabulary in the checkpoint, where the model's may be larger.
+            ignore_mismatched_sizes: leave out tensors of other shapes, instead of raising an error.
+            key_mapping: as in transformers' ``from_pretrained``.
 
         Raises:
-            ValueError: shapes in the checkpoint are not those of the model.
-            CheckpointError: the same of sharded tensors in split files without a manifest.
+            ValueError: shapes in the checkpoint differ from those of the model.
+            CheckpointError: the same for split files without a manifest.
         """
         targets = list(self.target_names(reader.tensors, key_mapping))
         slices: dict[str, Any] = {
@@ -80,53 +136,102 @@ class WeightMapping:
             for source, target in targets
             if target not in self.state
         }
-        found = {target: source for source, target in targets}
-        tied, mismatched, misfits = self.model.all_tied_weights_keys, list[str](), list[str]()
-        new_vocab = getattr(self.model.config, "vocab_size", None)
+        sources = {target: source for source, target in targets}
+        mismatched = []
         for local, name in self.names.items():
-            root = tied.get(name, name)
-            if name not in found and root in self.names:
-                continue  # tied to what is loaded, or missing
-            # On a stage without the parameter that this one is tied to, any of its names will do.
-            names = (name, root, *(other for other, source in tied.items() if source == root))
-            source = next((found[other] for other in names if other in found), None)
+            source = self._find_source(name, sources)
             if source is None:
                 continue
-            shape = reader.tensors[source].shape
             layout = self.layouts.get(name, Layout(tuple(self.state[name].shape)))
-            if shape == layout.shape:
-                slices[local] = reader.slice(source, layout, self.rank)
-            elif (old_vocab, *layout.shape[1:]) == shape and layout.shape[0] == new_vocab and layout.dim == 0:
-                slices[local] = ResizedSlice(reader, source, layout, self.rank)
-            elif (*layout.shape[:-1], old_vocab) == shape and layout.shape[-1] == new_vocab and layout.dim is None:
-                slices[local] = LengthenedSlice(reader, source, layout, self.rank)
-            elif reader.grid and reader.manifest is None and layout.dim is not None:
-                misfits.append(self._misfit(reader, source, name))
+            part = self._slice(reader, source, layout, old_vocab)
+            if part is None:
+                mismatched.append((name, source, layout))
             else:
-                mismatched.append(f"{name}: {shape} in the checkpoint, {layout.shape} in the model")
-        if misfits and not ignore_mismatched_sizes:
-            raise checkpoint.CheckpointError(
-                f"the split files in {reader.where} do not fit the configuration of the model. Without "
-                f"{checkpoint.MANIFEST}, nothing but the configuration says how they were sharded: load them with the "
-                "config.json that they were saved with, or save the model again where it can be loaded:\n  "
-                + "\n  ".join(misfits)
-            )
+                slices[local] = part
         if mismatched and not ignore_mismatched_sizes:
-            raise ValueError(
-                "shapes differ; pass ignore_mismatched_sizes=True to initialise these anew:\n  "
-                + "\n  ".join(mismatched)
-            )
+            raise self._shape_error(reader, mismatched)
         return slices
 
-    def layout_of_old_files(self, name: str, local_shapes: list[tuple[int, ...]]) -> Layout | None:
-        """How files without a manifest, whose shapes are ``local_shapes``, shard the tensor ``name``.
+    def _find_source(self, name: str, sources: dict[str, str]) -> str | None:
+        """The tensor of the checkpoint to read a parameter from; ``None`` if it is missing or tied to another one.
 
-        As the plan shards it over as many ranks, if the shapes are those: only the plan knows which key-value heads
-        were replicated, and how fused heads are interleaved. Otherwise each file holds the next rows or columns, as
-        many as it has: OSLO 1.x cut uneven sizes in another way, and a vocabulary may have grown since.
+        Args:
+            name: the parameter's name in the full model.
+            sources: for each parameter the name of its tensor in the checkpoint.
+        """
+        tied = self.model.all_tied_weights_keys
+        root = tied.get(name, name)
+        if name not in sources and root in self.names:
+            return None
+        # On a stage without the parameter that this one is tied to, any name of the tied weight will do.
+        names = (name, root, *(other for other, source in tied.items() if source == root))
+        return next((sources[other] for other in names if other in sources), None)
+
+    def _slice(
+        self, reader: checkpoint.CheckpointReader, source: str, layout: Layout, old_vocab: int | None
+    ) -> checkpoint.LazySlice | None:
+        """This rank's slice of a tensor, padded where only the vocabulary grew; ``None`` if its shape differs."""
+        shape = reader.tensors[source].shape
+        new_vocab = getattr(self.model.config, "vocab_size", None)
+        if shape == layout.shape:
+            return reader.slice(source, layout, self.rank)
+        if (old_vocab, *layout.shape[1:]) == shape and layout.shape[0] == new_vocab and layout.dim == 0:
+            return ResizedSlice(reader, source, layout, self.rank)
+        if (*layout.shape[:-1], old_vocab) == shape and layout.shape[-1] == new_vocab and layout.dim is None:
+            return PaddedSlice(reader, source, layout, self.rank)
+        return None
+
+    def _shape_error(
+        self, reader: checkpoint.CheckpointReader, mismatched: Sequence[tuple[str, str, Layout]]
+    ) -> Exception:
+        """The error for parameters whose shape differs from that of their tensor in the checkpoint.
+
+        Split files without a manifest get no advice to initialise weights anew: the shapes of the full tensors were
+        inferred with the configuration, so it is the configuration that is wrong.
+
+        Args:
+            mismatched: name of the parameter, name of the tensor and layout of the parameter.
+        """
+        if reader.grid and reader.manifest is None:
+            lines = [self._describe_split_mismatch(reader, source, name) for name, source, _ in mismatched]
+            return checkpoint.CheckpointError(
+                f"the split files in {reader.directory} do not fit the configuration of the model. Without "
+                f"{checkpoint.MANIFEST}, nothing but the configuration says how they were sharded: load them with the "
+                "config.json that they were saved with, or save the model again where it can be loaded:\n  "
+                + "\n  ".join(lines)
+            )
+        lines = [
+            f"{name}: {reader.tensors[source].shape} in the checkpoint, {layout.shape} in the model"
+            for name, source, layout in mismatched
+        ]
+        return ValueError(
+            "shapes differ; pass ignore_mismatched_sizes=True to initialise these anew:\n  " + "\n  ".join(lines)
+        )
+
+    def _describe_split_mismatch(self, reader: checkpoint.CheckpointReader, source: str, name: str) -> str:
+        """The local shapes of a parameter in split files without a manifest, and those that the plan expects."""
+        files, n, shape = reader.tensors[source].files, (reader.split or (1, 1))[0], tuple(self.state[name].shape)
+        found = ", ".join(f"{tuple(file.views[source].shape)} in {file.path.name}" for file in files)
+        expected = f"it cannot be sharded over {n} ranks"
+        if layouts := self._layouts_over(n):
+            layout = layouts.get(name, Layout(shape))
+            expected = f"over {n} ranks it is {', '.join(str(layout.local_shape(rank)) for rank in range(n))}"
+        return f"{name}: {found}; in the model its shape is {shape}, and {expected}"
+
+    def infer_layout(self, name: str, local_shapes: list[tuple[int, ...]]) -> Layout | None:
+        """Infer how split files without a manifest shard a tensor.
+
+        If the shapes are those of the plan over as many ranks, the layout is the plan's: only the plan knows which
+        key-value heads were replicated and how fused heads are interleaved. Otherwise each file is taken to hold the
+        next rows or columns, as many as it has: OSLO 1.x split uneven sizes in another way, and the vocabulary may
+        have been larger or smaller.
+
+        Args:
+            name: the name of the tensor in the files.
+            local_shapes: its shape in the file of each tensor-parallel rank.
 
         Returns:
-            The layout; ``None`` if neither can be.
+            The layout; ``None`` if the shapes fit neither.
         """
         target = next(target for _, target in self.target_names([name], None))
         n, full = len(local_shapes), self.layouts.get(target)
@@ -136,9 +241,9 @@ class WeightMapping:
         if full is None or full.dim is None or all(shape == full.shape for shape in local_shapes):
             return Layout(local_shapes[0])
         pieces = self._layouts_over(1)[target].ranges[0]
-        parts = len(pieces)  # matrices side by side in this one, such as query, key and value
-        alike = len({stop - start for start, stop in pieces}) == 1
-        if parts > 1 and not (alike and planned is not None and all(len(own) == parts for own in planned.ranges)):
+        parts = len(pieces)  # matrices fused into this one, such as query, key and value
+        same_size = len({stop - start for start, stop in pieces}) == 1
+        if parts > 1 and not (same_size and planned is not None and all(len(own) == parts for own in planned.ranges)):
             return None
         edges = [0, *accumulate(shape[full.dim] // parts for shape in local_shapes)]
         starts = [part * edges[-1] for part in range(parts)]
@@ -146,18 +251,8 @@ class WeightMapping:
         first = local_shapes[0]
         return Layout((*first[: full.dim], edges[-1] * parts, *first[full.dim + 1 :]), full.dim, ranges)
 
-    def _misfit(self, reader: checkpoint.CheckpointReader, source: str, name: str) -> str:
-        """What files without a manifest hold of a sharded parameter, and what they should."""
-        holders, n = reader.tensors[source].files, (reader.split or (1, 1))[0]
-        found = ", ".join(f"{tuple(file.views[source].shape)} in {file.path.name}" for file in holders)
-        planned = self._layouts_over(n).get(name)
-        over = f"it cannot be sharded over {n} ranks"
-        if planned is not None:
-            over = f"over {n} ranks it is {', '.join(str(planned.local_shape(rank)) for rank in range(n))}"
-        return f"{name}: {found}; in the model its shape is {tuple(self.state[name].shape)}, and {over}"
-
     def _layouts_over(self, n: int) -> dict[str, Layout]:
-        """The layouts over ``n`` ranks; none where the model cannot be sharded over so many."""
+        """The layouts over ``n`` ranks; empty if the model cannot be sharded over that many."""
         if n not in self._layouts:
             model, plan = self.model, self.model.plan(self.model.config)
             limit = 1 if plan.one_rank else plan.limit()
@@ -165,10 +260,15 @@ class WeightMapping:
             self._layouts[n] = layouts_of(model, plan, model._prefix(), type(model).head_plan, n) if fits else {}
         return self._layouts[n]
 
-    def stage_of_old_files(self, name: str, pp: int) -> int:
-        """The stage of ``pp`` on which files of OSLO 1.x, which hold all layers on every stage, hold the live ``name``.
+    def owner_stage(self, name: str, pp: int) -> int:
+        """The pipeline stage whose file has the trained copy of a tensor, in files of OSLO 1.x.
 
-        There, each stage had the same number of blocks, and the last one what was left over as well.
+        Those files hold every layer on every stage, but each stage trained its own layers only: the same number of
+        blocks on each, and the remainder on the last one.
+
+        Args:
+            name: the name of the tensor in the files.
+            pp: the number of stages.
         """
         target = next(target for _, target in self.target_names([name], None))
         plan, prefix = self.model.plan(self.model.config), self.model._prefix()
@@ -181,7 +281,7 @@ class WeightMapping:
 
 
 class ResizedSlice(checkpoint.LazySlice):
-    """A part of a vocabulary that has grown since it was saved; new words are the mean of the old ones.
+    """A rank's rows of an embedding whose vocabulary has grown; new tokens get the mean of the old embeddings.
 
     Source: Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021.
     """
@@ -200,8 +300,8 @@ class ResizedSlice(checkpoint.LazySlice):
         return torch.cat((old, (total / shape[0]).to(old.dtype).expand(new, *shape[1:])))
 
 
-class LengthenedSlice(checkpoint.LazySlice):
-    """What is added to the logits of a vocabulary that has grown since it was saved; nothing is for new words."""
+class PaddedSlice(checkpoint.LazySlice):
+    """A replicated bias of the logits (``final_logits_bias``) whose vocabulary has grown; new tokens get zero."""
 
     def read(self) -> Tensor:
         old = self.reader.read(self.name, Layout(self.reader.tensors[self.name].shape), 0)
