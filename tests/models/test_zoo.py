@@ -1,0 +1,280 @@
+"""Every model type beyond the founding ones, one compact test each: its main class, divided over two ranks in each way.
+
+The other classes, other sizes and beams are marked ``zoo``; `make test-zoo` runs them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from oslo_models import IBertModel, registry
+from oslo_models.cli import support_table as support
+from oslo_models.modeling.apply_plan import layouts_of
+from oslo_models.sharding.plan import HeadNorm
+
+from support import ROOT, pipelines, zoo
+from support.float64 import lifted_casts
+from support.generation import BEAMS, GREEDY, Tokens, differ_in_tokens, generated
+from support.pipelines import differ_in_loop
+from support.pool import Pool
+from support.reference import (
+    TOLERANCE,
+    Step,
+    differ,
+    differ_in_step,
+    saved_step,
+    whole,
+)
+
+
+def check_divided(
+    step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, tp: int
+) -> None:
+    """Loaded from transformers' own file: the step, the tokens; then saved in parts."""
+    cls: Any = registry.find(step.name)
+    model = cls.from_pretrained_with_parallel(source, tp, gather_logits=True).train()
+    model.save_pretrained_with_parallel(target)
+    lines = differ_in_step(model, step) + differ_in_tokens(model, step.batch, tokens, ways)
+    own = model.state_dict()
+    lines += [line for name in step.buffers for line in differ(name, own[name], step.buffers[name], TOLERANCE)]
+    assert not lines, "\n".join(lines)
+
+
+def check_stages(
+    step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, pp: int
+) -> None:
+    """Loaded from those parts: loss and gradients of two micro-batches, the tokens; then saved as one."""
+    cls: Any = registry.find(step.name)
+    if cls.plan(step.config).one_stage:
+        with pytest.raises(ValueError, match="pipeline_parallel_size=2 is more than 1"):
+            cls.from_pretrained_with_parallel(source, 1, pp)
+        pp = 1
+    size = 2 if cls.loss_is_mean else pipelines.ROWS
+    model = cls.from_pretrained_with_parallel(source, 1, pp, micro_batch_size=size).train()
+    model.save_pretrained_with_parallel(target, save_with_merging=True)
+    lines = [] if pp == 1 else differ_in_loop(model, step) + differ_in_tokens(model, step.batch, tokens, ways)
+    assert not lines, "\n".join(lines)
+
+
+def check_both(step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], folder: Path, n: int) -> None:
+    """Both in one process group."""
+    check_divided(step, tokens, ways, folder / "whole", folder / "split", n)
+    check_stages(step, tokens, ways, folder / "split", folder / "merged", n)
+
+
+def check_type(
+    pool: Pool, folder: Path, variant: str, seed: int, tp: int, pp: int, ways: dict[str, dict[str, int]]
+) -> None:
+    name, config = zoo.main_head(variant), zoo.config(variant)
+    make_batch = (
+        zoo.batch if variant.startswith("rag") else pipelines.batch
+    )  # no micro-batches, and several rows for one
+    step = saved_step(name, config, seed, make_batch(name, config, seed), folder / "whole")
+    generates = hasattr(zoo.original(name), "generate")
+    tokens = generated(whole(name, config, seed), step.batch, ways) if generates else {}
+    if tp == pp:
+        pool.run(tp, check_both, step, tokens, ways, folder, tp)
+    else:
+        pool.run(tp, check_divided, step, tokens, ways, folder / "whole", folder / "split", tp)
+        pool.run(pp, check_stages, step, tokens, ways, folder / "split", folder / "merged", pp)
+    assert (folder / "merged/model.safetensors").read_bytes() == (folder / "whole/model.safetensors").read_bytes()
+    assert (folder / "merged/config.json").read_bytes() == (folder / "whole/config.json").read_bytes()
+
+
+@pytest.mark.parametrize("model_type", [*zoo.MORE, *zoo.ODD])
+def test_type(pool: Pool, tmp_path: Path, model_type: str, seed: int) -> None:
+    check_type(pool, tmp_path, model_type, seed, 2, 2, GREEDY)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", [*zoo.MORE, *zoo.ODD])
+def test_three_ranks_and_beams(pool: Pool, tmp_path: Path, model_type: str, seed: int) -> None:
+    check_type(pool, tmp_path, model_type, seed, 3, 2, BEAMS)
+
+
+def check_heads(steps: list[Step], folder: Path) -> None:
+    lines = []
+    for step in steps:
+        cls: Any = registry.find(step.name)
+        model = cls.from_pretrained_with_parallel(folder / step.name, 2, gather_logits=True).train()
+        torch.manual_seed(0)  # Wav2Vec2 draws what it learns from
+        lines += [f"{step.name}: {line}" for line in differ_in_step(model, step)]
+    assert not lines, "\n".join(lines)
+
+
+def test_a_loss_of_what_the_mask_covers(pool: Pool, tmp_path: Path, seed: int) -> None:
+    name, config = "ElectraForPreTraining", zoo.config("electra")
+    batch = pipelines.batch(name, config, seed)
+    batch["labels"] = (batch["labels"] > 50).double()
+    step = saved_step(name, config, seed, batch, tmp_path / "whole")
+    pool.run(2, check_stages, step, {}, {}, tmp_path / "whole", tmp_path / "merged", 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "changes"),
+    [("bart", "BartForCausalLM", {}), ("hubert", "HubertForCTC", {"ctc_loss_reduction": "mean"})],
+)
+def test_losses_that_count_in_their_own_way(
+    pool: Pool, tmp_path: Path, seed: int, model_type: str, name: str, changes: dict[str, Any]
+) -> None:
+    config = zoo.config(model_type, **changes)
+    step = saved_step(name, config, seed, pipelines.batch(name, config, seed), tmp_path / "whole")
+    pool.run(2, check_stages, step, {}, {}, tmp_path / "whole", tmp_path / "merged", 2)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", ["DetrForObjectDetection", "DetrForSegmentation"])
+def test_losses_of_matched_objects(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
+    pytest.importorskip("scipy")  # by which transformers matches them
+    config = zoo.config("detr", auxiliary_loss=True)
+    batch, generator = zoo.batch(name, config, seed), torch.Generator().manual_seed(seed)
+    batch["labels"] = [  # type: ignore[assignment]
+        {
+            "class_labels": torch.randint(2, (count,), generator=generator),
+            "boxes": torch.rand(count, 4, generator=generator, dtype=torch.float64),
+            "masks": torch.randint(2, (count, 64, 64), generator=generator).double(),
+        }
+        for count in (2, 1, 3)
+    ]
+    step = saved_step(name, config, seed, batch, tmp_path / name)
+    assert "loss" in step.outputs
+    pool.run(2, check_heads, [step], tmp_path)
+
+
+def masks_while_training(config: PreTrainedConfig, batch: dict[str, Any]) -> list[Tensor]:
+    np.random.seed(dist.get_rank())
+    cls: Any = registry.find("Wav2Vec2Model")
+    model = cls.from_config_with_parallel(config, 2, seed=0)
+    return pipelines.everywhere(model(**batch).last_hidden_state.detach())
+
+
+def test_ranks_mask_alike_what_they_hear(pool: Pool, seed: int) -> None:
+    config = zoo.config("wav2vec2", apply_spec_augment=True, mask_time_prob=0.5, mask_time_length=2)
+    batch = zoo.batch("Wav2Vec2Model", config, seed, torch.float32)
+    for first, second in pool.run(2, masks_while_training, config, batch):
+        assert torch.equal(first, second)
+
+
+def slopes_with_dropout(config: PreTrainedConfig, batch: dict[str, Any]) -> Any:
+    """A directional derivative of all outputs, by the gradient and by differences, and the outputs of every rank."""
+    cls: Any = registry.find("ReformerModel")
+    model = cls.from_config_with_parallel(config, 2, seed=0, dtype=torch.float64)
+    weight, ways = model.embeddings.position_embeddings.embedding.weight, []
+
+    def value(step: float) -> Tensor:
+        torch.manual_seed(1)  # of the same masks
+        with torch.no_grad():
+            weight[:, ::2] += step
+        with lifted_casts():
+            ways.append(model(**batch).last_hidden_state)
+        return (ways[-1] ** 3).sum()
+
+    value(0.0).backward()  # type: ignore[no-untyped-call]
+    difference = value(1e-7) - value(-2e-7)
+    return weight.grad[:, ::2].sum().item(), difference.item() / 2e-7, pipelines.everywhere(ways[0].detach())
+
+
+def test_reversed_blocks_drop_out_alike(pool: Pool, seed: int) -> None:
+    config = zoo.config("reformer", dropout=0.3, hash_seed=None)
+    batch = zoo.batch("ReformerModel", config, seed)
+    for slope, difference, (first, second) in pool.run(2, slopes_with_dropout, config, batch):
+        assert torch.equal(first, second)
+        assert slope == pytest.approx(difference, rel=1e-4)
+
+
+def test_integers_are_not_divided() -> None:
+    plan = IBertModel.plan(zoo.config("ibert", quant_mode=True))
+    plan.check_ranks("IBertModel", "IBertConfig", 1)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that IBertModel allows"):
+        plan.check_ranks("IBertModel", "IBertConfig", 2)
+
+
+@pytest.mark.parametrize("name", ["Wav2Vec2ForSequenceClassification", "WhisperForAudioClassification"])
+def test_what_a_head_sums_up_is_on_one_stage(name: str) -> None:
+    cls: Any = registry.find(name)
+    config = zoo.config(cls.config_class.model_type, use_weighted_layer_sum=True)
+    with pytest.raises(ValueError, match=f"is more than 1, all that {name} allows: with use_weighted_layer_sum=True"):
+        cls.from_config_with_parallel(config, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", ["CLIPTextModel", "CLIPVisionModelWithProjection"])
+def test_a_part_of_a_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
+    whole("CLIPModel", zoo.config("clip"), seed).save_pretrained(tmp_path)
+    cls: Any = registry.find(name)
+    expected = zoo.original(name).from_pretrained(tmp_path).state_dict()
+    own = cls.from_pretrained_with_parallel(tmp_path).state_dict()
+    assert own.keys() == expected.keys() and all(torch.equal(own[key], expected[key]) for key in own)
+
+
+def test_logits_of_which_there_is_no_loss(tmp_path: Path, seed: int) -> None:
+    name, config = "LukeForMaskedLM", zoo.config("luke")
+    batch, right = zoo.batch(name, config, seed), whole(name, config, seed)
+    right.save_pretrained(tmp_path)
+    cls: Any = registry.find(name)
+    model = cls.from_pretrained_with_parallel(tmp_path).fuse()
+    both = model(**batch)
+    assert both.logits is both.entity_logits is None
+    for labels, logits, other in (("labels", "logits", "entity_logits"), ("entity_labels", "entity_logits", "logits")):
+        given = {key: value for key, value in batch.items() if key != labels}
+        output = model(**given)
+        torch.testing.assert_close(output[logits], right(**given)[logits])
+        assert other not in output
+
+
+def test_every_type_is_tested() -> None:
+    assert set(zoo.FOUNDING) | zoo.MORE.keys() == registry.ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("model_type", registry.ARCHITECTURES)
+def test_every_class_that_transformers_has(model_type: str) -> None:
+    names = set(registry.model_classes(model_type))
+    modeling = sys.modules[zoo.original(min(names)).__module__]
+    theirs = {name for name in modeling.__all__ if inspect.isclass(cls := getattr(modeling, name)) and _is_model(cls)}
+    assert names <= theirs
+    assert theirs - names <= zoo.LEFT_OUT.get(model_type, set()), theirs - names
+
+
+def _is_model(cls: type) -> bool:
+    return issubclass(cls, PreTrainedModel) and "pretrained" not in cls.__name__.lower()
+
+
+def test_the_readme_has_the_table() -> None:
+    """`make table` writes it."""
+    text = (ROOT / "README.md").read_text()
+    assert support.renewed(text) == text
+
+
+@pytest.mark.parametrize("model_type", registry.ARCHITECTURES)
+def test_what_transformers_divides_is_divided(model_type: str) -> None:
+    """Where transformers has a plan: each module that it divides is divided here, or `NOT_DIVIDED` says why."""
+    name = (zoo.lm_heads(model_type) or zoo.heads(model_type))[0]
+    config = zoo.config_of(name, zoo.config(model_type))
+    with torch.device("meta"):
+        model: Any = registry.find(name)._from_config(config)  # type: ignore[attr-defined]
+    plan, prefix = model.plan(config), model._prefix()
+    layouts = layouts_of(model, plan, prefix, type(model).head_plan, 2)
+    for pattern, style in (type(config).base_model_tp_plan or {}).items():
+        found = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"\.weight")
+        here = [name for name in layouts if found.fullmatch(name)]
+        whole = [name for name in here if layouts[name].dim is None]
+        assert here, pattern
+        if style == "replicated_with_grad_allreduce":
+            entries = [entry for stack in plan.blocks.values() for entry in stack.items()]
+            assert any(isinstance(entry, HeadNorm) and pattern.endswith(key) for key, entry in entries), pattern
+        elif pattern not in NOT_DIVIDED.get(model_type, {}):
+            assert not whole, (pattern, style)
+
+
+NOT_DIVIDED: dict[str, dict[str, str]] = {}
+"""What transformers divides and the zoo does not, and why."""
