@@ -14,6 +14,7 @@ from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.layers.vocab_parallel import VocabParallelLogits
 from oslo_models.sharding.layout import EvenSplit, Layout
 
+from support import logits_operations
 from support.logits_operations import LABELS, LOSSES, SHAPE, VOCAB, Loss
 from support.pool import Pool
 from support.reference import TOLERANCE, differ
@@ -122,13 +123,13 @@ def test_a_label_outside_the_vocabulary(pool: Pool, label: int, options: Loss) -
     pool.run(2, lose, label, options, expect=IndexError)
 
 
-def check_operations(operations: str, n: int, seed: int) -> None:
+def check_operations(table: str, n: int, seed: int) -> None:
     """On every rank: each operation on divided logits gives what it gives on whole ones, and the same gradient."""
     tp = ParallelMesh(n).tp
     torch.manual_seed(seed)
     full = torch.randn(SHAPE, dtype=torch.float64)
     lines = []
-    for name, operation in globals()[operations].items():
+    for name, operation in getattr(logits_operations, table).items():
         tolerance = 1e-6 if name == "float" else TOLERANCE
         try:
             lines += compare(name, full, tp, operation, tolerance)
