@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from oslo_models import IBertModel, registry
 from oslo_models.cli import support_table as support
@@ -255,26 +255,27 @@ def test_the_readme_has_the_table() -> None:
     assert support.renewed(text) == text
 
 
-@pytest.mark.parametrize("model_type", registry.ARCHITECTURES)
-def test_what_transformers_divides_is_divided(model_type: str) -> None:
-    """Where transformers has a plan: each module that it divides is divided here, or `NOT_DIVIDED` says why."""
+SHARDED_BY_TRANSFORMERS = [
+    model_type for model_type in registry.ARCHITECTURES if CONFIG_MAPPING[model_type].base_model_tp_plan
+]
+"""The model types for which transformers has a tensor-parallel plan of its own."""
+
+
+@pytest.mark.parametrize("model_type", SHARDED_BY_TRANSFORMERS)
+def test_plan_shards_every_module_that_the_plan_of_transformers_shards(model_type: str) -> None:
     name = (zoo.lm_heads(model_type) or zoo.heads(model_type))[0]
     config = zoo.config_of(name, zoo.config(model_type))
     with torch.device("meta"):
         model: Any = registry.find(name)._from_config(config)  # type: ignore[attr-defined]
     plan, prefix = model.plan(config), model._prefix()
     layouts = layouts_of(model, plan, prefix, type(model).head_plan, 2)
-    for pattern, style in (type(config).base_model_tp_plan or {}).items():
-        found = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"\.weight")
-        here = [name for name in layouts if found.fullmatch(name)]
-        whole = [name for name in here if layouts[name].dim is None]
-        assert here, pattern
+    assert type(config).base_model_tp_plan
+    for pattern, style in type(config).base_model_tp_plan.items():
+        weights = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"\.weight")
+        matches = [name for name in layouts if weights.fullmatch(name)]
+        assert matches, pattern
         if style == "replicated_with_grad_allreduce":
             entries = [entry for stack in plan.blocks.values() for entry in stack.items()]
             assert any(isinstance(entry, HeadNorm) and pattern.endswith(key) for key, entry in entries), pattern
-        elif pattern not in NOT_DIVIDED.get(model_type, {}):
-            assert not whole, (pattern, style)
-
-
-NOT_DIVIDED: dict[str, dict[str, str]] = {}
-"""What transformers divides and the zoo does not, and why."""
+        else:
+            assert not [name for name in matches if layouts[name].dim is None], (pattern, style)

@@ -151,11 +151,10 @@ def by_real_clock(trains: bool, ideal: float) -> tuple[list[float], list[float]]
     return tried, slept
 
 
-def test_stages_overlap(pool: Pool) -> None:
+def test_stages_overlap_in_real_time(pool: Pool) -> None:
+    """On a busy machine, where sleeping takes too long by itself, a step may take half as much again."""
     ideal = (MICRO_BATCHES + STAGES - 1) * SLEEP * 2
     tried, slept = pool.run(STAGES, by_real_clock, True, ideal)[0]
     print(f"{min(tried):.3f} of the ideal; tries {[round(x, 3) for x in tried]}, sleeps {[round(x, 3) for x in slept]}")
     assert min(tried) > 0.99
-    if min(tried) >= SLACK and min(slept) > 1.05:
-        pytest.skip(f"the machine is too busy to measure: sleeping took {min(slept):.2f} times as long as asked for")
-    assert min(tried) < SLACK
+    assert min(tried) < (SLACK if min(slept) <= 1.05 else 1.5 * min(slept))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pipelines
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo
-from pool import Pool
 from torch import Tensor
 
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, asks_for_loss
+
+from support import pipelines, zoo
+from support.pool import Pool
 
 ROWS, LENGTH, CLASSES = 6, 5, 7
 
