@@ -20,7 +20,7 @@ from support import ROOT
 from support.pool import Pool
 
 
-def test_a_case_runs() -> None:
+def test_case_runs_and_records_results() -> None:
     command = [sys.executable, "-m", "benchmarks", "--smoke", "--only=gpt2-124m-collectives"]
     stamp = os.stat(table.RESULTS).st_mtime_ns if table.RESULTS.exists() else None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -37,7 +37,7 @@ def measure(case: str, peer: str, folder: Path) -> Result:
 
 
 @pytest.mark.parametrize("case", ["gpt2-124m-stages", "llama-100m-stages"])
-def test_stages_of_both_libraries_compute_the_same(pool: Pool, tmp_path: Path, case: str) -> None:
+def test_pipeline_peers_compute_the_same(pool: Pool, tmp_path: Path, case: str) -> None:
     CASES[case].prepare(tmp_path, smoke=True)
     found = {peer: pool.run(2, measure, case, peer, tmp_path, env=True) for peer in (TORCH_STAGES, OUR_STAGES)}
     checks = [result.check for results in found.values() for result in results]
@@ -50,14 +50,14 @@ MEMORIES = ("peak memory", "peak anonymous memory")
 
 
 @pytest.mark.parametrize("case", ["blend", "index-samples"])
-def test_cases_of_data(tmp_path: Path, case: str) -> None:
+def test_data_cases_run(tmp_path: Path, case: str) -> None:
     result = measure(case, OUR_DATA, tmp_path)
     assert any(name not in MEMORIES for name in result.values)
     for name, value in result.values.items():
         assert value > 0 or (name in MEMORIES and value == 0), name  # so little may need no more memory
 
 
-def test_peers_that_disagree_fail_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disagreeing_peers_fail_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["gpt2-124m-generate-b1"]
     monkeypatch.setattr(
         driver, "launch", lambda case, peer, *_: Result({"generation": 1.0}, [5, 6 + (wrong and peer.name == OURS)])
@@ -70,13 +70,13 @@ def test_peers_that_disagree_fail_a_case(tmp_path: Path, monkeypatch: pytest.Mon
         driver._measure(case, tmp_path, 2, True)
 
 
-def test_the_registry_is_whole() -> None:
+def test_every_case_has_known_peers_and_a_table() -> None:
     for case in CASES.values():
         assert set(case.peers) <= PEERS.keys() and set(OWN) & set(case.peers)
         assert case.runner.__name__ in table.TITLES
 
 
-def test_ratios_are_formed_within_a_repetition(tmp_path: Path) -> None:
+def test_ratios_are_computed_within_a_repetition(tmp_path: Path) -> None:
     case = CASES["gpt2-124m-generate-b1"]
     speeds = {"transformers": (10.0, 20.0, 40.0), OURS: (20.0, 40.0, 60.0)}
     rows = driver._rows(case, {peer: [Result({"generation": value}) for value in speeds[peer]] for peer in speeds})
@@ -92,7 +92,7 @@ def test_ratios_are_formed_within_a_repetition(tmp_path: Path) -> None:
     assert "| GPT-2 124M, generate, batch 1 | 20 (10 to 40) | 40 (20 to 60) | 2 x transformers |" in text
 
 
-def test_the_table_is_written_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_is_written_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
 
@@ -108,6 +108,6 @@ def test_the_table_is_written_and_checked(tmp_path: Path, monkeypatch: pytest.Mo
     assert run("--check", readme) == 1
 
 
-def test_the_readme_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["table", "--check", str(ROOT / "README.md")])
     assert table.main() == 0

@@ -50,7 +50,7 @@ from support.pool import Pool
 
 @given(st.data(), st.sampled_from(["bin", "safetensors"]))
 @settings(max_examples=60)
-def test_any_division_reads_from_any_division(data: st.DataObject, suffix: str) -> None:
+def test_any_layout_reads_from_any_saved_layout(data: st.DataObject, suffix: str) -> None:
     saved, saved_ranks = data.draw(layouts())
     wanted, wanted_ranks = data.draw(layouts().filter(lambda case: case[0].dim is None or case[0].shape == saved.shape))
     if wanted.dim is None:
@@ -83,7 +83,7 @@ TYPES += [torch.float8_e4m3fn, torch.float8_e5m2]
 
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("how", ["split", "merged"])
-def test_every_type_and_shape_survives(tmp_path: Path, how: str, safe: bool) -> None:
+def test_save_keeps_every_dtype_and_shape(tmp_path: Path, how: str, safe: bool) -> None:
     tensors = {str(dtype): torch.arange(24).reshape(4, 6).to(dtype) for dtype in TYPES}
     tensors |= {"scalar": torch.tensor(3.0), "empty": torch.empty(0, 4), "strided": torch.randn(6, 4).T}
     tensors["view"] = torch.randn(100, 100)[3]
@@ -99,7 +99,7 @@ def test_every_type_and_shape_survives(tmp_path: Path, how: str, safe: bool) -> 
     )
 
 
-def test_files_are_preferred_as_transformers_does(tmp_path: Path) -> None:
+def test_open_prefers_files_in_the_order_of_transformers(tmp_path: Path) -> None:
     names = ["pytorch_model.bin.index.json", "pytorch_model.bin", "model.safetensors.index.json", "model.safetensors"]
     for generation, name in enumerate(names):
         how = {"safe_serialization": "safetensors" in name, "max_shard_size": 100 if "index" in name else "1GB"}
@@ -119,7 +119,7 @@ def test_files_are_preferred_as_transformers_does(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "nowhere")
 
 
-def test_missing_shards_are_named(tmp_path: Path) -> None:
+def test_open_names_missing_shards(tmp_path: Path) -> None:
     save("merged", tmp_path, max_shard_size=100)
     (tmp_path / MANIFEST).unlink()
     shard = sorted(tmp_path.glob("model-00002-of-*"))[0]
@@ -131,7 +131,7 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_transformers_loads_from_slices(tmp_path: Path) -> None:
+def test_transformers_loads_from_a_slice_reader(tmp_path: Path) -> None:
     reference = tiny_gpt2()
     reference.save_pretrained(tmp_path)
     reader = open_checkpoint(tmp_path)
@@ -146,7 +146,7 @@ def test_transformers_loads_from_slices(tmp_path: Path) -> None:
     assert torch.equal(part[...], reference.transformer.wte.weight), "what was read is not the reader's"
 
 
-def test_threads_read_while_pages_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_reads_while_pages_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "_BLOCK", 500)
     for how in ("split", "merged"):
         save(how, tmp_path / how)
@@ -160,7 +160,7 @@ def test_threads_read_while_pages_are_given_back(tmp_path: Path, monkeypatch: py
                 job.result()
 
 
-def test_a_reader_sees_one_generation_whole_while_others_are_saved(tmp_path: Path) -> None:
+def test_reader_sees_one_generation_while_others_are_saved(tmp_path: Path) -> None:
     save("split", tmp_path / "x")
     before = open_checkpoint(tmp_path / "x")
     stop = threading.Event()
@@ -190,7 +190,7 @@ def test_a_reader_sees_one_generation_whole_while_others_are_saved(tmp_path: Pat
     assert_holds(before, model()[0])
 
 
-def test_inspect(tmp_path: Path) -> None:
+def test_inspect_checkpoint_describes_its_files(tmp_path: Path) -> None:
     save("split", tmp_path / "split", metadata={"model_type": "tiny"})
     found = inspect_checkpoint(tmp_path / "split")
     assert json.loads(json.dumps(found)) == {**found, "split": [1, 1]}
@@ -239,7 +239,7 @@ for how in saves:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's accounting of memory")
-def test_memory_stays_within_the_share(tmp_path: Path) -> None:
+def test_reading_a_shard_needs_memory_for_the_shard(tmp_path: Path) -> None:
     """Reading half of a checkpoint needs that half and at most the largest tensor; saving, one tensor."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     output = subprocess.run(
@@ -276,7 +276,9 @@ def write_old(folder: Path, tp: int, pp: int, spelling: str = "=", **kwargs: Any
 @pytest.mark.parametrize(
     ("tp", "pp", "spelling", "zip_file"), [(1, 1, "=", True), (2, 2, "=", True), (3, 1, "_", True), (2, 1, "=", False)]
 )
-def test_files_without_manifest(tmp_path: Path, tp: int, pp: int, spelling: str, zip_file: bool) -> None:
+def test_oslo_1_files_are_read_with_a_fallback_layout(
+    tmp_path: Path, tp: int, pp: int, spelling: str, zip_file: bool
+) -> None:
     expected = write_old(tmp_path, tp, pp, spelling, _use_new_zipfile_serialization=zip_file)
     reader = open_checkpoint(tmp_path, fallback_layout=old_layout, owner_stage=with_full_stage_outputs)
     assert (reader.split, reader.manifest) == ((tp, pp), None)
@@ -284,7 +286,7 @@ def test_files_without_manifest(tmp_path: Path, tp: int, pp: int, spelling: str,
     assert_holds(reader, expected)
 
 
-def test_old_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_oslo_1_files_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
     write_old(tmp_path, 2, 2)
     with pytest.raises(ValueError, match="fallback_layout"):
         open_checkpoint(tmp_path)
@@ -303,7 +305,7 @@ class Attack:
         return os.mkdir, ("attacked",)
 
 
-def test_pickles_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpickling_a_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"x": Attack()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
@@ -324,7 +326,7 @@ def flip(path: Path, position: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["split", "merged", "bin"])
-def test_every_flipped_bit_is_found(tmp_path: Path, how: str) -> None:
+def test_verify_finds_every_flipped_bit(tmp_path: Path, how: str) -> None:
     save("split" if how == "split" else "merged", tmp_path, safe_serialization=False if how == "bin" else None)
     (path,) = tmp_path.glob("*model*")
     for position in range(0, path.stat().st_size, 97):
@@ -368,7 +370,7 @@ def damage_other_generation(path: Path) -> None:
     "damage",
     [damage_truncate, damage_empty, damage_garbage, damage_missing, damage_extra, damage_other_generation],
 )
-def test_damage_is_named_on_every_rank(tmp_path: Path, pool: Pool, damage: Callable[[Path], None]) -> None:
+def test_open_names_damage_on_every_rank(tmp_path: Path, pool: Pool, damage: Callable[[Path], None]) -> None:
     pool.run(2, save_on_ranks, "split", tmp_path, 2)
     path = tmp_path / "pytorch_model_tp=1_pp=0.bin"
     damage(path)
@@ -381,7 +383,7 @@ def test_damage_is_named_on_every_rank(tmp_path: Path, pool: Pool, damage: Calla
             open_checkpoint(tmp_path, fallback_layout=old_layout)
 
 
-def test_later_formats_are_refused(tmp_path: Path) -> None:
+def test_later_format_versions_are_rejected(tmp_path: Path) -> None:
     save("split", tmp_path)
     manifest = json.loads((tmp_path / MANIFEST).read_text())
     (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "format_version": 2}))

@@ -30,7 +30,7 @@ from support.pool import Pool
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "10KB"])
-def test_merged_files_are_those_of_transformers(tmp_path: Path, max_shard_size: str) -> None:
+def test_merged_files_equal_those_of_transformers(tmp_path: Path, max_shard_size: str) -> None:
     reference = tiny_gpt2()
     reference.save_pretrained(tmp_path / "theirs", max_shard_size=max_shard_size)
     state = reference.state_dict()
@@ -84,7 +84,9 @@ def test_save_function_writes_bin_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("world", "tp", "pp"), [(4, 4, 1), (4, 2, 2), (3, 3, 1), (2, 1, 1), (2, 1, 2)])
-def test_ranks_save_what_one_process_reads(tmp_path: Path, pool: Pool, world: int, tp: int, pp: int) -> None:
+def test_checkpoint_saved_by_ranks_is_read_by_one_process(
+    tmp_path: Path, pool: Pool, world: int, tp: int, pp: int
+) -> None:
     expected = model()[0]
     tied = frozenset(TIED)
     for safe in (None, True):
@@ -119,7 +121,7 @@ def save_fsdp(directory: Path) -> None:
         save_checkpoint(directory / name, tensors, cut, mesh, merging=name == "merged", tied={})
 
 
-def test_fsdp_tensors_are_saved_whole(tmp_path: Path, pool: Pool) -> None:
+def test_fsdp_tensors_are_saved_in_full(tmp_path: Path, pool: Pool) -> None:
     pool.run(2, save_fsdp, tmp_path)
     for name in ("split", "merged"):
         weight = open_checkpoint(tmp_path / name).read("weight", Layout((7, 5)), 0)
@@ -147,13 +149,13 @@ def merged_peak(directory: Path) -> float:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's accounting of memory")
-def test_merging_needs_one_tensor(tmp_path: Path, pool: Pool) -> None:
+def test_merging_needs_memory_for_one_tensor(tmp_path: Path, pool: Pool) -> None:
     first, second = pool.run(2, merged_peak, tmp_path)
     assert first < 1.6, "a full tensor and a block of 8 MB, which here is an eighth of it"
     assert second < 0.6
 
 
-def test_other_files_stay_and_the_old_checkpoint_goes(tmp_path: Path) -> None:
+def test_save_replaces_the_old_checkpoint_and_keeps_other_files(tmp_path: Path) -> None:
     real, link = tmp_path / "real", tmp_path / "link"
     real.mkdir(mode=0o750)
     link.symlink_to("real")
@@ -176,7 +178,7 @@ def test_other_files_stay_and_the_old_checkpoint_goes(tmp_path: Path) -> None:
     assert (real / "runs" / "log").read_text() == "still here" and not hidden(tmp_path)
 
 
-def test_a_save_into_the_working_directory_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_into_the_working_directory_keeps_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for how in ("split", "merged"):
         save(how, Path("."))
@@ -184,7 +186,7 @@ def test_a_save_into_the_working_directory_keeps_it(tmp_path: Path, monkeypatch:
         open_checkpoint(".").close()
 
 
-def test_everything_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_syncs_everything_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, int]] = []
     fsync, exchange = os.fsync, staging._rename_exchange
 
@@ -207,7 +209,9 @@ def test_everything_is_synced_before_it_counts(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("how", ["split", "merged", "bin"])
-def test_a_full_disk_is_reported_and_leaves_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_full_disk_raises_and_keeps_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     kwargs = {"safe_serialization": False} if how == "bin" else {}
     kind = "split" if how == "split" else "merged"
     save("split", tmp_path / "x")
@@ -230,7 +234,7 @@ def test_a_full_disk_is_reported_and_leaves_the_old(tmp_path: Path, monkeypatch:
     assert_holds(open_checkpoint(tmp_path / "x"), model()[0])
 
 
-def test_bad_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_rejects_bad_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="is a file"):
         save("split", tmp_path / "file")
@@ -272,7 +276,9 @@ def save_and_fail(how: str, directory: Path, bad_rank: int, files: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "bad_rank", "files"), [("split", 1, ""), ("merged", 0, ""), ("split", 0, "bad")])
-def test_failure_on_one_rank_is_raised_on_all(tmp_path: Path, pool: Pool, how: str, bad_rank: int, files: str) -> None:
+def test_save_failure_on_one_rank_is_raised_on_all(
+    tmp_path: Path, pool: Pool, how: str, bad_rank: int, files: str
+) -> None:
     pool.run(2, save_on_ranks, "split", tmp_path / "x", 2)
     errors = pool.run(2, save_and_fail, how, tmp_path / "x", bad_rank, files, expect=OSError)
     assert f"rank {bad_rank}" in str(errors[1 - bad_rank])
@@ -281,7 +287,7 @@ def test_failure_on_one_rank_is_raised_on_all(tmp_path: Path, pool: Pool, how: s
     assert_holds(open_checkpoint(tmp_path / "x"), model()[0])
 
 
-def test_live_saves_are_not_cleaned_away(tmp_path: Path) -> None:
+def test_cleanup_keeps_the_staging_directories_of_live_saves(tmp_path: Path) -> None:
     mesh = ParallelMesh()
     (tmp_path / ".x.saving-dead").mkdir()
     with staging.replacing(tmp_path / "x", mesh.world, 0) as alive:
@@ -292,7 +298,7 @@ def test_live_saves_are_not_cleaned_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("disturbance", ["kill", "fail"])
-def test_crash_table(disturbance: str) -> None:
+def test_save_survives_a_crash_at_every_file_system_call(disturbance: str) -> None:
     """Death, or a failure of the file system, at every single change of it: the old or the new is there, whole."""
     if sys.platform != "linux":
         pytest.skip("needs Linux's ptrace")

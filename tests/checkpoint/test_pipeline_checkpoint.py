@@ -81,7 +81,7 @@ def load_and_save(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_any_division_loads_any_other(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
+def test_any_mesh_loads_the_checkpoint_of_any_other(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), pipelines.config(variant)
     weights = save_whole(name, config, seed, tmp_path / "whole")
     pool.run(4, load_and_save, name, tmp_path / "whole", tmp_path / "2x2", 2, 2, weights, None)
@@ -126,7 +126,7 @@ def check_sizes(pool: Pool, name: str, source: Any, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "gpt2-untied", "t5-gated-untied"])
-def test_a_seed_gives_the_same_weights_at_every_size(pool: Pool, variant: str, seed: int) -> None:
+def test_from_config_seed_gives_the_same_weights_on_every_mesh(pool: Pool, variant: str, seed: int) -> None:
     for name in (zoo.lm_head(variant), pipelines.heads_with_loss(variant)[-1]):
         first = check_sizes(pool, name, pipelines.config(variant), {"seed": 7})
         other = parts(name, 1, 1, pipelines.config(variant), {"seed": 8})
@@ -134,7 +134,9 @@ def test_a_seed_gives_the_same_weights_at_every_size(pool: Pool, variant: str, s
 
 
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_a_head_that_was_not_saved(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
+def test_missing_head_is_initialised_by_the_seed_on_every_mesh(
+    pool: Pool, tmp_path: Path, variant: str, seed: int
+) -> None:
     """A checkpoint of the base model under another head, which is initialised by the seed at every size."""
     weights = save_whole(zoo.base(variant), pipelines.config(variant), seed, tmp_path)
     name = next(head for head in pipelines.heads_with_loss(variant) if "SequenceClassification" in head)
@@ -146,7 +148,7 @@ def test_a_head_that_was_not_saved(pool: Pool, tmp_path: Path, variant: str, see
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "gptj", "llama-untied", "t5"])
-def test_a_grown_vocabulary(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
+def test_resize_token_embeddings_on_stages(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
     """Copies on several stages grow alike."""
     name, config = zoo.lm_head(variant), pipelines.config(variant)
     save_whole(name, config, seed, tmp_path)
@@ -159,7 +161,7 @@ def load_on_two_stages(folder: Path) -> None:
     cls.from_pretrained_with_parallel(folder, 1, 2)
 
 
-def test_tied_weights_that_a_checkpoint_holds_with_two_values(pool: Pool, tmp_path: Path, seed: int) -> None:
+def test_tied_weights_with_two_values_are_rejected_on_stages(pool: Pool, tmp_path: Path, seed: int) -> None:
     """transformers unties them in one process, and says so; stages would silently use the first value for both."""
     torch.manual_seed(seed)
     model: Any = zoo.original("T5ForConditionalGeneration")(zoo.config("t5"))

@@ -34,7 +34,9 @@ def load_and_save(source: Path, target: Path, tp: int, names: list[str]) -> None
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_saved_at_four_loads_at_one_two_and_three(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
+def test_split_checkpoint_of_four_ranks_loads_at_other_sizes(
+    pool: Pool, tmp_path: Path, variant: str, seed: int
+) -> None:
     """The language model at every size, and each of the other classes of a family at one of them."""
     main = zoo.lm_head(variant)
     names = zoo.heads(variant) if variant in zoo.FOUNDING else [main]
@@ -67,7 +69,9 @@ def write_original(folder: Path, name: str, config: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("variant", ["llama", "llama-one-kv", "falcon", "falcon-one-kv", "gpt_bigcode-many-kv"])
 @pytest.mark.parametrize("saved_at", [3, 4])
-def test_split_files_without_a_manifest(pool: Pool, tmp_path: Path, variant: str, saved_at: int, seed: int) -> None:
+def test_oslo_1_split_files_load_without_a_manifest(
+    pool: Pool, tmp_path: Path, variant: str, saved_at: int, seed: int
+) -> None:
     """Replicated key-value heads, or heads interleaved with them, from files that say nothing of their layout."""
     name = zoo.lm_head(variant)
     write_original(tmp_path, name, zoo.config(variant), seed)
@@ -84,7 +88,7 @@ def _refused(directory: Path, tp: int) -> str:
     return str(caught.value)
 
 
-def test_split_files_that_do_not_fit_the_configuration(pool: Pool, tmp_path: Path, seed: int) -> None:
+def test_oslo_1_split_files_that_contradict_the_config_are_rejected(pool: Pool, tmp_path: Path, seed: int) -> None:
     """Nobody is told to have weights that are there initialised anew."""
     name = zoo.lm_head("llama")
     write_original(tmp_path, name, zoo.config("llama"), seed)
@@ -109,7 +113,9 @@ def _grow(directory: Path, size: int) -> tuple[Tensor, Tensor]:
     return tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
 
 
-def test_a_grown_vocabulary_is_the_same_at_every_size(pool: Pool, tmp_path: Path, seed: int) -> None:
+def test_resize_token_embeddings_is_the_same_at_every_tensor_parallel_size(
+    pool: Pool, tmp_path: Path, seed: int
+) -> None:
     torch.manual_seed(seed)
     model = zoo.original("LlamaForCausalLM")(zoo.config("llama-untied"))
     model.save_pretrained(tmp_path / "whole")
@@ -127,7 +133,7 @@ def _grown_bias(directory: Path) -> Tensor:
     return model.final_logits_bias
 
 
-def test_what_is_added_to_logits_grows_too(pool: Pool, tmp_path: Path, seed: int) -> None:
+def test_resize_token_embeddings_grows_the_logits_bias(pool: Pool, tmp_path: Path, seed: int) -> None:
     torch.manual_seed(seed)
     model = zoo.original("BartForConditionalGeneration")(zoo.config("bart"))
     model.final_logits_bias.normal_()
@@ -146,7 +152,7 @@ def _seeded(sizes: dict[str, int]) -> dict[str, Tensor]:
     }
 
 
-def test_a_seed_gives_the_same_weights_at_every_size(pool: Pool) -> None:
+def test_from_config_seed_gives_the_same_gpt2_weights_at_every_size(pool: Pool) -> None:
     (whole,) = pool.run(1, _seeded, {})
     for tp, pp in ((2, 1), (3, 1), (1, 2), (2, 2), (1, 4)):
         for part in pool.run(tp * pp, _seeded, {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}):

@@ -86,7 +86,7 @@ def local(param: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_six_steps_are_three_and_three(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
+def test_resumed_training_equals_uninterrupted_training(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
     tp, pp, processes = SIZES[sizes]
     config = zoo.config("gpt2", dropout=0.3)
     batches = [
@@ -123,7 +123,7 @@ def load_at(folder: Path, tp: int, pp: int) -> None:
     model.load_optimizer(optimizer, folder)
 
 
-def test_other_sizes(pool: Pool, tmp_path: Path) -> None:
+def test_optimizer_state_of_another_mesh_is_rejected(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, save_at, tmp_path, 2, 1)
     pool.run(2, load_at, tmp_path, 2, 1)
     for sizes in ((1, 2), (1, 1)):
@@ -144,12 +144,12 @@ def damage_on_one_rank(folder: Path) -> None:
     model.load_optimizer(optimizer, folder)
 
 
-def test_damage(pool: Pool, tmp_path: Path) -> None:
+def test_damaged_optimizer_state_is_rejected_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     for error in pool.run(2, damage_on_one_rank, tmp_path / "state", expect=CheckpointError):
         assert "optimizer_tp=1_pp=0_dp=0.bin" in str(error) and "damaged" in str(error)
 
 
-def test_what_does_not_fit(tmp_path: Path) -> None:
+def test_load_optimizer_rejects_a_state_that_does_not_fit(tmp_path: Path) -> None:
     model, optimizer = small()
     with pytest.raises(FileNotFoundError, match="save_optimizer writes it"):
         model.load_optimizer(optimizer, tmp_path)
@@ -201,7 +201,7 @@ def save_step(folder: Path) -> None:
     model.save_optimizer(optimizer, folder, step="old")
 
 
-def test_killed_while_saving(pool: Pool, tmp_path: Path) -> None:
+def test_kill_while_saving_leaves_a_loadable_state(pool: Pool, tmp_path: Path) -> None:
     """The state is the old one or the new one, and it loads with the model beside it."""
     found = []
     pool.run(2, save_step, tmp_path / "first")
@@ -287,7 +287,7 @@ def run_torchrun(folder: Path, sizes: dict[str, int], deadly_step: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_restart_after_a_kill(pool: Pool, tmp_path: Path) -> None:
+def test_torchrun_restart_after_a_kill_resumes_from_the_last_save(pool: Pool, tmp_path: Path) -> None:
     """A rank is killed in the step before a save: all begin again from the last save, and lose nothing."""
     sizes = {"pipeline_parallel_size": 2}
     whole, broken = tmp_path / "whole", tmp_path / "broken"

@@ -36,7 +36,7 @@ def split(pool: Pool, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["", "demo", "list", "inspect", "merge", "reshard", "preprocess", "serve"])
-def test_help_is_instant(command: str) -> None:
+def test_help_imports_no_torch(command: str) -> None:
     code = "import sys; from oslo_models.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
     arguments = [command, "--help"] if command else []
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
@@ -44,7 +44,7 @@ def test_help_is_instant(command: str) -> None:
     assert "usage: oslo-models" in done.stdout and "Traceback" not in done.stderr
 
 
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_names_every_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list"]) == 0
     every = capsys.readouterr().out.splitlines()
     assert {"gpt2", "  GPT2LMHeadModel", "llama", "  LlamaForCausalLM"} <= set(every)
@@ -53,7 +53,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert some[0] == "gpt2" and "llama" not in some
 
 
-def test_inspect_a_split_checkpoint(split: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_describes_a_split_checkpoint(split: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", str(split)]) == 0
     shown = capsys.readouterr().out
     assert "split checkpoint, tensor_parallel_size=2, pipeline_parallel_size=1" in shown
@@ -63,7 +63,7 @@ def test_inspect_a_split_checkpoint(split: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)["split"] == [2, 1]
 
 
-def test_inspect_finds_damage(split: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_verify_finds_damage(split: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", str(split), "--verify"]) == 0
     assert "every file has the size and the checksum" in capsys.readouterr().out
     file = split / "pytorch_model_tp=1_pp=0.bin"
@@ -74,7 +74,7 @@ def test_inspect_finds_damage(split: Path, capsys: pytest.CaptureFixture[str]) -
     assert_one_line(capsys, "pytorch_model_tp=1_pp=0.bin")
 
 
-def test_inspect_a_merged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_describes_a_merged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = {name: Layout(layout.shape) for name, layout in LAYOUTS.items()}
     tensors = {name: torch.ones(layout.shape) for name, layout in whole.items()}
     save_checkpoint(tmp_path, tensors, whole, ParallelMesh(), merging=True, tied={})
@@ -85,7 +85,7 @@ def test_inspect_a_merged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "no manifest" in capsys.readouterr().out
 
 
-def test_mistakes_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_are_reported_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", str(tmp_path / "absent")]) == 2
     assert_one_line(capsys, "absent")
     assert cli.main(["inspect", str(tmp_path)]) == 2
@@ -102,7 +102,7 @@ def test_mistakes_get_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_fault_of_ours_is_told_from_a_mistake(
+def test_internal_errors_have_another_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(args: object) -> None:
@@ -115,7 +115,7 @@ def test_a_fault_of_ours_is_told_from_a_mistake(
         cli.main(["--traceback", "list"])
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+def test_closed_output_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m oslo_models list | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
     assert done.stderr == "" and len(done.stdout.splitlines()) == 1

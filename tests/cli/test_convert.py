@@ -44,7 +44,7 @@ def test_reshard_and_merge_keep_every_bit(whole: tuple[Path, dict[str, Tensor]],
     require_same(binary, expected)
 
 
-def test_what_is_tied_is_there_once(whole: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+def test_merged_file_holds_tied_weights_once(whole: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     directory, _ = whole
     model = GPT2LMHeadModel.from_pretrained_with_parallel(directory)
     model.save_pretrained_with_parallel(tmp_path / "split", safe_serialization=False)
@@ -53,7 +53,7 @@ def test_what_is_tied_is_there_once(whole: tuple[Path, dict[str, Tensor]], tmp_p
     assert (tmp_path / "merged/model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
 
 
-def test_sizes_that_do_not_fit_are_refused(
+def test_reshard_rejects_impossible_sizes(
     whole: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["merge", str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
@@ -86,7 +86,7 @@ def old_files(directory: Path, expected: dict[str, Tensor], tp: int, pp: int) ->
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (2, 2), (1, 3)])
-def test_old_split_files_without_a_manifest(
+def test_merge_reads_oslo_1_split_files(
     whole: tuple[Path, dict[str, Tensor]], tmp_path: Path, tp: int, pp: int
 ) -> None:
     directory, expected = whole

@@ -20,7 +20,7 @@ def options(output: Path, *arguments: str) -> argparse.Namespace:
     return parser.parse_args(["--output", str(output), *arguments])
 
 
-def test_a_short_run(
+def test_demo_runs_briefly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], seed: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -42,7 +42,7 @@ def test_a_short_run(
 
 
 @pytest.mark.parametrize(("difference", "code", "expected"), [(0.0, 0, 0), (0.1, 0, 1), (math.nan, 0, 1), (0.0, 3, 3)])
-def test_it_fails_when_logits_differ(
+def test_demo_fails_when_logits_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: float, code: int, expected: int
 ) -> None:
     def ended(*args: object, **kwargs: object) -> subprocess.CompletedProcess[bytes]:
@@ -53,7 +53,7 @@ def test_it_fails_when_logits_differ(
     assert demo.run(options(tmp_path)) == expected
 
 
-def test_mistakes_are_named_before_anything_starts(tmp_path: Path) -> None:
+def test_demo_rejects_bad_arguments_before_it_starts(tmp_path: Path) -> None:
     for arguments in (["-n", "9"], ["-n", "0"], ["--steps", "0"], ["--seed", "-1"]):
         with pytest.raises(ValueError, match=arguments[1]):
             demo.run(options(tmp_path / "demo", *arguments))

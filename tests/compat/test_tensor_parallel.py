@@ -38,14 +38,16 @@ from support.tensor_parallel import check_step, divided, of_transformers
 
 
 @pytest.mark.parametrize(("variant", "n"), [("gpt2", 2), ("llama", 3), ("t5", 2), ("gpt2-cross", 3)])
-def test_step(variant: str, n: int, seed: int) -> None:
+def test_tensor_parallel_step_matches_transformers(variant: str, n: int, seed: int) -> None:
     check_step(zoo.lm_head(variant), variant, n, seed)
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("variant", [*zoo.VARIANTS, *zoo.MORE])
-def test_step_of_every_architecture(variant: str, sharded: bool, seed: int) -> None:
+def test_tensor_parallel_step_of_every_architecture_matches_transformers(
+    variant: str, sharded: bool, seed: int
+) -> None:
     check_step(zoo.main_head(variant), variant, 2, seed, sharded=sharded)
 
 
@@ -53,7 +55,9 @@ def test_step_of_every_architecture(variant: str, sharded: bool, seed: int) -> N
     ("optimizer", "variant", "sharded"),
     [("SGD", "gpt2", False), ("AdamW", "llama", False), ("AdamW", "t5", False), ("AdamW", "gpt2", True)],
 )
-def test_training_and_saving(tmp_path: Path, optimizer: str, variant: str, sharded: bool, seed: int) -> None:
+def test_tensor_parallel_trains_and_saves_as_transformers(
+    tmp_path: Path, optimizer: str, variant: str, sharded: bool, seed: int
+) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = of_transformers(variant, seed)
     other = divided(model, 3, sharded=sharded)
@@ -78,7 +82,7 @@ def test_training_and_saving(tmp_path: Path, optimizer: str, variant: str, shard
     assert all(torch.equal(tensor, states["state_dict"][key]) for key, tensor in copied.state_dict().items())
 
 
-def test_clipping(seed: int) -> None:
+def test_clip_grad_norm_counts_each_parameter_once(seed: int) -> None:
     """Each parameter counts once. GPT-2's head is tied, and Llama's ranks share a key-value head."""
     for variant in ("gpt2", "llama-one-kv"):
         model, name = of_transformers(variant, seed), zoo.lm_head(variant)
@@ -106,7 +110,7 @@ class RecorderOfThreads(Recorder):
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "t5"])
-def test_dropout(variant: str, seed: int) -> None:
+def test_tensor_parallel_dropout_matches_a_replay_of_its_masks(variant: str, seed: int) -> None:
     """Masks of what is replicated are equal, others differ; and the step is that of one process with these masks."""
     model = of_transformers(variant, seed, RATE, attn_implementation="eager")
     other, batch = divided(model), zoo.batch(zoo.lm_head(variant), model.config, seed)
@@ -129,7 +133,7 @@ def test_dropout(variant: str, seed: int) -> None:
     check_masks([mask for mask, whole in joined if whole], [mask for mask, whole in joined if not whole], masks)
 
 
-def test_checkpointing_draws_the_same_masks(seed: int) -> None:
+def test_activation_checkpointing_draws_the_same_dropout_masks(seed: int) -> None:
     model = of_transformers("gpt2", seed, RATE)
     other, batch, gradients = divided(model), zoo.batch("GPT2LMHeadModel", model.config, seed), []
     for reentrant in (None, False, True):
@@ -143,7 +147,7 @@ def test_checkpointing_draws_the_same_masks(seed: int) -> None:
         torch.testing.assert_close(checkpointed, gradients[0], rtol=0, atol=TOLERANCE)
 
 
-def test_masks_that_numpy_draws(seed: int) -> None:
+def test_wav2vec2_numpy_masks_match_transformers(seed: int) -> None:
     """Of Wav2Vec2 in training: those of transformers."""
     masks = {"mask_time_prob": 0.3, "mask_time_length": 2, "mask_feature_prob": 0.2, "mask_feature_length": 2}
     config = zoo.config("wav2vec2", apply_spec_augment=True, **masks)
@@ -159,7 +163,7 @@ def test_masks_that_numpy_draws(seed: int) -> None:
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "t5"])
-def test_generation(variant: str, seed: int) -> None:
+def test_tensor_parallel_generation_matches_transformers(variant: str, seed: int) -> None:
     """Tokens and their scores, of left-padded prompts; a cache of one's own; and the random state after sampling."""
     name = zoo.lm_head(variant)
     model = of_transformers(variant, seed).eval()
@@ -187,7 +191,7 @@ def test_generation(variant: str, seed: int) -> None:
         torch.testing.assert_close(found[1], found[0], rtol=0, atol=TOLERANCE, msg=str(options))
 
 
-def test_caches(seed: int) -> None:
+def test_key_value_cache_is_passed_between_calls(seed: int) -> None:
     """A cache goes from call to call; one of another model is refused."""
     model = of_transformers("llama", seed).eval()
     other, ids = divided(model), torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed))
@@ -204,7 +208,7 @@ def test_caches(seed: int) -> None:
             other(ids[:, 4:], past_key_values=model(ids[:, :4]).past_key_values)
 
 
-def test_what_a_thread_inherits(seed: int) -> None:
+def test_rank_threads_inherit_autocast_and_inference_mode(seed: int) -> None:
     """Autocast and inference mode hold for all ranks."""
     model = of_transformers("gpt2", seed, dtype=torch.float32).eval()
     other, ids = divided(model), torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed))
@@ -220,7 +224,7 @@ def test_what_a_thread_inherits(seed: int) -> None:
     assert seen == [(torch.bfloat16, False)] * 2 + [(torch.float32, True)] * 2
 
 
-def test_inputs_changed_in_place(seed: int) -> None:
+def test_in_place_changes_of_inputs_are_seen_by_the_caller(seed: int) -> None:
     """Each rank changes its own, and that of the first is the caller's."""
     model = of_transformers("gpt2", seed).eval()
     other, ids = divided(model), torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed))
@@ -278,7 +282,7 @@ def broken_now_and_then(request: pytest.FixtureRequest) -> Iterator[Callable[...
     yield check
 
 
-def test_bad_input(broken_now_and_then: Any) -> None:
+def test_model_works_after_bad_input(broken_now_and_then: Any) -> None:
     bad = broken_now_and_then.batch["input_ids"].clone()
     bad[1, 4] = 10**6
     broken_now_and_then(IndexError, input_ids=bad)
@@ -286,26 +290,26 @@ def test_bad_input(broken_now_and_then: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_one_rank_fails(broken_now_and_then: Any, rank: int) -> None:
+def test_model_works_after_an_exception_on_one_rank(broken_now_and_then: Any, rank: int) -> None:
     """In the middle of a forward or backward pass, where the others wait for it."""
     block = broken_now_and_then.model.parts[rank].transformer.h[1]
     broken_now_and_then(_Broken, block.mlp.register_forward_hook(_raise))
     broken_now_and_then(_Broken, block.mlp.c_fc.weight.register_hook(_raise))
 
 
-def test_a_call_inside_a_call(broken_now_and_then: Any) -> None:
+def test_call_inside_a_forward_is_rejected(broken_now_and_then: Any) -> None:
     model = broken_now_and_then.model
     again = model.parts[0].register_forward_hook(lambda *_: model(**broken_now_and_then.batch))
     broken_now_and_then(RuntimeError, again)
 
 
-def test_interruption(broken_now_and_then: Any) -> None:
+def test_keyboard_interrupt_ends_a_call(broken_now_and_then: Any) -> None:
     """Ctrl-C while the thread that called waits for others."""
     block = broken_now_and_then.model.parts[1].transformer.h[1]
     broken_now_and_then(KeyboardInterrupt, block.mlp.register_forward_hook(_interrupt))
 
 
-def test_ranks_that_part() -> None:
+def test_rank_thread_that_ends_releases_waiting_ranks() -> None:
     """A rank that ends while others wait in a collective ends them, too."""
     threads = ThreadGroup([torch.device("cpu")] * 3)
     for leaving in range(3):
@@ -315,7 +319,7 @@ def test_ranks_that_part() -> None:
     assert ParallelMesh.of_thread(threads, 1).tp.rank == 1
 
 
-def test_gradients_only_by_backward(seed: int) -> None:
+def test_autograd_grad_is_rejected_in_favour_of_backward(seed: int) -> None:
     other = divided(of_transformers("gpt2", seed))
     embeds, labels = torch.randn(2, 3, 24, dtype=torch.float64, requires_grad=True), torch.tensor([[3, 4, 5]] * 2)
     loss = other(inputs_embeds=embeds, labels=labels).loss
@@ -335,11 +339,11 @@ def part_of_a_process() -> Any:
     return type(model) is oslo_models.GPT2LMHeadModel, model.mesh.tp.size, model.mesh.tp.threads
 
 
-def test_distributed(pool: Pool) -> None:
+def test_tensor_parallel_inside_a_process_group(pool: Pool) -> None:
     assert pool.run(2, part_of_a_process) == [(True, 2, None)] * 2
 
 
-def test_what_is_refused() -> None:
+def test_tensor_parallel_rejects_unsupported_arguments() -> None:
     model = hf.GPT2LMHeadModel(zoo.config("gpt2"))
     for message, devices, options in (
         ("tensor_parallel_size=7 is more than num_attention_heads=6", ["cpu"] * 7, {}),

@@ -18,7 +18,7 @@ from support.tensor_parallel import check_step, divided, of_transformers
 
 
 @pytest.mark.parametrize(("variant", "n"), [("gpt2", 3), ("llama-one-kv", 2), ("qwen3", 2), ("bert", 2)])
-def test_sharded_step(variant: str, n: int, seed: int) -> None:
+def test_sharded_step_matches_transformers(variant: str, n: int, seed: int) -> None:
     check_step(zoo.main_head(variant), variant, n, seed, sharded=True)
 
 
@@ -41,7 +41,7 @@ def test_sharded_parameters_exist_once(variant: str, seed: int) -> None:
     assert norms[0] == pytest.approx(norms[1], abs=TOLERANCE)
 
 
-def test_some_sharded_parameters(seed: int) -> None:
+def test_sharded_param_names_selects_parameters(seed: int) -> None:
     model = of_transformers("gpt2", seed)
     names = ["transformer.wpe.weight", "transformer.ln_f.bias"]
     model.transformer.ln_f.bias.requires_grad_(False)
@@ -64,7 +64,7 @@ def test_some_sharded_parameters(seed: int) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("how", ["assigned", "converted", "set by accelerate"])
-def test_weights_that_come_later(how: str, sharded: bool, seed: int) -> None:
+def test_weights_are_loaded_into_an_empty_model_one_by_one(how: str, sharded: bool, seed: int) -> None:
     model = of_transformers("gpt2", seed)
     with accelerate.init_empty_weights():
         empty = hf.GPT2LMHeadModel(model.config).double()
@@ -92,7 +92,7 @@ def test_weights_that_come_later(how: str, sharded: bool, seed: int) -> None:
     assert torch.equal(*found)
 
 
-def test_weights_that_do_not_fit() -> None:
+def test_mismatched_weights_are_rejected() -> None:
     with torch.device("meta"), pytest.raises(ValueError, match=r"such as .*init_empty_weights"):
         divided(hf.LlamaForCausalLM(zoo.config("llama")))
     other = divided(hf.GPT2LMHeadModel(zoo.config("gpt2")))

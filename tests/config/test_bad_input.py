@@ -52,33 +52,33 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size", "micro_batch_size"])
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "2", None])
-def test_sizes_that_are_no_sizes(pool: Pool, name: str, value: object) -> None:
+def test_parallel_sizes_must_be_positive_integers(pool: Pool, name: str, value: object) -> None:
     for message in refused(pool, 2, from_config, **{name: value}):
         assert message == f"{name} must be an integer of at least 1, got {value!r}"
 
 
-def test_more_ranks_than_heads(pool: Pool) -> None:
+def test_tensor_parallel_size_is_at_most_the_number_of_heads(pool: Pool) -> None:
     for message in refused(pool, 2, from_config, tensor_parallel_size=5):
         assert message == "tensor_parallel_size=5 is more than num_attention_heads=4 of GPT2Config; use 1 to 4"
 
 
-def test_more_stages_than_blocks(pool: Pool) -> None:
+def test_pipeline_parallel_size_is_at_most_the_number_of_blocks(pool: Pool) -> None:
     for message in refused(pool, 4, from_config, pipeline_parallel_size=4):
         assert "pipeline_parallel_size=4 is more than the 3 blocks of GPT2LMHeadModel; use 1 to 3" in message
 
 
-def test_too_few_processes(pool: Pool) -> None:
+def test_world_smaller_than_the_mesh_is_rejected(pool: Pool) -> None:
     for message in refused(pool, 2, from_config, tensor_parallel_size=2, pipeline_parallel_size=2):
         assert "needs 4 processes, but the world size is 2" in message and "torchrun --nproc-per-node=4" in message
 
 
-def test_processes_left_over(pool: Pool) -> None:
+def test_world_size_must_be_a_multiple_of_the_mesh(pool: Pool) -> None:
     for message in refused(pool, 3, from_config, tensor_parallel_size=2):
         assert "world size 3 is not a multiple" in message and "1 processes would be left over" in message
         assert "start 2 or 4 processes" in message
 
 
-def test_without_a_launcher() -> None:
+def test_parallel_sizes_without_a_launcher_are_rejected() -> None:
     code = (
         "from oslo_models import GPT2Config, GPT2LMHeadModel\n"
         f"GPT2LMHeadModel.from_config_with_parallel(GPT2Config(**{CONFIG!r}), tensor_parallel_size=2)"
@@ -89,7 +89,7 @@ def test_without_a_launcher() -> None:
     assert "torchrun --nproc-per-node=2" in done.stderr and "deploy=True" in done.stderr
 
 
-def test_deploy_and_deployment(pool: Pool) -> None:
+def test_deploy_and_deployment_must_agree(pool: Pool) -> None:
     for message in refused(pool, 1, from_config, deploy=True, deployment=False):
         assert "deploy=True and deployment=False are the same argument" in message
     pool.run(1, _call, from_config, (), {"deploy": False, "deployment": False})
@@ -98,7 +98,7 @@ def test_deploy_and_deployment(pool: Pool) -> None:
             assert f"deployment must be True, False or None, got {wrong!r}" in message
 
 
-def test_ranks_with_different_arguments(pool: Pool, saved: Path) -> None:
+def test_arguments_that_differ_between_ranks_are_named(pool: Pool, saved: Path) -> None:
     for message in refused(pool, 2, from_config, tensor_parallel_size={"of rank": [2, 1]}, seed={"of rank": [3, 4]}):
         assert "tensor_parallel_size: rank 0 has 2, rank 1 has 1" in message
         assert "seed: rank 0 has 3, rank 1 has 4" in message
@@ -116,32 +116,32 @@ def _different_configs(other: GPT2Config, **kwargs: Any) -> None:
     from_config(config=other if torch.distributed.get_rank() else None, **kwargs)
 
 
-def test_one_rank_with_a_bad_argument(pool: Pool) -> None:
+def test_bad_argument_on_one_rank_raises_on_all(pool: Pool) -> None:
     messages = refused(pool, 2, from_config, tensor_parallel_size={"of rank": [2, 0]})
     assert messages[1] == "tensor_parallel_size must be an integer of at least 1, got 0"
     assert "rank 1 failed: tensor_parallel_size must be an integer of at least 1, got 0" in messages[0]
 
 
 @pytest.mark.parametrize("seed_value", [-1, "7", 1.5, True])
-def test_seeds_that_are_none(pool: Pool, seed_value: object) -> None:
+def test_seed_must_be_a_non_negative_integer(pool: Pool, seed_value: object) -> None:
     for message in refused(pool, 1, from_config, seed=seed_value):
         assert message == f"seed must be an integer of at least 0, got {seed_value!r}"
 
 
 @pytest.mark.parametrize("value", [0, -1.5, True, "60", None, float("inf"), float("nan")])
-def test_timeouts_that_are_none(pool: Pool, value: object) -> None:
+def test_timeout_must_be_a_positive_number(pool: Pool, value: object) -> None:
     for message in refused(pool, 2, from_config, timeout=value):
         assert message == f"timeout must be a number of seconds greater than 0, got {value!r}"
 
 
 @pytest.mark.parametrize("value", ["12", 3, [1, 0, 2], [1.0, 2], [True, 2]])
-def test_blocks_per_stage_that_are_none(pool: Pool, value: object) -> None:
+def test_blocks_per_stage_must_be_a_list_of_positive_integers(pool: Pool, value: object) -> None:
     for message in refused(pool, 2, from_config, pipeline_parallel_size=2, blocks_per_stage=value):
         assert "blocks_per_stage must be" in message
 
 
 @pytest.mark.parametrize("value", [[3], [1, 1, 1], [2, 2], [1, 1]])
-def test_blocks_per_stage_that_do_not_fit(pool: Pool, saved: Path, value: list[int]) -> None:
+def test_blocks_per_stage_must_match_stages_and_blocks(pool: Pool, saved: Path, value: list[int]) -> None:
     for function, arguments in ((from_config, ()), (from_pretrained, (saved,))):
         for message in refused(pool, 2, function, *arguments, pipeline_parallel_size=2, blocks_per_stage=value):
             assert f"blocks_per_stage={value} has {len(value)} stages and {sum(value)} blocks" in message
@@ -149,7 +149,7 @@ def test_blocks_per_stage_that_do_not_fit(pool: Pool, saved: Path, value: list[i
 
 
 @pytest.mark.parametrize("value", [0, -1, "sometimes", 1.5, None])
-def test_checks_of_inputs_that_are_none(pool: Pool, value: object) -> None:
+def test_check_inputs_rejects_other_values(pool: Pool, value: object) -> None:
     for message in refused(pool, 2, from_config, check_inputs=value):
         assert f'check_inputs must be True, False, "always" or an integer of at least 1, got {value!r}' == message
 
@@ -169,7 +169,7 @@ def _other_batches(sizes: dict[str, int], what: str, when: Any) -> None:
 
 @pytest.mark.parametrize("what", ["order", "shape", "value", "generate"])
 @pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
-def test_different_batches(pool: Pool, sizes: dict[str, int], what: str) -> None:
+def test_check_inputs_finds_batches_that_differ_between_ranks(pool: Pool, sizes: dict[str, int], what: str) -> None:
     for when in (True, "always", 2):
         for message in refused(pool, 2, _other_batches, sizes, what, when):
             assert "ranks that share one model were given different batches" in message
@@ -181,7 +181,7 @@ def test_different_batches(pool: Pool, sizes: dict[str, int], what: str) -> None
             pool.run(2, _other_batches, sizes, what, when)
 
 
-def test_dtypes(pool: Pool, saved: Path) -> None:
+def test_dtype_and_torch_dtype_must_be_valid_and_agree(pool: Pool, saved: Path) -> None:
     for message in refused(pool, 1, from_pretrained, saved, dtype="float33"):
         assert "dtype must be a floating torch.dtype, its name or \"auto\", got 'float33'" in message
     for message in refused(pool, 1, from_pretrained, saved, dtype="float16", torch_dtype="float32"):
@@ -190,12 +190,12 @@ def test_dtypes(pool: Pool, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["device_map", "tp_plan", "distributed_config", "quantization_config", "gguf_file"])
-def test_what_excludes_parallel_loading(pool: Pool, saved: Path, name: str) -> None:
+def test_arguments_that_exclude_parallel_loading_are_rejected(pool: Pool, saved: Path, name: str) -> None:
     for message in refused(pool, 1, from_pretrained, saved, **{name: "auto"}):
         assert message.startswith(f"{name}='auto' ")
 
 
-def test_quantised_checkpoints(pool: Pool, saved: Path, tmp_path: Path) -> None:
+def test_quantised_checkpoint_is_rejected(pool: Pool, saved: Path, tmp_path: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -204,7 +204,7 @@ def test_quantised_checkpoints(pool: Pool, saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [52, 0, "60", True])
-def test_resizing_below_the_vocabulary(pool: Pool, size: object) -> None:
+def test_resize_token_embeddings_must_be_at_least_the_vocabulary(pool: Pool, size: object) -> None:
     for message in refused(pool, 1, from_config, resize_token_embeddings=size):
         assert message == f"resize_token_embeddings must be an integer of at least vocab_size=53, got {size!r}"
 
@@ -213,22 +213,22 @@ def _resize_divided() -> None:
     GPT2LMHeadModel.from_config_with_parallel(GPT2Config(**CONFIG), tensor_parallel_size=2).resize_token_embeddings(60)
 
 
-def test_resizing_what_is_divided(pool: Pool) -> None:
+def test_resizing_sharded_embeddings_after_construction_is_rejected(pool: Pool) -> None:
     for message in refused(pool, 2, _resize_divided, kind=RuntimeError):
         assert "pass resize_token_embeddings=60 to from_pretrained_with_parallel" in message
 
 
-def test_a_checkpoint_of_another_architecture(pool: Pool, saved: Path) -> None:
+def test_checkpoint_of_another_architecture_is_rejected(pool: Pool, saved: Path) -> None:
     for message in refused(pool, 2, GPTNeoForCausalLM.from_pretrained_with_parallel, saved, tensor_parallel_size=2):
         assert "is a gpt2 checkpoint and GPTNeoForCausalLM is for gpt_neo; use GPT2LMHeadModel" in message
 
 
-def test_a_config_of_another_class(pool: Pool) -> None:
+def test_config_of_another_class_is_rejected(pool: Pool) -> None:
     for message in refused(pool, 1, from_config, cls=GPTNeoForCausalLM):
         assert "config must be a GPTNeoConfig for GPTNeoForCausalLM" in message
 
 
-def test_shapes_that_differ(pool: Pool, saved: Path) -> None:
+def test_mismatched_shapes_are_rejected_unless_ignored(pool: Pool, saved: Path) -> None:
     for message in refused(pool, 2, from_pretrained, saved, tensor_parallel_size=2, n_inner=90):
         assert "transformer.h.0.mlp.c_fc.weight: (24, 96) in the checkpoint, (24, 90) in the model" in message
         assert "ignore_mismatched_sizes=True" in message
@@ -244,19 +244,19 @@ def test_shapes_that_differ(pool: Pool, saved: Path) -> None:
         ("no-such-model", "neither a directory nor a model that the hub gives"),
     ],
 )
-def test_no_such_checkpoint(pool: Pool, name: str, message: str) -> None:
+def test_missing_checkpoint_is_named(pool: Pool, name: str, message: str) -> None:
     for text in refused(pool, 2, from_pretrained, name, tensor_parallel_size=2, local_files_only=True, kind=OSError):
         assert message in text
 
 
-def test_a_directory_without_a_checkpoint(pool: Pool, saved: Path, tmp_path: Path) -> None:
+def test_directory_without_a_checkpoint_is_named(pool: Pool, saved: Path, tmp_path: Path) -> None:
     for message in refused(pool, 1, from_pretrained, tmp_path, kind=OSError):
         assert "holds no config.json" in message
     for message in refused(pool, 1, from_pretrained, saved / "config.json", kind=OSError):
         assert "is a file" in message
 
 
-def test_classes_that_the_zoo_does_not_have() -> None:
+def test_unsupported_model_types_and_classes_are_named() -> None:
     with pytest.raises(ValueError, match=r"AutoModelForCausalLM has no class for 'rwkv'; it has: .*gpt2"):
         AutoModelForCausalLM.from_config_with_parallel(transformers.RwkvConfig())
     with pytest.raises(ValueError, match=r"AutoModelForMaskedLM has no class for 'gpt2'; it has: .*bert"):
@@ -270,7 +270,7 @@ def _save_into_a_file(path: Path, **kwargs: Any) -> None:
     model.save_pretrained_with_parallel(path, **kwargs)
 
 
-def test_saving_into_a_file(pool: Pool, tmp_path: Path) -> None:
+def test_saving_into_a_file_is_rejected(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for kwargs in ({}, {"save_with_merging": True}):
         for message in refused(pool, 2, _save_into_a_file, tmp_path / "file", kind=OSError, **kwargs):
@@ -306,7 +306,7 @@ def _calls(pp: int) -> list[str]:
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_batches_that_do_not_fit(pool: Pool, pp: int) -> None:
+def test_empty_batches_and_uneven_micro_batches_are_rejected(pool: Pool, pp: int) -> None:
     for messages in pool.run(2, _calls, pp):
         assert messages[0] == "the batch is empty: input_ids has shape (0, 4)"
         if pp > 1:

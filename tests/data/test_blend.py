@@ -47,14 +47,14 @@ def check(blender: DatasetBlender, weights: list[Fraction]) -> None:
         max_size=12,
     ).filter(lambda pairs: any(weight for _, weight in pairs))
 )
-def test_proportions_at_every_prefix(pairs: list[tuple[int, float]]) -> None:
+def test_blender_keeps_the_weights_at_every_prefix(pairs: list[tuple[int, float]]) -> None:
     counts, weights = [count for count, _ in pairs], [weight for _, weight in pairs]
     total = sum(map(Fraction, weights))
     check(DatasetBlender(numbered(counts), weights), [Fraction(weight) / total for weight in weights])
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=20).filter(any))
-def test_without_weights_every_sample_comes_once(counts: list[int]) -> None:
+def test_blender_without_weights_gives_every_sample_once(counts: list[int]) -> None:
     blender = DatasetBlender(numbered(counts))
     check(blender, [Fraction(count, sum(counts)) for count in counts])
     assert sorted(blender) == sorted(sample for dataset in numbered(counts) for sample in dataset)
@@ -62,7 +62,7 @@ def test_without_weights_every_sample_comes_once(counts: list[int]) -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=30).filter(any), st.integers(0, 300))
-def test_the_compiled_and_the_plain_one_agree(shares: list[int], size: int) -> None:
+def test_compiled_and_plain_blending_agree(shares: list[int], size: int) -> None:
     found = blending.blend(np.array(shares), size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blending, "load", no_compiler)
@@ -74,7 +74,7 @@ def no_compiler(source: str) -> None:
     raise blending.BuildError
 
 
-def test_more_than_255_datasets(seed: int) -> None:
+def test_blender_of_more_than_255_datasets(seed: int) -> None:
     """OSLO 1 kept the number of a dataset in a byte."""
     rng = np.random.default_rng(seed)
     weights = (rng.random(700) ** 8).tolist()
@@ -85,7 +85,7 @@ def test_more_than_255_datasets(seed: int) -> None:
     assert np.abs(counts - shares).max() < 1 + 1e-6
 
 
-def test_as_a_dataset(tmp_path: Path) -> None:
+def test_blender_is_a_map_style_dataset(tmp_path: Path) -> None:
     for name, lengths in (("a", [30, 40]), ("b", [90])):
         write(tmp_path / name, lengths)
     parts = [DatasetForCausalLM(tmp_path / name, 5, seed=1) for name in ("a", "b")]
@@ -108,7 +108,7 @@ def test_as_a_dataset(tmp_path: Path) -> None:
             other.load_state_dict(blender.state_dict())
 
 
-def test_arguments_that_do_not_fit() -> None:
+def test_blender_rejects_bad_arguments() -> None:
     for counts, weights, message in (
         ([], None, "nothing to blend: 0 datasets"),
         ([0, 0], None, "nothing to blend"),

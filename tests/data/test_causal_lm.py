@@ -37,7 +37,7 @@ def original(lengths: list[int], start: int, stop: int, length: int, seed: int) 
 
 @pytest.mark.parametrize("written", ["mmap", "lazy"])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_the_samples_of_oslo(impl: str, written: str, tmp_path: Path, seed: int) -> None:
+def test_samples_match_oslo_1(impl: str, written: str, tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.choice([0, 1, 2, 7, 60], 50).tolist()
     write(tmp_path / "a", lengths, "uint16", written)
@@ -65,7 +65,9 @@ def test_the_samples_of_oslo(impl: str, written: str, tmp_path: Path, seed: int)
     length=st.integers(2, 20),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_splits(lengths: list[int], cuts: list[float], length: int, seed: int) -> None:
+def test_split_holds_the_tokens_of_its_documents_only(
+    lengths: list[int], cuts: list[float], length: int, seed: int
+) -> None:
     """Every token of a split's documents is in its samples (but what is too little for one more), none of others."""
     bounds = [0.0, *sorted(set(cuts) - {0.0, 1.0}), 1.0]
     count, ends = len(lengths), np.cumsum([0, *lengths])
@@ -90,7 +92,7 @@ def test_splits(lengths: list[int], cuts: list[float], length: int, seed: int) -
             seen_by_any |= unique
 
 
-def test_splits_do_not_share_an_index(tmp_path: Path) -> None:
+def test_splits_of_one_name_have_separate_indices(tmp_path: Path) -> None:
     """OSLO 1 took the index of one split for another with the same name, and one of older data for new."""
     write(tmp_path / "a", [5] * 100)
     common = {"max_seq_length": 4, "split_type": "valid"}
@@ -107,7 +109,7 @@ def test_splits_do_not_share_an_index(tmp_path: Path) -> None:
     assert max(int(token) for sample in other for token in sample) < 499
 
 
-def test_many_documents_and_chunks(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_built_in_chunks_is_the_same(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index is built in chunks; here these are small."""
     monkeypatch.setattr("oslo_models.data.sample_index.CHUNK", 7)
     monkeypatch.setattr("oslo_models.data.indexed_dataset.CHUNK", 5)
@@ -119,13 +121,13 @@ def test_many_documents_and_chunks(tmp_path: Path, seed: int, monkeypatch: pytes
     assert all(np.array_equal(*pair) for pair in zip(dataset, samples, strict=True))
 
 
-def test_documents_of_several_sequences_stay_whole(tmp_path: Path) -> None:
+def test_split_keeps_documents_of_several_sequences_together(tmp_path: Path) -> None:
     write(tmp_path / "a", [2, 3, 0, 4, 1], ends=[0, 2, 3, 5])
     dataset = DatasetForCausalLM(tmp_path / "a", 5, end_weight=0.34)
     assert [sample.tolist() for sample in dataset] == [[0, 1, 2, 3, 4]]
 
 
-def test_labels_positions_and_mask(tmp_path: Path, seed: int) -> None:
+def test_labels_position_ids_and_attention_mask_reset_at_documents(tmp_path: Path, seed: int) -> None:
     lengths = [3, 0, 1, 4, 9, 2] * 5
     write(tmp_path / "a", lengths)
     document = np.repeat(np.arange(len(lengths)), lengths)  # by token
@@ -150,7 +152,7 @@ def test_labels_positions_and_mask(tmp_path: Path, seed: int) -> None:
     assert sample["attention_mask"].dtype == bool and sample["attention_mask"].shape == (1, 8, 8)
 
 
-def test_a_model_sees_each_document_alone(tmp_path: Path) -> None:
+def test_reset_mask_and_positions_isolate_documents(tmp_path: Path) -> None:
     """With the mask and the positions, logits of a document are those that it has by itself."""
     import transformers as hf
 
@@ -167,7 +169,7 @@ def test_a_model_sees_each_document_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(together, torch.cat(parts), atol=1e-5, rtol=1e-5)
 
 
-def test_loaders_and_pickles(tmp_path: Path, seed: int) -> None:
+def test_dataset_works_in_data_loader_workers_and_pickles(tmp_path: Path, seed: int) -> None:
     write(tmp_path / "a", [11] * 80)
     for impl in IMPLS:
         dataset = DatasetForCausalLM(tmp_path / "a", 8, binarization_impl=impl, seed=seed)
@@ -185,7 +187,7 @@ def _build_together(name: Path) -> tuple[list[int], bool]:
     return [int(sample.sum()) for sample in dataset], torch.distributed.is_initialized()
 
 
-def test_many_processes_build_at_once(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_processes_build_one_index(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a", [9] * 3000)
     found = pool.run(4, _build_together, tmp_path / "a")
     assert len({tuple(sums) for sums, _ in found}) == 1
@@ -201,7 +203,7 @@ def test_many_processes_build_at_once(pool: Pool, tmp_path: Path, monkeypatch: p
     assert not answers and list((tmp_path / "a.index").iterdir()) == [order]
 
 
-def test_no_process_group_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_makes_no_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OSLO 1 started NCCL where a launcher had set WORLD_SIZE."""
     for name, value in (("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("RANK", "1")):
         monkeypatch.setenv(name, value)
@@ -210,7 +212,7 @@ def test_no_process_group_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not torch.distributed.is_initialized()
 
 
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_cache_dir_replaces_an_unwritable_directory(tmp_path: Path) -> None:
     write(tmp_path / "a", [50])
     (tmp_path / "a.index").write_text("in the way")
     with pytest.raises(ValueError, match=r"cannot be written to .*; pass cache_dir"):
@@ -219,7 +221,7 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     assert len(pickle.loads(pickle.dumps(dataset))) == len(dataset) == 7
 
 
-def test_state(tmp_path: Path) -> None:
+def test_state_of_other_samples_is_rejected(tmp_path: Path) -> None:
     write(tmp_path / "a", [50, 60, 3])
     saved = DatasetForCausalLM(tmp_path / "a", 8, seed=1).state_dict()
     DatasetForCausalLM(tmp_path / "a", 8, "other", seed=1).load_state_dict(saved)
@@ -240,7 +242,7 @@ def test_state(tmp_path: Path) -> None:
         ({"end_weight": 0.1}, "holds none of 1 documents"),
     ],
 )
-def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_dataset_rejects_bad_arguments(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(tmp_path / "a", [51])
     with pytest.raises(ValueError, match=message):
         DatasetForCausalLM(tmp_path / "a", **{"max_seq_length": 8, **arguments})

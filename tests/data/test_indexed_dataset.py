@@ -20,7 +20,7 @@ from support.corpora import write
 INTEGERS = [name for name in CODES if "int" in name]
 
 
-def test_the_layout_field_by_field(tmp_path: Path) -> None:
+def test_mmap_index_has_the_layout_of_megatron(tmp_path: Path) -> None:
     """MMIDIDX, version 1, as in megatron/core/datasets/indexed_dataset.py."""
     codes = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
     assert codes == CODES
@@ -38,7 +38,7 @@ def test_the_layout_field_by_field(tmp_path: Path) -> None:
         )
 
 
-def test_the_older_layout_field_by_field(tmp_path: Path) -> None:
+def test_lazy_index_has_the_layout_of_fairseq(tmp_path: Path) -> None:
     """TNTIDX, as fairseq, OSLO and older Megatrons write it."""
     write(tmp_path / "a", [3, 5], "int32", "lazy")
     assert (tmp_path / "a.idx").read_bytes() == (
@@ -56,7 +56,9 @@ def test_the_older_layout_field_by_field(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("written", IMPLS)
 @pytest.mark.parametrize("dtype", CODES)
-def test_every_format_is_read_in_every_way(dtype: str, written: str, tmp_path: Path, seed: int) -> None:
+def test_every_format_and_dtype_is_read_by_every_implementation(
+    dtype: str, written: str, tmp_path: Path, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 9, 20).astype(np.int32)
     tokens = rng.integers(0, 100, lengths.sum()).astype(dtype)
@@ -80,7 +82,7 @@ def test_every_format_is_read_in_every_way(dtype: str, written: str, tmp_path: P
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
-def test_megatron_core_reads_and_writes_the_same(tmp_path: Path) -> None:
+def test_megatron_core_reads_and_writes_the_same_files(tmp_path: Path) -> None:
     """In a process of its own: importing Megatron takes seconds."""
     for dtype in CODES:
         write(tmp_path / f"ours-{dtype}", [3, 0, 5, 2], dtype, ends=[0, 2, 4])
@@ -111,7 +113,7 @@ for dtype in {list(CODES)}:
         assert [found.tolist() for found in dataset] == [[0, 1, 2], [], [3, 4, 5, 6, 7], [8, 9]]
 
 
-def test_documents_of_several_sequences(tmp_path: Path) -> None:
+def test_documents_of_several_sequences_are_kept(tmp_path: Path) -> None:
     """Megatron splits documents into sentences; files that it merged may say nothing of use about documents."""
     for ends, sizes in (([0, 2, 2, 4], [3, 0, 7]), ([0, 1], [3, 0, 5, 2]), ([0, 1, 2, 3, 4], [3, 0, 5, 2])):
         for impl in ("mmap", "lazy"):
@@ -123,7 +125,7 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
             assert np.array_equal(np.concatenate(read), tokens)
 
 
-def test_code_7_of_older_writers_is_float64(tmp_path: Path) -> None:
+def test_dtype_code_7_of_older_files_is_float64(tmp_path: Path) -> None:
     tokens = write(tmp_path / "a", [3, 4], "float64")
     index = bytearray((tmp_path / "a.idx").read_bytes())
     assert index[17] == 6
@@ -134,7 +136,7 @@ def test_code_7_of_older_writers_is_float64(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("impl", ["mmap", "lazy"])
-def test_damage_is_named(tmp_path: Path, impl: str) -> None:
+def test_damaged_index_is_named(tmp_path: Path, impl: str) -> None:
     write(tmp_path / "a", [3, 4], impl=impl)
     index, data = (tmp_path / "a.idx").read_bytes(), (tmp_path / "a.bin").read_bytes()
     (tmp_path / "a.bin").write_bytes(data[:-1])
@@ -154,7 +156,7 @@ def test_damage_is_named(tmp_path: Path, impl: str) -> None:
         write_index(tmp_path / "a.idx", np.array([1]), "uint32")
 
 
-def test_nothing_at_all(tmp_path: Path) -> None:
+def test_empty_dataset_is_read(tmp_path: Path) -> None:
     for written in IMPLS:
         write(tmp_path / "a", [], impl=written)
         assert all(len(IndexedDataset(tmp_path / "a", impl)) == 0 for impl in IMPLS)

@@ -36,7 +36,7 @@ def read(name: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_the_tokens(impl: str, tmp_path: Path, seed: int) -> None:
+def test_preprocess_writes_the_tokens_of_the_tokenizer(impl: str, tmp_path: Path, seed: int) -> None:
     given_texts, tok = texts(seed), tokenizer()
     for workers, append in ((0, True), (2, False)):
         made = DatasetPreprocessor(tok, 16, impl, append, 7 if append else None, workers)
@@ -49,7 +49,7 @@ def test_the_tokens(impl: str, tmp_path: Path, seed: int) -> None:
     assert magic == (b"MMIDID" if impl == "mmap" else b"TNTIDX")
 
 
-def test_the_smallest_dtype_is_chosen(tmp_path: Path) -> None:
+def test_dtype_is_the_smallest_that_holds_the_vocabulary(tmp_path: Path) -> None:
     tok = tokenizer()
     assert DatasetPreprocessor(tok).dtype == "uint16"
     for last, dtype in ((65498, "uint16"), (65499, "int32")):
@@ -61,7 +61,7 @@ def test_the_smallest_dtype_is_chosen(tmp_path: Path) -> None:
         DatasetPreprocessor(tok, num_workers=0, dtype="uint8").preprocess(["a def self b"], tmp_path / "b", 0)
 
 
-def test_an_end_outside_the_vocabulary_is_refused() -> None:
+def test_eod_token_outside_the_vocabulary_is_rejected() -> None:
     """It would be written, and raise in an embedding, or worse, only when somebody trains."""
     tok = tokenizer()
     last = max(tok.get_vocab().values())
@@ -82,7 +82,7 @@ ALPHABET = st.one_of(
 @pytest.mark.parametrize("split", PATTERNS)
 @settings(max_examples=100)
 @given(pieces=st.lists(ALPHABET, max_size=30))
-def test_remembered_words_give_the_tokenizers_tokens(split: str, normalizer: str | None, pieces: list[str]) -> None:
+def test_bpe_cache_gives_the_tokens_of_the_tokenizer(split: str, normalizer: str | None, pieces: list[str]) -> None:
     tok = tokenizer("" if split == GPT2 else split, normalizer=normalizer)
     encoder = Encoder(tok, None, "int32")
     assert splitting(encoder._spec) == split
@@ -90,7 +90,7 @@ def test_remembered_words_give_the_tokenizers_tokens(split: str, normalizer: str
     assert encoder.encode([text]).tokens.tolist() == tok.encode(text, add_special_tokens=False)
 
 
-def test_tokenizers_of_transformers_are_of_this_kind() -> None:
+def test_bpe_cache_recognises_tokenizers_of_transformers() -> None:
     import transformers as hf
 
     alphabet = {token: number for number, token in enumerate(["<|endoftext|>", "a", "b", "ab", "Ġ"])}
@@ -101,7 +101,7 @@ def test_tokenizers_of_transformers_are_of_this_kind() -> None:
         assert encoder.encode(["ab ba"]).tokens.tolist() == made.encode("ab ba", add_special_tokens=False) != []
 
 
-def test_other_tokenizers_go_their_own_way(tmp_path: Path, seed: int) -> None:
+def test_bpe_cache_is_not_used_for_other_tokenizers(tmp_path: Path, seed: int) -> None:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -125,13 +125,13 @@ def test_other_tokenizers_go_their_own_way(tmp_path: Path, seed: int) -> None:
     assert splitting(Encoder(PreTrainedTokenizerFast(tokenizer_object=lowered), None, "int32")._spec) is None
 
 
-def test_half_a_surrogate_pair_is_no_end(tmp_path: Path) -> None:
+def test_lone_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x \\ud83d y"}\n{"text": "\\ud83d\\ude00"}\n')
     DatasetPreprocessor(tokenizer(), num_workers=1).preprocess(open_jsonl(tmp_path / "a", "text"), tmp_path / "a", 0)
     assert read(tmp_path / "a") == expected(["x \ufffd y", "😀"], tokenizer(), 0)
 
 
-def test_every_kind_of_file(tmp_path: Path) -> None:
+def test_open_documents_reads_every_kind_of_file(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
     import zstandard
@@ -156,7 +156,7 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
         open_documents(tmp_path / "absent.txt")
 
 
-def test_rows_and_datasets_of_hugging_face(tmp_path: Path) -> None:
+def test_preprocess_reads_rows_and_hugging_face_datasets(tmp_path: Path) -> None:
     from datasets import Dataset
 
     rows = [{"body": f"text {number}", "n": number} for number in range(600)]
@@ -182,7 +182,7 @@ def test_rows_and_datasets_of_hugging_face(tmp_path: Path) -> None:
         (b'{"text": "\xff"}', "no JSON"),
     ],
 )
-def test_a_bad_line_is_named(line: str | bytes, message: str, tmp_path: Path) -> None:
+def test_bad_jsonl_line_is_named(line: str | bytes, message: str, tmp_path: Path) -> None:
     bad = line if isinstance(line, bytes) else line.encode()
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n' + bad + b'\n{"text": "b"}\n')
     with pytest.raises(ValueError, match=rf"a\.jsonl, line 3: {message}.*on_error='skip'"):
@@ -191,7 +191,7 @@ def test_a_bad_line_is_named(line: str | bytes, message: str, tmp_path: Path) ->
         assert list(open_jsonl(tmp_path / "a", "text", on_error="skip")) == ["a", "b"]
 
 
-def test_arguments_that_do_not_fit() -> None:
+def test_preprocessor_rejects_bad_arguments() -> None:
     from transformers import PreTrainedTokenizerFast
 
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer().backend_tokenizer)
@@ -210,7 +210,7 @@ def test_arguments_that_do_not_fit() -> None:
 # Crashes --------------------------------------------------------------------------------------------------------------
 
 
-def test_killed_at_fifty_points(tmp_path: Path) -> None:
+def test_preprocess_resumes_after_a_kill_at_fifty_points(tmp_path: Path) -> None:
     """Every step that writes, the last ones too; some runs are killed twice."""
     command = [sys.executable, str(ROOT / "tests" / "support" / "preprocess_crashes.py"), str(tmp_path), "50"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
@@ -233,7 +233,7 @@ DatasetPreprocessor(tokenizer(), 16, num_workers=2).preprocess(slowly(), sys.arg
 """
 
 
-def test_killed_with_its_processes(tmp_path: Path, seed: int) -> None:
+def test_preprocess_resumes_after_a_kill_and_leaves_no_process(tmp_path: Path, seed: int) -> None:
     """No process outlives the one that started it, and what was written is used."""
     name, tok = tmp_path / "a", tokenizer()
     process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(name), str(seed)], env=ENVIRONMENT)
@@ -281,7 +281,7 @@ def interrupted(name: Path, count: int = 40, **keywords: Any) -> None:
             DatasetPreprocessor(tokenizer(), 4, num_workers=0, **keywords).preprocess(broken(), name, 0)
 
 
-def test_what_does_not_go_on_is_refused(tmp_path: Path) -> None:
+def test_preprocess_rejects_resuming_with_other_arguments(tmp_path: Path) -> None:
     name, made = tmp_path / "a", DatasetPreprocessor(tokenizer(), num_workers=0)
     interrupted(name)
     others = [f"text {number}" for number in range(100)]
@@ -303,7 +303,7 @@ def test_what_does_not_go_on_is_refused(tmp_path: Path) -> None:
     assert read(name) == expected(others[:3], tokenizer(), 0)
 
 
-def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
+def test_death_of_a_tokenizer_process_is_reported(tmp_path: Path) -> None:
     class Dying:
         eos_token_id = 1
 
@@ -334,7 +334,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
 
 
-def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+def test_preprocess_memory_is_constant(tmp_path: Path) -> None:
     peaks = []
     for count in (1200, 12000):  # 26 and 260 MB
         command = [sys.executable, "-c", PEAK, str(tmp_path / "a"), str(count)]
@@ -344,7 +344,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     assert peaks[1] < peaks[0] + 8, f"{peaks} MB"
 
 
-def test_input_is_read_only_a_little_ahead(tmp_path: Path) -> None:
+def test_preprocess_reads_input_lazily(tmp_path: Path) -> None:
     taken = 0
 
     def counted() -> Iterator[str]:
@@ -366,6 +366,6 @@ def test_input_is_read_only_a_little_ahead(tmp_path: Path) -> None:
     assert taken < 16
 
 
-def test_no_torch_is_imported() -> None:
+def test_preprocess_imports_no_torch() -> None:
     code = "import sys; from oslo_models import DatasetPreprocessor; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT)

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_texts_become_a_dataset(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preprocess_command_writes_a_dataset(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = [str(folder / "a.jsonl"), str(folder / "b.txt.gz"), "--text-key", "body", "--workers", "0"]
     common = ["preprocess", *inputs, "-o", str(folder / "out")]
     assert cli.main([*common, "-t", str(folder / "tokenizer")]) == 2
@@ -45,7 +45,7 @@ def test_texts_become_a_dataset(folder: Path, capsys: pytest.CaptureFixture[str]
     assert (folder / "out.idx").read_bytes().startswith(b"TNTIDX")
 
 
-def test_mistakes_get_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preprocess_command_reports_user_errors_in_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = ["preprocess", "-o", str(folder / "out"), "-t", str(folder / "tokenizer"), str(folder / "b.txt.gz")]
     (folder / "c.csv").write_text("")
     for arguments, message in (

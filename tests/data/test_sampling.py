@@ -50,7 +50,7 @@ MAKERS: list[Callable[[int], Sampler[int]]] = [
     maker=st.sampled_from(MAKERS),
     epoch=st.integers(0, 3),
 )
-def test_shards_partition_the_whole(
+def test_proxy_sampler_partitions_the_indices_over_replicas(
     count: int, replicas: int, shuffle: bool, drop_last: bool, maker: Any, epoch: int
 ) -> None:
     shards = []
@@ -67,7 +67,7 @@ def test_shards_partition_the_whole(
         assert set(drawn) == set(range(count)) and len(drawn) == -(-count // replicas) * replicas
 
 
-def test_as_torch_divides_a_dataset(seed: int) -> None:
+def test_proxy_sampler_over_a_sequential_sampler_matches_distributed_sampler(seed: int) -> None:
     """Over a sequential sampler it is torch's DistributedSampler, index by index."""
     for shuffle in (True, False):
         for drop_last in (True, False):
@@ -81,7 +81,7 @@ def test_as_torch_divides_a_dataset(seed: int) -> None:
                     assert list(ours) == list(theirs)
 
 
-def test_epochs_differ_and_random_states_stay(seed: int) -> None:
+def test_proxy_sampler_draws_by_epoch_and_keeps_global_rng_states(seed: int) -> None:
     class Own(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(random.sample(range(50), 50))
@@ -102,7 +102,7 @@ def test_epochs_differ_and_random_states_stay(seed: int) -> None:
         assert epochs[0] == epochs[2] != epochs[1]
 
 
-def test_one_index_and_batches_of_indices() -> None:
+def test_proxy_sampler_over_one_index_and_over_a_batch_sampler() -> None:
     """OSLO 1 failed where a rank got one index; a sampler may also draw batches."""
     assert list(DistributedProxySampler(SequentialSampler(range(1)), 2, 1)) == [0]
     batches = BatchSampler(SequentialSampler(range(12)), 3, drop_last=False)
@@ -117,7 +117,7 @@ def _share_of_rank() -> tuple[list[int], list[int]]:
     return list(DistributedProxySampler(sampler, shuffle=False, mpu=mpu)), plain
 
 
-def test_shares_of_replicas(pool: Pool) -> None:
+def test_proxy_sampler_gives_ranks_of_one_replica_the_same_samples(pool: Pool) -> None:
     """Ranks that hold parts of the same layers see the same samples; without ``mpu``, every process is a replica."""
     found = pool.run(4, _share_of_rank)
     assert [share for share, _ in found] == [[0, 2, 4, 6]] * 2 + [[1, 3, 5, 7]] * 2
@@ -134,7 +134,7 @@ def test_shares_of_replicas(pool: Pool) -> None:
     maker=st.sampled_from(MAKERS),
     drop_last=st.booleans(),
 )
-def test_a_sampler_goes_on_over_other_numbers_of_replicas(
+def test_proxy_sampler_state_resumes_with_another_number_of_replicas(
     count: int, before: int, after: int, drawn: int, maker: Any, drop_last: bool
 ) -> None:
     def make(replicas: int) -> list[DistributedProxySampler]:
@@ -160,7 +160,7 @@ def test_a_sampler_goes_on_over_other_numbers_of_replicas(
     assert len(list(resumed[0])) == len(resumed[0])
 
 
-def test_replicas_that_do_not_fit() -> None:
+def test_proxy_sampler_rejects_bad_ranks() -> None:
     sampler = SequentialSampler(range(3))
     with pytest.raises(ValueError, match="rank=2 is not 0 to 1"):
         DistributedProxySampler(sampler, 2, 2)
@@ -201,7 +201,7 @@ def loaders(workers: int) -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", loaders(0))
-def test_training_goes_on_at_the_same_sample(kind: str, workers: int, seed: int) -> None:
+def test_infinite_loader_resumes_at_the_same_sample(kind: str, workers: int, seed: int) -> None:
     make = loaders(workers)[kind]
     torch.manual_seed(seed)
     loader, states, randoms = InfiniteDataLoader(make()), [], []
@@ -229,7 +229,7 @@ def test_training_goes_on_at_the_same_sample(kind: str, workers: int, seed: int)
         assert train(resumed, epoch + 4 - stop) == whole[stop:]
 
 
-def test_every_epoch_has_its_own_order() -> None:
+def test_infinite_loader_shuffles_every_epoch() -> None:
     sampler = DistributedProxySampler(SequentialSampler(range(20)), 2, 0)
     loader = InfiniteDataLoader(DataLoader(range(20), 5, sampler=sampler))
     epochs = [torch.cat(list(islice(loader, 2))).tolist() for _ in range(3)]
@@ -238,7 +238,7 @@ def test_every_epoch_has_its_own_order() -> None:
     assert loader is iter(loader)
 
 
-def test_samples_that_were_given_are_not_loaded_again() -> None:
+def test_infinite_loader_resumes_without_loading_past_samples() -> None:
     class Counted(list[int]):
         loaded = 0
 
@@ -255,13 +255,13 @@ def test_samples_that_were_given_are_not_loaded_again() -> None:
     assert next(resumed).tolist() == [75, 76, 77, 78, 79] and dataset.loaded == 5
 
 
-def test_an_empty_loader_does_not_spin() -> None:
+def test_infinite_loader_rejects_an_empty_loader() -> None:
     for loader in (DataLoader([], 2), DataLoader([1], 2, drop_last=True), []):
         with pytest.raises(ValueError, match="gives no batch"):
             next(InfiniteDataLoader(loader))
 
 
-def test_another_dataset_is_refused(tmp_path: Path) -> None:
+def test_infinite_loader_rejects_the_state_of_another_dataset(tmp_path: Path) -> None:
     write(tmp_path / "a", [70])
     states = [DataLoader(DatasetForCausalLM(tmp_path / "a", length), 2) for length in (8, 9)]
     loader, other = map(InfiniteDataLoader, states)

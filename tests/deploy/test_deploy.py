@@ -49,7 +49,7 @@ def model(stand: faults.Stand) -> Any:
 # What it answers ------------------------------------------------------------------------------------------------------
 
 
-def test_is_the_model(model: Any, whole: Any, seed: int) -> None:
+def test_deployed_model_answers_as_the_undeployed_one(model: Any, whole: Any, seed: int) -> None:
     assert isinstance(model, GPT2LMHeadModel) and isinstance(model, transformers.GPT2LMHeadModel)
     assert model.config.n_embd == 48 and model.generation_config.eos_token_id == 1
     assert model.device == torch.device("cpu") and model.eval() is model
@@ -67,7 +67,7 @@ def test_is_the_model(model: Any, whole: Any, seed: int) -> None:
     assert all(count > 1 << 20 for count in model.memory_chached().values())
 
 
-def test_settings_of_the_application_reach_the_workers(model: Any, whole: Any, seed: int) -> None:
+def test_generation_config_of_the_application_reaches_the_workers(model: Any, whole: Any, seed: int) -> None:
     config = model.generation_config
     config.max_new_tokens, config.do_sample = 3, False
     try:
@@ -76,7 +76,7 @@ def test_settings_of_the_application_reach_the_workers(model: Any, whole: Any, s
         config.max_new_tokens = None
 
 
-def test_sampling_follows_the_seed(model: Any, seed: int) -> None:
+def test_generate_samples_by_its_seed(model: Any, seed: int) -> None:
     options = {**prompt(seed), "do_sample": True, "max_new_tokens": 20}
     first = model.generate(**options, seed=5)
     assert torch.equal(first, model.generate(**options, seed=5))
@@ -84,7 +84,7 @@ def test_sampling_follows_the_seed(model: Any, seed: int) -> None:
     assert not torch.equal(model.generate(**options), model.generate(**options))
 
 
-def test_many_threads(model: Any, whole: Any, seed: int) -> None:
+def test_calls_of_many_threads_are_batched_and_correct(model: Any, whole: Any, seed: int) -> None:
     """Every thread gets what it would get alone, and calls that wait are computed together."""
     prompts = [prompt(seed + i, 1, 3 + i % 9) for i in range(48)]
     options = {"max_new_tokens": 12, "do_sample": False}
@@ -104,7 +104,7 @@ def test_many_threads(model: Any, whole: Any, seed: int) -> None:
     assert sum(sent) == 48 and max(sent) <= 8 and len(sent) < 40
 
 
-def test_who_hears(model: Any, seed: int) -> None:
+def test_single_caller_receives_replies_in_its_own_thread(model: Any, seed: int) -> None:
     """A caller that is alone hears the workers for itself, also after many have called at once."""
     given, engine, heard = prompt(seed), model._engine, list[str]()
     tell = engine._tell
@@ -117,16 +117,16 @@ def test_who_hears(model: Any, seed: int) -> None:
     assert heard.count(threading.current_thread().name) >= 5
 
 
-def test_streaming(model: Any, seed: int) -> None:
+def test_generate_streams_tokens(model: Any, seed: int) -> None:
     streamer = Collected()
     out = model.generate(**prompt(seed, 1), max_new_tokens=15, do_sample=False, streamer=streamer)
     assert streamer.tokens == out[0].tolist() and streamer.ended
 
-    class ReplicatedEmbedding:
+    class Numbers:
         def decode(self, ids: Any, **_: Any) -> str:
             return "".join(f"{int(token)} " for token in ids)
 
-    reader = TextIteratorStreamer(ReplicatedEmbedding(), skip_prompt=True)  # type: ignore[arg-type]
+    reader = TextIteratorStreamer(Numbers(), skip_prompt=True)  # type: ignore[arg-type]
     call = {**prompt(seed, 1), "max_new_tokens": 5, "min_new_tokens": 5, "streamer": reader}
     thread = threading.Thread(target=model.generate, kwargs=call)
     thread.start()
@@ -134,7 +134,7 @@ def test_streaming(model: Any, seed: int) -> None:
     thread.join()
 
 
-def test_a_reader_who_leaves(model: Any, seed: int) -> None:
+def test_generation_stops_when_its_streamer_raises(model: Any, seed: int) -> None:
     """The workers stop at the next tokens instead of computing for nobody."""
     streamer = Collected(limit=12)
     began = time.monotonic()
@@ -145,7 +145,7 @@ def test_a_reader_who_leaves(model: Any, seed: int) -> None:
     assert streamer.ended and time.monotonic() - began < 10  # 400 tokens would take 20 s
 
 
-def test_timeout(model: Any, seed: int) -> None:
+def test_generate_raises_after_its_timeout(model: Any, seed: int) -> None:
     slow = {"logits_processor": [deployment.Trouble("sleep", 1)], "max_new_tokens": 400, "min_new_tokens": 400}
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"timeout=0\.5 s"):
@@ -172,7 +172,9 @@ def test_timeout(model: Any, seed: int) -> None:
         ({"seed": "x"}, "seed must be"),
     ],
 )
-def test_numbers_that_would_break_a_worker(model: Any, options: dict[str, Any], text: str, seed: int) -> None:
+def test_generation_options_out_of_range_are_rejected(
+    model: Any, options: dict[str, Any], text: str, seed: int
+) -> None:
     """Refused here: what is drawn from NaN ends a GPU's process."""
     with pytest.raises(ValueError, match=text):
         model.generate(**prompt(seed), max_new_tokens=3, do_sample=True, **options)
@@ -183,13 +185,13 @@ def test_numbers_that_would_break_a_worker(model: Any, options: dict[str, Any], 
     assert model.generate(**prompt(seed), max_new_tokens=3, min_new_tokens=3, do_sample=True, **usual).shape[1] == 10
 
 
-def test_saving(model: Any, whole: Any, tmp_path: Path) -> None:
+def test_deployed_model_saves_a_merged_checkpoint(model: Any, whole: Any, tmp_path: Path) -> None:
     model.save_pretrained_with_parallel(tmp_path, save_with_merging=True)
     saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
 
 
-def test_a_fork(model: Any, seed: int) -> None:
+def test_forked_child_can_neither_use_nor_end_the_workers(model: Any, seed: int) -> None:
     """A child of the application cannot use its parent's workers, and does not end them."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -210,7 +212,7 @@ def test_a_fork(model: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("fault", [name for name in faults.FAULTS if name != "disk full of logs"])
-def test_a_fault(stand: faults.Stand, fault: str, seed: int) -> None:
+def test_fault_of_a_worker_raises_and_ends_all_workers(stand: faults.Stand, fault: str, seed: int) -> None:
     """Once; ``python -m benchmarks.faults`` tries each many times, with workers started as they are in use."""
     stand.rng.seed(seed)
     seconds, all_gone = faults.strike(stand, faults.FAULTS[fault])
@@ -218,7 +220,7 @@ def test_a_fault(stand: faults.Stand, fault: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("fault", ["worker killed in a call", "one rank raises, the other waits for it"])
-def test_a_fault_while_the_caller_is_awake(
+def test_fault_while_the_caller_polls_raises_and_ends_all_workers(
     stand: faults.Stand, fault: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand.answers()
@@ -229,7 +231,9 @@ def test_a_fault_while_the_caller_is_awake(
 
 
 @pytest.mark.parametrize("awake", [0.0, 60.0])
-def test_an_alarm(model: Any, whole: Any, seed: int, awake: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_of_a_signal_handler_leaves_the_deployment_working(
+    model: Any, whole: Any, seed: int, awake: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the handler of a signal raises while a call waits is the caller's; the model answers on."""
     monkeypatch.setattr(model._engine, "_awake", awake)
     slow = {"max_new_tokens": 400, "min_new_tokens": 400, "logits_processor": [deployment.Trouble("sleep", 0)]}
@@ -250,7 +254,7 @@ def test_an_alarm(model: Any, whole: Any, seed: int, awake: float, monkeypatch: 
     assert torch.equal(model.generate(**prompt(seed), **options), whole.generate(**prompt(seed), **options))
 
 
-def test_a_worker_that_is_stopped(stand: faults.Stand, seed: int) -> None:
+def test_stopped_worker_blocks_no_call_beyond_its_timeout(stand: faults.Stand, seed: int) -> None:
     """Nobody waits for it for longer than he says, however much it was sent; ending it works."""
     stand.answers()
     model, pids = stand.model, stand.pids
@@ -273,7 +277,7 @@ def test_a_worker_that_is_stopped(stand: faults.Stand, seed: int) -> None:
     assert model.health()["healthy"]
 
 
-def test_loading_that_fails(pool: Pool, stand: faults.Stand) -> None:
+def test_failed_loading_raises_and_ends_the_workers(pool: Pool, stand: faults.Stand) -> None:
     made: list[Any] = []
 
     class Kept(deployment.ForkedExecutor):
@@ -297,7 +301,7 @@ def test_loading_that_fails(pool: Pool, stand: faults.Stand) -> None:
     assert gone(made)
 
 
-def test_what_cannot_be_read_or_written() -> None:
+def test_messages_that_cannot_be_read_or_written_become_errors() -> None:
     """A message that cannot be read is a failure of its call; an error that cannot be sent becomes its ancestor."""
     data = messages.encode(messages.Reply(7), 7)
     failure = messages.decode(data[:8] + b"no pickle")
@@ -363,12 +367,12 @@ nested = st.recursive(
 
 
 @given(nested)
-def test_arguments_arrive_as_they_are(value: Any) -> None:
+def test_messages_keep_types_values_and_order(value: Any) -> None:
     message = messages.Request(7, "forward", (value,), {"value": value}, 1)
     assert same(tuple(messages.decode(messages.encode(message))), tuple(message))
 
 
-def test_one_bad_call_of_a_batch(model: Any, whole: Any, seed: int) -> None:
+def test_bad_call_fails_alone_in_a_batch(model: Any, whole: Any, seed: int) -> None:
     """Calls that are computed together do not suffer from each other."""
     bad = {"input_ids": torch.tensor([[5, 500]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
     prompts = [prompt(seed, 1), bad, prompt(seed + 1, 1)]

@@ -38,7 +38,7 @@ print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens
 """
 
 
-def test_a_script_without_guard(stand: faults.Stand) -> None:
+def test_deployment_starts_from_a_script_without_a_main_guard(stand: faults.Stand) -> None:
     """From standard input even, and with a full disk for its log: it runs once, and its workers end with it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     with open("/dev/full", "w") as full:
@@ -64,7 +64,9 @@ model.generate(batch["input_ids"], max_new_tokens=3, min_new_tokens=3)
 """
 
 
-def test_a_notebook(stand: faults.Stand, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deployment_starts_inside_an_event_loop_and_ends_with_the_model(
+    stand: faults.Stand, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Cells that are run inside of an event loop; and a model that is dropped there takes its workers along."""
     names: dict[str, Any] = {"__name__": "__main__", "config": deployment.CONFIG, "batch": prompt(seed)}
 
@@ -86,7 +88,7 @@ def test_a_notebook(stand: faults.Stand, seed: int, capsys: pytest.CaptureFixtur
     assert gone(pids)
 
 
-def test_stages(stand: faults.Stand, seed: int, tmp_path: Path) -> None:
+def test_fused_pipeline_stages_are_deployed_and_restarted(stand: faults.Stand, seed: int, tmp_path: Path) -> None:
     """Two stages, fused: answers, bad input and a new start are as with one."""
     stand.model.save_pretrained_with_parallel(tmp_path)  # split files of another shape
     sizes = {"pipeline_parallel_size": 2, "deploy": True}
@@ -110,7 +112,7 @@ def test_stages(stand: faults.Stand, seed: int, tmp_path: Path) -> None:
             model.restart()
 
 
-def test_under_a_launcher(pool: Pool, stand: faults.Stand, seed: int) -> None:
+def test_deployment_under_torchrun_runs_the_script_on_rank_0(pool: Pool, stand: faults.Stand, seed: int) -> None:
     """Rank 0 is the application, the other process serves until that has ended."""
     batch = prompt(seed)
     (first, error, second, length, refusal, pids), code = pool.run(
@@ -154,7 +156,7 @@ def test_arguments_are_checked_before_anything_starts(
         ("auto", 4, "is more than the 2 processes that the launcher started"),
     ],
 )
-def test_backends_that_do_not_fit_a_launcher(
+def test_deploy_backend_must_match_the_launcher(
     monkeypatch: pytest.MonkeyPatch, backend: str, ranks: int, text: str
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -174,7 +176,7 @@ def test_backends_that_do_not_fit_a_launcher(
         (1, True, True, "torchrun"),
     ],
 )
-def test_the_backend_is_chosen(
+def test_deploy_backend_is_chosen_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, devices: int, ray: bool, launched: bool, backend: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
@@ -185,14 +187,14 @@ def test_the_backend_is_chosen(
     assert serving.Serving().backend(2) == backend
 
 
-def test_too_few_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deployment_needs_one_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"more than the 1 GPUs.*`torchrun --nnodes=.*oslo-models\[ray\]"):
         GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, tensor_parallel_size=2, deploy=True)
 
 
 @pytest.mark.zoo
-def test_actors(stand: faults.Stand, seed: int) -> None:
+def test_deployment_on_ray_actors(stand: faults.Stand, seed: int) -> None:
     """Two actors of Ray on this host; one of them is killed."""
     ray = pytest.importorskip("ray")
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:

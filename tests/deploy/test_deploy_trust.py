@@ -86,7 +86,9 @@ def attacked(mark: Path, how: str, secret: str | None) -> str:
 
 @pytest.mark.parametrize("secret", [None, SECRET])
 @pytest.mark.parametrize("how", ["pickle", "address as it was", "address", "nonsense", "no address"])
-def test_what_the_store_says_is_not_trusted(pool: Pool, tmp_path: Path, how: str, secret: str | None) -> None:
+def test_worker_start_through_a_forged_store_executes_nothing(
+    pool: Pool, tmp_path: Path, how: str, secret: str | None
+) -> None:
     _, message = pool.run(2, attacked, tmp_path / "mark", how, secret, env=True)
     assert "the store of the launcher" in message and "deploy_secret" in message
     assert not (tmp_path / "mark").exists()
@@ -129,7 +131,9 @@ def launched_with_attacker(address: Any, checkpoint: Path, prompt: Any, mark: Pa
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
-def test_served_all_the_same(pool: Pool, stand: faults.Stand, tmp_path: Path, secret: str | None, seed: int) -> None:
+def test_deployment_serves_while_strangers_connect(
+    pool: Pool, stand: faults.Stand, tmp_path: Path, secret: str | None, seed: int
+) -> None:
     """On one host over a Unix socket, on several over TCP with a secret: strangers change nothing."""
     batch, mark = deployment.prompt(seed), tmp_path / "mark"
     arguments = (deployment.server_address(), stand.checkpoint, batch, mark, secret)
@@ -163,7 +167,7 @@ def both(accept: Callable[[socket.socket], Any], dial: Callable[[socket.socket],
     return raised
 
 
-def test_both_ends_prove_the_secret() -> None:
+def test_handshake_requires_the_secret_on_both_ends() -> None:
     one, other = secrets.token_hex(16), secrets.token_hex(16)
     assert both(lambda end: handshake.accept(end, one), lambda end: handshake.dial(end, f"{one}\n")) == [None, None]
     refused = both(lambda end: handshake.accept(end, one), lambda end: handshake.dial(end, other))
@@ -178,7 +182,7 @@ def echo(end: socket.socket) -> None:
         end.sendall(data)
 
 
-def test_a_handshake_is_not_relayed() -> None:
+def test_relayed_handshake_gives_no_connection() -> None:
     """Who has itself dialled, through the store, and passes the proofs on, gets no connection from either side."""
     outcomes: list[BaseException | None] = [None, None]
 
@@ -212,7 +216,7 @@ def test_a_handshake_is_not_relayed() -> None:
         connected.close()
 
 
-def test_another_user_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_of_another_user_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         handshake.require_same_user(ours)
@@ -223,7 +227,7 @@ def test_another_user_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+def test_deployment_on_several_hosts_requires_a_secret(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
     """On every rank, before anything is started."""
     launched = {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": ""}
     for name, value in launched.items():
@@ -242,7 +246,7 @@ def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch, rank: str)
         torchrun.serve()
 
 
-def test_orders_are_data() -> None:
+def test_start_messages_must_be_json() -> None:
     ours, theirs = socket.socketpair()
     one, other = Connection(ours.detach()), Connection(theirs.detach())
     one.send(("start",))  # pickled

@@ -26,7 +26,9 @@ TYPES = {
 
 
 @pytest.mark.zoo
-def test_two_of_each_kind(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deployed_architectures_answer_as_transformers(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engines: list[Any] = []
     original = deploying.Engine
 

@@ -105,7 +105,7 @@ def expected_step(variant: str, shared_norm: bool = False) -> list[Counts]:
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("variant", ["gpt2", "gpt2-untied", "gpt_neo", "gptj", "llama-untied", "bert", "t5"])
-def test_a_training_step(pool: Pool, variant: str, n: int, seed: int) -> None:
+def test_training_step_makes_two_all_reduces_per_block(pool: Pool, variant: str, n: int, seed: int) -> None:
     """No all-gather, and per block two sums of B x L x D each way (GPT-J: one back, its regions share their input)."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     expected = expected_step(variant, shared_norm=variant == "gptj")
@@ -114,7 +114,7 @@ def test_a_training_step(pool: Pool, variant: str, n: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_replicated_key_values(pool: Pool, n: int, seed: int) -> None:
+def test_training_step_sums_gradients_of_replicated_key_value_heads(pool: Pool, n: int, seed: int) -> None:
     """Where ranks share key-value heads, the gradients of the key and value projections are summed too."""
     name, config = "LlamaForCausalLM", zoo.config("llama-one-kv", attention_bias=False)
     forward, backward = expected_step("llama-one-kv")
@@ -125,7 +125,7 @@ def test_replicated_key_values(pool: Pool, n: int, seed: int) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("variant", ["gpt2", "llama-untied"])
-def test_a_checkpointed_step(pool: Pool, variant: str, reentrant: bool, seed: int) -> None:
+def test_checkpointed_step_repeats_forward_all_reduces(pool: Pool, variant: str, reentrant: bool, seed: int) -> None:
     """The blocks' forward sums are made again; not the last of each block where recomputation stops early."""
     name, config = zoo.lm_head(variant), zoo.config(variant, use_cache=False)
     forward, backward = expected_step(variant)
@@ -147,7 +147,7 @@ def count_generation(name: str, config: PreTrainedConfig, tokens: int, seed: int
 
 @pytest.mark.parametrize("beams", [1, 2])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_generation(pool: Pool, variant: str, beams: int, seed: int) -> None:
+def test_generation_makes_one_all_gather_per_token(pool: Pool, variant: str, beams: int, seed: int) -> None:
     """Per token, one all-gather of the logits of the last position."""
     variant = "bert-decoder" if variant == "bert" else variant
     name, config, tokens = zoo.lm_head(variant), zoo.config(variant), 4
@@ -287,17 +287,17 @@ def check_one_rank() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_gradients(pool: Pool, n: int) -> None:
+def test_autograd_collectives_have_the_right_gradients(pool: Pool, n: int) -> None:
     pool.run(n, check_gradients, n)
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_values(pool: Pool, n: int) -> None:
+def test_collectives_have_the_right_values(pool: Pool, n: int) -> None:
     pool.run(n, check_values, n)
     pool.run(n, check_shared_copies, n)
 
 
-def test_one_rank(pool: Pool) -> None:
+def test_collectives_on_one_rank_are_identities(pool: Pool) -> None:
     pool.run(2, check_one_rank)
     check_one_rank()
 
@@ -323,7 +323,7 @@ def fail_on(ranks: list[int], error: Exception | None) -> str:
     return "done"
 
 
-def test_agree(pool: Pool) -> None:
+def test_agree_raises_on_all_ranks_and_names_the_failed_one(pool: Pool) -> None:
     """The rank that failed raises its own exception, the others one of its type that names the rank."""
     assert pool.run(3, fail_on, [], ValueError("no")) == ["done"] * 3
     raised = pool.run(3, fail_on, [1], ValueError("no key"), expect=ValueError)
@@ -344,7 +344,7 @@ def interrupted() -> None:
         raise KeyboardInterrupt
 
 
-def test_agree_lets_interrupts_pass(pool: Pool) -> None:
+def test_agree_does_not_catch_interrupts(pool: Pool) -> None:
     pool.run(2, interrupted, expect=KeyboardInterrupt)
 
 
@@ -356,7 +356,7 @@ def compare_arguments(different: bool) -> None:
     require_equal(ParallelMesh(3).world, values, "arguments of f")
 
 
-def test_require_equal(pool: Pool) -> None:
+def test_require_equal_names_values_that_differ(pool: Pool) -> None:
     """All ranks raise, and hear which values differ where."""
     pool.run(3, compare_arguments, False)
     messages = {str(error) for error in pool.run(3, compare_arguments, True, expect=ValueError)}

@@ -33,7 +33,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cuda:nccl"])
-def test_a_group_without_a_named_backend_is_one_of_gpus(
+def test_device_is_a_gpu_for_a_group_without_a_named_backend(
     gpus: dict[str, int], backends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
@@ -41,7 +41,7 @@ def test_a_group_without_a_named_backend_is_one_of_gpus(
 
 
 @pytest.mark.parametrize("backends", ["cpu:gloo,cuda:gloo", "cpu:gloo"])
-def test_a_group_without_nccl_is_one_of_cpus(
+def test_device_is_the_cpu_for_a_group_without_nccl(
     gpus: dict[str, int], backends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
@@ -50,7 +50,7 @@ def test_a_group_without_nccl_is_one_of_cpus(
 
 
 @pytest.mark.parametrize("env", [{}, {"RANK": "1", "WORLD_SIZE": "4"}], ids=["plain", "srun"])
-def test_without_local_rank_the_device_is_the_chosen_one(
+def test_device_without_local_rank_is_the_current_one(
     gpus: dict[str, int], env: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, **env})
@@ -59,7 +59,7 @@ def test_without_local_rank_the_device_is_the_chosen_one(
 
 
 @pytest.mark.parametrize(("count", "index"), [(4, 3), (2, 1), (1, 0)])
-def test_with_local_rank_the_device_is_that_of_the_launcher(
+def test_device_with_local_rank_is_that_of_the_launcher(
     gpus: dict[str, int], count: int, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where each process sees fewer GPUs than there are ranks."""
@@ -69,7 +69,7 @@ def test_with_local_rank_the_device_is_that_of_the_launcher(
     assert gpus["current"] == index
 
 
-def test_without_a_backend_torch_says_which_it_uses() -> None:
+def test_torch_names_its_default_backends() -> None:
     """What the stand-ins pretend is how torch names it."""
     config = dist.distributed_c10d.BackendConfig(dist.Backend("cuda:nccl,cpu:gloo"))
     assert set(str(config).split(",")) == {"cuda:nccl", "cpu:gloo"}

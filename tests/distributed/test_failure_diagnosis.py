@@ -83,7 +83,7 @@ def make_mesh(rank: int, port: int, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["init_process_group", "new_group"])
-def test_killed_while_groups_are_made(pool: Pool, tmp_path: Path, moment: str) -> None:
+def test_rank_killed_while_groups_are_made_is_named(pool: Pool, tmp_path: Path, moment: str) -> None:
     """There, gloo raises ``Gloo connectFullMesh failed`` or ``wait timeout after``, which name nobody, or waits on."""
     assert survivors_say(tmp_path, make_mesh, moment) == [[VICTIM], [VICTIM]]
 
@@ -105,7 +105,7 @@ def wait_in_turn(rank: int, port: int, destroys: bool) -> None:
 
 
 @pytest.mark.parametrize("destroys", [False, True], ids=["ends", "destroys its group and ends"])
-def test_the_store_ends_with_one_that_has_found_out(pool: Pool, tmp_path: Path, destroys: bool) -> None:
+def test_failed_rank_is_named_after_the_store_has_ended(pool: Pool, tmp_path: Path, destroys: bool) -> None:
     assert survivors_say(tmp_path, wait_in_turn, destroys) == [[VICTIM], [VICTIM]]
 
 
@@ -115,7 +115,7 @@ def host_store(conn: Any) -> None:
     time.sleep(60)
 
 
-def test_a_thread_that_waits_for_a_stopped_store_can_be_ended(pool: Pool) -> None:
+def test_store_client_thread_can_be_ended_while_the_store_is_stopped(pool: Pool) -> None:
     """One that returned from C++ while the interpreter is finalized would abort the process."""
     context: Any = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
@@ -164,7 +164,7 @@ def post(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_busy_machine_is_no_failure(answers: bool) -> None:
+def test_late_post_of_a_live_process_is_no_failure(answers: bool) -> None:
     """A process that can be seen to be alive is not blamed for a late post, nor for a late answer of its store."""
     inquiry = FailureDiagnosis(Silent({0: post()}, answers), (0,), patience=0.4)
     assert inquiry.failed(0.01) == {}
@@ -174,7 +174,7 @@ def test_a_busy_machine_is_no_failure(answers: bool) -> None:
     assert list(inquiry.failed(0.01)) == [0]
 
 
-def test_a_stopped_process_is_one(pool: Pool) -> None:
+def test_stopped_process_is_diagnosed_as_failed(pool: Pool) -> None:
     """It can be seen as one that is alive, and is blamed sooner."""
     context: Any = multiprocessing.get_context("forkserver")
     process = context.Process(target=time.sleep, args=(60,), daemon=True)
@@ -193,7 +193,7 @@ def test_a_stopped_process_is_one(pool: Pool) -> None:
         process.join()
 
 
-def test_what_others_have_found_counts() -> None:
+def test_diagnoses_of_other_ranks_are_adopted() -> None:
     """Whoever ended because of a failure does not stand in for it, with or without a store."""
     dead = {"pid": 2**22 + 1, "born": 1}
     told = Silent({0: post(**dead, failed={"3": "rank 3 died"}), 2: post(**dead)}, answers=False)
@@ -204,7 +204,7 @@ def test_what_others_have_found_counts() -> None:
     assert FailureDiagnosis(hidden, (2,), 10.0).failed(10.0) == {3: "rank 3 died"}
 
 
-def test_a_script_that_loses_a_rank(tmp_path: Path, seed: int) -> None:
+def test_training_script_names_a_killed_rank(tmp_path: Path, seed: int) -> None:
     """Once; ``python -m benchmarks.faults --only "rank "`` does it many times, in each phase."""
     from benchmarks.faulty import CONFIG
 
@@ -217,7 +217,7 @@ def test_a_script_that_loses_a_rank(tmp_path: Path, seed: int) -> None:
         training.close()
 
 
-def test_the_ends_that_are_counted() -> None:
+def test_end_of_classifies_the_output_of_a_rank() -> None:
     named = "[rank1]: oslo_models.distributed.watchdog.RankFailedError: rank 2 (host n1, pid 3) died\n"
     assert end_of(1, named, 2) == "named"
     assert end_of(1, named, 3) == end_of(0, named, 2) == end_of(1, "RuntimeError", 2) == "other"

@@ -225,7 +225,9 @@ def check(faults: list[Fault], saved: Path, folder: Path, at_once: int = 3) -> N
 
 @pytest.mark.parametrize("kind", ["kill", "stop"])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_in_each_phase(pool: Pool, kind: str, tp: int, pp: int, saved: Path, tmp_path: Path, seed: int) -> None:
+def test_killed_or_stopped_rank_is_named_in_each_phase(
+    pool: Pool, kind: str, tp: int, pp: int, saved: Path, tmp_path: Path, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     faults = []
     for where in TP if pp == 1 else PP if tp == 1 else PP[1:6:2]:
@@ -244,7 +246,7 @@ def train_with_workers(saved: Path) -> int:
 
 
 @pytest.mark.alone
-def test_one_thread_that_ends(pool: Pool, saved: Path) -> None:
+def test_watchdog_thread_ends_with_the_process_group(pool: Pool, saved: Path) -> None:
     for _ in range(3):
         assert pool.run(2, train_with_workers, saved) == [1, 1]
         time.sleep(0.5)
@@ -262,12 +264,12 @@ def misuse(saved: Path) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_wait_for_each_other(pool: Pool, saved: Path) -> None:
+def test_deadlock_of_live_ranks_is_reported(pool: Pool, saved: Path) -> None:
     for message in pool.run(2, misuse, saved):
         assert "all ranks are alive and wait for each other" in message
 
 
-def test_hosts_that_cannot_see_each_other(pool: Pool, saved: Path, tmp_path: Path) -> None:
+def test_silent_rank_on_another_host_is_named(pool: Pool, saved: Path, tmp_path: Path) -> None:
     """Then it is silence that tells; also that of a store, which ends with the process that has it."""
     silent = "has not been heard of"
     check(
@@ -281,7 +283,7 @@ def test_hosts_that_cannot_see_each_other(pool: Pool, saved: Path, tmp_path: Pat
     )
 
 
-def test_hanging(pool: Pool, saved: Path, tmp_path: Path) -> None:
+def test_hanging_rank_is_named(pool: Pool, saved: Path, tmp_path: Path) -> None:
     """Alive, but lost in thought; stages that wait for a stage that waits for it do not name that one."""
     faults = [
         Fault("hang", 2, 1, "step 2, backward", 1, SAYS["hang"]),

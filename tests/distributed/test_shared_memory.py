@@ -74,7 +74,7 @@ def check_as_gloo(seed: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_values(pool: Pool, n: int, seed: int) -> None:
+def test_shared_memory_collectives_match_gloo(pool: Pool, n: int, seed: int) -> None:
     pool.run(n, check_reductions, seed)
     pool.run(n, check_as_gloo, seed)
 
@@ -96,7 +96,7 @@ def check_without_compiler(folder: Path) -> None:
     assert vars(axis)["memory"] is None
 
 
-def test_without_compiler(pool: Pool, tmp_path: Path) -> None:
+def test_shared_memory_without_a_compiler_falls_back_to_gloo(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, check_without_compiler, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
@@ -106,7 +106,7 @@ def test_without_compiler(pool: Pool, tmp_path: Path) -> None:
         build.load.cache_clear()
 
 
-def test_a_source_that_does_not_compile(tmp_path: Path) -> None:
+def test_build_error_of_a_broken_source(tmp_path: Path) -> None:
     (tmp_path / "broken.cpp").write_text("int main( {")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "SOURCES", tmp_path)
@@ -129,7 +129,7 @@ def differ(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["shape", "dtype", "operation"])
-def test_calls_that_do_not_match(pool: Pool, what: str) -> None:
+def test_mismatched_calls_raise_peer_error(pool: Pool, what: str) -> None:
     for rank, error in enumerate(pool.run(2, differ, what, expect=PeerError)):
         assert isinstance(error, PeerError)
         assert f"rank {1 - rank} of 2 calls another operation" in str(error)
@@ -152,12 +152,12 @@ def come_late(seconds: float) -> None:
     dist.barrier()
 
 
-def test_a_late_rank(pool: Pool) -> None:
+def test_shared_memory_waits_for_a_late_rank(pool: Pool) -> None:
     pool.run(2, come_late, 0.6)
 
 
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "has died"), (signal.SIGSTOP, "has not come in 1 s")])
-def test_a_rank_that_is_killed_or_stopped(number: int, said: str) -> None:
+def test_killed_or_stopped_peer_raises_peer_error(number: int, said: str) -> None:
     before = files()
     memory, address = SharedMemory.create(2)
     child = os.fork()
@@ -205,5 +205,5 @@ def interrupt() -> None:
     dist.barrier()
 
 
-def test_signals(pool: Pool) -> None:
+def test_signals_interrupt_a_waiting_collective(pool: Pool) -> None:
     pool.run(2, interrupt)

@@ -177,7 +177,7 @@ def paste(block: str, names: dict[str, Any]) -> None:
     exec(compile(block, "USAGE.md", "exec"), names)
 
 
-def test_the_chapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_data_processing_chapter_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # the document sets it; it is put back afterwards
     tok = tokenizer()
@@ -231,7 +231,7 @@ def test_the_chapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int)
     assert torch.equal(names["batches"][0], first) and torch.equal(names["batches"][24], first)
 
 
-def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_chapter_on_data_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its chapter "Data" runs as printed, but for sizes."""
     import transformers as hf
 

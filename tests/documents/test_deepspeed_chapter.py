@@ -96,7 +96,7 @@ def check_deepspeed(pipelined: bool, weights: Weights) -> None:
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["without pipeline", "with pipeline"])
-def test_deepspeed_support(pool: Pool, hub: Any, pipelined: bool) -> None:
+def test_deepspeed_chapter_runs_as_printed(pool: Pool, hub: Any, pipelined: bool) -> None:
     needs_deepspeed()
     model = hub(torch.float32).eval()
     _, _, weights = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 1 if pipelined else 2)

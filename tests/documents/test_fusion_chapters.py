@@ -60,7 +60,7 @@ def check_chapters(tp: int, pp: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
-def test_kernel_fusion(pool: Pool, tp: int, pp: int) -> None:
+def test_kernel_fusion_chapters_run_as_printed(pool: Pool, tp: int, pp: int) -> None:
     for rank, found in enumerate(pool.run(tp * pp, check_chapters, tp, pp)):
         assert torch.equal(found["before"], found["after"])
         last = rank >= (pp - 1) * tp

@@ -54,7 +54,7 @@ model.cpu()
 """
 
 
-def test_document(pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallelformers_document_runs_as_printed(pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.start(1)  # and with it the server that workers are forked from
     monkeypatch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
     half = hub(torch.float32).half().eval()
@@ -74,7 +74,7 @@ def test_document(pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(torch.equal(weights[name], tensor) for name, tensor in half.state_dict().items())
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_parallelformers_arguments_are_rejected() -> None:
     model = hf.GPT2Model(zoo.config("gpt2"))
     with pytest.raises(ValueError, match="tensor_parallel_size=7 is more than num_attention_heads=6"):
         oslo_models.parallelize(model, num_gpus=7)

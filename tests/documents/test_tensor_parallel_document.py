@@ -89,7 +89,7 @@ DEVICES = {
 }
 
 
-def test_document(hub: Any, monkeypatch: Any, capsys: Any) -> None:
+def test_tensor_parallel_document_runs_as_printed(hub: Any, monkeypatch: Any, capsys: Any) -> None:
     for original, adapted in DEVICES.items():
         monkeypatch.setitem(ADAPTED, original, adapted)
     model = hub().eval()
@@ -109,7 +109,7 @@ def test_document(hub: Any, monkeypatch: Any, capsys: Any) -> None:
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
-def test_dispatch(hub: Any, monkeypatch: Any) -> None:
+def test_tensor_parallel_dispatch_block_runs(hub: Any, monkeypatch: Any) -> None:
     """Weights that come one after another, and what is tied stays so."""
     for printed, adapted in DEVICES.items():
         monkeypatch.setitem(ADAPTED, printed, adapted)
@@ -122,7 +122,7 @@ def test_dispatch(hub: Any, monkeypatch: Any) -> None:
     assert all(part.lm_head.weight is part.transformer.wte.weight for part in other.parts)
 
 
-def test_readme(hub: Any) -> None:
+def test_readme_section_on_notebooks_runs(hub: Any) -> None:
     """The example of the README trains as one process does."""
     chapter = (ROOT / "README.md").read_text().split("\n### In a notebook\n")[1]
     example = chapter.split("```python\n")[1].split("```")[0]

@@ -265,7 +265,7 @@ def check_model_parallelism(weights: Weights) -> None:
     assert halved.dtype == torch.bfloat16 and halved.config.pad_token_id == 7
 
 
-def test_model_parallelism(pool: Pool, hub: Any) -> None:
+def test_model_parallelism_chapter_runs_as_printed(pool: Pool, hub: Any) -> None:
     """From the hub, a merged directory, split files and a configuration; both ways of saving."""
     weights = full_parameters(hub())
     pool.run(4, check_model_parallelism, weights, env=True)
@@ -309,18 +309,18 @@ def check_training(
     assert not lines, "\n".join(lines)
 
 
-def test_training_without_pipeline(pool: Pool, hub: Any) -> None:
+def test_training_chapter_without_pipeline_matches_one_process(pool: Pool, hub: Any) -> None:
     model = hub().eval()
     pool.run(4, check_training, WITHOUT_PIPELINE, *trained(model, adam(model), 2), env=True)
 
 
-def test_training_with_pipeline(pool: Pool, hub: Any) -> None:
+def test_training_chapter_with_pipeline_matches_one_process(pool: Pool, hub: Any) -> None:
     """On all three axes; the gradients after the loop are those of its last step."""
     model = hub().eval()
     pool.run(8, check_training, WITH_PIPELINE, *trained(model, adam(model), 2), env=True)
 
 
-def test_mixed_precision(pool: Pool, hub: Any) -> None:
+def test_mixed_precision_chapter_runs_as_printed(pool: Pool, hub: Any) -> None:
     """As near to the step in float32 as bfloat16 gets; the gradients are no longer scaled."""
     model = hub(torch.float32).eval()
     pool.run(4, check_training, MIXED_PRECISION, *trained(model, adam(model), 1), 0.03, env=True)
@@ -356,7 +356,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launchers(hub: Any, launcher: str) -> None:
+def test_launcher_commands_of_the_chapter_run(hub: Any, launcher: str) -> None:
     if launcher == "deepspeed":
         needs_deepspeed()
     hub()
@@ -390,7 +390,7 @@ def check_activation_checkpointing() -> None:
     assert all(torch.equal(gradients[name], grad) for name, grad in expected.items())
 
 
-def test_activation_checkpointing(pool: Pool, hub: Any) -> None:
+def test_activation_checkpointing_chapter_runs_as_printed(pool: Pool, hub: Any) -> None:
     """Blocks are run again in the backward pass, as long as it is enabled."""
     hub(torch.float32)
     pool.run(4, check_activation_checkpointing, env=True)
@@ -417,7 +417,7 @@ def check_additional_parameters() -> list[float]:
     return [torch.rand(()).item(), float(numpy.random.rand()), random.random()]
 
 
-def test_additional_parameters(pool: Pool, hub: Any) -> None:
+def test_additional_parameters_chapter_runs_as_printed(pool: Pool, hub: Any) -> None:
     hub(torch.float32)
     drawn = pool.run(4, check_additional_parameters, env=True)
     assert drawn == [drawn[0]] * 4

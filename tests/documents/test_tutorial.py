@@ -145,7 +145,7 @@ def check_tutorial(expected: str, weights: Weights) -> None:
     paste(AT_RANDOM, FROM_A_FILE, MERGING)
 
 
-def test_tutorial(pool: Pool, hub: Any) -> None:
+def test_tutorial_runs_as_printed(pool: Pool, hub: Any) -> None:
     hub()
     printed, model = run(divided=False)
     assert printed.startswith("I don't want a lot for Christmas.") and len(printed) > 60
@@ -188,7 +188,9 @@ def check_stages(config: Any, batch: dict[str, Any], weights: Weights) -> None:
     assert all(torch.equal(param, expected[name]) for name, param in stage_parameters(model).items())
 
 
-def test_stages(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_tutorial_with_stages_matches_one_process(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     from support import pipelines
 
     monkeypatch.chdir(tmp_path)
@@ -210,14 +212,14 @@ def test_stages(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see
         ({"model_parallelism": 2}, "config must be like"),
     ],
 )
-def test_configurations_that_are_refused(config: dict[str, Any], message: str) -> None:
+def test_unsupported_parallel_configurations_are_rejected(config: dict[str, Any], message: str) -> None:
     model = whole("GPT2Model", zoo.config("gpt2"), 0)
     with pytest.raises(ValueError, match=message):
         oslo_models.initialize(model, config)
     assert type(model) is hf.GPT2Model
 
 
-def test_models_that_are_refused(tmp_path: Path) -> None:
+def test_unsupported_models_are_rejected(tmp_path: Path) -> None:
     class Own(hf.GPT2Model):
         pass
 
@@ -236,7 +238,7 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
         oslo_models.initialize(resized, {})
 
 
-def test_weights_that_are_missing(tmp_path: Path) -> None:
+def test_missing_weights_are_rejected(tmp_path: Path) -> None:
     marian = oslo_models.initialize(hf.MarianMTModel(zoo.config("marian")), {})
     marian.save_parallelized(tmp_path / "marian")
     marian.from_parallelized(tmp_path / "marian")  # without its positions, which are computed

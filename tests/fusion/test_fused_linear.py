@@ -43,7 +43,7 @@ def emulated() -> Any:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_rounding(form: str, dtype: torch.dtype, seed: int) -> None:
+def test_linear_rounding_error_is_at_most_twice_that_of_torch(form: str, dtype: torch.dtype, seed: int) -> None:
     """At any size the error is at most twice that of torch in the same type."""
     ours, plain = FORMS[form]
     torch.manual_seed(seed)
@@ -63,7 +63,7 @@ def test_rounding(form: str, dtype: torch.dtype, seed: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_neither_threads_nor_other_rows_change_a_bit(
+def test_linear_is_bitwise_independent_of_threads_and_other_rows(
     form: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(seed)
@@ -80,7 +80,7 @@ def test_neither_threads_nor_other_rows_change_a_bit(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_not_finite_stays_where_it_is(form: str) -> None:
+def test_linear_keeps_non_finite_values_in_their_rows(form: str) -> None:
     x, weight, bias = operands(5, 40, 30, torch.float32, form == "in x out")
     x[1, 3], x[2, 39], bias[4] = float("inf"), float("nan"), float("-inf")
     with torch.no_grad(), called() as product:
@@ -90,7 +90,7 @@ def test_what_is_not_finite_stays_where_it_is(form: str) -> None:
     assert torch.equal(found.isnan(), exact.isnan()) and torch.equal(found.isinf(), exact.isinf())
 
 
-def test_shapes_and_strides(seed: int) -> None:
+def test_linear_accepts_any_shape_and_stride(seed: int) -> None:
     torch.manual_seed(seed)
     _, weight, bias = operands(1, 48, 24, torch.float32, False)
     given = [torch.randn(48), torch.randn(2, 3, 48), torch.randn(48, 5).t(), torch.randn(4, 96)[:, ::2]]
@@ -116,14 +116,14 @@ class Other(Tensor):
 
 
 @pytest.mark.parametrize("what", LEFT)
-def test_what_is_left_to_torch(what: str) -> None:
+def test_linear_leaves_unsupported_operands_to_torch(what: str) -> None:
     given = LEFT[what]()
     with torch.no_grad(), called() as product:
         assert torch.equal(kernel.linear(*given), F.linear(*given))
     assert not product.called
 
 
-def test_gradients_and_autocast_are_left_to_torch() -> None:
+def test_linear_leaves_gradients_and_autocast_to_torch() -> None:
     x, weight, bias = operands(2, 32, 16, torch.float32, False)
     with called() as product:
         kernel.linear(x, weight.requires_grad_(), bias).sum().backward()
@@ -136,7 +136,7 @@ def test_gradients_and_autocast_are_left_to_torch() -> None:
     assert weight.grad is not None and not product.called
 
 
-def test_many_rows_of_16_bits_are_multiplied_in_parts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_splits_many_rows_of_16_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(seed)
     monkeypatch.setattr(kernel, "WIDENED", 100)
     for form, (ours, plain) in FORMS.items():
@@ -172,7 +172,9 @@ def check_inference(name: str, config: Any, weights: Any, exact: Any, n: int, dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_models(pool: Pool, variant: str, dtype: torch.dtype, seed: int) -> None:
+def test_fused_linear_logits_are_as_exact_as_transformers(
+    pool: Pool, variant: str, dtype: torch.dtype, seed: int
+) -> None:
     """Logits of a fused model are as exact as those of transformers' code, within a factor of two."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     weights = {key: value.to(dtype) for key, value in reference_step(name, config, seed).weights.items()}
@@ -186,7 +188,7 @@ def test_models(pool: Pool, variant: str, dtype: torch.dtype, seed: int) -> None
             assert fused <= 2 * unfused, f"tp {n}: {fused:.2e} instead of {unfused:.2e}"
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fuse_without_a_compiler_leaves_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=0).eval()
     ids = torch.tensor([[5, 6, 7]])
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
@@ -202,7 +204,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
             function.cache_clear()
 
 
-def test_compiled_models_leave_it_to_inductor() -> None:
+def test_fused_linear_under_torch_compile_is_left_to_inductor() -> None:
     model = GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2", n_layer=1), seed=0).eval()
     with faster_at():
         model.fuse()

@@ -71,12 +71,12 @@ def check_steps(steps: list[Step], n: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_loss_and_gradients(pool: Pool, variant: str, n: int, seed: int) -> None:
+def test_fused_loss_and_gradients_match_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
     pool.run(n, check_steps, [reference(variant, name, seed) for name in zoo.lm_heads(variant)], n)
 
 
 @pytest.mark.parametrize("variant", [variant for variant in registry.ARCHITECTURES if variant not in zoo.FOUNDING])
-def test_loss_and_gradients_of_the_others(variant: str, seed: int) -> None:
+def test_fused_loss_and_gradients_of_other_architectures_match_transformers(variant: str, seed: int) -> None:
     check_steps([reference(variant, (zoo.lm_heads(variant) or zoo.heads(variant))[0], seed)], 1)
 
 
@@ -92,7 +92,7 @@ def check_stages(case: Case, tp: int, pp: int) -> None:
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2)])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_pipeline_stages(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+def test_fused_pipeline_stages_match_one_process(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
     case = pipelines.case(zoo.lm_head(variant), pipelines.config(variant), seed)
     pool.run(tp * pp, check_stages, case, tp, pp)
 
@@ -116,7 +116,9 @@ def check_rounding(step: Step, n: int, dtype: torch.dtype, exact: dict[str, Tens
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_rounding(pool: Pool, variant: str, dtype: torch.dtype, seed: int) -> None:
+def test_fused_rounding_error_is_at_most_twice_the_unfused_one(
+    pool: Pool, variant: str, dtype: torch.dtype, seed: int
+) -> None:
     """The error in single and half precision is at most twice that of the same model unfused."""
     name, config = zoo.lm_head(variant), zoo.config(variant, **GELU_NEW.get(variant, {}))
     step = reference_step(name, config, seed)
@@ -157,7 +159,7 @@ GENERATION = [
 
 
 @pytest.mark.parametrize("variant", ["bert-decoder", "gpt2", "gpt_neo", "gptj", "llama", "t5"])
-def test_generation(pool: Pool, variant: str, seed: int) -> None:
+def test_fused_model_generates_the_same_tokens(pool: Pool, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     weights = reference_step(name, config, seed, torch.float32).weights
     for n in (1, 2):
@@ -198,7 +200,7 @@ def faster_products() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("faster_products")
-def test_selection() -> None:
+def test_fuse_selects_modules_by_class() -> None:
     model = gpt2()
 
     def fused() -> set[str]:
@@ -229,7 +231,7 @@ def test_selection() -> None:
         (["GPT2MLP"], "must be a list"),
     ],
 )
-def test_unknown_classes(modules: Any, says: str) -> None:
+def test_fuse_rejects_unknown_classes(modules: Any, says: str) -> None:
     model = gpt2()
     with pytest.raises(ValueError, match=says):
         model.fuse(modules)
@@ -241,11 +243,11 @@ def check_different_arguments() -> None:
     model.fuse([GPT2MLP] if model.mesh.tp.rank else None)
 
 
-def test_ranks_have_to_agree(pool: Pool) -> None:
+def test_fuse_rejects_arguments_that_differ_between_ranks(pool: Pool) -> None:
     assert "rank 1 has ['GPT2MLP']" in str(pool.run(2, check_different_arguments, expect=ValueError)[0])
 
 
-def test_backends(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fuse_rejects_unavailable_backends(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = gpt2()
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="Triton compiles for GPUs"):
@@ -262,7 +264,7 @@ def test_backends(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(row.fused for row in model.fuse([], backend="torch").fusion_report())
 
 
-def test_nothing_is_printed_and_no_other_model_changes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fuse_prints_nothing_and_changes_no_other_model(capsys: pytest.CaptureFixture[str]) -> None:
     model, other = gpt2(), gpt2()
     step(model.fuse())
     print_free = capsys.readouterr()
@@ -270,7 +272,7 @@ def test_nothing_is_printed_and_no_other_model_changes(capsys: pytest.CaptureFix
     assert step(other)[0].logits is not None and type(other.lm_head) is nn.Linear
 
 
-def test_a_copy_of_a_fused_model_is_fused() -> None:
+def test_deepcopy_of_a_fused_model_is_fused() -> None:
     model = gpt2().fuse()
     twin = copy.deepcopy(model)
     assert torch.equal(step(model)[0].loss, step(twin)[0].loss)
@@ -278,7 +280,7 @@ def test_a_copy_of_a_fused_model_is_fused() -> None:
     assert step(twin)[0].logits is not None and step(model)[0].logits is None
 
 
-def test_models_made_in_the_ways_of_transformers() -> None:
+def test_fuse_on_a_model_constructed_without_parallelism() -> None:
     model = GPT2LMHeadModel(zoo.config("gpt2")).double()
     unfused, gradients = step(model)
     fused, found = step(model.fuse())
@@ -286,7 +288,7 @@ def test_models_made_in_the_ways_of_transformers() -> None:
     assert all((gradients[name] - found[name]).abs().max() < 1e-6 for name in gradients)
 
 
-def test_which_logits_are_returned() -> None:
+def test_fused_model_returns_logits_without_labels() -> None:
     model = gpt2(dtype=torch.float64).fuse()
     batch = zoo.batch("GPT2LMHeadModel", model.config, 1)
     unlabelled = {key: value for key, value in batch.items() if key != "labels"}
@@ -305,7 +307,7 @@ def test_which_logits_are_returned() -> None:
         assert model(**batch).logits is None
 
 
-def test_number_of_items_as_the_trainer_counts_them() -> None:
+def test_fused_loss_honours_num_items_in_batch() -> None:
     """``num_items_in_batch``: the loss of a part of a larger batch."""
     model = gpt2(dtype=torch.float64)
     for items in (40, torch.tensor(40)):
@@ -316,14 +318,14 @@ def test_number_of_items_as_the_trainer_counts_them() -> None:
         assert all((gradients[name] - found[name]).abs().max() < TOLERANCE for name in gradients)
 
 
-def test_a_loss_is_differentiated_once() -> None:
+def test_fused_loss_rejects_a_second_backward_pass() -> None:
     loss = gpt2().fuse()(**zoo.batch("GPT2LMHeadModel", zoo.config("gpt2"), 1)).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="differentiated once"):
         loss.backward()
 
 
-def test_frozen_parameters() -> None:
+def test_fused_loss_skips_gradients_of_frozen_parameters() -> None:
     """A frozen head (as under LoRA) costs no gradient of its weight; a frozen body none of its hidden states."""
     for frozen in ("lm_head", "transformer.h"):
         model = gpt2(dtype=torch.float64, tie_word_embeddings=False)
@@ -338,7 +340,7 @@ def test_frozen_parameters() -> None:
         assert not [line for name in found[0] for line in differ(name, found[1][name], found[0][name], TOLERANCE)]
 
 
-def test_compiled_models_compute_plain_expressions() -> None:
+def test_fused_model_under_torch_compile_uses_plain_expressions() -> None:
     model = gpt2(n_layer=1).fuse()
     batch = zoo.batch("GPT2LMHeadModel", model.config, 1)
     torch._dynamo.reset()
@@ -347,7 +349,7 @@ def test_compiled_models_compute_plain_expressions() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(dtype: torch.dtype) -> None:
+def test_fused_model_under_autocast(dtype: torch.dtype) -> None:
     model = gpt2()
     found = []
     for fuse in (False, True):
@@ -359,7 +361,7 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert relative(own, gradients) < 0.05 and all(grad.dtype == torch.float32 for grad in own.values())
 
 
-def test_fused_adamw_is_adamw() -> None:
+def test_fused_adamw_matches_adamw() -> None:
     models = [gpt2(dtype=torch.float64) for _ in range(2)]
     options = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9)}
     optimizers = [torch.optim.AdamW(models[0].parameters(), **options), models[1].fused_adamw(**options)]
@@ -392,7 +394,7 @@ def check_wrappers(batches: list[dict[str, Tensor]], config: Any, weights: dict[
     assert not lines, "\n".join(lines)
 
 
-def test_wrapped_models(pool: Pool, seed: int) -> None:
+def test_fused_model_under_ddp_and_fsdp2(pool: Pool, seed: int) -> None:
     config = zoo.config("gpt2", tie_word_embeddings=False)
     weights = full_parameters(reference_model(config, seed))
     batches = [zoo.batch("GPT2LMHeadModel", config, seed + i) for i in range(2)]
@@ -467,7 +469,7 @@ def check_operations(n: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_whatever_is_done_with_deferred_logits(pool: Pool, n: int, seed: int) -> None:
+def test_lazy_logits_support_every_operation(pool: Pool, n: int, seed: int) -> None:
     pool.run(n, check_operations, n, seed)
 
 
@@ -489,7 +491,7 @@ def check_losses(n: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_losses(pool: Pool, n: int, seed: int) -> None:
+def test_lazy_logits_support_every_cross_entropy(pool: Pool, n: int, seed: int) -> None:
     pool.run(n, check_losses, n, seed)
 
 
@@ -499,5 +501,5 @@ def lose(label: int) -> None:
 
 
 @pytest.mark.parametrize("label", [-1, VOCAB])
-def test_a_label_outside_the_vocabulary(pool: Pool, label: int) -> None:
+def test_lazy_logits_reject_labels_outside_the_vocabulary(pool: Pool, label: int) -> None:
     pool.run(2, lose, label, expect=IndexError)

@@ -103,7 +103,7 @@ def check_wiring(steps: dict[str, Step], n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_what_triton_would_compute(pool: Pool, n: int, seed: int) -> None:
+def test_modules_for_triton_match_on_the_cpu(pool: Pool, n: int, seed: int) -> None:
     """The same modules as on a GPU, their operations in plain torch: where they are swapped, and that they fit."""
     steps = {variant: reference(variant, zoo.lm_heads(variant)[0], seed) for variant in WOULD}
     if n == 1:
@@ -139,7 +139,7 @@ def check_dropout(variants: dict[str, Any]) -> None:
     assert not lines, "\n".join(lines)
 
 
-def test_dropout_and_residual(pool: Pool) -> None:
+def test_fused_dropout_and_residual_draw_the_same_masks(pool: Pool) -> None:
     pool.run(2, check_dropout, {variant: zoo.config(variant, dropout=0.3) for variant in ("bert", "bloom", "t5")})
 
 
@@ -159,7 +159,7 @@ def generic_scaled_masked_softmax(scores, mask, scale):
 }
 
 
-def test_apex(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fuse_with_apex_calls_its_norms_and_softmax(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in that has the functions of NVIDIA's: norms and the softmax of eager attention go through them."""
     for file, code in APEX.items():
         path = tmp_path / "apex" / file
@@ -237,13 +237,13 @@ def check_decoding(variants: tuple[str, ...], n: int) -> None:
                 cache(asked, kwargs, GenerationMode.GREEDY_SEARCH, 3, asked.max_new_tokens)
 
 
-def test_decoding_in_graphs(pool: Pool) -> None:
+def test_graph_decoding_gives_the_same_tokens(pool: Pool) -> None:
     """What CUDA graphs are made of, on the CPU: transformers compiles it with another backend."""
     check_decoding(("gpt2",), 1)
     pool.run(2, check_decoding, ("llama",), 2)
 
 
-def test_where_decoding_in_graphs_pays() -> None:
+def test_graph_decoding_is_offered_where_it_pays() -> None:
     model = gpt2()
     with mock.patch.object(type(model), "device", torch.device("cuda")):
         assert any(site.operation == "decoding" and site.cls is not None for site in fusion_candidates(model, "torch"))
@@ -256,7 +256,7 @@ def test_where_decoding_in_graphs_pays() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "bloom"])
-def test_on_a_gpu(variant: str, dtype: torch.dtype, seed: int) -> None:
+def test_fused_model_matches_on_a_gpu(variant: str, dtype: torch.dtype, seed: int) -> None:
     """Loss, gradients and tokens; the errors of bfloat16 at most twice those of the model unfused."""
     name, config = zoo.lm_head(variant), zoo.config(variant, **GELU_NEW.get(variant, {}))
     exact = reference_step(name, config, seed)
@@ -283,7 +283,7 @@ def test_on_a_gpu(variant: str, dtype: torch.dtype, seed: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gelu_in_the_epilogue_of_a_product(dtype: torch.dtype, approximate: str, seed: int) -> None:
+def test_gelu_in_the_matmul_epilogue_on_a_gpu(dtype: torch.dtype, approximate: str, seed: int) -> None:
     torch.manual_seed(seed)
     layer, x = nn.Linear(64, 256).to("cuda", dtype), torch.randn(3, 40, 64, device="cuda", dtype=dtype)
     with torch.no_grad():
@@ -307,14 +307,14 @@ linear_cross_entropy(x, w, None, torch.tensor([1, -100, 9, 0], device="cuda"), w
 
 
 @pytest.mark.gpu
-def test_a_label_outside_the_vocabulary_on_a_gpu() -> None:
+def test_label_outside_the_vocabulary_asserts_on_a_gpu() -> None:
     """By itself, since the assertion ends all work on the device."""
     done = subprocess.run([sys.executable, "-c", WRONG_LABEL], capture_output=True, text=True)
     assert done.returncode != 0 and "right ones are taken" in done.stdout and "a target is neither in" in done.stderr
 
 
 @pytest.mark.parametrize(("value", "taken"), [(0.0, True), (torch.finfo(torch.float16).min, True), (-0.5, False)])
-def test_apex_takes_no_bias_in_a_mask(value: float, taken: bool) -> None:
+def test_apex_softmax_accepts_masks_without_additive_bias_only(value: float, taken: bool) -> None:
     mask = torch.zeros(1, 1, 2, 3, dtype=torch.float16)
     mask[..., 0] = value
     assert apex._takes(torch.zeros(1, 2, 2, 4, dtype=torch.float16), mask, None) == taken

@@ -44,7 +44,7 @@ def slowed(function: Any) -> Any:
 
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, GPT2LMHeadModel])
-def test_a_slower_product_is_left_to_torch(cls: Any) -> None:
+def test_fuse_leaves_slower_linear_layers_to_torch(cls: Any) -> None:
     """By the real clock, with a kernel that is much slower than torch's product."""
     model, ids = small(cls), torch.tensor([[5, 6, 7]])
     with (
@@ -63,7 +63,7 @@ def test_a_slower_product_is_left_to_torch(cls: Any) -> None:
 
 
 @pytest.mark.parametrize("cls", [LlamaForCausalLM, GPT2LMHeadModel])
-def test_a_faster_product_is_kept(cls: Any) -> None:
+def test_fuse_keeps_faster_linear_layers(cls: Any) -> None:
     """By the real clock, with a torch that is much slower than the kernel."""
     model = small(cls)
     plain = "plain_conv1d" if cls is GPT2LMHeadModel else "linear"
@@ -80,7 +80,7 @@ def test_a_faster_product_is_kept(cls: Any) -> None:
     assert linear and all(row.fused and "1 row: " in row.reason and "slower" not in row.reason for row in linear)
 
 
-def test_rows_decide(seed: int) -> None:
+def test_fused_linear_is_used_between_row_counts_measured_faster(seed: int) -> None:
     """A number of rows is torch's unless both of the timed ones around it are faster here."""
     torch.manual_seed(seed)
     model = small()
@@ -99,7 +99,7 @@ def test_rows_decide(seed: int) -> None:
     assert "others left to torch because it would be slower (8 rows: 200 vs 100 us)" in report
 
 
-def test_other_threads_and_types_are_left_to_torch() -> None:
+def test_other_thread_counts_and_dtypes_are_left_to_torch() -> None:
     before = torch.get_num_threads()
     layer = torch.nn.Linear(32, 16)
     with faster_at(), torch.no_grad():
@@ -117,7 +117,7 @@ def test_other_threads_and_types_are_left_to_torch() -> None:
         assert product.called
 
 
-def test_measured_once_in_a_process() -> None:
+def test_linear_timing_runs_once_per_process() -> None:
     model = small()
     state = torch.get_rng_state()
     with faster_at() as measured:
@@ -133,14 +133,14 @@ def test_measured_once_in_a_process() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_nothing_is_measured_elsewhere() -> None:
+def test_linear_layers_on_other_devices_are_not_measured() -> None:
     model = small().to("meta")
     with faster_at() as measured:
         model.fuse()
     assert not measured.called and not any(row.operation == "linear" for row in model.fusion_report())
 
 
-def test_types_that_torch_computes() -> None:
+def test_dtypes_computed_by_torch_are_not_measured() -> None:
     for dtype, why in ((torch.float64, "torch computes products of torch.float64"), (torch.bfloat16, "instructions")):
         model = small(dtype=dtype)
         with faster_at() as measured, mock.patch.object(kernel, "_is_native", lambda dtype: True):
@@ -161,7 +161,7 @@ def check_ranks(rows: list[set[int]]) -> tuple[list[frozenset[int]], str]:
         return faster(model), str(model.fusion_report())
 
 
-def test_ranks_decide_alike(pool: Pool) -> None:
+def test_all_ranks_choose_the_same_linear_layers(pool: Pool) -> None:
     first, second = pool.run(2, check_ranks, [{1, 2, 4}, {1, 4, 8}])
     assert first == second and set(first[0]) == {frozenset({1, 4})}
     first, second = pool.run(2, check_ranks, [{1, 2, 4}, {8}])

@@ -29,14 +29,14 @@ def in_torch(scores: Tensor, ids: Tensor, size: int, source: Tensor | None = Non
 IMPLEMENTATIONS = {"compiled": ngrams.block_repeats_, "torch": in_torch}
 
 
-def test_there_is_a_compiler() -> None:
+def test_compiled_ngram_blocking_is_available() -> None:
     """Else the tests of the compiled version would test plain torch."""
     assert ngrams._compiled("cpu") is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_scores(name: str, dtype: torch.dtype, seed: int) -> None:
+def test_block_repeats_matches_transformers(name: str, dtype: torch.dtype, seed: int) -> None:
     """Few words, so that much repeats; rows of all lengths; some words without a score; scores of all strides."""
     torch.manual_seed(seed)
     block = IMPLEMENTATIONS[name]
@@ -57,7 +57,7 @@ def test_scores(name: str, dtype: torch.dtype, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_long_rows(name: str, seed: int) -> None:
+def test_block_repeats_handles_more_than_1024_tokens(name: str, seed: int) -> None:
     """Past 1024 tokens, where OSLO's kernel did nothing without saying so."""
     torch.manual_seed(seed)
     ids, scores = torch.randint(30, (3, 3000)), torch.randn(3, 40)
@@ -65,7 +65,7 @@ def test_long_rows(name: str, seed: int) -> None:
     assert expected.isinf().any() and torch.equal(IMPLEMENTATIONS[name](scores.clone(), ids, 3), expected)
 
 
-def test_processors_leave_scores_alone_unless_in_place() -> None:
+def test_processors_copy_scores_unless_in_place() -> None:
     ids, scores = torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 3)
     for processor, replaced in (
         (FusedNoRepeatNGram(2), FusedNoRepeatNGram(2, in_place=True)),
@@ -76,7 +76,7 @@ def test_processors_leave_scores_alone_unless_in_place() -> None:
         assert replaced(ids, given) is given and given.isinf().any()
 
 
-def test_raw_logits_stay_raw() -> None:
+def test_generate_returns_unprocessed_logits_with_output_logits() -> None:
     """``output_logits`` returns the logits from before the processors, which are the tensor that these are given."""
     model = GPT2LMHeadModel(zoo.config("gpt2")).eval()
     ids = torch.tensor([[5, 6, 5, 6, 5]])
@@ -90,7 +90,7 @@ def test_raw_logits_stay_raw() -> None:
         assert not any(logits.isinf().any() for logits in fused.logits) and fused.scores[0].isinf().any()
 
 
-def test_the_configuration_can_ask_for_it() -> None:
+def test_fused_no_repeat_ngram_blocking_of_the_config_enables_it() -> None:
     model = GPT2LMHeadModel(zoo.config("gpt2")).eval()
     with mock.patch("oslo_models.fusion.ngram_processors.block_repeats_", side_effect=ngrams.block_repeats_) as called:
         model.generate(torch.tensor([[5, 6]]), no_repeat_ngram_size=2, max_new_tokens=2)
@@ -104,7 +104,7 @@ def test_the_configuration_can_ask_for_it() -> None:
         assert called.call_count == 2
 
 
-def test_without_a_compiler() -> None:
+def test_block_repeats_without_a_compiler_uses_torch() -> None:
     with mock.patch.object(ngrams, "load", side_effect=BuildError("no compiler")):
         ngrams._compiled.cache_clear()
         try:
@@ -114,7 +114,7 @@ def test_without_a_compiler() -> None:
             ngrams._compiled.cache_clear()
 
 
-def test_the_cuda_version_compiles() -> None:
+def test_cuda_extension_compiles_or_names_nvcc() -> None:
     if shutil.which("nvcc") is None:
         with pytest.raises(BuildError, match="nvcc"):
             load("ngrams.cpp", cuda=True)
@@ -125,7 +125,7 @@ def test_the_cuda_version_compiles() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["compiled", "triton", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_on_a_gpu(name: str, dtype: torch.dtype, seed: int) -> None:
+def test_block_repeats_matches_transformers_on_a_gpu(name: str, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     compiled = ngrams._compiled("cuda") if name == "compiled" else None
     assert compiled is not None or name != "compiled", "nvcc is missing"

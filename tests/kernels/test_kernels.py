@@ -28,18 +28,18 @@ def run(script: str, *arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_in_the_interpreter(seed: int) -> None:
+def test_kernels_match_torch_in_the_triton_interpreter(seed: int) -> None:
     run("kernel_cases.py", str(seed), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-def test_compiled_for_gpus_that_are_not_there(pytestconfig: pytest.Config) -> None:
+def test_kernels_compile_ahead_of_time_without_spills(pytestconfig: pytest.Config) -> None:
     """For Ampere and Hopper: no stack, few registers, wide loads and stores. Builds are kept for other runs."""
     said = run("kernel_builds.py", TRITON_CACHE_DIR=str(pytestconfig.cache.mkdir("triton")))
     assert said.count("stack 0") == len(said.splitlines()) > 40
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(seed: int) -> None:
+def test_kernels_match_torch_on_a_gpu(seed: int) -> None:
     torch.manual_seed(seed)
     lines = kernel_cases.check(lambda x: x.cuda())
     assert not lines, "\n".join(lines)
@@ -88,7 +88,7 @@ def formulas() -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("name", formulas())
-def test_formulas(name: str, seed: int) -> None:
+def test_reference_formulas_and_gradients_match_torch(name: str, seed: int) -> None:
     """Values and gradients in float64, what `torch.compile` needs to know of an operation included."""
     torch.manual_seed(seed)
     operation, plain, args = formulas()[name]
@@ -106,7 +106,7 @@ def test_formulas(name: str, seed: int) -> None:
     torch.library.opcheck(operation, args, test_utils=checks)
 
 
-def test_operations_of_the_cross_entropy(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_entropy_operations_match_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "PART", 100)  # few rows at once
     torch.manual_seed(seed)
     logits = torch.randn(20, 7, dtype=torch.float64)
@@ -118,13 +118,13 @@ def test_operations_of_the_cross_entropy(seed: int, monkeypatch: pytest.MonkeyPa
     assert (made - logits.softmax(-1) + 0.1).abs().max() < 1e-12
 
 
-def test_rows_that_see_nothing_are_as_in_transformers() -> None:
+def test_fully_masked_softmax_rows_match_transformers() -> None:
     scores, hidden = torch.randn(1, 1, 2, 4), torch.full((1, 1, 1, 4), torch.finfo(torch.float32).min)
     assert torch.equal(softmax.masked_softmax(scores, hidden), torch.full((1, 1, 2, 4), 0.25))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_norm_of_llama(dtype: torch.dtype, seed: int) -> None:
+def test_rms_norm_matches_llama(dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     module = LlamaRMSNorm(40, 1e-5).to(dtype)
     torch.nn.init.normal_(module.weight)

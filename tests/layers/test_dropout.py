@@ -69,12 +69,12 @@ def check_dropout(pool: Pool, name: str, variant: str, n: int, seed: int) -> Non
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_dropout(pool: Pool, variant: str, n: int, seed: int) -> None:
+def test_step_with_dropout_matches_a_replay_of_its_masks(pool: Pool, variant: str, n: int, seed: int) -> None:
     check_dropout(pool, zoo.lm_head(variant), variant, n, seed)
 
 
 @pytest.mark.parametrize("variant", ["bert-decoder", "gpt2-cross", "t5-gated-untied", "llama-one-kv"])
-def test_dropout_of_other_configurations(pool: Pool, variant: str, seed: int) -> None:
+def test_step_with_dropout_of_other_variants_matches_a_replay_of_its_masks(pool: Pool, variant: str, seed: int) -> None:
     check_dropout(pool, zoo.lm_head(variant), variant, 2, seed)
 
 
@@ -89,7 +89,9 @@ def test_dropout_of_other_configurations(pool: Pool, variant: str, seed: int) ->
         *(("deberta", "DebertaForQuestionAnswering"), ("xlnet", "XLNetLMHeadModel")),  # amid regions, and bare heads
     ],
 )
-def test_dropout_in_heads(pool: Pool, variant: str, name: str, seed: int) -> None:
+def test_step_with_dropout_in_heads_matches_a_replay_of_its_masks(
+    pool: Pool, variant: str, name: str, seed: int
+) -> None:
     check_dropout(pool, name, variant, 2, seed)
 
 
@@ -129,7 +131,7 @@ def check_interruption(name: str, config: PreTrainedConfig, weights: Weights, ba
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "bert", "t5", "llama"])
-def test_an_exception_amid_a_forward(pool: Pool, variant: str, seed: int) -> None:
+def test_dropout_streams_recover_from_an_exception_in_forward(pool: Pool, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE)
     weights = full_parameters(whole(name, config, seed, torch.float32))
     pool.run(2, check_interruption, name, config, weights, zoo.batch(name, config, seed, torch.float32), seed)
@@ -147,7 +149,7 @@ def draws_of_evaluation(name: str, config: PreTrainedConfig, batch: Batch, seed:
         assert torch.equal(torch.get_rng_state(), before), (rate, training)
 
 
-def test_nothing_is_drawn_without_need(pool: Pool, seed: int) -> None:
+def test_evaluation_leaves_the_rng_untouched(pool: Pool, seed: int) -> None:
     config = zoo.config("gpt2")
     pool.run(2, draws_of_evaluation, "GPT2LMHeadModel", config, zoo.batch("GPT2LMHeadModel", config, seed), seed)
 
@@ -162,7 +164,7 @@ def losses_with_dropout(config: PreTrainedConfig, batch: Batch, seed: int) -> li
     return losses
 
 
-def test_masks_follow_the_seed(pool: Pool, seed: int) -> None:
+def test_dropout_masks_are_determined_by_the_seed(pool: Pool, seed: int) -> None:
     """The same seed draws the same masks, the next forward and another seed draw others."""
     config = zoo.config("gpt2", dropout=RATE)
     batch = zoo.batch("GPT2LMHeadModel", config, seed)
@@ -173,7 +175,7 @@ def test_masks_follow_the_seed(pool: Pool, seed: int) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, RATE])
-def test_dropouts_of_the_models_in_a_model_are_known(rate: float) -> None:
+def test_dropouts_of_composite_models_are_found(rate: float) -> None:
     with torch.device("meta"):
         model = transformers.EncoderDecoderModel(zoo.config("encoder-decoder", rate))
     assert _uses_dropout(model) == (rate > 0)

@@ -79,7 +79,7 @@ def check_cross_entropy(n: int, seed: int, scale: float) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0], ids=["usual", "of large logits"])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_cross_entropy(pool: Pool, n: int, scale: float, seed: int) -> None:
+def test_vocab_parallel_cross_entropy_matches_torch(pool: Pool, n: int, scale: float, seed: int) -> None:
     pool.run(n, check_cross_entropy, n, seed, scale)
 
 
@@ -105,7 +105,7 @@ def check_half_precision(seed: int) -> None:
     assert not lines, "\n".join(lines)
 
 
-def test_half_precision(pool: Pool, seed: int) -> None:
+def test_vocab_parallel_cross_entropy_in_half_precision(pool: Pool, seed: int) -> None:
     pool.run(2, check_half_precision, seed)
 
 
@@ -116,7 +116,9 @@ def lose(label: int, options: Loss) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"ignore_index": 3}, {"label_smoothing": 0.1}], ids=str)
 @pytest.mark.parametrize("label", [-1, VOCAB, 10**6])
-def test_a_label_outside_the_vocabulary(pool: Pool, label: int, options: Loss) -> None:
+def test_vocab_parallel_cross_entropy_rejects_labels_outside_the_vocabulary(
+    pool: Pool, label: int, options: Loss
+) -> None:
     """All ranks raise what torch raises."""
     with pytest.raises(IndexError):
         F.cross_entropy(torch.zeros(2, VOCAB), torch.tensor([1, label]), **options)
@@ -139,9 +141,9 @@ def check_operations(table: str, n: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_operations(pool: Pool, n: int, seed: int) -> None:
+def test_operations_on_vocab_parallel_logits_match_full_logits(pool: Pool, n: int, seed: int) -> None:
     pool.run(n, check_operations, "OPERATIONS", n, seed)
 
 
-def test_operations_in_place(pool: Pool, seed: int) -> None:
+def test_in_place_operations_on_vocab_parallel_logits_match_full_logits(pool: Pool, seed: int) -> None:
     pool.run(2, check_operations, "IN_PLACE", 2, seed)

@@ -76,14 +76,14 @@ def wrap_wrongly(how: str, sizes: dict[str, int], seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("how", WRONG)
-def test_ddp_over_ranks_of_one_model_is_refused(pool: Pool, how: str, seed: int) -> None:
+def test_ddp_over_tensor_parallel_ranks_is_rejected(pool: Pool, how: str, seed: int) -> None:
     needs_env = how in ("accelerate", "Trainer")
     for (message,) in pool.run(2, wrap_wrongly, how, {"tensor_parallel_size": 2}, seed, env=needs_env):
         assert "over ranks [0, 1]" in message
         assert "tensor_parallel_size=2, pipeline_parallel_size=1" in message
 
 
-def test_ddp_over_stages_is_refused(pool: Pool, seed: int) -> None:
+def test_ddp_over_stages_is_rejected(pool: Pool, seed: int) -> None:
     for (message,) in pool.run(2, wrap_wrongly, "default group", {"pipeline_parallel_size": 2}, seed):
         assert "tensor_parallel_size=1, pipeline_parallel_size=2" in message
 
@@ -99,7 +99,7 @@ def wrap_over_three_of_four(seed: int) -> str:
     return str(refused.value)
 
 
-def test_every_rank_of_the_group_refuses(pool: Pool, seed: int) -> None:
+def test_ddp_over_three_of_four_ranks_is_rejected_on_every_rank(pool: Pool, seed: int) -> None:
     """Rank 2, too, whose model has no other rank in the group."""
     assert all(pool.run(4, wrap_over_three_of_four, seed)[:3])
 
@@ -181,7 +181,7 @@ class OrderedTrainer(Trainer):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_trainer_as_the_messages_advise(pool: Pool, ranks: int, tmp_path: Path, seed: int) -> None:
+def test_trainer_works_as_the_error_message_advises(pool: Pool, ranks: int, tmp_path: Path, seed: int) -> None:
     """Parameters after two steps are those of Trainer in one process, with the batches of all replicas in one."""
     config, replicas = zoo.config("gpt2"), ranks // 2
     model = whole("GPT2LMHeadModel", config, seed)

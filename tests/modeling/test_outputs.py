@@ -78,7 +78,7 @@ def check_gathering(
 
 
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_gather_logits(pool: Pool, variant: str, seed: int) -> None:
+def test_gather_logits_returns_full_logits(pool: Pool, variant: str, seed: int) -> None:
     for name in zoo.lm_heads(variant):
         config = zoo.config(variant)
         model, batch = whole(name, config, seed), zoo.batch(name, config, seed)
@@ -92,7 +92,7 @@ def test_gather_logits(pool: Pool, variant: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_gathered_logits_can_be_differentiated(pool: Pool, variant: str, seed: int) -> None:
+def test_gathered_logits_are_differentiable(pool: Pool, variant: str, seed: int) -> None:
     names = zoo.lm_heads(variant)
     steps = [reference_step(name, zoo.config(variant), seed, objective=all_outputs) for name in names]
     pool.run(3, check_differentiable, steps, 3)
@@ -101,7 +101,7 @@ def test_gathered_logits_can_be_differentiated(pool: Pool, variant: str, seed: i
 @pytest.mark.parametrize(
     "variant", [*zoo.FOUNDING, "gpt2-cross", "bert-decoder", "prophetnet", "bigbird_pegasus-sparse"]
 )
-def test_attentions_of_all_heads_and_hidden_states(pool: Pool, variant: str, seed: int) -> None:
+def test_output_attentions_and_hidden_states_are_full(pool: Pool, variant: str, seed: int) -> None:
     """On four ranks, which share six heads unevenly; the gradients pass through them as well."""
     names = zoo.heads(variant) if variant in zoo.FOUNDING else [zoo.base(variant), zoo.lm_head(variant)]
     steps = []
@@ -139,7 +139,7 @@ def check_tuples(cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("how", ["argument", "configured"])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_tuples(pool: Pool, variant: str, how: str, seed: int) -> None:
+def test_forward_returns_the_tuples_of_transformers(pool: Pool, variant: str, how: str, seed: int) -> None:
     cases: list[Case] = []
     for name in zoo.heads(variant):
         config = zoo.config(variant)  # a new one: some transformers models write into theirs
@@ -172,7 +172,7 @@ def check_places(cases: list[Places]) -> None:
 
 
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_logits_that_are_left_out_keep_their_place_in_a_tuple(pool: Pool, variant: str, seed: int) -> None:
+def test_omitted_logits_keep_their_place_in_a_tuple(pool: Pool, variant: str, seed: int) -> None:
     cases: list[Places] = []
     for name in zoo.lm_heads(variant):
         config = zoo.config(variant)
@@ -186,7 +186,7 @@ def test_logits_that_are_left_out_keep_their_place_in_a_tuple(pool: Pool, varian
 
 
 @pytest.mark.parametrize("keep", [2, torch.tensor([0, 4])], ids=["last", "some"])
-def test_logits_to_keep(pool: Pool, keep: Any, seed: int) -> None:
+def test_logits_to_keep_selects_positions(pool: Pool, keep: Any, seed: int) -> None:
     steps = []
     for variant, name in EVERY_HEAD:
         if "logits_to_keep" in zoo.parameters_of_forward(name):
@@ -199,7 +199,7 @@ def test_logits_to_keep(pool: Pool, keep: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "gpt2-cross"])
-def test_embedded_inputs(pool: Pool, variant: str, seed: int) -> None:
+def test_forward_with_inputs_embeds_matches_transformers(pool: Pool, variant: str, seed: int) -> None:
     """The gradient of `inputs_embeds` is compared too."""
     steps = []
     for name in (zoo.base(variant), zoo.lm_head(variant)):
@@ -215,7 +215,7 @@ def test_embedded_inputs(pool: Pool, variant: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "gpt_neo", "gptj", "llama"])
-def test_loss_per_item_of_a_larger_batch(pool: Pool, variant: str, seed: int) -> None:
+def test_loss_honours_num_items_in_batch(pool: Pool, variant: str, seed: int) -> None:
     """transformers' Trainer says how many labels all accumulated batches have together."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     batch = zoo.batch(name, config, seed)
@@ -234,7 +234,7 @@ def run_with_token(variant: str, token: int) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 101, 10**6])
-def test_a_token_outside_the_vocabulary(pool: Pool, token: int) -> None:
+def test_token_outside_the_vocabulary_raises_on_all_ranks(pool: Pool, token: int) -> None:
     """All ranks raise what torch raises."""
     with pytest.raises(IndexError):
         whole("GPT2Model", zoo.config("gpt2"), 0)(input_ids=torch.tensor([[1, token]]))
@@ -281,7 +281,7 @@ def check_generation(
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("variant", GENERATING)
-def test_generation_with_left_padding(pool: Pool, variant: str, n: int, seed: int) -> None:
+def test_generate_with_left_padding_matches_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = whole(name, config, seed).eval()
     weights = full_parameters(model)

@@ -75,7 +75,9 @@ CASES = [(variant, policy) for variant in VARIANTS for policy in POLICIES if (va
 
 
 @pytest.mark.parametrize(("variant", "policy"), CASES)
-def test_selective_checkpointing(pool: Pool, variant: str, policy: str, seed: int) -> None:
+def test_step_with_selective_checkpointing_matches_one_process(
+    pool: Pool, variant: str, policy: str, seed: int
+) -> None:
     variant, _, fused = variant.partition(" ")
     step = reference_step(zoo.lm_head(variant), zoo.config(variant, use_cache=False), seed)
     pool.run(2, check_policy, policy, step, bool(fused))

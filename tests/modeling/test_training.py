@@ -104,7 +104,7 @@ def check_data_parallel(
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "llama-one-kv"])
-def test_data_parallel(pool: Pool, variant: str, wrapper: str, seed: int) -> None:
+def test_training_under_ddp_and_fsdp2_matches_one_process(pool: Pool, variant: str, wrapper: str, seed: int) -> None:
     """With clipping, which has to count what is divided over both axes."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = whole(name, config, seed)
@@ -152,7 +152,7 @@ def ranks_by_mpu() -> dict[str, Any]:
     return found
 
 
-def test_mpu(pool: Pool) -> None:
+def test_mpu_groups_of_tensor_and_data_parallel_ranks(pool: Pool) -> None:
     """Neighbours share a tensor-parallel group, replicas are apart."""
     for rank, found in enumerate(pool.run(4, ranks_by_mpu)):
         first = rank // 2 * 2
@@ -182,7 +182,7 @@ def stages_by_mpu() -> list[Any]:
     return found
 
 
-def test_mpu_of_stages(pool: Pool) -> None:
+def test_mpu_groups_of_stages(pool: Pool) -> None:
     for rank, found in enumerate(pool.run(4, stages_by_mpu)):
         mine = [rank % 2, rank % 2 + 2]
         assert found == [[[0, 2], [1, 3]], mine, [mine], mine, mine]
@@ -220,7 +220,7 @@ def train_in_half_precision(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "llama-one-kv"])
-def test_half_precision(pool: Pool, variant: str, dtype: torch.dtype, seed: int) -> None:
+def test_autocast_training_matches_one_process(pool: Pool, variant: str, dtype: torch.dtype, seed: int) -> None:
     """Autocast and loss scaling, with dropout: the loss falls, and what ranks share stays the same bit for bit."""
     arguments = (zoo.lm_head(variant), zoo.config(variant, dropout=0.05), seed, dtype)
     (losses, shared), (other_losses, other_shared) = pool.run(2, train_in_half_precision, *arguments)
@@ -273,7 +273,9 @@ def overflow_on_one_rank(seed: int, wrapper: str) -> tuple[list[float], list[boo
 
 
 @pytest.mark.parametrize(("n", "wrapper"), [(2, "alone"), (4, "DDP"), (4, "FSDP2")])
-def test_an_overflow_of_one_rank_is_one_of_all(pool: Pool, n: int, wrapper: str, seed: int) -> None:
+def test_grad_scaler_skips_a_step_on_all_ranks_after_an_overflow_on_one(
+    pool: Pool, n: int, wrapper: str, seed: int
+) -> None:
     for result in pool.run(n, overflow_on_one_rank, seed, wrapper):
         assert result == ([8.0, 4.0, 4.0], [True, False, True])
 
@@ -311,7 +313,7 @@ def check_checkpointing(name: str, config: PreTrainedConfig, weights: Weights, b
 
 
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "gpt2-cross", "llama-one-kv"])
-def test_gradient_checkpointing(pool: Pool, variant: str, seed: int) -> None:
+def test_gradient_checkpointing_matches_one_process(pool: Pool, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=0.3, use_cache=False)
     batch = zoo.batch(name, config, seed, torch.float32)
     weights = full_parameters(whole(name, config, seed, torch.float32))
@@ -341,7 +343,7 @@ def check_clipping(
     ("variant", "n"),
     [(variant, n) for variant in zoo.FOUNDING for n in (2, 3)] + [("llama-one-kv", 2), ("llama-untied", 3)],
 )
-def test_clip_grad_norm(pool: Pool, variant: str, n: int, seed: int) -> None:
+def test_clip_grad_norm_matches_one_process(pool: Pool, variant: str, n: int, seed: int) -> None:
     """What is divided counts once each whole, and what several ranks hold counts once."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model, batch = whole(name, config, seed), zoo.batch(name, config, seed)
@@ -375,7 +377,7 @@ def check_accumulation(
 
 
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_gradient_accumulation(pool: Pool, variant: str, seed: int) -> None:
+def test_gradient_accumulation_matches_one_process(pool: Pool, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     model = whole(name, config, seed)
     batches = [zoo.batch(name, config, seed + i) for i in range(3)]
@@ -400,13 +402,13 @@ def check_side_by_side(steps: list[Step], sizes: list[int]) -> None:
     assert not lines, "\n".join(lines)
 
 
-def test_models_side_by_side(pool: Pool, seed: int) -> None:
+def test_two_models_in_one_process_do_not_interfere(pool: Pool, seed: int) -> None:
     variants = {"gpt2": 2, "llama": 2, "t5": 4, "gpt2-untied": 1, "llama-one-kv": 4}
     steps = [reference_step(zoo.lm_head(variant), zoo.config(variant), seed) for variant in variants]
     pool.run(4, check_side_by_side, steps, list(variants.values()))
 
 
-def test_training_works_as_written_for_one_process(seed: int) -> None:
+def test_training_script_for_one_process_runs_unchanged(seed: int) -> None:
     """The training loop of the tests above does train."""
     name, config = zoo.lm_head("gpt2"), zoo.config("gpt2")
     batch = zoo.batch(name, config, seed)

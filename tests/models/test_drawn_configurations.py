@@ -81,7 +81,9 @@ def check_class(
 
 
 @pytest.mark.parametrize("model_type", registry.ARCHITECTURES)
-def test_a_class_of_each_type(pool: Pool, tmp_path: Path, model_type: str, seed: int, record_property: Any) -> None:
+def test_one_drawn_class_of_each_model_type_matches_transformers(
+    pool: Pool, tmp_path: Path, model_type: str, seed: int, record_property: Any
+) -> None:
     choose = random.Random(f"{model_type} {seed}")
     name = choose.choice(sorted(registry.model_classes(model_type)))
     check_class(pool, tmp_path, name, seed, (choose.choice(MESHES),), record_property)
@@ -89,6 +91,8 @@ def test_a_class_of_each_type(pool: Pool, tmp_path: Path, model_type: str, seed:
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", [name for kind in registry.ARCHITECTURES for name in registry.model_classes(kind)])
-def test_every_class(pool: Pool, tmp_path: Path, name: str, seed: int, record_property: Any) -> None:
+def test_every_class_with_drawn_configurations_matches_transformers(
+    pool: Pool, tmp_path: Path, name: str, seed: int, record_property: Any
+) -> None:
     for part, draw in ((MESHES[::2], seed), (MESHES[1::2], seed + 1)):  # one draw for two ways
         check_class(pool, tmp_path / str(draw), name, draw, part, record_property)

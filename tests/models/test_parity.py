@@ -64,7 +64,7 @@ def test_every_architecture_has_a_variant() -> None:
 
 
 @pytest.mark.parametrize("variant", zoo.VARIANTS)
-def test_one_rank_is_bitwise_transformers(variant: str, seed: int) -> None:
+def test_step_on_one_rank_is_bitwise_equal_to_transformers(variant: str, seed: int) -> None:
     """In float32, as transformers computes, without a process group."""
     steps = [reference(variant, name, seed, torch.float32) for name in zoo.heads(variant)]
     check_steps(steps, 1, torch.float32, tolerance=0)
@@ -72,13 +72,13 @@ def test_one_rank_is_bitwise_transformers(variant: str, seed: int) -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_every_head(pool: Pool, variant: str, n: int, seed: int) -> None:
+def test_step_of_every_head_matches_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
     steps = [reference(variant, name, seed, torch.float64) for name in zoo.heads(variant)]
     pool.run(n, check_steps, steps, n, torch.float64, TOLERANCE)
 
 
 @pytest.mark.parametrize(("variant", "n"), [(variant, n) for variant, sizes in OTHERS.items() for n in sizes])
-def test_other_configurations(pool: Pool, variant: str, n: int, seed: int) -> None:
+def test_step_of_other_variants_matches_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
     names = [zoo.base(variant), zoo.lm_head(variant)]
     steps = [reference(variant, name, seed, torch.float64) for name in names]
     pool.run(n, check_steps, steps, n, torch.float64, TOLERANCE)
@@ -103,7 +103,7 @@ def check_training(
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_parameters_after_training(pool: Pool, variant: str, n: int, seed: int) -> None:
+def test_parameters_after_training_match_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
     """One plain step of gradient descent, which AdamW's indifference to scales cannot hide, and three of AdamW."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
     weights = full_parameters(whole(name, config, seed))
@@ -124,7 +124,9 @@ def check_initialisation(name: str, config: PreTrainedConfig, full: dict[str, Te
 
 
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "llama-one-kv", "t5-gated-untied"])
-def test_a_seed_gives_the_same_weights_at_every_size(pool: Pool, variant: str, seed: int) -> None:
+def test_from_config_seed_gives_the_same_weights_at_every_tensor_parallel_size(
+    pool: Pool, variant: str, seed: int
+) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
     cls: Any = registry.find(name)
     full = full_parameters(cls.from_config_with_parallel(config, seed=seed))

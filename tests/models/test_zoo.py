@@ -93,13 +93,17 @@ def check_type(
 
 
 @pytest.mark.parametrize("model_type", [*zoo.MORE, *zoo.ODD])
-def test_type(pool: Pool, tmp_path: Path, model_type: str, seed: int) -> None:
+def test_main_class_matches_transformers_on_two_ranks_and_two_stages(
+    pool: Pool, tmp_path: Path, model_type: str, seed: int
+) -> None:
     check_type(pool, tmp_path, model_type, seed, 2, 2, GREEDY)
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("model_type", [*zoo.MORE, *zoo.ODD])
-def test_three_ranks_and_beams(pool: Pool, tmp_path: Path, model_type: str, seed: int) -> None:
+def test_main_class_matches_transformers_on_three_ranks_with_beams(
+    pool: Pool, tmp_path: Path, model_type: str, seed: int
+) -> None:
     check_type(pool, tmp_path, model_type, seed, 3, 2, BEAMS)
 
 
@@ -113,7 +117,9 @@ def check_heads(steps: list[Step], folder: Path) -> None:
     assert not lines, "\n".join(lines)
 
 
-def test_a_loss_of_what_the_mask_covers(pool: Pool, tmp_path: Path, seed: int) -> None:
+def test_electra_pretraining_loss_over_masked_positions_matches_on_stages(
+    pool: Pool, tmp_path: Path, seed: int
+) -> None:
     name, config = "ElectraForPreTraining", zoo.config("electra")
     batch = pipelines.batch(name, config, seed)
     batch["labels"] = (batch["labels"] > 50).double()
@@ -125,7 +131,7 @@ def test_a_loss_of_what_the_mask_covers(pool: Pool, tmp_path: Path, seed: int) -
     ("model_type", "name", "changes"),
     [("bart", "BartForCausalLM", {}), ("hubert", "HubertForCTC", {"ctc_loss_reduction": "mean"})],
 )
-def test_losses_that_count_in_their_own_way(
+def test_losses_with_their_own_denominator_match_on_stages(
     pool: Pool, tmp_path: Path, seed: int, model_type: str, name: str, changes: dict[str, Any]
 ) -> None:
     config = zoo.config(model_type, **changes)
@@ -135,7 +141,7 @@ def test_losses_that_count_in_their_own_way(
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", ["DetrForObjectDetection", "DetrForSegmentation"])
-def test_losses_of_matched_objects(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
+def test_detr_losses_of_matched_objects_match_transformers(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
     pytest.importorskip("scipy")  # by which transformers matches them
     config = zoo.config("detr", auxiliary_loss=True)
     batch, generator = zoo.batch(name, config, seed), torch.Generator().manual_seed(seed)
@@ -159,7 +165,7 @@ def masks_while_training(config: PreTrainedConfig, batch: dict[str, Any]) -> lis
     return pipelines.everywhere(model(**batch).last_hidden_state.detach())
 
 
-def test_ranks_mask_alike_what_they_hear(pool: Pool, seed: int) -> None:
+def test_wav2vec2_specaugment_masks_are_equal_on_all_ranks(pool: Pool, seed: int) -> None:
     config = zoo.config("wav2vec2", apply_spec_augment=True, mask_time_prob=0.5, mask_time_length=2)
     batch = zoo.batch("Wav2Vec2Model", config, seed, torch.float32)
     for first, second in pool.run(2, masks_while_training, config, batch):
@@ -185,7 +191,7 @@ def slopes_with_dropout(config: PreTrainedConfig, batch: dict[str, Any]) -> Any:
     return weight.grad[:, ::2].sum().item(), difference.item() / 2e-7, pipelines.everywhere(ways[0].detach())
 
 
-def test_reversed_blocks_drop_out_alike(pool: Pool, seed: int) -> None:
+def test_reformer_dropout_masks_are_equal_in_its_reversible_backward_pass(pool: Pool, seed: int) -> None:
     config = zoo.config("reformer", dropout=0.3, hash_seed=None)
     batch = zoo.batch("ReformerModel", config, seed)
     for slope, difference, (first, second) in pool.run(2, slopes_with_dropout, config, batch):
@@ -193,7 +199,7 @@ def test_reversed_blocks_drop_out_alike(pool: Pool, seed: int) -> None:
         assert slope == pytest.approx(difference, rel=1e-4)
 
 
-def test_integers_are_not_divided() -> None:
+def test_quantized_ibert_allows_one_rank_only() -> None:
     plan = IBertModel.plan(zoo.config("ibert", quant_mode=True))
     plan.check_ranks("IBertModel", "IBertConfig", 1)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that IBertModel allows"):
@@ -201,7 +207,7 @@ def test_integers_are_not_divided() -> None:
 
 
 @pytest.mark.parametrize("name", ["Wav2Vec2ForSequenceClassification", "WhisperForAudioClassification"])
-def test_what_a_head_sums_up_is_on_one_stage(name: str) -> None:
+def test_weighted_layer_sum_allows_one_stage_only(name: str) -> None:
     cls: Any = registry.find(name)
     config = zoo.config(cls.config_class.model_type, use_weighted_layer_sum=True)
     with pytest.raises(ValueError, match=f"is more than 1, all that {name} allows: with use_weighted_layer_sum=True"):
@@ -209,7 +215,7 @@ def test_what_a_head_sums_up_is_on_one_stage(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["CLIPTextModel", "CLIPVisionModelWithProjection"])
-def test_a_part_of_a_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
+def test_clip_towers_load_from_a_full_clip_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
     whole("CLIPModel", zoo.config("clip"), seed).save_pretrained(tmp_path)
     cls: Any = registry.find(name)
     expected = zoo.original(name).from_pretrained(tmp_path).state_dict()
@@ -217,7 +223,7 @@ def test_a_part_of_a_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
     assert own.keys() == expected.keys() and all(torch.equal(own[key], expected[key]) for key in own)
 
 
-def test_logits_of_which_there_is_no_loss(tmp_path: Path, seed: int) -> None:
+def test_fused_luke_returns_the_logits_that_have_no_labels(tmp_path: Path, seed: int) -> None:
     name, config = "LukeForMaskedLM", zoo.config("luke")
     batch, right = zoo.batch(name, config, seed), whole(name, config, seed)
     right.save_pretrained(tmp_path)
@@ -232,12 +238,12 @@ def test_logits_of_which_there_is_no_loss(tmp_path: Path, seed: int) -> None:
         assert other not in output
 
 
-def test_every_type_is_tested() -> None:
+def test_every_model_type_has_a_test_configuration() -> None:
     assert set(zoo.FOUNDING) | zoo.MORE.keys() == registry.ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("model_type", registry.ARCHITECTURES)
-def test_every_class_that_transformers_has(model_type: str) -> None:
+def test_registry_lists_every_class_of_transformers(model_type: str) -> None:
     names = set(registry.model_classes(model_type))
     modeling = sys.modules[zoo.original(min(names)).__module__]
     theirs = {name for name in modeling.__all__ if inspect.isclass(cls := getattr(modeling, name)) and _is_model(cls)}
@@ -249,7 +255,7 @@ def _is_model(cls: type) -> bool:
     return issubclass(cls, PreTrainedModel) and "pretrained" not in cls.__name__.lower()
 
 
-def test_the_readme_has_the_table() -> None:
+def test_readme_has_the_current_support_table() -> None:
     """`make table` writes it."""
     text = (ROOT / "README.md").read_text()
     assert support.renewed(text) == text

@@ -165,7 +165,7 @@ CASES: dict[str, tuple[str, int, int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training(pool: Pool, case: str, seed: int) -> None:
+def test_deepspeed_engine_trains_as_without_it(pool: Pool, case: str, seed: int) -> None:
     variant, tp, pp, processes, settings = CASES[case]
     name, config = zoo.lm_head(variant), zoo.config(variant)
     count = STEPS * settings.get("gradient_accumulation_steps", 1)
@@ -187,7 +187,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("setting", REFUSED)
-def test_what_stages_cannot_do(pool: Pool, setting: str) -> None:
+def test_deepspeed_settings_unsupported_on_stages_are_rejected(pool: Pool, setting: str) -> None:
     settings, way_out = REFUSED[setting]
     config = zoo.config("gpt2")
     batch = pipelines.batch("GPT2LMHeadModel", config, 0, ROWS, torch.float32)
@@ -210,7 +210,7 @@ def check_after_a_break(config: PreTrainedConfig, batch: Batch) -> None:
     assert last < after < before
 
 
-def test_a_loop_that_is_left(pool: Pool) -> None:
+def test_deepspeed_engine_after_leaving_the_micro_batch_loop(pool: Pool) -> None:
     config = zoo.config("gpt2")
     batch = pipelines.batch("GPT2LMHeadModel", config, 0, ROWS, torch.float32)
     pool.run(2, check_after_a_break, config, batch, env=True)
@@ -234,7 +234,7 @@ def check_checkpoint(config: PreTrainedConfig, tp: int, pp: int, batches: list[B
         assert torch.equal(param, trained), name
 
 
-def test_checkpoint_of_deepspeed(pool: Pool, tmp_path: Path, seed: int) -> None:
+def test_deepspeed_checkpoint_restores_training(pool: Pool, tmp_path: Path, seed: int) -> None:
     config = zoo.config("gpt2")
     batches = [pipelines.batch("GPT2LMHeadModel", config, seed + step, 2 * ROWS, torch.float32) for step in range(3)]
     for tp, pp in ((2, 1), (1, 2)):

@@ -128,7 +128,9 @@ def by_clocks(forward: float, backward: float, number: int, trains: bool) -> flo
 
 @pytest.mark.parametrize("number", [1, 3, 4, 16])
 @pytest.mark.parametrize(("forward", "backward"), [(1.0, 1.0), (1.0, 2.0)])
-def test_a_step_is_as_short_as_it_can_be(pool: Pool, forward: float, backward: float, number: int) -> None:
+def test_pipeline_step_takes_the_ideal_time_on_logical_clocks(
+    pool: Pool, forward: float, backward: float, number: int
+) -> None:
     """Stages that wait for each other would take ``number * STAGES`` times what one takes: 3.4 times as long for 16."""
     for trains in (True, False):
         ideal = (number + STAGES - 1) * (forward + backward if trains else forward)
@@ -151,7 +153,7 @@ def by_real_clock(trains: bool, ideal: float) -> tuple[list[float], list[float]]
     return tried, slept
 
 
-def test_stages_overlap_in_real_time(pool: Pool) -> None:
+def test_pipeline_step_takes_about_the_ideal_time_on_the_real_clock(pool: Pool) -> None:
     """On a busy machine, where sleeping takes too long by itself, a step may take half as much again."""
     ideal = (MICRO_BATCHES + STAGES - 1) * SLEEP * 2
     tried, slept = pool.run(STAGES, by_real_clock, True, ideal)[0]

@@ -27,7 +27,7 @@ from support.pool import Pool
 from support.reference import TOLERANCE, differ
 
 
-def test_every_architecture_can_be_cut_in_four() -> None:
+def test_every_architecture_has_blocks_for_four_stages() -> None:
     assert pipelines.DEPTH.keys() == set(zoo.FOUNDING)
 
 
@@ -63,7 +63,9 @@ def check_cases(cases: list[Case], tp: int, pp: int) -> None:
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (3, 2)])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_language_model(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+def test_train_step_of_language_model_matches_one_process(
+    pool: Pool, variant: str, tp: int, pp: int, seed: int
+) -> None:
     pool.run(tp * pp, check_cases, [reference(variant, zoo.lm_head(variant), seed)], tp, pp)
 
 
@@ -72,7 +74,7 @@ def test_language_model(pool: Pool, variant: str, tp: int, pp: int, seed: int) -
     [(1, 4), (2, 2), *(pytest.param(tp, 2, marks=pytest.mark.zoo) for tp in (1, 3))],
 )
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_every_head(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+def test_train_step_of_every_head_matches_one_process(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
     cases = [reference(variant, name, seed) for name in pipelines.heads_with_loss(variant)]
     pool.run(tp * pp, check_cases, cases, tp, pp)
 
@@ -126,7 +128,7 @@ def varied(kind: str, name: str, changes: dict[str, Any], seed: int) -> Case:
 
 
 @pytest.mark.parametrize("kind", VARIATIONS)
-def test_variations(pool: Pool, kind: str, seed: int) -> None:
+def test_train_step_with_varied_configurations_matches_one_process(pool: Pool, kind: str, seed: int) -> None:
     cases = [varied(kind, name, changes, seed) for name, changes in VARIATIONS[kind]]
     pool.run(2, check_cases, cases, 1, 2)
     pool.run(4, check_cases, cases, 1, 4)
@@ -146,7 +148,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("variant", OTHERS)
-def test_other_configurations(pool: Pool, variant: str, seed: int) -> None:
+def test_train_step_of_other_variants_matches_one_process(pool: Pool, variant: str, seed: int) -> None:
     given = case(zoo.lm_head(variant), pipelines.config(variant), seed)
     pool.run(2 * OTHERS[variant], check_cases, [given], OTHERS[variant], 2)
 
@@ -192,13 +194,15 @@ def check_replicas(wrapper: str, given: Case, tp: int, pp: int) -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_replicas(pool: Pool, variant: str, wrapper: str, seed: int) -> None:
+def test_train_step_of_ddp_and_fsdp2_replicas_matches_one_process(
+    pool: Pool, variant: str, wrapper: str, seed: int
+) -> None:
     given = case(zoo.lm_head(variant), pipelines.config(variant), seed, 2, pipelines.STEPS)
     pool.run(4, check_replicas, wrapper, given, 1, 2)
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "t5"])
-def test_all_three_axes(pool: Pool, variant: str, seed: int) -> None:
+def test_train_step_over_tensor_pipeline_and_data_parallel_ranks(pool: Pool, variant: str, seed: int) -> None:
     given = case(zoo.lm_head(variant), pipelines.config(variant), seed, 2, pipelines.STEPS)
     pool.run(8, check_replicas, "DDP", given, 2, 2)
 
@@ -220,6 +224,8 @@ def check_partition(given: Case, blocks: list[int], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("variant", "blocks"), [("gpt2", [1, 3]), ("t5", [5, 2])])
-def test_a_partition_by_hand(pool: Pool, variant: str, blocks: list[int], seed: int, tmp_path: Path) -> None:
+def test_train_step_and_saving_with_blocks_per_stage(
+    pool: Pool, variant: str, blocks: list[int], seed: int, tmp_path: Path
+) -> None:
     """Of T5 the first stage has the four blocks of the encoder and one of the decoder, then two and the rest."""
     pool.run(2, check_partition, reference(variant, zoo.lm_head(variant), seed), blocks, tmp_path / "saved")

@@ -91,7 +91,9 @@ def generate(pool: Pool, variant: str, ways: list[str], tp: int, pp: int, replic
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.zoo)])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tokens(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+def test_generate_on_stages_gives_the_tokens_of_one_process(
+    pool: Pool, variant: str, tp: int, pp: int, seed: int
+) -> None:
     generate(pool, variant, list(WAYS), tp, pp, 1, seed)
 
 
@@ -104,7 +106,9 @@ def test_tokens(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
         *(("bert-decoder", tp, pp, 1) for tp, pp in ((1, 2), (1, 4), (2, 2), (3, 2))),
     ],
 )
-def test_tokens_at_more_sizes(pool: Pool, variant: str, tp: int, pp: int, replicas: int, seed: int) -> None:
+def test_generate_on_stages_with_tensor_parallel_ranks_and_replicas(
+    pool: Pool, variant: str, tp: int, pp: int, replicas: int, seed: int
+) -> None:
     """Replicas have prompts of their own."""
     generate(pool, variant, ["greedy", "beams"], tp, pp, replicas, seed)
 
@@ -122,7 +126,7 @@ def check_half_precision(
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "t5"])
-def test_autocast(pool: Pool, variant: str, seed: int) -> None:
+def test_generate_on_stages_under_autocast(pool: Pool, variant: str, seed: int) -> None:
     """Hidden states and logits travel in the precision of the model, whatever they are computed in."""
     name, config = zoo.lm_head(variant), pipelines.config(variant)
     model = whole(name, config, seed, torch.float32).eval()

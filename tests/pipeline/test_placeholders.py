@@ -53,7 +53,7 @@ class Table(nn.Module):
     ],
     ids=lambda module: type(module).__name__,
 )
-def test_it_reads_as_what_it_replaces(module: nn.Module) -> None:
+def test_placeholder_has_type_and_attributes_of_its_module(module: nn.Module) -> None:
     made = placeholder(module, CPU)
     assert isinstance(made, Placeholder) and not list(made.parameters()) and not made.state_dict()
     attributes = ("embedding_dim", "num_embeddings", "padding_idx", "in_features", "out_features", "normalized_shape")
@@ -70,7 +70,7 @@ def test_it_reads_as_what_it_replaces(module: nn.Module) -> None:
     assert isinstance(made, kind) and type(made).__name__ == kind.__name__
 
 
-def test_initialization_leaves_it_alone() -> None:
+def test_placeholder_is_skipped_by_initialization() -> None:
     made: Any = placeholder(nn.Linear(3, 4), CPU)
     with torch.no_grad(), init.guard_torch_init_functions():
         init.normal_(made.weight)
@@ -79,7 +79,7 @@ def test_initialization_leaves_it_alone() -> None:
     assert not made.weight.any() and not made.bias.any()
 
 
-def test_its_weights_follow_the_model() -> None:
+def test_placeholder_follows_dtype_and_device_of_the_model() -> None:
     model = nn.Sequential(placeholder(nn.Embedding(9, 4), CPU), nn.Linear(4, 4))
     model.to(torch.float16)
     table: Any = model[0]
@@ -91,7 +91,7 @@ def test_its_weights_follow_the_model() -> None:
     assert table.weight.device == CPU and not table.weight.any()
 
 
-def test_what_it_returns() -> None:
+def test_placeholder_returns_zeros_its_input_or_the_received_tensor() -> None:
     table: Any = placeholder(Table(), CPU)
     mask = torch.ones(2, 5, dtype=torch.long)
     values, more = table(mask, past=1)
@@ -150,7 +150,7 @@ def check_step(pool: Pool, step: Step, folder: Path, tp: int, blocks: list[int] 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(("variant", "name", "changes"), CONFIGURED)
-def test_classes_and_options(
+def test_stages_match_one_process_with_configured_classes(
     pool: Pool, tmp_path: Path, seed: int, variant: str, name: str, changes: dict[str, Any], tp: int
 ) -> None:
     config = zoo.config_of(name, zoo.config(variant, **changes))
@@ -167,7 +167,7 @@ def test_classes_and_options(
         ("speech_to_text", "Speech2TextForConditionalGeneration", "encoder_layerdrop", [1, 3]),
     ],
 )
-def test_layerdrop_does_not_drop_what_arrives(
+def test_layerdrop_keeps_received_hidden_states(
     pool: Pool, tmp_path: Path, seed: int, variant: str, name: str, option: str, blocks: list[int]
 ) -> None:
     config = zoo.config(variant, **{option: 1.0})
@@ -192,7 +192,7 @@ def check_features(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_features_travel_to_the_last_stage(pool: Pool, seed: int, tp: int) -> None:
+def test_wav2vec2_pretraining_sends_features_to_the_last_stage(pool: Pool, seed: int, tp: int) -> None:
     name, config = "Wav2Vec2ForPreTraining", zoo.config("wav2vec2", num_hidden_layers=4)
     model, batch = whole(name, config, seed), pipelines.batch(name, config, seed)
     weights = full_parameters(model)
@@ -248,7 +248,7 @@ ENCODED = [f"encoder_{kind}.{i}" for kind, count in (("attentions", 2), ("hidden
         ("clip", "CLIPTextModelWithProjection", None, True, BOTH),
     ],
 )
-def test_what_other_stages_made_is_absent(
+def test_outputs_of_other_stages_are_none(
     pool: Pool,
     tmp_path: Path,
     seed: int,
@@ -295,7 +295,7 @@ def check_initialized(name: str, config: PreTrainedConfig, constants: dict[str, 
 
 
 @pytest.mark.parametrize(("variant", "name", "changes"), UNINITIALIZED)
-def test_nothing_is_left_uninitialized(pool: Pool, variant: str, name: str, changes: dict[str, Any]) -> None:
+def test_from_config_initializes_every_parameter(pool: Pool, variant: str, name: str, changes: dict[str, Any]) -> None:
     config = zoo.config_of(name, zoo.config(variant, **changes))
     made = zoo.original(name)._from_config(config)
     constants = {

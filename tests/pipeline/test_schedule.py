@@ -84,7 +84,9 @@ def check_body(given: Case, twice: dict[str, Tensor | None], tp: int, pp: int) -
         ("t5", 2, 2),
     ],
 )
-def test_what_users_do_in_the_loop(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+def test_micro_batch_loop_with_scaled_losses_accumulation_and_a_copied_model(
+    pool: Pool, variant: str, tp: int, pp: int, seed: int
+) -> None:
     batches = [[pipelines.batch(LM[variant], pipelines.config(variant), seed + step)] for step in range(2)]
     given = lm_case(variant, seed, batches=batches)
     model = whole(given.name, given.config, seed)
@@ -108,7 +110,7 @@ def check_clipping(given: Case, expected: Clipped, tp: int, pp: int) -> None:
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 4), (2, 2), (3, 2)])
 @pytest.mark.parametrize("variant", ["bert", "gpt2", "gptj-tied", "llama-one-kv", "t5"])
-def test_clip_grad_norm(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
+def test_clip_grad_norm_over_stages_matches_one_process(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
     """What several stages hold counts once."""
     given = case(zoo.lm_head(variant), pipelines.config(variant), seed)
     expected: Clipped = {}
@@ -131,7 +133,7 @@ def check_frozen(given: Case, gradients: dict[str, Tensor | None], pp: int) -> N
 
 
 @pytest.mark.parametrize(("variant", "pp"), [("gptj", 2), ("gptj", 4), ("gpt2-untied", 4)])
-def test_stages_without_anything_to_train(pool: Pool, variant: str, pp: int, seed: int) -> None:
+def test_train_step_with_frozen_stages(pool: Pool, variant: str, pp: int, seed: int) -> None:
     given = case(zoo.lm_head(variant), pipelines.config(variant), seed)
     model = whole(given.name, given.config, seed)
     for name, param in model.named_parameters():
@@ -190,7 +192,7 @@ def check_refusals(given: Case) -> None:
     assert not lines, "\n".join(lines)
 
 
-def test_batches_that_do_not_divide(pool: Pool, seed: int) -> None:
+def test_batch_must_divide_into_micro_batches(pool: Pool, seed: int) -> None:
     pool.run(2, check_refusals, lm_case("gpt2", seed))
 
 
@@ -222,7 +224,7 @@ def check_evaluation(
 
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_evaluation(pool: Pool, variant: str, pp: int, seed: int) -> None:
+def test_evaluation_loop_returns_outputs_on_the_last_stage(pool: Pool, variant: str, pp: int, seed: int) -> None:
     for name in (zoo.base(variant), LM[variant], pipelines.heads_with_loss(variant)[-1]):
         config = pipelines.config(variant, use_cache=False)
         model = whole(name, config, seed).eval()
@@ -248,7 +250,9 @@ def check_accumulation(given: Case, quietly: bool) -> None:
 
 @pytest.mark.parametrize("quietly", [False, True], ids=["in sync", "no_sync"])
 @pytest.mark.parametrize("variant", ["gpt2", "t5"])
-def test_accumulation_over_replicas(pool: Pool, variant: str, quietly: bool, seed: int) -> None:
+def test_gradient_accumulation_over_replicas_with_and_without_no_sync(
+    pool: Pool, variant: str, quietly: bool, seed: int
+) -> None:
     config = pipelines.config(variant)
     batches = [[pipelines.batch(LM[variant], config, seed + 10 * step + r) for r in range(2)] for step in range(2)]
     model = whole(LM[variant], config, seed)
@@ -352,7 +356,9 @@ def check_traffic(given: Case, tp: int, pp: int, size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("tp", "pp", "size"), [(1, 4, 1), (1, 4, 2), (2, 2, 1)])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_what_travels_and_what_is_alive(pool: Pool, variant: str, tp: int, pp: int, size: int, seed: int) -> None:
+def test_messages_between_stages_and_activations_in_flight_are_bounded(
+    pool: Pool, variant: str, tp: int, pp: int, size: int, seed: int
+) -> None:
     """One activation per micro-batch and stream forward, one gradient back; no logits, nothing larger than those."""
     config = pipelines.config(variant)
     batch = pipelines.batch(LM[variant], config, seed, rows=6)

@@ -181,11 +181,13 @@ def check_faults(given: Case, tp: int, pp: int, every: int) -> int:
 @pytest.mark.parametrize(
     ("variant", "tp", "pp", "every"), [("gpt2", 1, 2, 1), ("gpt2", 1, 4, 1), ("gpt2", 2, 2, 3), ("t5", 1, 4, 3)]
 )
-def test_a_loop_that_breaks(pool: Pool, variant: str, tp: int, pp: int, every: int, seed: int) -> None:
+def test_broken_micro_batch_loop_raises_on_every_rank(
+    pool: Pool, variant: str, tp: int, pp: int, every: int, seed: int
+) -> None:
     played = pool.run(tp * pp, check_faults, lm_case(variant, seed), tp, pp, every, timeout=100)
     assert min(played) > 10
 
 
-def test_replicas_whose_loops_break(pool: Pool, seed: int) -> None:
+def test_broken_micro_batch_loop_raises_on_every_replica(pool: Pool, seed: int) -> None:
     played = pool.run(4, check_faults, lm_case("gpt2", seed, replicas=2), 1, 2, 1, timeout=100)
     assert min(played) > 8

@@ -59,7 +59,9 @@ def train_in_half_precision(given: Case, tp: int, dtype: torch.dtype) -> tuple[l
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize(("variant", "tp"), [("gpt2", 1), ("gpt2", 2), ("llama", 1), ("t5", 1), ("bert", 1)])
-def test_half_precision(pool: Pool, variant: str, tp: int, dtype: torch.dtype, seed: int) -> None:
+def test_train_step_on_stages_in_half_precision(
+    pool: Pool, variant: str, tp: int, dtype: torch.dtype, seed: int
+) -> None:
     """Autocast and loss scaling, with dropout: every rank sees the same losses, and they fall."""
     config = pipelines.config(variant, dropout=0.02)
     batch = pipelines.batch(LM[variant], config, seed, dtype=torch.float32)
@@ -95,7 +97,7 @@ def overflow_on_one_rank(given: Case, bad_rank: int) -> tuple[list[float], list[
 
 
 @pytest.mark.parametrize("bad_rank", [0, 3])
-def test_an_overflow_of_one_rank_is_one_of_all(pool: Pool, bad_rank: int, seed: int) -> None:
+def test_grad_scaler_skips_a_step_on_all_stages_after_an_overflow_on_one(pool: Pool, bad_rank: int, seed: int) -> None:
     config = pipelines.config("gpt2")
     batch = pipelines.batch(LM["gpt2"], config, seed, dtype=torch.float32)
     given = Case(LM["gpt2"], config, [[batch]], {}, [], {})
@@ -137,7 +139,7 @@ def check_checkpointing(given: Case, tp: int, pp: int) -> None:
 
 
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_gradient_checkpointing(pool: Pool, variant: str, seed: int) -> None:
+def test_gradient_checkpointing_on_stages_matches_one_process(pool: Pool, variant: str, seed: int) -> None:
     config = pipelines.config(variant, dropout=0.3, use_cache=False)
     batch = pipelines.batch(LM[variant], config, seed, dtype=torch.float32)
     weights = full_parameters(whole(LM[variant], config, seed, torch.float32))
@@ -176,7 +178,7 @@ def count_dropouts(given: Case, pp: int) -> Counter[int]:
 
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_every_dropout_is_applied_once(pool: Pool, variant: str, pp: int, seed: int) -> None:
+def test_each_dropout_runs_on_exactly_one_stage(pool: Pool, variant: str, pp: int, seed: int) -> None:
     """On all stages together as in one process, those at the ends of stacks too."""
     config = pipelines.config(variant, dropout=0.3, attn_implementation="eager")
     for name in (LM[variant], pipelines.heads_with_loss(variant)[-1]):

@@ -44,7 +44,9 @@ def weights(costs: list[int], ranges: tuple[tuple[int, int], ...], before: float
 
 
 @given(costs=rows, before=sides, after=sides, data=st.data())
-def test_partition_is_the_best_cut(costs: list[int], before: int, after: int, data: st.DataObject) -> None:
+def test_partition_minimizes_the_most_expensive_stage(
+    costs: list[int], before: int, after: int, data: st.DataObject
+) -> None:
     """Contiguous, whole, without empty stages; of all such cuts the cheapest, and of those the most even."""
     stages = data.draw(st.integers(1, len(costs)))
     ranges = partition(costs, stages, before, after)
@@ -60,7 +62,7 @@ def test_partition_is_the_best_cut(costs: list[int], before: int, after: int, da
 
 
 @given(costs=st.lists(st.floats(0.01, 1e6), min_size=1, max_size=40), data=st.data())
-def test_partition_of_uneven_numbers(costs: list[float], data: st.DataObject) -> None:
+def test_partition_of_uneven_block_counts(costs: list[float], data: st.DataObject) -> None:
     """Rounding does not lose a block, and no stage is heavier than an even share and one block more."""
     stages = data.draw(st.integers(1, len(costs)))
     ranges = partition(costs, stages)
@@ -70,25 +72,25 @@ def test_partition_of_uneven_numbers(costs: list[float], data: st.DataObject) ->
 
 
 @given(blocks=st.integers(1, 60), cost=st.floats(0.1, 1e9), data=st.data())
-def test_equal_blocks_are_shared_out_evenly(blocks: int, cost: float, data: st.DataObject) -> None:
+def test_partition_of_equal_blocks_is_even(blocks: int, cost: float, data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, blocks))
     sizes = [stop - start for start, stop in partition([cost] * blocks, stages)]
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_heavy_head_takes_blocks_from_the_last_stage() -> None:
+def test_partition_gives_fewer_blocks_to_a_stage_with_a_heavy_head() -> None:
     assert partition([1] * 8, 4) == ((0, 2), (2, 4), (4, 6), (6, 8))
     assert partition([1] * 9, 3, before=1, after=2) == ((0, 3), (3, 7), (7, 9))
     assert partition([1] * 3, 3, after=100) == ((0, 1), (1, 2), (2, 3))
 
 
 @pytest.mark.parametrize(("blocks", "stages"), [(0, 1), (1, 2), (3, 8)])
-def test_more_stages_than_blocks(blocks: int, stages: int) -> None:
+def test_partition_rejects_more_stages_than_blocks(blocks: int, stages: int) -> None:
     with pytest.raises(ValueError, match=rf"{stages} stages cannot share {blocks} blocks"):
         partition([1] * blocks, stages)
 
 
-def test_a_deep_model_is_cut_in_no_time() -> None:
+def test_partition_of_a_deep_model_is_fast() -> None:
     ranges = partition([float(7 + block % 3) for block in range(128)], 64, before=3, after=40)
     assert len(ranges) == 64
 
@@ -152,7 +154,7 @@ COUNTS = [2, 3, 4]
 
 
 @pytest.mark.parametrize(("variant", "name"), CASES, ids=[f"{variant}-{name}" for variant, name in CASES])
-def test_every_parameter_is_where_it_belongs(variant: str, name: str) -> None:
+def test_each_parameter_is_on_the_stages_that_use_it(variant: str, name: str) -> None:
     """And nowhere else; the stages know who shares what, and who counts it."""
     model = whole_model(name, variant)
     tied = model.all_tied_weights_keys
@@ -190,7 +192,7 @@ def test_every_parameter_is_where_it_belongs(variant: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("variant", "name"), CASES, ids=[f"{variant}-{name}" for variant, name in CASES])
-def test_stages_are_as_even_as_blocks_allow(variant: str, name: str) -> None:
+def test_stages_are_balanced_by_parameter_count(variant: str, name: str) -> None:
     """By parameters of blocks, and on the last stage those of the head; and blocks are numbered from zero."""
     model = whole_model(name, variant)
     blocks = blocks_of(model)
@@ -219,7 +221,7 @@ def test_stages_are_as_even_as_blocks_allow(variant: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["t5", "t5-gated-untied"])
-def test_the_relative_bias_of_t5_goes_along(variant: str) -> None:
+def test_relative_bias_of_t5_is_in_the_first_block_of_each_stage(variant: str) -> None:
     """The first block here of each stack has it, under a name of its own, and computes with it."""
     name = "T5ForConditionalGeneration"
     model = whole_model(name, variant)
@@ -238,13 +240,13 @@ def test_the_relative_bias_of_t5_goes_along(variant: str) -> None:
         assert stage.aliases == expected
 
 
-def test_a_partition_by_hand() -> None:
+def test_blocks_per_stage_determines_the_partition() -> None:
     for index, own in enumerate((["0"], ["1", "2"], ["3"])):
         part, _ = make_stage("GPT2LMHeadModel", pipelines.config("gpt2"), index, 3, blocks_per_stage=(1, 2, 1))
         assert [name for name, _ in part.transformer.h.named_children()] == own
 
 
-def test_more_stages_than_the_model_has_blocks() -> None:
+def test_split_stage_rejects_more_stages_than_blocks() -> None:
     message = r"pipeline_parallel_size=5 is more than the 4 blocks of GPT2LMHeadModel; use 1 to 4"
     with pytest.raises(ValueError, match=message):
         make_stage("GPT2LMHeadModel", pipelines.config("gpt2"), 0, 5)
@@ -252,7 +254,7 @@ def test_more_stages_than_the_model_has_blocks() -> None:
 
 @pytest.mark.parametrize("vocab", [50, 150, 200, 250])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
-def test_ranks_with_unequal_shares_cut_alike(variant: str, vocab: int) -> None:
+def test_partition_is_equal_on_ranks_with_uneven_shards(variant: str, vocab: int) -> None:
     """Six heads over four ranks: a block of one rank is heavier than that of another, beside the same vocabulary."""
     name = zoo.lm_head(variant)
     config = pipelines.config(variant, vocab_size=vocab)

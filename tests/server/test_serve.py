@@ -137,7 +137,7 @@ def server(checkpoint: Path) -> Iterator[SimpleNamespace]:
         yield running
 
 
-def test_completions(server: SimpleNamespace, whole: Whole) -> None:
+def test_completions_endpoint_returns_the_text_of_generate(server: SimpleNamespace, whole: Whole) -> None:
     create = server.client.completions.create
     prompts = ["def forward(", "import torch", "class"]
     found = create(model=server.name, prompt=prompts, max_tokens=8, temperature=0)
@@ -151,7 +151,7 @@ def test_completions(server: SimpleNamespace, whole: Whole) -> None:
     assert server.client.models.list().data[0].id == server.name
 
 
-def test_streams_and_stop_strings(server: SimpleNamespace, whole: Whole) -> None:
+def test_streamed_completion_ends_at_a_stop_string(server: SimpleNamespace, whole: Whole) -> None:
     create, expected = server.client.completions.create, whole("def forward(", 30)
     options = {"model": server.name, "prompt": "def forward(", "max_tokens": 30}
     pieces = list(create(**options, stream=True, stream_options={"include_usage": True}))
@@ -163,7 +163,7 @@ def test_streams_and_stop_strings(server: SimpleNamespace, whole: Whole) -> None
     assert "".join(piece.choices[0].text for piece in create(**options, stop=stop, stream=True)) == choice.text
 
 
-def test_chats(server: SimpleNamespace, whole: Whole) -> None:
+def test_chat_endpoint_applies_the_chat_template(server: SimpleNamespace, whole: Whole) -> None:
     create, expected = server.client.chat.completions.create, whole("[system] Be brief.\n[user] def?\n[assistant]", 9)
     (choice,) = create(model=server.name, messages=CHAT, max_completion_tokens=9).choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected)
@@ -171,7 +171,7 @@ def test_chats(server: SimpleNamespace, whole: Whole) -> None:
     assert "".join(delta.content for delta in deltas) == expected and deltas[0].role == "assistant"
 
 
-def test_many_clients(server: SimpleNamespace, whole: Whole, seed: int) -> None:
+def test_concurrent_clients_get_their_own_completions(server: SimpleNamespace, whole: Whole, seed: int) -> None:
     prompts = [f"def f{seed % 997 + i}(" for i in range(24)]
 
     def ask(prompt: str) -> str:
@@ -196,14 +196,14 @@ BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_requests(server: SimpleNamespace, what: str) -> None:
+def test_completions_endpoint_rejects_invalid_fields(server: SimpleNamespace, what: str) -> None:
     given, kind, text = BAD[what]
     with pytest.raises(kind, match=text) as caught:
         server.client.completions.create(model=server.name, prompt="def", extra_body=given)
     assert caught.value.status_code == {"too long": 413, "another model": 404}.get(what, 400)
 
 
-def test_bad_chats_and_keys(server: SimpleNamespace) -> None:
+def test_chat_endpoint_rejects_invalid_messages_and_api_keys(server: SimpleNamespace) -> None:
     for messages in (
         [],
         [{"content": "no role"}],
@@ -231,7 +231,7 @@ def require_refused(status: int, answer: Any) -> None:
     assert answer["error"]["type"] == "invalid_request_error" and answer["error"]["message"], answer
 
 
-def test_no_number_is_an_error_of_the_server(server: SimpleNamespace) -> None:
+def test_no_numeric_field_causes_a_server_error(server: SimpleNamespace) -> None:
     url, drawn = f"{server.url}/v1/completions", '"prompt": "def", "max_tokens": 2, "temperature": 1.0'
     for name in NUMBERS:
         for value in VALUES:
@@ -251,7 +251,7 @@ def test_no_number_is_an_error_of_the_server(server: SimpleNamespace) -> None:
         assert post(url, f"{{{drawn}, {each}}}")[0] == 200, each
 
 
-def test_what_is_no_text(server: SimpleNamespace) -> None:
+def test_lone_surrogates_are_rejected_in_every_string(server: SimpleNamespace) -> None:
     """Half of a surrogate pair, in any string of a request and in any key."""
     url, half = f"{server.url}/v1/completions", '"a \\ud800 b"'
     bodies = [f'{{"prompt": "def", "max_tokens": 2, "{name}": {half}}}' for name in STRINGS]
@@ -273,7 +273,7 @@ def test_what_is_no_text(server: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("key", ["", " ", "\n", "a b", "secret\n", "schlüssel", 5])
-def test_keys_that_protect_nothing(key: Any, checkpoint: Path) -> None:
+def test_unusable_api_keys_are_rejected_before_loading(key: Any, checkpoint: Path) -> None:
     """Refused by the command before anything is loaded, and by the application; the key is not shown."""
     from transformers import AutoTokenizer
 
@@ -282,12 +282,12 @@ def test_keys_that_protect_nothing(key: Any, checkpoint: Path) -> None:
     assert "secret" not in str(caught.value) and "schl" not in str(caught.value)
 
 
-def test_the_command_wants_a_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_command_rejects_an_empty_api_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/no/such/model", "--port", "0", "--api-key", ""]) == 2
     assert "the API key is empty" in capsys.readouterr().err
 
 
-def test_it_ends_in_order(server: SimpleNamespace, whole: Whole) -> None:
+def test_sigterm_finishes_running_requests_and_ends_workers(server: SimpleNamespace, whole: Whole) -> None:
     """The last test of this server: on SIGTERM, the request that runs is answered, others are not."""
     stream = server.client.completions.create(model=server.name, prompt="def", max_tokens=100, stream=True)
     pieces = [next(stream).choices[0]]
@@ -350,7 +350,7 @@ ADAPTED = {
 GIVEN = 'from transformers import AutoTokenizer\ntokenizer = AutoTokenizer.from_pretrained(".")\n'
 
 
-def test_flask_as_documented(checkpoint: Path, whole: Whole, tmp_path: Path) -> None:
+def test_flask_script_of_the_documents_runs(checkpoint: Path, whole: Whole, tmp_path: Path) -> None:
     script = FLASK
     for old, new in ADAPTED.items():
         assert script.count(old) == 1
@@ -390,7 +390,9 @@ def listening(app: Any, **options: Any) -> Iterator[str]:
         thread.join()
 
 
-def test_under_uvicorn(checkpoint: Path, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_application_under_uvicorn_reports_a_dead_worker(
+    checkpoint: Path, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``uvicorn app:app``; and its health when a worker dies."""
     name = f"app_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(APPLICATION.replace("FOLDER", repr(str(checkpoint))))
@@ -434,7 +436,7 @@ def acting(generate: Callable[..., Any], folder: Path, **limits: Any) -> Any:
     return listening(application(Acting(generate), AutoTokenizer.from_pretrained(folder), **limits))
 
 
-def test_reasoning_and_tools(checkpoint: Path) -> None:
+def test_reasoning_and_tool_calls_are_parsed(checkpoint: Path) -> None:
     said = '<think>\nhm\n</think>\n\nwell<tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>'
     new = tokenizer()(said)["input_ids"]
 
@@ -457,7 +459,7 @@ def test_reasoning_and_tools(checkpoint: Path) -> None:
         )
 
 
-def test_a_full_queue_and_readers_who_leave(checkpoint: Path) -> None:
+def test_full_queue_is_rejected_and_disconnected_clients_are_dropped(checkpoint: Path) -> None:
     left, came, go = threading.Event(), threading.Event(), threading.Event()
 
     def generate(input_ids: torch.Tensor, streamer: Any, **_: Any) -> torch.Tensor:
@@ -487,7 +489,7 @@ def test_a_full_queue_and_readers_who_leave(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_workers_that_die_in_a_stream(checkpoint: Path, tokens: int) -> None:
+def test_worker_death_in_a_stream_is_reported_to_the_client(checkpoint: Path, tokens: int) -> None:
     """Before the first token it is a status, then an event."""
 
     def generate(input_ids: torch.Tensor, streamer: Any, **_: Any) -> torch.Tensor:
@@ -501,7 +503,7 @@ def test_workers_that_die_in_a_stream(checkpoint: Path, tokens: int) -> None:
         assert getattr(caught.value, "status_code", None) == (None if tokens else 503)
 
 
-def test_stop_strings_in_pieces(seed: int) -> None:
+def test_stops_pass_text_up_to_the_first_stop_string_however_it_is_split(seed: int) -> None:
     """However a text is cut, it passes up to the first stop string, and nothing of that."""
     draw = torch.Generator().manual_seed(seed)
     for _ in range(200):

@@ -16,7 +16,7 @@ from support.layouts import distinct, grouped_heads, layouts, units
 
 
 @given(layouts())
-def test_placing_undoes_sharding(case: tuple[Layout, int]) -> None:
+def test_place_inverts_shard(case: tuple[Layout, int]) -> None:
     layout, n = case
     full = distinct(layout.shape)
     shards = [layout.shard(full, rank) for rank in range(n)]
@@ -28,7 +28,7 @@ def test_placing_undoes_sharding(case: tuple[Layout, int]) -> None:
 
 
 @given(layouts())
-def test_bits_survive(case: tuple[Layout, int]) -> None:
+def test_shard_and_place_keep_every_bit(case: tuple[Layout, int]) -> None:
     """Also those that arithmetic would lose: NaN payloads, negative zeros, narrow dtypes."""
     layout, n = case
     bits = distinct(layout.shape).to(torch.int16).mul(-977)
@@ -40,7 +40,7 @@ def test_bits_survive(case: tuple[Layout, int]) -> None:
 
 
 @given(layouts())
-def test_every_element_is_owned_once(case: tuple[Layout, int]) -> None:
+def test_each_element_is_owned_by_one_rank(case: tuple[Layout, int]) -> None:
     layout, n = case
     full = distinct(layout.shape)
     held = [layout.shard(full, rank) for rank in range(n)]
@@ -55,7 +55,7 @@ def test_every_element_is_owned_once(case: tuple[Layout, int]) -> None:
 
 
 @given(st.integers(0, 200), st.integers(1, 40))
-def test_even_ranges_are_even(count: int, n: int) -> None:
+def test_even_ranges_differ_by_at_most_one(count: int, n: int) -> None:
     ranges = even_ranges(count, n)
     sizes = [stop - start for start, stop in ranges]
     assert [index for start, stop in ranges for index in range(start, stop)] == list(range(count))
@@ -64,7 +64,7 @@ def test_even_ranges_are_even(count: int, n: int) -> None:
 
 
 @given(units, st.data())
-def test_units_are_shared_out_evenly(split: EvenSplit, data: st.DataObject) -> None:
+def test_even_split_differs_by_at_most_one_unit(split: EvenSplit, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, split.limit()))
     sizes = [stop - start for start, stop in split.ranges(n)]
     assert sizes == [split.local_extent(n, rank) for rank in range(n)]
@@ -75,7 +75,7 @@ def test_units_are_shared_out_evenly(split: EvenSplit, data: st.DataObject) -> N
 
 
 @given(grouped_heads(), st.data())
-def test_query_heads_are_with_their_own_key_value_head(heads: GroupedHeads, data: st.DataObject) -> None:
+def test_grouped_heads_keep_query_heads_with_their_key_value_head(heads: GroupedHeads, data: st.DataObject) -> None:
     n = data.draw(st.integers(1, heads.query.limit()))
     group = heads.query_heads // heads.kv_heads
     query_of = torch.arange(heads.query_heads).repeat_interleave(heads.head_dim)
@@ -123,14 +123,14 @@ def test_one_key_value_head_is_on_every_rank() -> None:
     assert [[here for _, here in layout.owned(rank)] for rank in range(3)] == [[(slice(0, 4),)], [], []]
 
 
-def test_fused_query_key_value_stays_fused_on_each_rank() -> None:
+def test_fused_query_key_value_is_sharded_by_part() -> None:
     qkv = torch.cat([torch.arange(4) + offset for offset in (0, 100, 200)])
     layout = Layout.divided((12,), 0, [EvenSplit(2, 2)] * 3, 2)
     assert layout.shard(qkv, 0).tolist() == [0, 1, 100, 101, 200, 201]
     assert layout.shard(qkv, 1).tolist() == [2, 3, 102, 103, 202, 203]
 
 
-def test_shard_reads_only_the_needed_slices_of_a_lazy_tensor() -> None:
+def test_shard_reads_only_its_slices_of_a_lazy_tensor() -> None:
     class Lazy:
         def __init__(self, full: Tensor) -> None:
             self.full, self.read = full, 0
@@ -147,7 +147,7 @@ def test_shard_reads_only_the_needed_slices_of_a_lazy_tensor() -> None:
     assert torch.equal(shard, layout.shard(lazy.full, 1))
 
 
-def test_wrong_layouts_are_refused() -> None:
+def test_invalid_layouts_are_rejected() -> None:
     with pytest.raises(ValueError, match=re.escape("extents [6, 4] do not add up to dimension 1 of shape (3, 12)")):
         Layout.divided((3, 12), 1, [EvenSplit(3, 2), EvenSplit(4)], 2)
     with pytest.raises(ValueError, match="do not cover dimension 0"):

@@ -76,7 +76,7 @@ def _watch(model: hf.PreTrainedModel, lifted: bool) -> _Narrowings:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("how", ["dtype", "double"])
-def test_no_float32_in_a_float64_model(name: str, how: str) -> None:
+def test_lifted_casts_leave_no_float32_in_a_float64_model(name: str, how: str) -> None:
     model = _model(name, torch.float64) if how == "dtype" else _model(name).double()
     seen = _watch(model, lifted=True)
     assert not seen.lost
@@ -84,13 +84,13 @@ def test_no_float32_in_a_float64_model(name: str, how: str) -> None:
         assert not [shape for shape in seen.float32 if len(shape) > 2]
 
 
-def test_float32_is_there_without_it() -> None:
+def test_float64_model_without_lifted_casts_computes_in_float32() -> None:
     """The test above can fail."""
     model = _model("gptj", torch.float64)
     assert _watch(model, lifted=False).lost
 
 
-def test_it_is_exact() -> None:
+def test_lifted_casts_make_a_step_exact() -> None:
     """A model without inner casts gives the same as with them lifted, and one with them differs by a little."""
     model = _model("gptj", torch.float64)
     plain = list(_step(model))
@@ -103,7 +103,7 @@ def test_it_is_exact() -> None:
     assert (plain[0] - exact[0]).abs() > 1e-12
 
 
-def test_other_dtypes_are_left_alone() -> None:
+def test_lifted_casts_leave_other_dtypes_alone() -> None:
     for name in CONFIGS:
         model = _model(name)
         plain = list(_step(model))
@@ -132,7 +132,7 @@ def test_other_dtypes_are_left_alone() -> None:
         lambda x: torch.ones(2, 3) @ x.t(),
     ],
 )
-def test_each_cast(cast: Callable[[Tensor], Tensor]) -> None:
+def test_lifted_casts_cover_every_way_to_cast(cast: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(2, 3, dtype=torch.float64)
     with lifted_casts():
         assert cast(x).dtype == torch.float64

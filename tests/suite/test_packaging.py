@@ -82,7 +82,7 @@ def version() -> str:
     return values["__version__"]
 
 
-def test_the_wheel_holds_two_packages_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_two_packages_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     info = f"oslo_models-{version()}.dist-info"
@@ -94,7 +94,7 @@ def test_the_wheel_holds_two_packages_and_nothing_else(wheel: Path) -> None:
     assert len(compiled) == (shutil.which("nvcc") is not None) == ("any" not in wheel.name)
 
 
-def test_the_wheel_works(wheel: Path, tmp_path: Path) -> None:
+def test_wheel_installs_and_imports(wheel: Path, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "environment")
     pip("install", "--no-deps", "--no-index", wheel, python=python)
     check_install(python, tmp_path / "environment")
@@ -103,7 +103,7 @@ def test_the_wheel_works(wheel: Path, tmp_path: Path) -> None:
         run(python, "-c", alone)
 
 
-def test_the_editable_install_works(source: Path, tmp_path: Path) -> None:
+def test_editable_install_imports(source: Path, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "environment")
     pip("install", "--no-deps", "--no-index", "--no-build-isolation", "--editable", source, python=python)
     check_install(python, source)
@@ -112,7 +112,7 @@ def test_the_editable_install_works(source: Path, tmp_path: Path) -> None:
     run(python, "-c", "import importlib.util as u; assert all(u.find_spec(n) is None for n in ('tests', 'benchmarks'))")
 
 
-def test_kernels_is_no_package() -> None:
+def test_kernels_folder_is_no_package() -> None:
     """transformers imports a package named ``kernels`` when it finds one. Nothing that is imported needs Triton."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
     paths = [str(ROOT), str(ROOT / "kernels")]

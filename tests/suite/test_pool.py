@@ -85,20 +85,20 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "GRACE", 3.0)
 
 
-def test_results_come_by_rank_from_distinct_processes(pool: Pool) -> None:
+def test_run_returns_results_by_rank_from_distinct_processes(pool: Pool) -> None:
     pids, totals = zip(*pool.run(3, _sum_of_ranks, torch.tensor([1.0, 2.0])), strict=True)
     assert list(pids) == pool.pids[:3] and len({*pids, os.getpid()}) == 4
     for total in totals:
         torch.testing.assert_close(total, torch.tensor([6.0, 9.0]))
 
 
-def test_every_run_starts_from_the_same_state(pool: Pool) -> None:
+def test_run_starts_from_the_same_state_every_time(pool: Pool) -> None:
     first = pool.run(2, _random)
     assert first == pool.run(2, _random) and first[0] == first[1]
     assert pool.run(2, _state) == [(False, torch.float32, True, 1)] * 2
 
 
-def test_one_rank_raises_while_the_others_wait(pool: Pool, short: None) -> None:
+def test_run_reports_a_rank_that_raises_while_others_wait(pool: Pool, short: None) -> None:
     pool.start(3)
     before = pool.pids
     with pytest.raises(WorkerError, match=r"(?s)failed on rank 0, 1, 2.*---- rank 1.*ValueError: wrong size") as info:
@@ -109,7 +109,7 @@ def test_one_rank_raises_while_the_others_wait(pool: Pool, short: None) -> None:
     assert len(pool.run(3, _sum_of_ranks, torch.zeros(1))) == 3
 
 
-def test_expected_exceptions_are_returned(pool: Pool, short: None) -> None:
+def test_run_returns_expected_exceptions(pool: Pool, short: None) -> None:
     errors = pool.run(2, _fail_on, None, ValueError("wrong size"), expect=ValueError)
     assert [str(error) for error in errors] == ["wrong size"] * 2
     with pytest.raises(AssertionError, match="should have raised"):
@@ -120,7 +120,7 @@ def test_expected_exceptions_are_returned(pool: Pool, short: None) -> None:
         pool.run(2, _raise_untransportable)
 
 
-def test_a_hang_is_ended_and_shown(pool: Pool) -> None:
+def test_run_kills_a_hanging_rank_and_shows_its_stack(pool: Pool) -> None:
     pool.start(2)
     before = pool.pids
     started = time.monotonic()
@@ -132,7 +132,7 @@ def test_a_hang_is_ended_and_shown(pool: Pool) -> None:
     assert len(pool.run(2, _sum_of_ranks, torch.zeros(1))) == 2
 
 
-def test_a_death_is_named_and_replaced(pool: Pool) -> None:
+def test_run_names_a_dead_worker_and_replaces_it(pool: Pool) -> None:
     pool.start(3)
     before = pool.pids
     started = time.monotonic()
@@ -146,12 +146,12 @@ def test_a_death_is_named_and_replaced(pool: Pool) -> None:
     assert len(pool.run(3, _sum_of_ranks, torch.zeros(1))) == 3
 
 
-def test_a_launcher_can_be_played(pool: Pool) -> None:
+def test_run_with_env_sets_the_variables_of_a_launcher(pool: Pool) -> None:
     assert pool.run(2, _launched, env=True) == [(False, 0), (False, 1)]
     assert pool.run(1, _state)[0][0] is False
 
 
-def test_tensors_and_modules_travel_by_value(pool: Pool) -> None:
+def test_run_passes_tensors_and_modules_by_value(pool: Pool) -> None:
     linear = torch.nn.Linear(3, 2)
     tensors = {
         "view": torch.arange(12.0).reshape(3, 4).t()[1:3],
@@ -169,7 +169,7 @@ def test_tensors_and_modules_travel_by_value(pool: Pool) -> None:
     assert isinstance(got["module"].weight, torch.nn.Parameter) and torch.equal(got["module"].weight, linear.weight)
 
 
-def test_misuse_is_refused(pool: Pool) -> None:
+def test_run_rejects_too_many_ranks_and_local_functions(pool: Pool) -> None:
     with pytest.raises(ValueError, match="1 to 8"):
         pool.run(9, _echo, 1)
     with pytest.raises((AttributeError, TypeError), match=r"lambda|local"):
