@@ -21,20 +21,20 @@ from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.thread_group import ThreadGroup
 
 from support import zoo
-from support.dropout_masks import RATE, Recorder, Replay, Shapes, check_masks, join
+from support.dropout_masks import RATE, Recorder, Replay, Shapes, check_masks, join_masks
 from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
-    differ,
-    differ_in_parts,
+    differences,
     full_gradients,
     full_parameters,
+    reference_model,
+    shard_differences,
     take_step,
     train,
-    whole,
 )
-from support.tensor_parallel import check_step, divided, of_transformers
+from support.tensor_parallel import check_step, tensor_parallel_model, transformers_model
 
 
 @pytest.mark.parametrize(("variant", "n"), [("gpt2", 2), ("llama", 3), ("t5", 2), ("gpt2-cross", 3)])
@@ -59,8 +59,8 @@ def test_tensor_parallel_trains_and_saves_as_transformers(
     tmp_path: Path, optimizer: str, variant: str, sharded: bool, seed: int
 ) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
-    model = of_transformers(variant, seed)
-    other = divided(model, 3, sharded=sharded)
+    model = transformers_model(variant, seed)
+    other = tensor_parallel_model(model, 3, sharded=sharded)
     initial, batches = other.state_dict(), [zoo.batch(name, config, seed + step) for step in range(2)]
     assert train(other, batches, optimizer) == pytest.approx(train(model, batches, optimizer), abs=TOLERANCE)
     trained = full_parameters(model)
@@ -74,7 +74,7 @@ def test_tensor_parallel_trains_and_saves_as_transformers(
     }
     assert list(states["state_dict"]) == list(model.state_dict())
     for kind, state in states.items():
-        lines = [line for key in trained for line in differ(f"{kind} {key}", state[key], trained[key], TOLERANCE)]
+        lines = [line for key in trained for line in differences(f"{kind} {key}", state[key], trained[key], TOLERANCE)]
         assert not lines, "\n".join(lines)
     copied = copy.deepcopy(other)
     other.load_state_dict(initial)
@@ -85,8 +85,8 @@ def test_tensor_parallel_trains_and_saves_as_transformers(
 def test_clip_grad_norm_counts_each_parameter_once(seed: int) -> None:
     """Each parameter counts once. GPT-2's head is tied, and Llama's ranks share a key-value head."""
     for variant in ("gpt2", "llama-one-kv"):
-        model, name = of_transformers(variant, seed), zoo.lm_head(variant)
-        other, batch = divided(model), zoo.batch(name, model.config, seed)
+        model, name = transformers_model(variant, seed), zoo.lm_head(variant)
+        other, batch = tensor_parallel_model(model), zoo.batch(name, model.config, seed)
         for each in (model, other):
             take_step(each, batch, lambda output: output.loss)
         norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item(), other.clip_grad_norm_(0.1).item()]
@@ -94,7 +94,9 @@ def test_clip_grad_norm_counts_each_parameter_once(seed: int) -> None:
         expected = full_gradients(model)
         for part in other.parts:
             own = {key: param.grad for key, param in part.named_parameters(remove_duplicate=False)}
-            assert not differ_in_parts(part, "gradient of", own, expected, 1e-7)  # torch adds 1e-6 to a norm of its own
+            assert not shard_differences(
+                part, "gradient of", own, expected, 1e-7
+            )  # torch adds 1e-6 to a norm of its own
 
 
 class RecorderOfThreads(Recorder):
@@ -112,8 +114,8 @@ class RecorderOfThreads(Recorder):
 @pytest.mark.parametrize("variant", ["gpt2", "t5"])
 def test_tensor_parallel_dropout_matches_a_replay_of_its_masks(variant: str, seed: int) -> None:
     """Masks of what is replicated are equal, others differ; and the step is that of one process with these masks."""
-    model = of_transformers(variant, seed, RATE, attn_implementation="eager")
-    other, batch = divided(model), zoo.batch(zoo.lm_head(variant), model.config, seed)
+    model = transformers_model(variant, seed, RATE, attn_implementation="eager")
+    other, batch = tensor_parallel_model(model), zoo.batch(zoo.lm_head(variant), model.config, seed)
     torch.manual_seed(seed)
     with lifted_casts(), RecorderOfThreads() as recorder:
         loss = other(**batch).loss
@@ -121,21 +123,23 @@ def test_tensor_parallel_dropout_matches_a_replay_of_its_masks(variant: str, see
     masks = [recorder.of.pop(threading.get_ident()), *recorder.of.values()]
     with lifted_casts(), Shapes() as calls:
         model(**batch)
-    joined = [join(of_ranks, shape) for of_ranks, shape in zip(zip(*masks, strict=True), calls.shapes, strict=True)]
+    joined = [
+        join_masks(of_ranks, shape) for of_ranks, shape in zip(zip(*masks, strict=True), calls.shapes, strict=True)
+    ]
     with lifted_casts(), Replay([mask for mask, _ in joined]):
         expected = model(**batch).loss
     expected.backward()
-    lines = differ("loss", loss.detach(), expected.detach(), TOLERANCE)
+    lines = differences("loss", loss.detach(), expected.detach(), TOLERANCE)
     for part in other.parts:
         own = {name: param.grad for name, param in part.named_parameters(remove_duplicate=False)}
-        lines += differ_in_parts(part, "gradient of", own, full_gradients(model), TOLERANCE)
+        lines += shard_differences(part, "gradient of", own, full_gradients(model), TOLERANCE)
     assert not lines, "\n".join(lines)
-    check_masks([mask for mask, whole in joined if whole], [mask for mask, whole in joined if not whole], masks)
+    check_masks([mask for mask, sharded in joined if sharded], [mask for mask, sharded in joined if not sharded], masks)
 
 
 def test_activation_checkpointing_draws_the_same_dropout_masks(seed: int) -> None:
-    model = of_transformers("gpt2", seed, RATE)
-    other, batch, gradients = divided(model), zoo.batch("GPT2LMHeadModel", model.config, seed), []
+    model = transformers_model("gpt2", seed, RATE)
+    other, batch, gradients = tensor_parallel_model(model), zoo.batch("GPT2LMHeadModel", model.config, seed), []
     for reentrant in (None, False, True):
         if reentrant is not None:
             other.activation_checkpointing_enable({"use_reentrant": reentrant})
@@ -151,9 +155,9 @@ def test_wav2vec2_numpy_masks_match_transformers(seed: int) -> None:
     """Of Wav2Vec2 in training: those of transformers."""
     masks = {"mask_time_prob": 0.3, "mask_time_length": 2, "mask_feature_prob": 0.2, "mask_feature_length": 2}
     config = zoo.config("wav2vec2", apply_spec_augment=True, **masks)
-    model = whole("Wav2Vec2Model", config, seed)
+    model = reference_model("Wav2Vec2Model", config, seed)
     batch, outputs = zoo.batch("Wav2Vec2Model", config, seed), []
-    for each in (model, divided(model)):
+    for each in (model, tensor_parallel_model(model)):
         np.random.seed(seed)
         with lifted_casts():
             outputs.append((each(**batch).last_hidden_state.detach(), np.random.rand()))
@@ -166,8 +170,8 @@ def test_wav2vec2_numpy_masks_match_transformers(seed: int) -> None:
 def test_tensor_parallel_generation_matches_transformers(variant: str, seed: int) -> None:
     """Tokens and their scores, of left-padded prompts; a cache of one's own; and the random state after sampling."""
     name = zoo.lm_head(variant)
-    model = of_transformers(variant, seed).eval()
-    other, batch = divided(model, 3), zoo.batch(name, model.config, seed)
+    model = transformers_model(variant, seed).eval()
+    other, batch = tensor_parallel_model(model, 3), zoo.batch(name, model.config, seed)
     prompts = {key: batch[key] for key in ("input_ids", "attention_mask")}
     for options in (
         {"do_sample": False},
@@ -193,8 +197,11 @@ def test_tensor_parallel_generation_matches_transformers(variant: str, seed: int
 
 def test_key_value_cache_is_passed_between_calls(seed: int) -> None:
     """A cache goes from call to call; one of another model is refused."""
-    model = of_transformers("llama", seed).eval()
-    other, ids = divided(model), torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed))
+    model = transformers_model("llama", seed).eval()
+    other, ids = (
+        tensor_parallel_model(model),
+        torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed)),
+    )
     with torch.no_grad(), lifted_casts():
         expected = model(ids).logits
         first = other(ids[:, :4])
@@ -210,8 +217,11 @@ def test_key_value_cache_is_passed_between_calls(seed: int) -> None:
 
 def test_rank_threads_inherit_autocast_and_inference_mode(seed: int) -> None:
     """Autocast and inference mode hold for all ranks."""
-    model = of_transformers("gpt2", seed, dtype=torch.float32).eval()
-    other, ids = divided(model), torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed))
+    model = transformers_model("gpt2", seed, dtype=torch.float32).eval()
+    other, ids = (
+        tensor_parallel_model(model),
+        torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed)),
+    )
     seen: list[tuple[Any, ...]] = []
     for part in other.parts:
         part.transformer.h[1].register_forward_hook(
@@ -226,8 +236,11 @@ def test_rank_threads_inherit_autocast_and_inference_mode(seed: int) -> None:
 
 def test_in_place_changes_of_inputs_are_seen_by_the_caller(seed: int) -> None:
     """Each rank changes its own, and that of the first is the caller's."""
-    model = of_transformers("gpt2", seed).eval()
-    other, ids = divided(model), torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed))
+    model = transformers_model("gpt2", seed).eval()
+    other, ids = (
+        tensor_parallel_model(model),
+        torch.randint(3, 20, (2, 6), generator=torch.Generator().manual_seed(seed)),
+    )
     expected = model(ids + 1).logits
     for part in other.parts:
         part.transformer.wte.register_forward_pre_hook(lambda module, args: (args[0].add_(1),))
@@ -255,8 +268,8 @@ def _interrupt(*_: Any) -> None:
 def broken_now_and_then(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
     """Calls a model with something wrong, and then as it should be; no thread may be left."""
     seed = request.config.option.seed
-    model = of_transformers("gpt2", seed)
-    other, batch = divided(model, 3), zoo.batch("GPT2LMHeadModel", model.config, seed)
+    model = transformers_model("gpt2", seed)
+    other, batch = tensor_parallel_model(model, 3), zoo.batch("GPT2LMHeadModel", model.config, seed)
 
     def step(**changes: Any) -> float:
         other.zero_grad()
@@ -320,7 +333,7 @@ def test_rank_thread_that_ends_releases_waiting_ranks() -> None:
 
 
 def test_autograd_grad_is_rejected_in_favour_of_backward(seed: int) -> None:
-    other = divided(of_transformers("gpt2", seed))
+    other = tensor_parallel_model(transformers_model("gpt2", seed))
     embeds, labels = torch.randn(2, 3, 24, dtype=torch.float64, requires_grad=True), torch.tensor([[3, 4, 5]] * 2)
     loss = other(inputs_embeds=embeds, labels=labels).loss
     for what, message in (
@@ -361,7 +374,7 @@ def test_tensor_parallel_rejects_unsupported_arguments() -> None:
             oslo_models.tensor_parallel(model, devices, **options)
     with pytest.raises(ValueError, match="model of transformers"):
         oslo_models.tensor_parallel(torch.nn.Linear(2, 2), ["cpu"] * 2)
-    other = divided(model, sharded=False)
+    other = tensor_parallel_model(model, sharded=False)
     assert type(other).__name__ == "GPT2LMHeadModel" and isinstance(other, hf.GPT2LMHeadModel)
     with pytest.raises(ValueError, match=r"stay on \['cpu', 'cpu'\]"):
         other.to("meta")

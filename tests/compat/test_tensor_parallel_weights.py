@@ -11,8 +11,8 @@ import oslo_models
 
 from support import zoo
 from support.float64 import lifted_casts
-from support.reference import TOLERANCE, differ_in_parts, full_gradients
-from support.tensor_parallel import check_step, divided, of_transformers
+from support.reference import TOLERANCE, full_gradients, shard_differences
+from support.tensor_parallel import check_step, tensor_parallel_model, transformers_model
 
 # What is not divided by layers ----------------------------------------------------------------------------------------
 
@@ -25,8 +25,8 @@ def test_sharded_step_matches_transformers(variant: str, n: int, seed: int) -> N
 @pytest.mark.parametrize("variant", ["gpt2", "bart"])
 def test_sharded_parameters_exist_once(variant: str, seed: int) -> None:
     """So all of torch that counts parameters counts right, and a recomputed block reads what it has read before."""
-    model = of_transformers(variant, seed)
-    other, batch = divided(model, sharded=True), zoo.batch(zoo.lm_head(variant), model.config, seed)
+    model = transformers_model(variant, seed)
+    other, batch = tensor_parallel_model(model, sharded=True), zoo.batch(zoo.lm_head(variant), model.config, seed)
     assert sum(param.numel() for param in other.parameters()) == sum(param.numel() for param in model.parameters())
     other.activation_checkpointing_enable()
     for each in (model, other):
@@ -35,18 +35,21 @@ def test_sharded_parameters_exist_once(variant: str, seed: int) -> None:
     lines = []
     for part in other.parts:
         own = {key: param.grad for key, param in part.named_parameters(remove_duplicate=False)}
-        lines += differ_in_parts(part, "gradient of", own, full_gradients(model), TOLERANCE)
+        lines += shard_differences(part, "gradient of", own, full_gradients(model), TOLERANCE)
     assert not lines, "\n".join(lines)
     norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0).item() for each in (model, other)]
     assert norms[0] == pytest.approx(norms[1], abs=TOLERANCE)
 
 
 def test_sharded_param_names_selects_parameters(seed: int) -> None:
-    model = of_transformers("gpt2", seed)
+    model = transformers_model("gpt2", seed)
     names = ["transformer.wpe.weight", "transformer.ln_f.bias"]
     model.transformer.ln_f.bias.requires_grad_(False)
-    other = divided(model, sharded_param_names=names)
-    some, all_trained = dict(other.named_parameters()), dict(divided(model, sharded=True).named_parameters())
+    other = tensor_parallel_model(model, sharded_param_names=names)
+    some, all_trained = (
+        dict(other.named_parameters()),
+        dict(tensor_parallel_model(model, sharded=True).named_parameters()),
+    )
     positions = model.config.n_positions
     for rank in range(2):
         assert some[f"parts.{rank}.{names[0]}"].shape == (positions // 2, 24)
@@ -65,10 +68,10 @@ def test_sharded_param_names_selects_parameters(seed: int) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("how", ["assigned", "converted", "set by accelerate"])
 def test_weights_are_loaded_into_an_empty_model_one_by_one(how: str, sharded: bool, seed: int) -> None:
-    model = of_transformers("gpt2", seed)
+    model = transformers_model("gpt2", seed)
     with accelerate.init_empty_weights():
         empty = hf.GPT2LMHeadModel(model.config).double()
-    other = divided(empty, 3, sharded=sharded)
+    other = tensor_parallel_model(empty, 3, sharded=sharded)
     assert all(param.is_meta for param in other.parameters())
     state = {key: value for key, value in model.state_dict().items() if key != "lm_head.weight"}  # as it is saved
     for key, value in state.items():
@@ -94,8 +97,8 @@ def test_weights_are_loaded_into_an_empty_model_one_by_one(how: str, sharded: bo
 
 def test_mismatched_weights_are_rejected() -> None:
     with torch.device("meta"), pytest.raises(ValueError, match=r"such as .*init_empty_weights"):
-        divided(hf.LlamaForCausalLM(zoo.config("llama")))
-    other = divided(hf.GPT2LMHeadModel(zoo.config("gpt2")))
+        tensor_parallel_model(hf.LlamaForCausalLM(zoo.config("llama")))
+    other = tensor_parallel_model(hf.GPT2LMHeadModel(zoo.config("gpt2")))
     layouts = other.tensor_parallel_config
     with pytest.raises(ValueError, match=r"the shape \[5, 5\] instead of"):
         oslo_models.convert_state_dict({"lm_head.weight": torch.ones(5, 5)}, layouts, 2)

@@ -14,7 +14,7 @@ from oslo_models import registry
 from oslo_models.deploy import proxy as deploying
 
 from support import deployment, zoo
-from support.reference import whole
+from support.reference import reference_model
 
 TYPES = {
     "decoders": ("falcon", "opt"),
@@ -57,7 +57,7 @@ def serve(name: str, folder: Path, seed: int) -> Any:
     config = zoo.config(model_type)
     # CLIP multiplies the rounding of float32; transformers' FSMT computes nothing in float64.
     dtype = torch.float32 if model_type == "fsmt" else torch.float64
-    expected = whole(name, config, seed, dtype).eval()
+    expected = reference_model(name, config, seed, dtype).eval()
     expected.save_pretrained(folder)
     batch = zoo.batch(name, config, seed, dtype)
     cls: Any = registry.find(name)

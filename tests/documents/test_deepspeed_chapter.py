@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support import pipelines
-from support.documents import BATCH_SIZE, differ_in_weights, needs_deepspeed, paste, steps_of, trained, without_stages
+from support.documents import BATCH_SIZE, needs_deepspeed, paste, steps_of, trained, weight_differences, without_stages
 from support.pipelines import Weights
 from support.pool import Pool
 
@@ -91,7 +91,7 @@ def check_deepspeed(pipelined: bool, weights: Weights) -> None:
     model = made["model"]
     steps = [batches[model.mpu.get_data_parallel_rank()] for batches in steps_of(1 if pipelined else 2)]
     paste(loop, **{**made, "loader": steps})
-    lines = differ_in_weights(model, weights, 2e-6)
+    lines = weight_differences(model, weights, 2e-6)
     assert not lines, "\n".join(lines)
 
 

@@ -27,18 +27,18 @@ from support import ROOT
 from support.documents import (
     ADAPTED,
     BATCH_SIZE,
-    differ_in_weights,
     needs_deepspeed,
     paste,
     samples,
     steps_of,
     trained,
+    weight_differences,
     without_stages,
 )
 from support.float64 import lifted_casts
-from support.pipelines import Weights, differ_in_gradients
+from support.pipelines import Weights, gradient_differences
 from support.pool import Pool
-from support.reference import TOLERANCE, differ, full_parameters
+from support.reference import TOLERANCE, differences, full_parameters
 
 # 3D Parallelism: Model Parallelism ------------------------------------------------------------------------------------
 
@@ -245,13 +245,13 @@ def check_model_parallelism(weights: Weights) -> None:
     model = paste(FROM_THE_HUB, SAVING, MERGING)["model"]
     assert model.is_tensor_parallelized() and model.is_pipeline_parallelized() and model.is_model_parallelized()
     assert not model.is_data_parallelized() and isinstance(model, hf.GPT2LMHeadModel)
-    assert not differ_in_weights(model, weights, 0)
+    assert not weight_differences(model, weights, 0)
     model.save_pretrained_with_parallel("bin", save_with_merge=True, safe_serialization=False)
     from_split = paste(FROM_A_PATH)["model"]
-    assert not differ_in_weights(from_split, weights, 0)
+    assert not weight_differences(from_split, weights, 0)
     for directory in ("path/to/merge", "bin"):
         merged = paste(FROM_A_PATH.replace("/path/to/model", directory))["model"]
-        assert not differ_in_weights(merged, weights, 0)
+        assert not weight_differences(merged, weights, 0)
     for maker in ("from_pretrained(", 'from_json_file("gpt2/config.json")', "from_dict(YOUR_CONFIG_DICT)"):
         block = FROM_A_CONFIGURATION
         if maker != "from_pretrained(":
@@ -302,10 +302,10 @@ def check_training(
     loss = torch.stack([value.detach() for value in seen]).sum()
     assert len(seen) == (BATCH_SIZE if pipelined else 1)
     replica, largest = model.mpu.get_data_parallel_rank(), max(grad.abs().max() for grad in gradients.values())
-    lines = differ("loss", loss.to(losses[replica].dtype), losses[replica], tolerance)
-    lines += differ_in_gradients(model, gradients, tolerance if exact else tolerance * largest.item())
+    lines = differences("loss", loss.to(losses[replica].dtype), losses[replica], tolerance)
+    lines += gradient_differences(model, gradients, tolerance if exact else tolerance * largest.item())
     if exact:
-        lines += differ_in_weights(model, weights)
+        lines += weight_differences(model, weights)
     assert not lines, "\n".join(lines)
 
 

@@ -21,9 +21,9 @@ import oslo_models
 from support import zoo
 from support.documents import TEXTS, paste
 from support.float64 import lifted_casts
-from support.pipelines import Weights, differ_in_stage, on_stages, stage_parameters, take_loop
+from support.pipelines import Weights, model_on_stages, stage_differences, stage_parameters, take_loop
 from support.pool import Pool
-from support.reference import TOLERANCE, full_parameters, whole
+from support.reference import TOLERANCE, full_parameters, reference_model
 
 CREATION = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -140,7 +140,7 @@ def run(*, divided: bool) -> tuple[str, Any]:
 def check_tutorial(expected: str, weights: Weights) -> None:
     printed, model = run(divided=True)
     assert printed == expected and isinstance(model, oslo_models.GPT2LMHeadModel) and model.is_tensor_parallelized()
-    assert not differ_in_stage(model, "", stage_parameters(model), weights, TOLERANCE)
+    assert not stage_differences(model, "", stage_parameters(model), weights, TOLERANCE)
     torch.manual_seed(dist.get_rank())
     paste(AT_RANDOM, FROM_A_FILE, MERGING)
 
@@ -162,7 +162,7 @@ def test_tutorial_runs_as_printed(pool: Pool, hub: Any) -> None:
 
 def check_stages(config: Any, batch: dict[str, Any], weights: Weights) -> None:
     """An optimizer made before, tied weights, and stages; ranks with other weights get those of the first."""
-    model: Any = whole("GPT2LMHeadModel", config, dist.get_rank())
+    model: Any = reference_model("GPT2LMHeadModel", config, dist.get_rank())
     if dist.get_rank() == 0:
         model.load_state_dict(weights)
     optimizer, given = torch.optim.SGD(model.parameters(), lr=0.1), dict(model.named_parameters())
@@ -171,7 +171,7 @@ def check_stages(config: Any, batch: dict[str, Any], weights: Weights) -> None:
     assert {id(param) for param in model.parameters()} <= {id(param) for param in given.values()}
     whole_size = sum(value.numel() for value in full_parameters(model).values())
     assert sum(param.numel() for param in given.values()) == whole_size  # nothing of other stages is kept
-    twin = on_stages("GPT2LMHeadModel", config, weights, 2, 2, micro_batch_size=2)
+    twin = model_on_stages("GPT2LMHeadModel", config, weights, 2, 2, micro_batch_size=2)
     for each in (model, twin):
         take_loop(each, batch)
     optimizer.step()
@@ -196,7 +196,7 @@ def test_tutorial_with_stages_matches_one_process(
     monkeypatch.chdir(tmp_path)
     config = pipelines.config("gpt2")
     batch = pipelines.batch("GPT2LMHeadModel", config, seed)
-    pool.run(4, check_stages, config, batch, whole("GPT2LMHeadModel", config, seed).state_dict())
+    pool.run(4, check_stages, config, batch, reference_model("GPT2LMHeadModel", config, seed).state_dict())
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_tutorial_with_stages_matches_one_process(
     ],
 )
 def test_unsupported_parallel_configurations_are_rejected(config: dict[str, Any], message: str) -> None:
-    model = whole("GPT2Model", zoo.config("gpt2"), 0)
+    model = reference_model("GPT2Model", zoo.config("gpt2"), 0)
     with pytest.raises(ValueError, match=message):
         oslo_models.initialize(model, config)
     assert type(model) is hf.GPT2Model

@@ -19,9 +19,9 @@ from oslo_models.fusion.modules import FusedLinear
 
 from support import zoo
 from support.fake_timings import faster_at
-from support.fusion import called, relative
+from support.fusion import relative_error, spy_on_few_rows
 from support.pool import Pool
-from support.reference import parallel, reference_step
+from support.reference import parallel_model, reference_step
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 FORMS = {"out x in": (kernel.linear, F.linear), "in x out": (kernel.conv1d, kernel.plain_conv1d)}
@@ -83,7 +83,7 @@ def test_linear_is_bitwise_independent_of_threads_and_other_rows(
 def test_linear_keeps_non_finite_values_in_their_rows(form: str) -> None:
     x, weight, bias = operands(5, 40, 30, torch.float32, form == "in x out")
     x[1, 3], x[2, 39], bias[4] = float("inf"), float("nan"), float("-inf")
-    with torch.no_grad(), called() as product:
+    with torch.no_grad(), spy_on_few_rows() as product:
         found = FORMS[form][0](x, weight, bias)
     assert product.called
     exact = FORMS[form][1](x, weight, bias)
@@ -95,7 +95,7 @@ def test_linear_accepts_any_shape_and_stride(seed: int) -> None:
     _, weight, bias = operands(1, 48, 24, torch.float32, False)
     given = [torch.randn(48), torch.randn(2, 3, 48), torch.randn(48, 5).t(), torch.randn(4, 96)[:, ::2]]
     for x in (*given, torch.randn(1, 48).expand(3, 48), torch.randn(2, 1, 1, 48)):
-        with torch.no_grad(), called() as product:
+        with torch.no_grad(), spy_on_few_rows() as product:
             found = kernel.linear(x, weight, bias)
         assert product.called and found.is_contiguous()
         assert error(found, F.linear(x.double(), weight.double(), bias.double())) < 1e-6
@@ -118,14 +118,14 @@ class Other(Tensor):
 @pytest.mark.parametrize("what", LEFT)
 def test_linear_leaves_unsupported_operands_to_torch(what: str) -> None:
     given = LEFT[what]()
-    with torch.no_grad(), called() as product:
+    with torch.no_grad(), spy_on_few_rows() as product:
         assert torch.equal(kernel.linear(*given), F.linear(*given))
     assert not product.called
 
 
 def test_linear_leaves_gradients_and_autocast_to_torch() -> None:
     x, weight, bias = operands(2, 32, 16, torch.float32, False)
-    with called() as product:
+    with spy_on_few_rows() as product:
         kernel.linear(x, weight.requires_grad_(), bias).sum().backward()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             assert kernel.linear(x, weight, bias).dtype == torch.bfloat16
@@ -157,16 +157,16 @@ def prompt(name: str, config: Any) -> dict[str, Tensor]:
 
 def check_inference(name: str, config: Any, weights: Any, exact: Any, n: int, dtype: torch.dtype) -> tuple[float, ...]:
     """The errors of this rank's logits, unfused and fused, and of those unfused again."""
-    model = parallel(name, config, weights, n, dtype).eval()
+    model = parallel_model(name, config, weights, n, dtype).eval()
     batch, made = prompt(name, config), []
-    with torch.no_grad(), emulated(), faster_at(), called() as product:
+    with torch.no_grad(), emulated(), faster_at(), spy_on_few_rows() as product:
         for prepare in (model.unfuse, model.fuse, model.unfuse):
             prepare()
             product.reset_mock()
             made.append(model(**batch).logits.float())
             assert product.called == (prepare == model.fuse)
     assert torch.equal(made[0], made[2])
-    unfused, fused, _ = (relative({"": logits}, {"": exact}) for logits in made)
+    unfused, fused, _ = (relative_error({"": logits}, {"": exact}) for logits in made)
     return unfused, fused
 
 
@@ -209,7 +209,7 @@ def test_fused_linear_under_torch_compile_is_left_to_inductor() -> None:
     with faster_at():
         model.fuse()
     ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad(), called() as product:
+    with torch.no_grad(), spy_on_few_rows() as product:
         expected = model(ids).logits
         assert product.called
         product.reset_mock()

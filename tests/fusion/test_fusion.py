@@ -26,19 +26,19 @@ from oslo_models.sharding.plan import VocabParallel
 from support import pipelines, zoo
 from support.fake_timings import faster_at
 from support.float64 import lifted_casts
-from support.fusion import GELU_NEW, LOGITS, gpt2, reference, relative
+from support.fusion import GELU_NEW, LOGITS, fusion_reference, gpt2, relative_error
 from support.logits_operations import IN_PLACE, LABELS, LOSSES, OPERATIONS, SHAPE, VOCAB
-from support.pipelines import Case, differ_in_gradients, on_stages, take_loop
+from support.pipelines import Case, gradient_differences, model_on_stages, take_loop
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
     Step,
-    differ,
-    differ_in_parts,
-    differ_in_step,
+    differences,
     full_parameters,
-    parallel,
+    parallel_model,
     reference_step,
+    shard_differences,
+    step_differences,
 )
 
 
@@ -56,7 +56,7 @@ def check_steps(steps: list[Step], n: int) -> None:
     """On every rank: loss and gradients of fused models are those of the reference, and logits are left out."""
     lines = []
     for step in steps:
-        model = parallel(step.name, step.config, step.weights, n).fuse()
+        model = parallel_model(step.name, step.config, step.weights, n).fuse()
         names = list(model.state_dict())
         needed = model.loss_needs_full_logits or getattr(step.config, "final_logit_softcapping", None)  # by tanh
         heads = (*type(model).head_plan.values(), *model.plan(model.config).head.values())
@@ -64,7 +64,7 @@ def check_steps(steps: list[Step], n: int) -> None:
         assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == (divided and not needed)
         with small_chunks(), mock.patch.object(LazyLogits, "make", side_effect=AssertionError("logits were made")):
             without = LOGITS if divided and not needed else ()
-            lines += [f"{step.name}: {line}" for line in differ_in_step(model, step, without=without)]
+            lines += [f"{step.name}: {line}" for line in step_differences(model, step, without=without)]
         assert names == list(model.state_dict())
     assert not lines, "\n".join(lines)
 
@@ -72,20 +72,20 @@ def check_steps(steps: list[Step], n: int) -> None:
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_fused_loss_and_gradients_match_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
-    pool.run(n, check_steps, [reference(variant, name, seed) for name in zoo.lm_heads(variant)], n)
+    pool.run(n, check_steps, [fusion_reference(variant, name, seed) for name in zoo.lm_heads(variant)], n)
 
 
 @pytest.mark.parametrize("variant", [variant for variant in registry.ARCHITECTURES if variant not in zoo.FOUNDING])
 def test_fused_loss_and_gradients_of_other_architectures_match_transformers(variant: str, seed: int) -> None:
-    check_steps([reference(variant, (zoo.lm_heads(variant) or zoo.heads(variant))[0], seed)], 1)
+    check_steps([fusion_reference(variant, (zoo.lm_heads(variant) or zoo.heads(variant))[0], seed)], 1)
 
 
 def check_stages(case: Case, tp: int, pp: int) -> None:
     """On every rank: losses of micro-batches with unequal numbers of labels add up, and so do gradients."""
-    model = on_stages(case.name, case.config, case.weights, tp, pp, micro_batch_size=1).fuse()
+    model = model_on_stages(case.name, case.config, case.weights, tp, pp, micro_batch_size=1).fuse()
     with small_chunks():
-        lines = differ("loss", take_loop(model, case.batches[0][0]), case.loss[0], TOLERANCE)
-    lines += differ_in_gradients(model, case.gradients)
+        lines = differences("loss", take_loop(model, case.batches[0][0]), case.loss[0], TOLERANCE)
+    lines += gradient_differences(model, case.gradients)
     assert not lines, "\n".join(lines)
     assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == model.stage.is_last
 
@@ -99,7 +99,7 @@ def test_fused_pipeline_stages_match_one_process(pool: Pool, variant: str, tp: i
 
 def check_rounding(step: Step, n: int, dtype: torch.dtype, exact: dict[str, Tensor]) -> tuple[float, float]:
     """The errors of this rank's loss and gradients, unfused and fused."""
-    model = parallel(step.name, step.config, step.weights, n, dtype)
+    model = parallel_model(step.name, step.config, step.weights, n, dtype)
     errors = []
     for fuse in (False, True):
         if fuse:
@@ -110,7 +110,7 @@ def check_rounding(step: Step, n: int, dtype: torch.dtype, exact: dict[str, Tens
             loss.backward()
         own = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
         parts = {name: model.layouts[name].shard(exact[name], model.mesh.tp.rank) for name in own}
-        errors.append(relative({**own, "loss": loss.detach()}, {**parts, "loss": exact["loss"]}))
+        errors.append(relative_error({**own, "loss": loss.detach()}, {**parts, "loss": exact["loss"]}))
     return errors[0], errors[1]
 
 
@@ -138,7 +138,7 @@ def test_fused_rounding_error_is_at_most_twice_the_unfused_one(
 
 def check_generation(name: str, config: Any, weights: dict[str, Tensor], n: int, options: list[dict[str, Any]]) -> None:
     """On every rank: a fused model generates the same tokens, from padded prompts."""
-    model = parallel(name, config, weights, n, torch.float32).eval()
+    model = parallel_model(name, config, weights, n, torch.float32).eval()
     batch = zoo.batch(name, config, 1, torch.float32)
     given = {key: batch[key] for key in ("input_ids", "attention_mask")}
     for option in options:
@@ -295,13 +295,13 @@ def test_fused_model_returns_logits_without_labels() -> None:
     full = model.unfuse()(**batch)
     model.fuse()
     with torch.no_grad():
-        assert not differ("logits", model(**batch).logits, full.logits, TOLERANCE)
+        assert not differences("logits", model(**batch).logits, full.logits, TOLERANCE)
     unlabelled_logits = model(**unlabelled).logits
-    assert type(unlabelled_logits) is Tensor and not differ("", unlabelled_logits, full.logits, TOLERANCE)
+    assert type(unlabelled_logits) is Tensor and not differences("", unlabelled_logits, full.logits, TOLERANCE)
     in_tuple = model(**batch, return_dict=False)
     assert torch.equal(in_tuple[0], full.loss) and in_tuple[1] is None
     model.gather_logits = True
-    assert not differ("logits", model(**batch).logits, full.logits, TOLERANCE)
+    assert not differences("logits", model(**batch).logits, full.logits, TOLERANCE)
     model.gather_logits = False
     with torch.no_grad():
         assert model(**batch).logits is None
@@ -337,7 +337,7 @@ def test_fused_loss_skips_gradients_of_frozen_parameters() -> None:
             with lifted_casts():
                 model(**zoo.batch("GPT2LMHeadModel", model.config, 1)).loss.backward()
             found.append({name: param.grad for name, param in model.named_parameters()})
-        assert not [line for name in found[0] for line in differ(name, found[1][name], found[0][name], TOLERANCE)]
+        assert not [line for name in found[0] for line in differences(name, found[1][name], found[0][name], TOLERANCE)]
 
 
 def test_fused_model_under_torch_compile_uses_plain_expressions() -> None:
@@ -358,7 +358,7 @@ def test_fused_model_under_autocast(dtype: torch.dtype) -> None:
             found.append(step(model))
     (unfused, gradients), (fused, own) = found
     assert fused.loss.dtype == unfused.loss.dtype and abs(fused.loss - unfused.loss) < 1e-2
-    assert relative(own, gradients) < 0.05 and all(grad.dtype == torch.float32 for grad in own.values())
+    assert relative_error(own, gradients) < 0.05 and all(grad.dtype == torch.float32 for grad in own.values())
 
 
 def test_fused_adamw_matches_adamw() -> None:
@@ -377,7 +377,7 @@ def check_wrappers(batches: list[dict[str, Tensor]], config: Any, weights: dict[
     """On each of two replicas: a fused model under DDP and FSDP2 (also with the head by itself) trains as without."""
     trained = []
     for wrap in ("unfused", "DDP", "FSDP", "FSDP of head"):
-        model = parallel("GPT2LMHeadModel", config, weights, 1)
+        model = parallel_model("GPT2LMHeadModel", config, weights, 1)
         if wrap != "unfused":
             model.fuse()
         if wrap == "FSDP of head":
@@ -390,18 +390,18 @@ def check_wrappers(batches: list[dict[str, Tensor]], config: Any, weights: dict[
             run(**batches[model.mesh.dp.rank]).loss.backward()
         optimizer.step()
         trained.append({name: pipelines.undivided(param).detach() for name, param in model.named_parameters()})
-    lines = [line for own in trained[1:] for line in differ_in_parts(model, "", own, trained[0], TOLERANCE)]
+    lines = [line for own in trained[1:] for line in shard_differences(model, "", own, trained[0], TOLERANCE)]
     assert not lines, "\n".join(lines)
 
 
 def test_fused_model_under_ddp_and_fsdp2(pool: Pool, seed: int) -> None:
     config = zoo.config("gpt2", tie_word_embeddings=False)
-    weights = full_parameters(reference_model(config, seed))
+    weights = full_parameters(gpt2_reference(config, seed))
     batches = [zoo.batch("GPT2LMHeadModel", config, seed + i) for i in range(2)]
     pool.run(2, check_wrappers, batches, config, weights)
 
 
-def reference_model(config: Any, seed: int) -> Any:
+def gpt2_reference(config: Any, seed: int) -> Any:
     torch.manual_seed(seed)
     return zoo.original("GPT2LMHeadModel")._from_config(config, dtype=torch.float64)
 
@@ -443,7 +443,7 @@ def compare_deferred(what: str, operation: Any, tp: Any, seed: int) -> list[str]
     found = found.full() if hasattr(found, "full") else found
     if expected.dtype == torch.bool or expected.isnan().any():
         return [] if torch.equal(expected.isnan(), found.isnan()) else [f"{what}: {found}"]
-    lines = differ(what, found.detach(), expected.detach(), 1e-6 if expected.dtype == torch.float32 else TOLERANCE)
+    lines = differences(what, found.detach(), expected.detach(), 1e-6 if expected.dtype == torch.float32 else TOLERANCE)
     if expected.requires_grad and not lines:
         weights = torch.arange(expected.numel(), dtype=expected.dtype).cos().view_as(expected)
         (expected * weights).sum().backward()
@@ -451,7 +451,7 @@ def compare_deferred(what: str, operation: Any, tp: Any, seed: int) -> list[str]
         words = logits.head.layouts["weight"]
         grads = [leaves[0].grad, *(mine(words, leaf.grad, tp.rank) for leaf in leaves[1:])]
         for name, own, grad in zip(("hidden", "weight", "bias"), own_leaves, grads, strict=True):
-            lines += differ(f"gradient of {what}, {name}", own.grad, grad, 1e-6 if name == "float" else TOLERANCE)
+            lines += differences(f"gradient of {what}, {name}", own.grad, grad, 1e-6 if name == "float" else TOLERANCE)
     return lines
 
 

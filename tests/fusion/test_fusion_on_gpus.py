@@ -26,16 +26,16 @@ from oslo_models.fusion.swap import Fusion, choose_backend
 
 from support import zoo
 from support.float64 import lifted_casts
-from support.fusion import GELU_NEW, LOGITS, gpt2, reference, relative
+from support.fusion import GELU_NEW, LOGITS, fusion_reference, gpt2, relative_error
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
     Step,
-    differ,
-    differ_in_step,
+    differences,
     full_parameters,
-    parallel,
+    parallel_model,
     reference_step,
+    step_differences,
     tensors,
 )
 
@@ -78,13 +78,13 @@ def check_wiring(steps: dict[str, Step], n: int) -> None:
     lines = []
     for variant, step in steps.items():
         operations, kernels = WOULD[variant]
-        model = as_on_a_gpu(parallel(step.name, step.config, step.weights, n))
+        model = as_on_a_gpu(parallel_model(step.name, step.config, step.weights, n))
         found = {row.operation for row in model.fusion_report() if row.fused}
         lines += [f"{variant}: {missing} not swapped" for missing in operations - found]
         with counted_kernels() as called:
-            lines += [f"{variant}: {line}" for line in differ_in_step(model, step, without=LOGITS)]
+            lines += [f"{variant}: {line}" for line in step_differences(model, step, without=LOGITS)]
             eager = {"attn_implementation": "eager"} if variant != "bloom" else {}
-            model = as_on_a_gpu(parallel(step.name, step.config, step.weights, n, **eager))
+            model = as_on_a_gpu(parallel_model(step.name, step.config, step.weights, n, **eager))
             batch = {key: value for key, value in step.batch.items() if key != "labels"}
             batch |= {"decoder_input_ids": batch["input_ids"]} if "t5" in variant else {}
             made = []
@@ -96,7 +96,7 @@ def check_wiring(steps: dict[str, Step], n: int) -> None:
         if "softmax of weights" in str(as_on_a_gpu(model).fusion_report()) and "masked_softmax" not in called:
             lines.append(f"{variant}: masked_softmax not called")
         for own, expected in zip(tensors(made[0]), tensors(made[1]), strict=True):
-            lines += differ(f"{variant}: {own[0]} of eager attention", own[1], expected[1], TOLERANCE)
+            lines += differences(f"{variant}: {own[0]} of eager attention", own[1], expected[1], TOLERANCE)
         model.unfuse()
         lines += [f"{variant}: {type(m)}" for m in model.modules() if type(m).__name__.startswith("Fused")]
     assert not lines, "\n".join(lines)
@@ -105,7 +105,7 @@ def check_wiring(steps: dict[str, Step], n: int) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 def test_modules_for_triton_match_on_the_cpu(pool: Pool, n: int, seed: int) -> None:
     """The same modules as on a GPU, their operations in plain torch: where they are swapped, and that they fit."""
-    steps = {variant: reference(variant, zoo.lm_heads(variant)[0], seed) for variant in WOULD}
+    steps = {variant: fusion_reference(variant, zoo.lm_heads(variant)[0], seed) for variant in WOULD}
     if n == 1:
         check_wiring(steps, 1)
     else:
@@ -118,7 +118,7 @@ def check_dropout(variants: dict[str, Any]) -> None:
     for variant, config in variants.items():
         name = zoo.lm_heads(variant)[0]
         model = zoo.original(name)._from_config(config)
-        model = as_on_a_gpu(parallel(name, config, full_parameters(model), 2, torch.float32)).train()
+        model = as_on_a_gpu(parallel_model(name, config, full_parameters(model), 2, torch.float32)).train()
         losses, grads = [], []
         for seed, checkpointing in ((1, False), (1, True), (2, False)):
             (model.gradient_checkpointing_enable if checkpointing else model.gradient_checkpointing_disable)()
@@ -131,9 +131,9 @@ def check_dropout(variants: dict[str, Any]) -> None:
             model.zero_grad()
         if "bias_dropout_residual" not in called or losses[0] == losses[2]:
             lines.append(f"{variant}: nothing was dropped in one pass with a residual")
-        lines += differ(f"{variant}: recomputed loss", torch.tensor(losses[1]), torch.tensor(losses[0]), 1e-6)
+        lines += differences(f"{variant}: recomputed loss", torch.tensor(losses[1]), torch.tensor(losses[0]), 1e-6)
         for key, grad in grads[0].items():
-            lines += differ(f"{variant}: recomputed gradient of {key}", grads[1][key], grad, 1e-5)
+            lines += differences(f"{variant}: recomputed gradient of {key}", grads[1][key], grad, 1e-5)
         if len(set(gather_objects(model.mesh.tp, losses[0]))) > 1:
             lines.append(f"{variant}: ranks drew different masks")
     assert not lines, "\n".join(lines)
@@ -213,7 +213,7 @@ def check_decoding(variants: tuple[str, ...], n: int) -> None:
 
         name, config = zoo.lm_head(variant), zoo.config(variant, num_hidden_layers=1)
         model = zoo.original(name)._from_config(config)
-        model = parallel(name, config, full_parameters(model), n, torch.float32).eval()
+        model = parallel_model(name, config, full_parameters(model), n, torch.float32).eval()
         batch = zoo.batch(name, config, 1, torch.float32)
         given = {key: batch[key] for key in ("input_ids", "attention_mask")}
         options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -262,7 +262,7 @@ def test_fused_model_matches_on_a_gpu(variant: str, dtype: torch.dtype, seed: in
     exact = reference_step(name, config, seed)
     errors, texts = [], []
     for implementation in ("sdpa", "eager") if variant != "bloom" else ("eager",):
-        model = parallel(name, config, exact.weights, 1, dtype, attn_implementation=implementation).cuda()
+        model = parallel_model(name, config, exact.weights, 1, dtype, attn_implementation=implementation).cuda()
         batch = {key: value.cuda() for key, value in exact.batch.items()}
         for fuse in (False, True):
             (model.fuse if fuse else model.unfuse)()
@@ -271,7 +271,7 @@ def test_fused_model_matches_on_a_gpu(variant: str, dtype: torch.dtype, seed: in
             loss.backward()
             own = {key: param.grad.cpu() for key, param in model.named_parameters() if param.grad is not None}
             gradients = {key: exact.gradients[key] for key in own}
-            errors.append(relative({**own, "loss": loss.detach().cpu()}, {**gradients, "loss": exact.value}))
+            errors.append(relative_error({**own, "loss": loss.detach().cpu()}, {**gradients, "loss": exact.value}))
             prompt = {key: batch[key] for key in ("input_ids", "attention_mask")}
             blocked = {"fused_no_repeat_ngram_blocking": True} if fuse else {}
             model.eval()

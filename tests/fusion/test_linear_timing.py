@@ -16,7 +16,7 @@ from oslo_models.fusion.modules import FusedProduct
 
 from support import zoo
 from support.fake_timings import faster_at
-from support.fusion import called
+from support.fusion import spy_on_few_rows
 from support.pool import Pool
 
 SLOWER = "left unfused because it would be slower (1 row: "
@@ -89,7 +89,7 @@ def test_fused_linear_is_used_between_row_counts_measured_faster(seed: int) -> N
         model.fuse()
         assert set(faster(model)) == {frozenset({1, 2, 3, 4, 16})}
         for rows in range(1, 18):
-            with called() as product:
+            with spy_on_few_rows() as product:
                 logits = model(torch.arange(rows)[None]).logits
             assert product.called == (rows in (1, 2, 3, 4, 16)), f"{rows} rows"
             assert torch.equal(logits, exact[rows]) or product.called
@@ -107,12 +107,12 @@ def test_other_thread_counts_and_dtypes_are_left_to_torch() -> None:
         assert found.has(4, torch.float32) and not found.has(4, torch.float16) and not found.has(17, torch.float32)
         try:
             torch.set_num_threads(before + 1)
-            with called() as product:
+            with spy_on_few_rows() as product:
                 kernel.linear(torch.randn(1, 32), layer.weight, layer.bias, found)
             assert not product.called
         finally:
             torch.set_num_threads(before)
-        with called() as product:
+        with spy_on_few_rows() as product:
             kernel.linear(torch.randn(1, 32), layer.weight, layer.bias, found)
         assert product.called
 

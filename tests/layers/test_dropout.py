@@ -20,10 +20,10 @@ from oslo_models.modeling.apply_plan import _uses_dropout
 from oslo_models.sharding.layout import Layout
 
 from support import zoo
-from support.dropout_masks import RATE, Recorder, Replay, Shapes, check_masks, join
+from support.dropout_masks import RATE, Recorder, Replay, Shapes, check_masks, join_masks
 from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import TOLERANCE, differ, full_gradients, full_parameters, parallel, whole
+from support.reference import TOLERANCE, differences, full_gradients, full_parameters, parallel_model, reference_model
 
 Weights = dict[str, Tensor]
 Batch = dict[str, Tensor]
@@ -34,7 +34,7 @@ def step_with_recorded_masks(
     name: str, config: PreTrainedConfig, weights: Weights, batch: Batch, n: int, seed: int
 ) -> tuple[Tensor, Gradients, list[Tensor], dict[str, Layout]]:
     """A step of this rank: loss, gradients, masks in the order of their calls, and how the parameters are divided."""
-    model = parallel(name, config, weights, n, attn_implementation="eager")
+    model = parallel_model(name, config, weights, n, attn_implementation="eager")
     torch.manual_seed(seed)
     with lifted_casts(), Recorder() as recorder:
         loss = model(**batch).loss
@@ -45,7 +45,7 @@ def step_with_recorded_masks(
 def check_dropout(pool: Pool, name: str, variant: str, n: int, seed: int) -> None:
     """Loss and gradients with the ranks' masks are those of one process with the same masks."""
     config = zoo.config(variant, dropout=RATE)
-    model = whole(name, config, seed, attn_implementation="eager")
+    model = reference_model(name, config, seed, attn_implementation="eager")
     weights, batch = full_parameters(model), zoo.batch(name, config, seed)
     arguments = (name, config, weights, batch, n, seed)
     losses, gradients, masks, layouts = zip(*pool.run(n, step_with_recorded_masks, *arguments), strict=True)
@@ -53,16 +53,18 @@ def check_dropout(pool: Pool, name: str, variant: str, n: int, seed: int) -> Non
         model(**batch)
     assert calls.shapes
     assert {len(calls.shapes)} == {len(own) for own in masks}
-    joined = [join(of_ranks, shape) for of_ranks, shape in zip(zip(*masks, strict=True), calls.shapes, strict=True)]
+    joined = [
+        join_masks(of_ranks, shape) for of_ranks, shape in zip(zip(*masks, strict=True), calls.shapes, strict=True)
+    ]
     with lifted_casts(), Replay([mask for mask, _ in joined]):
         loss = model(**batch).loss
     loss.backward()
     lines = []
     for rank in range(n):
-        lines += differ(f"loss of rank {rank}", losses[rank], loss.detach(), TOLERANCE)
+        lines += differences(f"loss of rank {rank}", losses[rank], loss.detach(), TOLERANCE)
         for key, gradient in full_gradients(model).items():
             expected = None if gradient is None else layouts[rank][key].shard(gradient, rank)
-            lines += differ(f"gradient of {key} on rank {rank}", gradients[rank][key], expected, TOLERANCE)
+            lines += differences(f"gradient of {key} on rank {rank}", gradients[rank][key], expected, TOLERANCE)
     assert not lines, "\n".join(lines)
     check_masks([mask for mask, divided in joined if divided], [mask for mask, divided in joined if not divided], masks)
 
@@ -105,7 +107,7 @@ def interrupt(*_: Any) -> None:
 
 def check_interruption(name: str, config: PreTrainedConfig, weights: Weights, batch: Batch, seed: int) -> None:
     """Wherever a forward is left by an exception, the common stream goes on as common, and the model works on."""
-    model = parallel(name, config, weights, 2, torch.float32, attn_implementation="eager")
+    model = parallel_model(name, config, weights, 2, torch.float32, attn_implementation="eager")
     torch.manual_seed(seed)
     undisturbed = model(**batch).loss
     drawn = []
@@ -133,7 +135,7 @@ def check_interruption(name: str, config: PreTrainedConfig, weights: Weights, ba
 @pytest.mark.parametrize("variant", ["gpt2", "bert", "t5", "llama"])
 def test_dropout_streams_recover_from_an_exception_in_forward(pool: Pool, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=RATE)
-    weights = full_parameters(whole(name, config, seed, torch.float32))
+    weights = full_parameters(reference_model(name, config, seed, torch.float32))
     pool.run(2, check_interruption, name, config, weights, zoo.batch(name, config, seed, torch.float32), seed)
 
 

@@ -17,7 +17,7 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 from support import logits_operations
 from support.logits_operations import LABELS, LOSSES, SHAPE, VOCAB, Loss
 from support.pool import Pool
-from support.reference import TOLERANCE, differ
+from support.reference import TOLERANCE, differences
 
 
 def divided(full: Tensor, tp: Any) -> tuple[Tensor, VocabParallelLogits]:
@@ -47,14 +47,14 @@ def compare(what: str, full: Tensor, tp: Any, operation: Callable[[Tensor], Any]
         return [] if torch.equal(expected.isnan(), found.isnan()) else [f"{what}: {found} instead of {expected}"]
     if expected.dtype == torch.bool:
         return [] if torch.equal(expected, found) else [f"{what}: {found} instead of {expected}"]
-    lines = differ(what, found.detach(), expected.detach(), tolerance)
+    lines = differences(what, found.detach(), expected.detach(), tolerance)
     if expected.requires_grad != found.requires_grad:
         return [*lines, f"{what}: requires_grad={found.requires_grad}"]
     if expected.requires_grad and not lines:
         weights = torch.arange(expected.numel(), dtype=expected.dtype).cos().view_as(expected)
         (expected * weights).sum().backward()
         (found * weights).sum().backward()
-        lines += differ(f"gradient of {what}", leaf.grad, part_of(whole.grad, logits), tolerance)
+        lines += differences(f"gradient of {what}", leaf.grad, part_of(whole.grad, logits), tolerance)
     return lines
 
 

@@ -20,7 +20,7 @@ from oslo_models import registry
 from support import zoo
 from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import TOLERANCE, differ_in_parts, full_parameters, parallel, whole
+from support.reference import TOLERANCE, full_parameters, parallel_model, reference_model, shard_differences
 
 
 class Parent(nn.Module):
@@ -108,7 +108,7 @@ def wrap_rightly(config: PreTrainedConfig, weights: dict[str, Tensor], batch: di
     """In each of these ways, gradients are those of one process, since all replicas have the same batch."""
     lines = []
     for how in ("model", "parent", "device mesh", "ignored"):
-        model = parallel("GPT2LMHeadModel", config, weights, 2, torch.float32)
+        model = parallel_model("GPT2LMHeadModel", config, weights, 2, torch.float32)
         group = {"process_group": model.mpu.get_data_parallel_group()}
         if how == "device mesh":
             group = {"device_mesh": model.mesh.device_mesh["dp"]}
@@ -122,13 +122,13 @@ def wrap_rightly(config: PreTrainedConfig, weights: dict[str, Tensor], batch: di
         else:
             DistributedDataParallel(model, **group)(**batch).loss.backward()
         own = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
-        lines += differ_in_parts(model, f"{how}: gradient of", own, expected, 1e-5)
+        lines += shard_differences(model, f"{how}: gradient of", own, expected, 1e-5)
     assert not lines, "\n".join(lines)
 
 
 def test_ddp_over_replicas_works(pool: Pool, seed: int) -> None:
     config = zoo.config("gpt2")
-    model = whole("GPT2LMHeadModel", config, seed, torch.float32)
+    model = reference_model("GPT2LMHeadModel", config, seed, torch.float32)
     batch = zoo.batch("GPT2LMHeadModel", config, seed, torch.float32)
     model(**batch).loss.backward()
     expected = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
@@ -154,13 +154,13 @@ class ReplicaTrainer(Trainer):
 def train_as_advised(
     config: PreTrainedConfig, weights: dict[str, Tensor], rows: list[Any], trained: dict[str, Tensor], out: str
 ) -> None:
-    model = parallel("GPT2LMHeadModel", config, weights, 2)
+    model = parallel_model("GPT2LMHeadModel", config, weights, 2)
     arguments = training_arguments(out)
     trainer = ReplicaTrainer(model, arguments, train_dataset=rows, optimizers=(sgd(model), None))
     with lifted_casts():
         trainer.train()
     own = dict(model.named_parameters(remove_duplicate=False))
-    lines = differ_in_parts(model, "trained", own, trained, TOLERANCE)
+    lines = shard_differences(model, "trained", own, trained, TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
@@ -184,7 +184,7 @@ class OrderedTrainer(Trainer):
 def test_trainer_works_as_the_error_message_advises(pool: Pool, ranks: int, tmp_path: Path, seed: int) -> None:
     """Parameters after two steps are those of Trainer in one process, with the batches of all replicas in one."""
     config, replicas = zoo.config("gpt2"), ranks // 2
-    model = whole("GPT2LMHeadModel", config, seed)
+    model = reference_model("GPT2LMHeadModel", config, seed)
     tokens = torch.randint(config.vocab_size, (8, 6), generator=torch.Generator().manual_seed(seed)).tolist()
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     weights = full_parameters(model)

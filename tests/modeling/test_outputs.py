@@ -16,13 +16,13 @@ from support.reference import (
     TOLERANCE,
     Step,
     all_outputs,
-    differ,
-    differ_in_step,
+    differences,
     full_parameters,
-    parallel,
+    parallel_model,
+    reference_model,
     reference_step,
+    step_differences,
     tensors,
-    whole,
 )
 
 EVERY_HEAD = [(variant, name) for variant in zoo.FOUNDING for name in zoo.heads(variant)]
@@ -43,8 +43,10 @@ def check_differentiable(steps: list[Step], tensor_parallel_size: int, attn_impl
     lines = []
     options: dict[str, Any] = {"attn_implementation": attn_implementation} if attn_implementation else {}
     for step in steps:
-        model = parallel(step.name, step.config, step.weights, tensor_parallel_size, gather_logits=True, **options)
-        lines += [f"{step.name}: {line}" for line in differ_in_step(model, step)]
+        model = parallel_model(
+            step.name, step.config, step.weights, tensor_parallel_size, gather_logits=True, **options
+        )
+        lines += [f"{step.name}: {line}" for line in step_differences(model, step)]
     assert not lines, "\n".join(lines)
 
 
@@ -59,7 +61,7 @@ def check_gathering(
     """On each of two ranks: ``fields`` (the logits over the vocabulary) are there or `None` as they should be."""
     lines = []
     for gather in (None, True, False):
-        model = parallel(name, config, weights, 2, gather_logits=gather)
+        model = parallel_model(name, config, weights, 2, gather_logits=gather)
         for labels in (True, False):
             for grad in (True, False):
                 gathered = not labels or gather is True or (gather is None and not grad)
@@ -71,7 +73,7 @@ def check_gathering(
                 if found.keys() != wanted.keys():
                     lines.append(f"{case}: {list(found)} instead of {list(wanted)}")
                 for key in found.keys() & wanted.keys():
-                    lines += differ(f"{case}: {key}", found[key], wanted[key], TOLERANCE)
+                    lines += differences(f"{case}: {key}", found[key], wanted[key], TOLERANCE)
                 if any(type(value) is not Tensor for _, value in tensors(output)):
                     lines.append(f"{case}: something divided got out")
     assert not lines, "\n".join(lines)
@@ -81,7 +83,7 @@ def check_gathering(
 def test_gather_logits_returns_full_logits(pool: Pool, variant: str, seed: int) -> None:
     for name in zoo.lm_heads(variant):
         config = zoo.config(variant)
-        model, batch = whole(name, config, seed), zoo.batch(name, config, seed)
+        model, batch = reference_model(name, config, seed), zoo.batch(name, config, seed)
         expected = {}
         for labels in (True, False):
             with torch.no_grad(), lifted_casts():
@@ -126,14 +128,14 @@ def check_tuples(cases: list[Case]) -> None:
     """On each of two ranks: the same tensors in the same order."""
     lines = []
     for name, config, weights, batch, expected in cases:
-        model = parallel(name, config, weights, 2, gather_logits=True)
+        model = parallel_model(name, config, weights, 2, gather_logits=True)
         with lifted_casts():
             output = model(**batch)
         found = [value.detach() for _, value in tensors(output)]
         if type(output) is not tuple or len(found) != len(expected):
             lines.append(f"{name}: {type(output).__name__} of {len(found)} tensors instead of {len(expected)}")
         for index, (own, value) in enumerate(zip(found, expected, strict=False)):
-            lines += differ(f"{name}: {index}", own, value, TOLERANCE)
+            lines += differences(f"{name}: {index}", own, value, TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
@@ -148,7 +150,7 @@ def test_forward_returns_the_tuples_of_transformers(pool: Pool, variant: str, ho
             config.return_dict = False
         else:
             batch["return_dict"] = False
-        model = whole(name, config, seed)
+        model = reference_model(name, config, seed)
         for given in (batch, without_labels(batch)):
             try:
                 with torch.no_grad(), lifted_casts():
@@ -166,7 +168,7 @@ Places = tuple[str, PreTrainedConfig, dict[str, Tensor], dict[str, Any], list[bo
 
 def check_places(cases: list[Places]) -> None:
     for name, config, weights, batch, expected in cases:
-        output = parallel(name, config, weights, 2, torch.float32)(**batch, return_dict=False)
+        output = parallel_model(name, config, weights, 2, torch.float32)(**batch, return_dict=False)
         assert [value is None for value in output] == expected, name
         output[0].backward()
 
@@ -177,7 +179,7 @@ def test_omitted_logits_keep_their_place_in_a_tuple(pool: Pool, variant: str, se
     for name in zoo.lm_heads(variant):
         config = zoo.config(variant)
         batch = zoo.batch(name, config, seed, torch.float32)
-        model = whole(name, config, seed, torch.float32)
+        model = reference_model(name, config, seed, torch.float32)
         whole_output = model(**batch, return_dict=False)
         divided = [isinstance(value, Tensor) and value.shape[-1:] == (config.vocab_size,) for value in whole_output]
         assert any(divided)
@@ -227,7 +229,7 @@ def test_loss_honours_num_items_in_batch(pool: Pool, variant: str, seed: int) ->
 
 def run_with_token(variant: str, token: int) -> None:
     config = zoo.config(variant)
-    model = parallel(zoo.base(variant), config, full_parameters(whole(zoo.base(variant), config, 0)), 2)
+    model = parallel_model(zoo.base(variant), config, full_parameters(reference_model(zoo.base(variant), config, 0)), 2)
     batch = zoo.batch(zoo.base(variant), config, 0)
     batch["input_ids"][1, 2] = token
     model(**batch)
@@ -237,7 +239,7 @@ def run_with_token(variant: str, token: int) -> None:
 def test_token_outside_the_vocabulary_raises_on_all_ranks(pool: Pool, token: int) -> None:
     """All ranks raise what torch raises."""
     with pytest.raises(IndexError):
-        whole("GPT2Model", zoo.config("gpt2"), 0)(input_ids=torch.tensor([[1, token]]))
+        reference_model("GPT2Model", zoo.config("gpt2"), 0)(input_ids=torch.tensor([[1, token]]))
     pool.run(2, run_with_token, "gpt2", token, expect=IndexError)
 
 
@@ -268,7 +270,7 @@ def check_generation(
     seed: int,
     n: int,
 ) -> None:
-    model = parallel(name, config, weights, n).eval()
+    model = parallel_model(name, config, weights, n).eval()
     # Ranks whose random states differ must still sample alike: those of the first count.
     generated = generate(model, prompt, seed + model.mesh.tp.rank)
     lines = [
@@ -283,7 +285,7 @@ def check_generation(
 @pytest.mark.parametrize("variant", GENERATING)
 def test_generate_with_left_padding_matches_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
-    model = whole(name, config, seed).eval()
+    model = reference_model(name, config, seed).eval()
     weights = full_parameters(model)
     batch = zoo.batch(name, config, seed)
     prompt = {key: batch[key] for key in ("input_ids", "attention_mask")}

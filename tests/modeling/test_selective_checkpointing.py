@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from support import zoo
 from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import TOLERANCE, Step, differ, differ_in_parts, parallel, reference_step
+from support.reference import TOLERANCE, Step, differences, parallel_model, reference_step, shard_differences
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -56,7 +56,7 @@ def checkpoint_selectively(model: Any, policy: str) -> None:
 
 def check_policy(policy: str, step: Step, fuse: bool) -> None:
     """On each of two ranks: loss and gradients are those of one process without checkpointing."""
-    model = parallel(step.name, step.config, step.weights, 2)
+    model = parallel_model(step.name, step.config, step.weights, 2)
     if fuse:
         model.fuse()
     checkpoint_selectively(model, policy)
@@ -64,8 +64,8 @@ def check_policy(policy: str, step: Step, fuse: bool) -> None:
         loss = model(**step.batch).loss
         loss.backward()
     own = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
-    lines = differ("loss", loss.detach(), step.value, TOLERANCE)
-    lines += differ_in_parts(model, "gradient of", own, step.gradients, TOLERANCE)
+    lines = differences("loss", loss.detach(), step.value, TOLERANCE)
+    lines += shard_differences(model, "gradient of", own, step.gradients, TOLERANCE)
     assert not lines, "\n".join(lines)
 
 

@@ -23,14 +23,14 @@ from support.pool import Pool
 from support.reference import (
     TOLERANCE,
     Step,
-    differ,
-    differ_in_parts,
+    differences,
     full_gradients,
     full_parameters,
-    parallel,
+    parallel_model,
+    reference_model,
     reference_step,
+    shard_differences,
     train,
-    whole,
 )
 
 Weights = dict[str, Tensor]
@@ -74,7 +74,7 @@ def check_data_parallel(
     trained: Weights,
 ) -> None:
     """On each of 2 x 2 ranks: training on a half of each batch is training in one process on all of it."""
-    model = parallel(name, config, weights, 2)
+    model = parallel_model(name, config, weights, 2)
     dp = model.mesh.dp
     assert dp.size == 2
     wrapped = WRAPPERS[wrapper](model)
@@ -92,13 +92,13 @@ def check_data_parallel(
         optimizer.step()
         mean = loss.detach() / dp.size
         dist.all_reduce(mean, group=dp.group)
-        lines += differ("loss", mean, torch.tensor(expected_loss, dtype=mean.dtype), TOLERANCE)
-        lines += differ("norm", torch.as_tensor(norm), torch.tensor(expected_norm, dtype=norm.dtype), TOLERANCE)
+        lines += differences("loss", mean, torch.tensor(expected_loss, dtype=mean.dtype), TOLERANCE)
+        lines += differences("norm", torch.as_tensor(norm), torch.tensor(expected_norm, dtype=norm.dtype), TOLERANCE)
     own = dict(model.named_parameters())
     if wrapper == "FSDP2":
         assert all(type(param.data).__name__ == "DTensor" for param in own.values())
         own = {key: param.full_tensor() for key, param in own.items()}
-    lines += differ_in_parts(model, "trained", own, trained, TOLERANCE)
+    lines += shard_differences(model, "trained", own, trained, TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
@@ -107,7 +107,7 @@ def check_data_parallel(
 def test_training_under_ddp_and_fsdp2_matches_one_process(pool: Pool, variant: str, wrapper: str, seed: int) -> None:
     """With clipping, which has to count what is divided over both axes."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
-    model = whole(name, config, seed)
+    model = reference_model(name, config, seed)
     weights = full_parameters(model)
     batches = [joined(name, config, seed + 2 * step) for step in range(2)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -291,7 +291,7 @@ def check_checkpointing(name: str, config: PreTrainedConfig, weights: Weights, b
     lines = []
     results: dict[str, tuple[Tensor, Any, Tensor]] = {}
     for mode in ("plain", "default", "reentrant", "not reentrant"):
-        model = parallel(name, config, weights, 2, torch.float32)
+        model = parallel_model(name, config, weights, 2, torch.float32)
         if mode == "default":
             model.gradient_checkpointing_enable()
         elif mode != "plain":
@@ -305,10 +305,10 @@ def check_checkpointing(name: str, config: PreTrainedConfig, weights: Weights, b
         # Reentrant, the gradient of what an encoder hands to all decoder blocks is added up in another order.
         # A reentrant block begins at a leaf, of which the readers have copies of their own: sums in another order.
         tolerance = 1e-6 if mode == "reentrant" else 0
-        lines += differ(f"{mode}: loss", other_loss, loss, 0)
-        lines += differ(f"{mode}: what is drawn next", other_drawn, drawn, 0)
+        lines += differences(f"{mode}: loss", other_loss, loss, 0)
+        lines += differences(f"{mode}: what is drawn next", other_drawn, drawn, 0)
         for key, gradient in gradients.items():
-            lines += differ(f"{mode}: gradient of {key}", other_gradients[key], gradient, tolerance)
+            lines += differences(f"{mode}: gradient of {key}", other_gradients[key], gradient, tolerance)
     assert not lines, "\n".join(lines)
 
 
@@ -316,7 +316,7 @@ def check_checkpointing(name: str, config: PreTrainedConfig, weights: Weights, b
 def test_gradient_checkpointing_matches_one_process(pool: Pool, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=0.3, use_cache=False)
     batch = zoo.batch(name, config, seed, torch.float32)
-    weights = full_parameters(whole(name, config, seed, torch.float32))
+    weights = full_parameters(reference_model(name, config, seed, torch.float32))
     pool.run(2, check_checkpointing, name, config, weights, batch)
 
 
@@ -326,16 +326,16 @@ Clipped = dict[tuple[float, float], tuple[Tensor, dict[str, Tensor | None]]]
 def check_clipping(
     name: str, config: PreTrainedConfig, weights: Weights, batch: Batch, expected: Clipped, n: int
 ) -> None:
-    model = parallel(name, config, weights, n)
+    model = parallel_model(name, config, weights, n)
     lines = []
     for (max_norm, norm_type), (norm, gradients) in expected.items():
         model.zero_grad()
         with lifted_casts():
             model(**batch).loss.backward()
         found = model.clip_grad_norm_(max_norm, norm_type)
-        lines += differ(f"norm {norm_type}", found, norm, TOLERANCE)
+        lines += differences(f"norm {norm_type}", found, norm, TOLERANCE)
         own = {key: param.grad for key, param in model.named_parameters()}
-        lines += differ_in_parts(model, f"clipped to {max_norm} in norm {norm_type}:", own, gradients, TOLERANCE)
+        lines += shard_differences(model, f"clipped to {max_norm} in norm {norm_type}:", own, gradients, TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
@@ -346,7 +346,7 @@ def check_clipping(
 def test_clip_grad_norm_matches_one_process(pool: Pool, variant: str, n: int, seed: int) -> None:
     """What is divided counts once each whole, and what several ranks hold counts once."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
-    model, batch = whole(name, config, seed), zoo.batch(name, config, seed)
+    model, batch = reference_model(name, config, seed), zoo.batch(name, config, seed)
     weights = full_parameters(model)
     expected: Clipped = {}
     for norm_type in (2.0, 1.0, 3.0, float("inf")):
@@ -369,17 +369,17 @@ def accumulate(model: Any, batches: list[Batch]) -> None:
 def check_accumulation(
     name: str, config: PreTrainedConfig, weights: Weights, batches: list[Batch], expected: Mapping[str, Tensor | None]
 ) -> None:
-    model = parallel(name, config, weights, 2)
+    model = parallel_model(name, config, weights, 2)
     accumulate(model, batches)
     own = {key: param.grad for key, param in model.named_parameters()}
-    lines = differ_in_parts(model, "accumulated", own, expected, TOLERANCE)
+    lines = shard_differences(model, "accumulated", own, expected, TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_gradient_accumulation_matches_one_process(pool: Pool, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
-    model = whole(name, config, seed)
+    model = reference_model(name, config, seed)
     batches = [zoo.batch(name, config, seed + i) for i in range(3)]
     accumulate(model, batches)
     pool.run(2, check_accumulation, name, config, full_parameters(model), batches, full_gradients(model))
@@ -387,7 +387,7 @@ def test_gradient_accumulation_matches_one_process(pool: Pool, variant: str, see
 
 def check_side_by_side(steps: list[Step], sizes: list[int]) -> None:
     """Models of several sizes in the same processes, all forward and then all backward, as each would be alone."""
-    models = [parallel(step.name, step.config, step.weights, n) for step, n in zip(steps, sizes, strict=True)]
+    models = [parallel_model(step.name, step.config, step.weights, n) for step, n in zip(steps, sizes, strict=True)]
     models.append(copy.deepcopy(models[0]))
     steps = [*steps, steps[0]]
     lines = []
@@ -396,9 +396,9 @@ def check_side_by_side(steps: list[Step], sizes: list[int]) -> None:
         for loss in losses:
             loss.backward()
     for index, (model, step, loss) in enumerate(zip(models, steps, losses, strict=True)):
-        lines += differ(f"loss {index}", loss.detach(), step.value, TOLERANCE)
+        lines += differences(f"loss {index}", loss.detach(), step.value, TOLERANCE)
         own = {key: param.grad for key, param in model.named_parameters(remove_duplicate=False)}
-        lines += differ_in_parts(model, f"model {index}: gradient of", own, step.gradients, TOLERANCE)
+        lines += shard_differences(model, f"model {index}: gradient of", own, step.gradients, TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
@@ -412,5 +412,5 @@ def test_training_script_for_one_process_runs_unchanged(seed: int) -> None:
     """The training loop of the tests above does train."""
     name, config = zoo.lm_head("gpt2"), zoo.config("gpt2")
     batch = zoo.batch(name, config, seed)
-    losses = train(whole(name, config, seed), [batch] * 4, "AdamW")
+    losses = train(reference_model(name, config, seed), [batch] * 4, "AdamW")
     assert losses == sorted(losses, reverse=True)

@@ -17,10 +17,10 @@ import torch
 from oslo_models import registry
 
 from support import draws, pipelines, zoo
-from support.generation import GREEDY, Tokens, differ_in_tokens, generated
-from support.pipelines import differ_in_loop
+from support.generation import GREEDY, Tokens, generate_tokens, token_differences
+from support.pipelines import loop_differences
 from support.pool import Pool
-from support.reference import Step, differ_in_step, saved_step, whole
+from support.reference import Step, reference_model, saved_step, step_differences
 
 MESHES = ((2, 1), (3, 1), (1, 2), (2, 2))
 """``(tensor_parallel_size, pipeline_parallel_size)``"""
@@ -38,8 +38,8 @@ def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path
     size = 2 if cls.loss_is_mean else pipelines.ROWS
     model = cls.from_pretrained_with_parallel(folder, tp, pp, size, gather_logits=True, **options).train()
     torch.manual_seed(0)  # Wav2Vec2 draws what it learns from
-    lines = differ_in_step(model, step) if pp == 1 else differ_in_loop(model, step)
-    lines += differ_in_tokens(model, step.batch, tokens, GREEDY)
+    lines = step_differences(model, step) if pp == 1 else loop_differences(model, step)
+    lines += token_differences(model, step.batch, tokens, GREEDY)
     assert not lines, "\n".join(lines)
 
 
@@ -53,7 +53,7 @@ def reference(name: str, drawn: draws.Draw, seed: int, folder: Path) -> tuple[St
     if not all(value.isfinite().all() for value in (step.value, *step.gradients.values()) if value is not None):
         raise ValueError("gradients are not finite")
     generates = zoo.original(name).can_generate() and "DoubleHeads" not in name
-    return step, generated(whole(name, config, seed), batch, GREEDY) if generates else {}
+    return step, generate_tokens(reference_model(name, config, seed), batch, GREEDY) if generates else {}
 
 
 def check_class(

@@ -17,13 +17,13 @@ from support.pool import Pool
 from support.reference import (
     TOLERANCE,
     Step,
-    differ_in_parts,
-    differ_in_step,
     full_parameters,
-    parallel,
+    parallel_model,
+    reference_model,
     reference_step,
+    shard_differences,
+    step_differences,
     train,
-    whole,
 )
 
 OTHERS = {
@@ -52,8 +52,8 @@ def check_steps(steps: list[Step], tensor_parallel_size: int, dtype: torch.dtype
     """On every rank: outputs, loss and gradients of each step are those of the reference."""
     lines = []
     for step in steps:
-        model = parallel(step.name, step.config, step.weights, tensor_parallel_size, dtype, gather_logits=True)
-        lines += [f"{step.name}: {line}" for line in differ_in_step(model, step, tolerance)]
+        model = parallel_model(step.name, step.config, step.weights, tensor_parallel_size, dtype, gather_logits=True)
+        lines += [f"{step.name}: {line}" for line in step_differences(model, step, tolerance)]
     assert not lines, "\n".join(lines)
 
 
@@ -95,9 +95,9 @@ def check_training(
     """On every rank: the parameters after training with each optimizer are those of the reference."""
     lines = []
     for optimizer, expected in trained.items():
-        model = parallel(name, config, weights, tensor_parallel_size)
+        model = parallel_model(name, config, weights, tensor_parallel_size)
         train(model, batches[: STEPS[optimizer]], optimizer)
-        lines += differ_in_parts(model, f"{optimizer}:", dict(model.named_parameters()), expected, TOLERANCE)
+        lines += shard_differences(model, f"{optimizer}:", dict(model.named_parameters()), expected, TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
@@ -106,11 +106,11 @@ def check_training(
 def test_parameters_after_training_match_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
     """One plain step of gradient descent, which AdamW's indifference to scales cannot hide, and three of AdamW."""
     name, config = zoo.lm_head(variant), zoo.config(variant)
-    weights = full_parameters(whole(name, config, seed))
+    weights = full_parameters(reference_model(name, config, seed))
     batches = [zoo.batch(name, config, seed + i) for i in range(3)]
     trained = {}
     for optimizer, steps in STEPS.items():
-        model = whole(name, config, seed)
+        model = reference_model(name, config, seed)
         train(model, batches[:steps], optimizer)
         trained[optimizer] = full_parameters(model)
     pool.run(n, check_training, name, config, weights, batches, trained, n)
@@ -119,7 +119,7 @@ def test_parameters_after_training_match_transformers(pool: Pool, variant: str, 
 def check_initialisation(name: str, config: PreTrainedConfig, full: dict[str, Tensor], seed: int, n: int) -> None:
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, n, seed=seed)
-    lines = differ_in_parts(model, "initial", dict(model.named_parameters(remove_duplicate=False)), full, 0)
+    lines = shard_differences(model, "initial", dict(model.named_parameters(remove_duplicate=False)), full, 0)
     assert not lines, "\n".join(lines)
 
 

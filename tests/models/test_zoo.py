@@ -25,16 +25,16 @@ from oslo_models.sharding.plan import HeadNorm
 
 from support import ROOT, pipelines, zoo
 from support.float64 import lifted_casts
-from support.generation import BEAMS, GREEDY, Tokens, differ_in_tokens, generated
-from support.pipelines import differ_in_loop
+from support.generation import BEAMS, GREEDY, Tokens, generate_tokens, token_differences
+from support.pipelines import loop_differences
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
     Step,
-    differ,
-    differ_in_step,
+    differences,
+    reference_model,
     saved_step,
-    whole,
+    step_differences,
 )
 
 
@@ -45,9 +45,9 @@ def check_divided(
     cls: Any = registry.find(step.name)
     model = cls.from_pretrained_with_parallel(source, tp, gather_logits=True).train()
     model.save_pretrained_with_parallel(target)
-    lines = differ_in_step(model, step) + differ_in_tokens(model, step.batch, tokens, ways)
+    lines = step_differences(model, step) + token_differences(model, step.batch, tokens, ways)
     own = model.state_dict()
-    lines += [line for name in step.buffers for line in differ(name, own[name], step.buffers[name], TOLERANCE)]
+    lines += [line for name in step.buffers for line in differences(name, own[name], step.buffers[name], TOLERANCE)]
     assert not lines, "\n".join(lines)
 
 
@@ -63,7 +63,7 @@ def check_stages(
     size = 2 if cls.loss_is_mean else pipelines.ROWS
     model = cls.from_pretrained_with_parallel(source, 1, pp, micro_batch_size=size).train()
     model.save_pretrained_with_parallel(target, save_with_merging=True)
-    lines = [] if pp == 1 else differ_in_loop(model, step) + differ_in_tokens(model, step.batch, tokens, ways)
+    lines = [] if pp == 1 else loop_differences(model, step) + token_differences(model, step.batch, tokens, ways)
     assert not lines, "\n".join(lines)
 
 
@@ -82,7 +82,7 @@ def check_type(
     )  # no micro-batches, and several rows for one
     step = saved_step(name, config, seed, make_batch(name, config, seed), folder / "whole")
     generates = hasattr(zoo.original(name), "generate")
-    tokens = generated(whole(name, config, seed), step.batch, ways) if generates else {}
+    tokens = generate_tokens(reference_model(name, config, seed), step.batch, ways) if generates else {}
     if tp == pp:
         pool.run(tp, check_both, step, tokens, ways, folder, tp)
     else:
@@ -113,7 +113,7 @@ def check_heads(steps: list[Step], folder: Path) -> None:
         cls: Any = registry.find(step.name)
         model = cls.from_pretrained_with_parallel(folder / step.name, 2, gather_logits=True).train()
         torch.manual_seed(0)  # Wav2Vec2 draws what it learns from
-        lines += [f"{step.name}: {line}" for line in differ_in_step(model, step)]
+        lines += [f"{step.name}: {line}" for line in step_differences(model, step)]
     assert not lines, "\n".join(lines)
 
 
@@ -216,7 +216,7 @@ def test_weighted_layer_sum_allows_one_stage_only(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["CLIPTextModel", "CLIPVisionModelWithProjection"])
 def test_clip_towers_load_from_a_full_clip_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
-    whole("CLIPModel", zoo.config("clip"), seed).save_pretrained(tmp_path)
+    reference_model("CLIPModel", zoo.config("clip"), seed).save_pretrained(tmp_path)
     cls: Any = registry.find(name)
     expected = zoo.original(name).from_pretrained(tmp_path).state_dict()
     own = cls.from_pretrained_with_parallel(tmp_path).state_dict()
@@ -225,7 +225,7 @@ def test_clip_towers_load_from_a_full_clip_checkpoint(tmp_path: Path, seed: int,
 
 def test_fused_luke_returns_the_logits_that_have_no_labels(tmp_path: Path, seed: int) -> None:
     name, config = "LukeForMaskedLM", zoo.config("luke")
-    batch, right = zoo.batch(name, config, seed), whole(name, config, seed)
+    batch, right = zoo.batch(name, config, seed), reference_model(name, config, seed)
     right.save_pretrained(tmp_path)
     cls: Any = registry.find(name)
     model = cls.from_pretrained_with_parallel(tmp_path).fuse()

@@ -22,7 +22,7 @@ from oslo_models import registry
 from support import pipelines, zoo
 from support.pipelines import Batch
 from support.pool import Pool
-from support.reference import differ
+from support.reference import differences
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason='needs DeepSpeed: pip install "oslo-models[deepspeed]"'
@@ -121,14 +121,14 @@ def check_training(
         expected, norm = plain_step(plain, wrapped, optimizer, given, clip)
         found = engine_step(engine, given)
         for own, loss in zip(found, expected, strict=True):
-            lines += differ(f"loss of step {step}", own, loss, TOLERANCE)
+            lines += differences(f"loss of step {step}", own, loss, TOLERANCE)
         if engine.zero_optimization():  # otherwise the engine does not tell
             own_norm = torch.as_tensor(engine.get_global_grad_norm(), dtype=norm.dtype)
-            lines += differ(f"norm of step {step}", own_norm, norm, TOLERANCE * (1 + norm.item()))
+            lines += differences(f"norm of step {step}", own_norm, norm, TOLERANCE * (1 + norm.item()))
     own = {key: full_tensor(param) for key, param in model.named_parameters()}
     for key, param in plain.named_parameters():
         # Adam divides by gradients that may be as small as their rounding.
-        lines += differ(key, own[key], param.detach(), 100 * TOLERANCE if adamw else TOLERANCE)
+        lines += differences(key, own[key], param.detach(), 100 * TOLERANCE if adamw else TOLERANCE)
     assert not lines, "\n".join(lines)
 
 

@@ -140,10 +140,10 @@ SEVERAL_LOSSES = {
 
 
 def check_loop(case: pipelines.Case) -> None:
-    model = pipelines.on_stages(case.name, case.config, case.weights, 1, 2)
+    model = pipelines.model_on_stages(case.name, case.config, case.weights, 1, 2)
     loss = pipelines.take_loop(model, case.batches[0][0])
     assert abs(loss.item() - case.loss[0].item()) < 1e-10
-    assert not (lines := pipelines.differ_in_gradients(model, case.gradients)), "\n".join(lines)
+    assert not (lines := pipelines.gradient_differences(model, case.gradients)), "\n".join(lines)
 
 
 @pytest.mark.parametrize("name", SEVERAL_LOSSES)

@@ -17,14 +17,14 @@ from support import pipelines, zoo
 from support.pipelines import (
     Case,
     case,
-    differ_in_gradients,
-    differ_in_stage,
-    on_stages,
+    gradient_differences,
+    model_on_stages,
+    stage_differences,
     stage_parameters,
     take_loop,
 )
 from support.pool import Pool
-from support.reference import TOLERANCE, differ
+from support.reference import TOLERANCE, differences
 
 
 def test_every_architecture_has_blocks_for_four_stages() -> None:
@@ -45,18 +45,18 @@ def check_cases(cases: list[Case], tp: int, pp: int) -> None:
     """On every rank: losses, gradients and trained parameters of each case, with micro-batches of one and two rows."""
     lines = []
     for number, given in enumerate(cases):
-        model = on_stages(given.name, given.config, given.weights, tp, pp, micro_batch_size=1 + number % 2)
-        found = differ("loss", take_loop(model, given.batches[0][0]), given.loss[0], TOLERANCE)
-        found += differ_in_gradients(model, given.gradients)
+        model = model_on_stages(given.name, given.config, given.weights, tp, pp, micro_batch_size=1 + number % 2)
+        found = differences("loss", take_loop(model, given.batches[0][0]), given.loss[0], TOLERANCE)
+        found += gradient_differences(model, given.gradients)
         for optimizer, expected in given.trained.items():
-            model = on_stages(given.name, given.config, given.weights, tp, pp)
+            model = model_on_stages(given.name, given.config, given.weights, tp, pp)
             stepper = getattr(torch.optim, optimizer)(model.gpu_parameters(), lr=0.01)
             for step in range(pipelines.STEPS[optimizer]):
                 model.set_micro_batch_size(2 - step % 2)
                 stepper.zero_grad()
                 take_loop(model, given.batches[step][0])
                 stepper.step()
-            found += differ_in_stage(model, f"{optimizer}:", stage_parameters(model), expected, TOLERANCE)
+            found += stage_differences(model, f"{optimizer}:", stage_parameters(model), expected, TOLERANCE)
         lines += [f"{given.name}: {line}" for line in found]
     assert not lines, "\n".join(lines)
 
@@ -175,7 +175,7 @@ def check_replicas(wrapper: str, given: Case, tp: int, pp: int) -> None:
     """On every rank: each replica trains on its batch, and all train on the mean of the losses of all batches."""
     lines = []
     for optimizer, expected in given.trained.items():
-        model = on_stages(given.name, given.config, given.weights, tp, pp)
+        model = model_on_stages(given.name, given.config, given.weights, tp, pp)
         wrapped = WRAPPERS[wrapper](model)
         stepper = getattr(torch.optim, optimizer)(wrapped.parameters(), lr=0.01)
         for step in range(pipelines.STEPS[optimizer]):
@@ -183,12 +183,12 @@ def check_replicas(wrapper: str, given: Case, tp: int, pp: int) -> None:
             stepper.zero_grad()
             loss = take_loop(wrapped, given.batches[step][model.mesh.dp.rank])
             if step == 0:
-                lines += differ("loss", loss, given.loss[model.mesh.dp.rank], TOLERANCE)
-                lines += differ_in_gradients(model, given.gradients)
+                lines += differences("loss", loss, given.loss[model.mesh.dp.rank], TOLERANCE)
+                lines += gradient_differences(model, given.gradients)
                 norm = model.clip_grad_norm_(1e9)
-                lines += differ("norm", norm, torch.tensor(given.norm, dtype=norm.dtype), TOLERANCE)
+                lines += differences("norm", norm, torch.tensor(given.norm, dtype=norm.dtype), TOLERANCE)
             stepper.step()
-        lines += differ_in_stage(model, f"{optimizer}:", stage_parameters(model), expected, TOLERANCE)
+        lines += stage_differences(model, f"{optimizer}:", stage_parameters(model), expected, TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
@@ -212,14 +212,14 @@ def test_train_step_over_tensor_pipeline_and_data_parallel_ranks(pool: Pool, var
 
 def check_partition(given: Case, blocks: list[int], folder: Path) -> None:
     """The stages have these blocks, train alike, and load what stages with other blocks have saved."""
-    model = on_stages(given.name, given.config, given.weights, 1, len(blocks), blocks_per_stage=blocks)
+    model = model_on_stages(given.name, given.config, given.weights, 1, len(blocks), blocks_per_stage=blocks)
     assert [stop - start for start, stop in model.stage.ranges] == blocks
-    found = differ("loss", take_loop(model, given.batches[0][0]), given.loss[0], TOLERANCE)
-    found += differ_in_gradients(model, given.gradients)
+    found = differences("loss", take_loop(model, given.batches[0][0]), given.loss[0], TOLERANCE)
+    found += gradient_differences(model, given.gradients)
     model.save_pretrained_with_parallel(folder)
     turned = model.from_pretrained_with_parallel(folder, 1, len(blocks), blocks_per_stage=blocks[::-1])
     assert [stop - start for start, stop in turned.stage.ranges] == blocks[::-1]
-    found += differ_in_stage(turned, "loaded:", stage_parameters(turned), given.weights, 0.0)
+    found += stage_differences(turned, "loaded:", stage_parameters(turned), given.weights, 0.0)
     assert not found, "\n".join(found)
 
 

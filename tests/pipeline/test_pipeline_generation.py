@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig
 
 from support import pipelines, zoo
 from support.float64 import lifted_casts
-from support.pipelines import on_stages
+from support.pipelines import model_on_stages
 from support.pool import Pool
-from support.reference import full_parameters, whole
+from support.reference import full_parameters, reference_model
 
 VARIANTS = ["gpt2", "gpt_neo", "gptj", "llama", "llama-one-kv", "t5"]
 WAYS: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ def check_generation(
     tp: int,
     pp: int,
 ) -> None:
-    model = on_stages(name, config, weights, tp, pp, micro_batch_size=2).eval()
+    model = model_on_stages(name, config, weights, tp, pp, micro_batch_size=2).eval()
     expected, seed, lines = of_replicas[model.mesh.dp.rank], seed + model.mesh.dp.rank, []
     for way, (tokens, scores, drawn) in expected.items():
         own_tokens, own_scores, own_drawn = generated(model, way, config, seed)
@@ -83,7 +83,7 @@ def check_generation(
 
 def generate(pool: Pool, variant: str, ways: list[str], tp: int, pp: int, replicas: int, seed: int) -> None:
     name, config = zoo.lm_head(variant), pipelines.config(variant)
-    model = whole(name, config, seed).eval()
+    model = reference_model(name, config, seed).eval()
     weights = full_parameters(model)
     expected = [{way: generated(model, way, config, seed + replica) for way in ways} for replica in range(replicas)]
     pool.run(tp * pp * replicas, check_generation, name, config, weights, expected, seed, tp, pp)
@@ -121,7 +121,7 @@ def generate_in_half_precision(model: Any, config: PreTrainedConfig, seed: int) 
 def check_half_precision(
     name: str, config: PreTrainedConfig, weights: dict[str, Tensor], expected: Tensor, seed: int
 ) -> None:
-    model = on_stages(name, config, weights, 1, 2, torch.float32).eval()
+    model = model_on_stages(name, config, weights, 1, 2, torch.float32).eval()
     assert torch.equal(generate_in_half_precision(model, config, seed), expected)
 
 
@@ -129,6 +129,6 @@ def check_half_precision(
 def test_generate_on_stages_under_autocast(pool: Pool, variant: str, seed: int) -> None:
     """Hidden states and logits travel in the precision of the model, whatever they are computed in."""
     name, config = zoo.lm_head(variant), pipelines.config(variant)
-    model = whole(name, config, seed, torch.float32).eval()
+    model = reference_model(name, config, seed, torch.float32).eval()
     expected = generate_in_half_precision(model, config, seed)
     pool.run(2, check_half_precision, name, config, full_parameters(model), expected, seed)

@@ -19,7 +19,16 @@ from oslo_models.pipeline.placeholders import Output, Placeholder, placeholder
 from support import pipelines, zoo
 from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import TOLERANCE, Step, differ, full_gradients, full_parameters, saved_step, tensors, whole
+from support.reference import (
+    TOLERANCE,
+    Step,
+    differences,
+    full_gradients,
+    full_parameters,
+    reference_model,
+    saved_step,
+    tensors,
+)
 
 CPU = torch.device("cpu")
 
@@ -131,13 +140,13 @@ def check_configured(step: Step, folder: Path, tp: int, blocks: list[int] | None
     size = 2 if cls.loss_is_mean else pipelines.ROWS
     options: dict[str, Any] = {"blocks_per_stage": blocks}
     model = cls.from_pretrained_with_parallel(folder / "whole", tp, 2, micro_batch_size=size, **options).train()
-    lines = pipelines.differ_in_stage(model, "weight", pipelines.stage_parameters(model), step.weights, 0.0)
+    lines = pipelines.stage_differences(model, "weight", pipelines.stage_parameters(model), step.weights, 0.0)
     model.save_pretrained_with_parallel(folder / "merged", save_with_merging=True)
-    lines += pipelines.differ_in_loop(model, step)
+    lines += pipelines.loop_differences(model, step)
     anew = cls.from_config_with_parallel(step.config, tp, 2, dtype=torch.float64, seed=1, **options)
     alone = cls.from_config_with_parallel(step.config, dtype=torch.float64, seed=1)
     expected = dict(alone.named_parameters(remove_duplicate=False))
-    lines += pipelines.differ_in_stage(anew, "initial", pipelines.stage_parameters(anew), expected, 0.0)
+    lines += pipelines.stage_differences(anew, "initial", pipelines.stage_parameters(anew), expected, 0.0)
     assert not lines, "\n".join(lines)
     return expected
 
@@ -184,17 +193,17 @@ def check_features(
     config: PreTrainedConfig, weights: dict[str, Tensor], batch: dict[str, Any], full: dict[str, Any], tp: int
 ) -> None:
     """The loss of a training step, and gradients that reach the first stage by the features too."""
-    model = pipelines.on_stages("Wav2Vec2ForPreTraining", config, weights, tp, 2, micro_batch_size=pipelines.ROWS)
+    model = pipelines.model_on_stages("Wav2Vec2ForPreTraining", config, weights, tp, 2, micro_batch_size=pipelines.ROWS)
     model.quantizer.register_forward_pre_hook(reseed)
     loss = pipelines.take_loop(model.train(), batch)
-    lines = pipelines.differ_in_gradients(model, full["gradients"])
+    lines = pipelines.gradient_differences(model, full["gradients"])
     assert (loss - full["loss"]).abs() < TOLERANCE and not lines, "\n".join(lines)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_wav2vec2_pretraining_sends_features_to_the_last_stage(pool: Pool, seed: int, tp: int) -> None:
     name, config = "Wav2Vec2ForPreTraining", zoo.config("wav2vec2", num_hidden_layers=4)
-    model, batch = whole(name, config, seed), pipelines.batch(name, config, seed)
+    model, batch = reference_model(name, config, seed), pipelines.batch(name, config, seed)
     weights = full_parameters(model)
     model.quantizer.register_forward_pre_hook(reseed)
     with lifted_casts():
@@ -223,7 +232,7 @@ def check_outputs(
     if not model.stage.is_last:
         return set()
     own = dict(tensors(output))
-    lines = [line for path in own for line in differ(path, own[path], expected[path], TOLERANCE)]
+    lines = [line for path in own for line in differences(path, own[path], expected[path], TOLERANCE)]
     assert not lines, "\n".join(lines)
     return expected.keys() - own.keys()
 
@@ -263,7 +272,7 @@ def test_outputs_of_other_stages_are_none(
     batch = {key: value for key, value in pipelines.batch(name, config, seed).items() if "label" not in key}
     batch.pop("return_loss", None)
     batch |= {"output_hidden_states": hidden_states, "output_attentions": True}
-    model = whole(name, config, seed, attn_implementation="eager").eval()
+    model = reference_model(name, config, seed, attn_implementation="eager").eval()
     model.save_pretrained(tmp_path)
     with torch.no_grad(), lifted_casts():
         expected = dict(tensors(model(**batch)))

@@ -25,17 +25,17 @@ from support.pipelines import (
     Batch,
     Case,
     case,
-    differ_in_gradients,
+    gradient_differences,
     gradients_on_stage,
     lm_case,
-    on_stages,
+    model_on_stages,
     stage_parameters,
     stages_of,
     take_loop,
     take_reference_step,
 )
 from support.pool import Pool
-from support.reference import TOLERANCE, differ, full_gradients, full_parameters, whole
+from support.reference import TOLERANCE, differences, full_gradients, full_parameters, reference_model
 
 # In the body of the loop ----------------------------------------------------------------------------------------------
 
@@ -45,32 +45,32 @@ def check_body(given: Case, twice: dict[str, Tensor | None], tp: int, pp: int) -
     batch, lines = given.batches[0][0], []
     model = stages_of(given, tp, pp)
     for scale in (1 / 3, 1024.0):
-        lines += differ("scaled loss", take_loop(model, batch, scale), given.loss[0], TOLERANCE)
+        lines += differences("scaled loss", take_loop(model, batch, scale), given.loss[0], TOLERANCE)
         expected = {key: None if grad is None else grad * scale for key, grad in given.gradients.items()}
-        lines += differ_in_gradients(model, expected, TOLERANCE * max(1, scale), f"gradient x {scale:g} of")
+        lines += gradient_differences(model, expected, TOLERANCE * max(1, scale), f"gradient x {scale:g} of")
         model.zero_grad()
 
     with lifted_casts():
         loss = model.train_batch(**batch)
     assert not loss.requires_grad
-    lines += differ("train_batch", loss, given.loss[0], TOLERANCE)
-    lines += differ_in_gradients(model, given.gradients, what="train_batch: gradient of")
+    lines += differences("train_batch", loss, given.loss[0], TOLERANCE)
+    lines += gradient_differences(model, given.gradients, what="train_batch: gradient of")
 
     model.set_micro_batch_size(2)  # the gradients of a second batch are added
     take_loop(model, given.batches[1][0])
-    lines += differ_in_gradients(model, twice, what="accumulated gradient of")
+    lines += gradient_differences(model, twice, what="accumulated gradient of")
     model.zero_grad()
 
     other = copy.deepcopy(model)
     before = gradients_on_stage(model)
-    lines += differ("loss of a copy", take_loop(other, batch), given.loss[0], TOLERANCE)
-    lines += differ_in_gradients(other, given.gradients, what="copy: gradient of")
+    lines += differences("loss of a copy", take_loop(other, batch), given.loss[0], TOLERANCE)
+    lines += gradient_differences(other, given.gradients, what="copy: gradient of")
     assert all(grad is before[key] for key, grad in gradients_on_stage(model).items())
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1.0)  # the copy does not see that
     other.zero_grad()
-    lines += differ("loss of a copy of its own", take_loop(other, batch), given.loss[0], TOLERANCE)
+    lines += differences("loss of a copy of its own", take_loop(other, batch), given.loss[0], TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
@@ -89,7 +89,7 @@ def test_micro_batch_loop_with_scaled_losses_accumulation_and_a_copied_model(
 ) -> None:
     batches = [[pipelines.batch(LM[variant], pipelines.config(variant), seed + step)] for step in range(2)]
     given = lm_case(variant, seed, batches=batches)
-    model = whole(given.name, given.config, seed)
+    model = reference_model(given.name, given.config, seed)
     for batch in batches:
         take_reference_step(model, batch)
     pool.run(tp * pp, check_body, given, full_gradients(model), tp, pp)
@@ -103,8 +103,8 @@ def check_clipping(given: Case, expected: Clipped, tp: int, pp: int) -> None:
     for (max_norm, norm_type), (norm, gradients) in expected.items():
         model.zero_grad()
         take_loop(model, given.batches[0][0])
-        lines += differ(f"norm {norm_type}", model.clip_grad_norm_(max_norm, norm_type), norm, TOLERANCE)
-        lines += differ_in_gradients(model, gradients, what=f"clipped to {max_norm} in norm {norm_type}:")
+        lines += differences(f"norm {norm_type}", model.clip_grad_norm_(max_norm, norm_type), norm, TOLERANCE)
+        lines += gradient_differences(model, gradients, what=f"clipped to {max_norm} in norm {norm_type}:")
     assert not lines, "\n".join(lines)
 
 
@@ -115,7 +115,7 @@ def test_clip_grad_norm_over_stages_matches_one_process(pool: Pool, variant: str
     given = case(zoo.lm_head(variant), pipelines.config(variant), seed)
     expected: Clipped = {}
     for max_norm, norm_type in ((1e-2, 2.0), (1e6, 1.0), (1e-3, float("inf"))):
-        model = whole(given.name, given.config, seed)
+        model = reference_model(given.name, given.config, seed)
         take_reference_step(model, given.batches[0])
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
         expected[max_norm, norm_type] = norm, full_gradients(model)
@@ -127,15 +127,15 @@ def check_frozen(given: Case, gradients: dict[str, Tensor | None], pp: int) -> N
     model = stages_of(given, 1, pp)
     for name, param in stage_parameters(model).items():
         param.requires_grad_(not (name.startswith("transformer.") and ".3." not in name))
-    lines = differ("loss", take_loop(model, given.batches[0][0]), given.loss[0], TOLERANCE)
-    lines += differ_in_gradients(model, gradients)
+    lines = differences("loss", take_loop(model, given.batches[0][0]), given.loss[0], TOLERANCE)
+    lines += gradient_differences(model, gradients)
     assert not lines, "\n".join(lines)
 
 
 @pytest.mark.parametrize(("variant", "pp"), [("gptj", 2), ("gptj", 4), ("gpt2-untied", 4)])
 def test_train_step_with_frozen_stages(pool: Pool, variant: str, pp: int, seed: int) -> None:
     given = case(zoo.lm_head(variant), pipelines.config(variant), seed)
-    model = whole(given.name, given.config, seed)
+    model = reference_model(given.name, given.config, seed)
     for name, param in model.named_parameters():
         param.requires_grad_(not (name.startswith("transformer.") and ".3." not in name))
     take_reference_step(model, given.batches[0])
@@ -151,7 +151,7 @@ def check_side_by_side(cases: list[Case]) -> None:
 
     def check(made: list[Any], what: str) -> None:
         for model, given in zip(made, cases, strict=True):
-            lines.extend(f"{what}: {line}" for line in differ_in_gradients(model, given.gradients))
+            lines.extend(f"{what}: {line}" for line in gradient_differences(model, given.gradients))
 
     one, two = made = models()
     with lifted_casts():
@@ -187,8 +187,8 @@ def check_refusals(given: Case) -> None:
     with pytest.raises(ValueError, match="micro_batch_size"):
         model.set_micro_batch_size(0)
     model.set_micro_batch_size(4)  # one micro-batch is fewer than stages
-    lines = differ("loss", take_loop(model, batch), given.loss[0], TOLERANCE)
-    lines += differ_in_gradients(model, given.gradients)
+    lines = differences("loss", take_loop(model, batch), given.loss[0], TOLERANCE)
+    lines += gradient_differences(model, given.gradients)
     assert not lines, "\n".join(lines)
 
 
@@ -203,13 +203,13 @@ def check_evaluation(
     name: str, config: PreTrainedConfig, weights: dict[str, Tensor], batch: Batch, outputs: dict[str, Tensor], pp: int
 ) -> None:
     """The loss is known on every rank after the loop; everything else is on the last stage, row by row."""
-    model = on_stages(name, config, weights, 1, pp, micro_batch_size=2).eval()
+    model = model_on_stages(name, config, weights, 1, pp, micro_batch_size=2).eval()
     with torch.no_grad(), lifted_casts():
         made = list(model(**batch))
     lines = []
     if "loss" in outputs:
         assert not any(output.loss.requires_grad for output in made)
-        lines += differ("loss", torch.stack([output.loss for output in made]).sum(), outputs["loss"], TOLERANCE)
+        lines += differences("loss", torch.stack([output.loss for output in made]).sum(), outputs["loss"], TOLERANCE)
     for key, expected in outputs.items():
         if key == "loss":
             continue
@@ -217,7 +217,7 @@ def check_evaluation(
             assert all(getattr(output, key.split(".")[0]) is None for output in made)
             continue
         own = [pipelines.floats(output)[key] for output in made]
-        lines += differ(key, torch.cat(own), expected, TOLERANCE)
+        lines += differences(key, torch.cat(own), expected, TOLERANCE)
     assert not any(param.grad is not None for param in model.parameters())
     assert not lines, "\n".join(lines)
 
@@ -227,7 +227,7 @@ def check_evaluation(
 def test_evaluation_loop_returns_outputs_on_the_last_stage(pool: Pool, variant: str, pp: int, seed: int) -> None:
     for name in (zoo.base(variant), LM[variant], pipelines.heads_with_loss(variant)[-1]):
         config = pipelines.config(variant, use_cache=False)
-        model = whole(name, config, seed).eval()
+        model = reference_model(name, config, seed).eval()
         batch = pipelines.batch(name, config, seed)
         with torch.no_grad(), lifted_casts():
             outputs = pipelines.floats(model(**batch))
@@ -244,7 +244,7 @@ def check_accumulation(given: Case, quietly: bool) -> None:
     for step, batches in enumerate(given.batches):
         with ddp.no_sync() if quietly and step == 0 else nullcontext():
             take_loop(ddp, batches[model.mesh.dp.rank])
-    lines = differ_in_gradients(model, given.gradients)
+    lines = gradient_differences(model, given.gradients)
     assert not lines, "\n".join(lines)
 
 
@@ -255,7 +255,7 @@ def test_gradient_accumulation_over_replicas_with_and_without_no_sync(
 ) -> None:
     config = pipelines.config(variant)
     batches = [[pipelines.batch(LM[variant], config, seed + 10 * step + r) for r in range(2)] for step in range(2)]
-    model = whole(LM[variant], config, seed)
+    model = reference_model(LM[variant], config, seed)
     weights = full_parameters(model)
     for step in batches:
         take_reference_step(model, step)
@@ -362,6 +362,6 @@ def test_messages_between_stages_and_activations_in_flight_are_bounded(
     """One activation per micro-batch and stream forward, one gradient back; no logits, nothing larger than those."""
     config = pipelines.config(variant)
     batch = pipelines.batch(LM[variant], config, seed, rows=6)
-    weights = full_parameters(whole(LM[variant], config, seed))
+    weights = full_parameters(reference_model(LM[variant], config, seed))
     for found in pool.run(tp * pp, check_traffic, Case(LM[variant], config, [[batch]], weights, [], {}), tp, pp, size):
         assert found["live"] == found["bound"], found

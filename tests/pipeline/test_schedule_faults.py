@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support import pipelines
 from support.float64 import lifted_casts
-from support.pipelines import Batch, Case, differ_in_gradients, lm_case, stages_of, take_loop
+from support.pipelines import Batch, Case, gradient_differences, lm_case, stages_of, take_loop
 from support.pool import Pool
-from support.reference import TOLERANCE, differ
+from support.reference import TOLERANCE, differences
 
 
 class Oops(Exception):
@@ -170,8 +170,8 @@ def check_faults(given: Case, tp: int, pp: int, every: int) -> int:
                 lines.append(f"{what}: the next call did not raise")
             model.zero_grad()
             loss = take_loop(model, batch)
-            found = differ("loss", loss, given.loss[stages.mesh.dp.rank], TOLERANCE)
-            found += differ_in_gradients(stages, given.gradients)
+            found = differences("loss", loss, given.loss[stages.mesh.dp.rank], TOLERANCE)
+            found += gradient_differences(stages, given.gradients)
             lines += [f"after {what}: {line}" for line in found]
             model.zero_grad()
     assert not lines, "\n".join(lines)

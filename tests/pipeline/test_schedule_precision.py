@@ -19,7 +19,7 @@ from oslo_models import registry
 from support import pipelines, zoo
 from support.pipelines import LM, Case, everywhere, gradients_on_stage, stage_parameters, stages_of, take_loop
 from support.pool import Pool
-from support.reference import differ, full_parameters, whole
+from support.reference import differences, full_parameters, reference_model
 
 # Half precision -------------------------------------------------------------------------------------------------------
 
@@ -131,10 +131,10 @@ def check_checkpointing(given: Case, tp: int, pp: int) -> None:
     for mode, (other_loss, other_gradients, other_drawn) in results.items():
         # Reentrant, the gradient of what an encoder hands to all decoder blocks is added up in another order.
         tolerance = 1e-6 if mode == "reentrant" and given.config.is_encoder_decoder else 0
-        lines += differ(f"{mode}: loss", other_loss, loss, 0)
-        lines += differ(f"{mode}: what is drawn next", other_drawn, drawn, 0)
+        lines += differences(f"{mode}: loss", other_loss, loss, 0)
+        lines += differences(f"{mode}: what is drawn next", other_drawn, drawn, 0)
         for key, gradient in gradients.items():
-            lines += differ(f"{mode}: gradient of {key}", other_gradients[key], gradient, tolerance)
+            lines += differences(f"{mode}: gradient of {key}", other_gradients[key], gradient, tolerance)
     assert not lines, "\n".join(lines)
 
 
@@ -142,7 +142,7 @@ def check_checkpointing(given: Case, tp: int, pp: int) -> None:
 def test_gradient_checkpointing_on_stages_matches_one_process(pool: Pool, variant: str, seed: int) -> None:
     config = pipelines.config(variant, dropout=0.3, use_cache=False)
     batch = pipelines.batch(LM[variant], config, seed, dtype=torch.float32)
-    weights = full_parameters(whole(LM[variant], config, seed, torch.float32))
+    weights = full_parameters(reference_model(LM[variant], config, seed, torch.float32))
     given = Case(LM[variant], config, [[batch]], weights, [], {})
     pool.run(2, check_checkpointing, given, 1, 2)
     if variant in ("gpt2", "t5"):
@@ -183,7 +183,7 @@ def test_each_dropout_runs_on_exactly_one_stage(pool: Pool, variant: str, pp: in
     config = pipelines.config(variant, dropout=0.3, attn_implementation="eager")
     for name in (LM[variant], pipelines.heads_with_loss(variant)[-1]):
         batch = pipelines.batch(name, config, seed, dtype=torch.float32)
-        model = whole(name, config, seed, torch.float32)
+        model = reference_model(name, config, seed, torch.float32)
         given = Case(name, config, [[batch]], full_parameters(model), [], {})
         with DropoutsCounted() as counted:
             model(**batch)

@@ -188,138 +188,127 @@ def dropout_at_both_ends(patch: Patch) -> None:
 Caught = tuple[Callable[[Patch], None], str, dict[str, Any]]
 STAGES = {"tp": 1, "pp": 4}
 STEP = {"forward": 1.0, "backward": 2.0, "number": 4}
-MUTANTS: list[Caught] = [
-    (
-        row_without_sum,
-        "models/test_parity.py::test_step_of_every_head_matches_transformers",
-        {"variant": "gpt2", "n": 2},
-    ),
-    (
-        column_without_sum_of_gradients,
-        "models/test_parity.py::test_step_of_every_head_matches_transformers",
-        {"variant": "gptj", "n": 2},
-    ),
-    (
-        head_without_sum_of_gradients,
-        "models/test_parity.py::test_parameters_after_training_match_transformers",
-        {"variant": "gpt_neo", "n": 2},
-    ),
-    (
-        query_key_value_cut_as_one_matrix,
-        "models/test_parity.py::test_step_of_every_head_matches_transformers",
-        {"variant": "gpt2", "n": 2},
-    ),
-    (
-        bias_before_the_sum,
-        "models/test_parity.py::test_step_of_every_head_matches_transformers",
-        {"variant": "bert", "n": 2},
-    ),
-    (
-        key_values_without_sum_over_copies,
-        "models/test_parity.py::test_step_of_every_head_matches_transformers",
-        {"variant": "llama", "n": 3},
-    ),
-    (
-        gathered_gradient_summed,
-        "modeling/test_outputs.py::test_gathered_logits_are_differentiable",
-        {"variant": "t5"},
-    ),
-    (
-        cross_entropy_without_common_maximum,
-        "layers/test_vocab_parallel_logits.py::test_vocab_parallel_cross_entropy_matches_torch",
-        {"n": 2, "scale": 1.0},
-    ),
-    (
-        gathered_logits_in_the_loss,
-        "distributed/test_collectives.py::test_training_step_makes_two_all_reduces_per_block",
-        {"variant": "gpt2", "n": 2},
-    ),
-    (
-        a_copy_for_each_reader,
-        "distributed/test_collectives.py::test_training_step_makes_two_all_reduces_per_block",
-        {"variant": "llama-untied", "n": 2},
-    ),
-    (
-        same_masks_on_divided_activations,
-        "layers/test_dropout.py::test_step_with_dropout_matches_a_replay_of_its_masks",
-        {"variant": "gpt2", "n": 2},
-    ),
-    (
-        own_masks_on_replicated_activations,
-        "layers/test_dropout.py::test_step_with_dropout_matches_a_replay_of_its_masks",
-        {"variant": "bert", "n": 2},
-    ),
-    (
-        a_stream_left_open_by_exceptions,
-        "layers/test_dropout.py::test_dropout_streams_recover_from_an_exception_in_forward",
-        {"variant": "gpt2"},
-    ),
-    (
-        norm_counts_copies,
-        "modeling/test_training.py::test_clip_grad_norm_matches_one_process",
-        {"variant": "llama", "n": 3},
-    ),
-    (
-        norm_counts_copies,
-        "modeling/test_training.py::test_training_under_ddp_and_fsdp2_matches_one_process",
-        {"variant": "llama-one-kv", "wrapper": "FSDP2"},
-    ),
-    (
-        overflow_kept_to_oneself,
-        "modeling/test_training.py::test_grad_scaler_skips_a_step_on_all_ranks_after_an_overflow_on_one",
-        {"n": 2, "wrapper": "alone"},
-    ),
-    (
-        every_rank_samples_for_itself,
-        "modeling/test_outputs.py::test_generate_with_left_padding_matches_transformers",
-        {"variant": "gpt2", "n": 2},
-    ),
-    (
-        weights_drawn_in_parts,
-        "models/test_parity.py::test_from_config_seed_gives_the_same_weights_at_every_tensor_parallel_size",
-        {"variant": "gpt2"},
-    ),
-    (
-        mean_of_each_micro_batch,
-        "pipeline/test_pipeline.py::test_train_step_of_language_model_matches_one_process",
-        {"variant": "gptj", "tp": 1, "pp": 2},
-    ),
-    (
-        loss_that_forgets_its_scale,
-        "pipeline/test_schedule.py::test_micro_batch_loop_with_scaled_losses_accumulation_and_a_copied_model",
-        {"variant": "gpt2", "tp": 1, "pp": 2},
-    ),
-    (
-        tied_gradients_of_one_stage,
-        "pipeline/test_pipeline.py::test_train_step_of_language_model_matches_one_process",
-        {"variant": "gpt2", "tp": 1, "pp": 2},
-    ),
-    (
-        replicas_that_average_each_micro_batch,
-        "pipeline/test_pipeline.py::test_train_step_of_ddp_and_fsdp2_replicas_matches_one_process",
-        {"variant": "gpt2", "wrapper": "DDP"},
-    ),
-    (
-        one_micro_batch_more,
-        "pipeline/test_schedule.py::test_messages_between_stages_and_activations_in_flight_are_bounded",
-        {"variant": "gpt2", **STAGES, "size": 1},
-    ),
-    (
-        one_micro_batch_after_another,
-        "pipeline/test_overlap.py::test_pipeline_step_takes_the_ideal_time_on_logical_clocks",
-        STEP,
-    ),
-    (
-        norm_counts_tied_copies,
-        "pipeline/test_schedule.py::test_clip_grad_norm_over_stages_matches_one_process",
-        {"variant": "gpt2", **STAGES},
-    ),
-    (
-        dropout_at_both_ends,
-        "pipeline/test_schedule_precision.py::test_each_dropout_runs_on_exactly_one_stage",
-        {"variant": "t5", "pp": 2},
-    ),
-]
+MUTANTS: dict[str, list[Caught]] = {
+    "models/test_parity.py": [
+        (row_without_sum, "test_step_of_every_head_matches_transformers", {"variant": "gpt2", "n": 2}),
+        (column_without_sum_of_gradients, "test_step_of_every_head_matches_transformers", {"variant": "gptj", "n": 2}),
+        (
+            head_without_sum_of_gradients,
+            "test_parameters_after_training_match_transformers",
+            {"variant": "gpt_neo", "n": 2},
+        ),
+        (
+            query_key_value_cut_as_one_matrix,
+            "test_step_of_every_head_matches_transformers",
+            {"variant": "gpt2", "n": 2},
+        ),
+        (bias_before_the_sum, "test_step_of_every_head_matches_transformers", {"variant": "bert", "n": 2}),
+        (
+            key_values_without_sum_over_copies,
+            "test_step_of_every_head_matches_transformers",
+            {"variant": "llama", "n": 3},
+        ),
+        (
+            weights_drawn_in_parts,
+            "test_from_config_seed_gives_the_same_weights_at_every_tensor_parallel_size",
+            {"variant": "gpt2"},
+        ),
+    ],
+    "modeling/test_outputs.py": [
+        (gathered_gradient_summed, "test_gathered_logits_are_differentiable", {"variant": "t5"}),
+        (
+            every_rank_samples_for_itself,
+            "test_generate_with_left_padding_matches_transformers",
+            {"variant": "gpt2", "n": 2},
+        ),
+    ],
+    "layers/test_vocab_parallel_logits.py": [
+        (
+            cross_entropy_without_common_maximum,
+            "test_vocab_parallel_cross_entropy_matches_torch",
+            {"n": 2, "scale": 1.0},
+        ),
+    ],
+    "distributed/test_collectives.py": [
+        (
+            gathered_logits_in_the_loss,
+            "test_training_step_makes_two_all_reduces_per_block",
+            {"variant": "gpt2", "n": 2},
+        ),
+        (
+            a_copy_for_each_reader,
+            "test_training_step_makes_two_all_reduces_per_block",
+            {"variant": "llama-untied", "n": 2},
+        ),
+    ],
+    "layers/test_dropout.py": [
+        (
+            same_masks_on_divided_activations,
+            "test_step_with_dropout_matches_a_replay_of_its_masks",
+            {"variant": "gpt2", "n": 2},
+        ),
+        (
+            own_masks_on_replicated_activations,
+            "test_step_with_dropout_matches_a_replay_of_its_masks",
+            {"variant": "bert", "n": 2},
+        ),
+        (
+            a_stream_left_open_by_exceptions,
+            "test_dropout_streams_recover_from_an_exception_in_forward",
+            {"variant": "gpt2"},
+        ),
+    ],
+    "modeling/test_training.py": [
+        (norm_counts_copies, "test_clip_grad_norm_matches_one_process", {"variant": "llama", "n": 3}),
+        (
+            norm_counts_copies,
+            "test_training_under_ddp_and_fsdp2_matches_one_process",
+            {"variant": "llama-one-kv", "wrapper": "FSDP2"},
+        ),
+        (
+            overflow_kept_to_oneself,
+            "test_grad_scaler_skips_a_step_on_all_ranks_after_an_overflow_on_one",
+            {"n": 2, "wrapper": "alone"},
+        ),
+    ],
+    "pipeline/test_pipeline.py": [
+        (
+            mean_of_each_micro_batch,
+            "test_train_step_of_language_model_matches_one_process",
+            {"variant": "gptj", "tp": 1, "pp": 2},
+        ),
+        (
+            tied_gradients_of_one_stage,
+            "test_train_step_of_language_model_matches_one_process",
+            {"variant": "gpt2", "tp": 1, "pp": 2},
+        ),
+        (
+            replicas_that_average_each_micro_batch,
+            "test_train_step_of_ddp_and_fsdp2_replicas_matches_one_process",
+            {"variant": "gpt2", "wrapper": "DDP"},
+        ),
+    ],
+    "pipeline/test_schedule.py": [
+        (
+            loss_that_forgets_its_scale,
+            "test_micro_batch_loop_with_scaled_losses_accumulation_and_a_copied_model",
+            {"variant": "gpt2", "tp": 1, "pp": 2},
+        ),
+        (
+            one_micro_batch_more,
+            "test_messages_between_stages_and_activations_in_flight_are_bounded",
+            {"variant": "gpt2", **STAGES, "size": 1},
+        ),
+        (norm_counts_tied_copies, "test_clip_grad_norm_over_stages_matches_one_process", {"variant": "gpt2", **STAGES}),
+    ],
+    "pipeline/test_overlap.py": [
+        (one_micro_batch_after_another, "test_pipeline_step_takes_the_ideal_time_on_logical_clocks", STEP),
+    ],
+    "pipeline/test_schedule_precision.py": [
+        (dropout_at_both_ends, "test_each_dropout_runs_on_exactly_one_stage", {"variant": "t5", "pp": 2}),
+    ],
+}
+"""By the file of the test: the mutant, the test that catches it, and the arguments of that."""
 
 
 def with_mutant(make: Callable[[Patch], None], function: Callable[..., Any], *args: Any) -> Any:
@@ -338,26 +327,25 @@ class MutantPool:
         return self.pool.run(world_size, with_mutant, self.make, function, *args, **kwargs)
 
 
-def function_of(node: str) -> Callable[..., None]:
-    """The test function that pytest collects as ``node``, a file below ``tests/`` and a name."""
-    file, name = node.split("::")
+def load_test(file: str, name: str) -> Callable[..., None]:
+    """A test function, by its file below ``tests/``."""
     path = ROOT / "tests" / file
-    if str(path.parent) not in sys.path:  # it was not collected in this run
+    if str(path.parent) not in sys.path:  # nothing of its folder was collected in this run
         sys.path.insert(0, str(path.parent))
-    function: Callable[..., None] = getattr(importlib.import_module(path.stem), name)
-    return function
+    test: Callable[..., None] = getattr(importlib.import_module(path.stem), name)
+    return test
 
 
 @pytest.mark.parametrize(
-    ("make", "node", "arguments"),
-    MUTANTS,
-    ids=[f"{make.__name__}-{node.split('::')[1]}" for make, node, _ in MUTANTS],
+    ("file", "make", "name", "arguments"),
+    [(file, *caught) for file, rows in MUTANTS.items() for caught in rows],
+    ids=[f"{make.__name__}-{name}" for rows in MUTANTS.values() for make, name, _ in rows],
 )
 def test_mutant_is_caught(
-    pool: Pool, make: Callable[[Patch], None], node: str, arguments: dict[str, Any], seed: int
+    pool: Pool, file: str, make: Callable[[Patch], None], name: str, arguments: dict[str, Any], seed: int
 ) -> None:
     """The test passes, and with the mutant it fails by an assertion."""
-    test = function_of(node)
+    test = load_test(file, name)
     if "seed" in inspect.signature(test).parameters:
         arguments = {**arguments, "seed": seed}
     test(pool, **arguments)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from support import pipelines, zoo
-from support.pipelines import Weights, differ_in_stage, stage_parameters
-from support.reference import TOLERANCE, full_gradients, full_parameters, whole
+from support.pipelines import Weights, stage_differences, stage_parameters
+from support.reference import TOLERANCE, full_gradients, full_parameters, reference_model
 
 ADAPTED = {
     "from oslo import": "from oslo_models import",
@@ -56,7 +56,7 @@ def paste(*blocks: str, **namespace: Any) -> dict[str, Any]:
 
 def tiny_gpt2(seed: int, dtype: torch.dtype = torch.float64) -> Any:
     """Make the "gpt2" of the documents in the working directory."""
-    model = whole("GPT2LMHeadModel", zoo.config("gpt2", **SHAPES), seed, dtype)
+    model = reference_model("GPT2LMHeadModel", zoo.config("gpt2", **SHAPES), seed, dtype)
     model.save_pretrained("gpt2")
     TOKENIZER.save_pretrained("gpt2")
     return model
@@ -96,8 +96,8 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, replicas: int) -> tupl
     return losses, gradients, full_parameters(model)
 
 
-def differ_in_weights(model: Any, weights: Weights, tolerance: float = TOLERANCE) -> list[str]:
-    return differ_in_stage(model, "", stage_parameters(model), weights, tolerance)
+def weight_differences(model: Any, weights: Weights, tolerance: float = TOLERANCE) -> list[str]:
+    return stage_differences(model, "", stage_parameters(model), weights, tolerance)
 
 
 def needs_deepspeed() -> None:

@@ -66,7 +66,7 @@ class Replay(_Dropouts):
         return x * mask
 
 
-def join(masks: Sequence[Tensor], whole_shape: Sequence[int]) -> tuple[Tensor, bool]:
+def join_masks(masks: Sequence[Tensor], whole_shape: Sequence[int]) -> tuple[Tensor, bool]:
     """The mask of the whole activation from those of the ranks, and whether it was divided."""
     first = masks[0]
     if tuple(first.shape) == tuple(whole_shape):

@@ -20,12 +20,12 @@ GELU_NEW = {"gpt2": {}, "bert": {"hidden_act": "gelu_new"}, "t5": {"feed_forward
 
 
 @lru_cache(maxsize=64)
-def reference(variant: str, name: str, seed: int) -> Step:
+def fusion_reference(variant: str, name: str, seed: int) -> Step:
     config = zoo.config_of(name, zoo.config(variant, **GELU_NEW.get(variant, {})))
     return reference_step(name, config, seed)
 
 
-def relative(own: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+def relative_error(own: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     """How far all numbers together are from the exact ones, relatively."""
     error = sum((own[name].double() - exact[name].double()).pow(2).sum() for name in exact)
     return float((error / sum(exact[name].double().pow(2).sum() for name in exact)).sqrt())
@@ -35,5 +35,5 @@ def gpt2(seed: int = 0, **options: Any) -> Any:
     return GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2"), seed=seed, **options)
 
 
-def called() -> Any:
+def spy_on_few_rows() -> Any:
     return mock.patch.object(kernel, "_of_few_rows", wraps=kernel._of_few_rows)

@@ -16,7 +16,7 @@ BEAMS = {**GREEDY, "beams": {"num_beams": 3}}
 Tokens = dict[str, Tensor]
 
 
-def generated(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:
+def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:
     names = (model.main_input_name, "attention_mask", "context_input_ids", "context_attention_mask", "doc_scores")
     prompt = {key: batch[key] for key in names if key in batch}
     model.eval()
@@ -24,8 +24,10 @@ def generated(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]
         return {way: model.generate(**prompt, **ways[way], do_sample=False, max_new_tokens=5) for way in ways}
 
 
-def differ_in_tokens(model: Any, batch: dict[str, Any], expected: Tokens, ways: dict[str, dict[str, int]]) -> list[str]:
-    own = generated(model, batch, ways) if expected else {}
+def token_differences(
+    model: Any, batch: dict[str, Any], expected: Tokens, ways: dict[str, dict[str, int]]
+) -> list[str]:
+    own = generate_tokens(model, batch, ways) if expected else {}
     return [
         f"{way}: {own[way].tolist()} instead of {tokens.tolist()}"
         for way, tokens in expected.items()

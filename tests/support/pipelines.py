@@ -22,7 +22,7 @@ from oslo_models import registry
 
 from support import zoo
 from support.float64 import lifted_casts
-from support.reference import TOLERANCE, Step, differ, full_gradients, full_parameters, tensors, whole
+from support.reference import TOLERANCE, Step, differences, full_gradients, full_parameters, reference_model, tensors
 
 ROWS = 4
 DEPTH: dict[str, dict[str, Any]] = {
@@ -72,7 +72,7 @@ def batch(
 # Stages ---------------------------------------------------------------------------------------------------------------
 
 
-def on_stages(
+def model_on_stages(
     name: str,
     config: PreTrainedConfig,
     weights: Mapping[str, Tensor],
@@ -91,13 +91,13 @@ def on_stages(
 
 
 def stage_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the names that they have in the whole model, tied ones under each of their names."""
+    """This rank's parameters by the names that they have in the full model, tied ones under each of their names."""
     aliases = {} if model.stage is None else model.stage.aliases
     return {aliases.get(name, name): param for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def model_layout(model: Any, full_name: str) -> Any:
-    aliases = {} if model.stage is None else {whole: local for local, whole in model.stage.aliases.items()}
+    aliases = {} if model.stage is None else {full: local for local, full in model.stage.aliases.items()}
     return model.layouts[aliases.get(full_name, full_name)]
 
 
@@ -105,7 +105,7 @@ def undivided(value: Tensor | None) -> Tensor | None:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def differ_in_stage(
+def stage_differences(
     model: Any, what: str, own: Mapping[str, Tensor | None], full: Mapping[str, Tensor | None], tolerance: float
 ) -> list[str]:
     """Where this rank's tensors, by full names of parameters, are not its parts of the full ones."""
@@ -114,7 +114,7 @@ def differ_in_stage(
         expected = full[name]
         if expected is not None:
             expected = model_layout(model, name).shard(expected, model.mesh.tp.rank)
-        lines += differ(f"{what} {name}", undivided(part), expected, tolerance)
+        lines += differences(f"{what} {name}", undivided(part), expected, tolerance)
     return lines
 
 
@@ -122,10 +122,10 @@ def gradients_on_stage(model: Any) -> dict[str, Tensor | None]:
     return {name: param.grad for name, param in stage_parameters(model).items()}
 
 
-def differ_in_gradients(
+def gradient_differences(
     model: Any, full: Mapping[str, Tensor | None], tolerance: float = TOLERANCE, what: str = "gradient of"
 ) -> list[str]:
-    return differ_in_stage(model, what, gradients_on_stage(model), full, tolerance)
+    return stage_differences(model, what, gradients_on_stage(model), full, tolerance)
 
 
 def take_loop(model: Any, batch: Mapping[str, Any], scale: float = 1.0, lift: bool = True) -> Tensor:
@@ -177,13 +177,13 @@ def case(
         batches = [
             [batch(name, config, seed + 10 * step + replica) for replica in range(replicas)] for step in range(steps)
         ]
-    model = whole(name, config, seed)
+    model = reference_model(name, config, seed)
     weights = full_parameters(model)
     loss = take_reference_step(model, batches[0])
     norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None]).item()
     made = Case(name, config, batches, weights, loss, full_gradients(model), norm=norm)
     for optimizer in optimizers:
-        model = whole(name, config, seed)
+        model = reference_model(name, config, seed)
         stepper = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)
         for step in range(STEPS[optimizer]):
             stepper.zero_grad()
@@ -236,17 +236,17 @@ def lm_case(variant: str, seed: int, **options: Any) -> Case:
 
 
 def stages_of(given: Case, tp: int, pp: int, **options: Any) -> Any:
-    return on_stages(given.name, given.config, given.weights, tp, pp, **options)
+    return model_on_stages(given.name, given.config, given.weights, tp, pp, **options)
 
 
-def differ_in_loop(model: Any, step: Step) -> list[str]:
+def loop_differences(model: Any, step: Step) -> list[str]:
     """Micro-batches: their losses and gradients, or what they return where there is no loss."""
     if "loss" not in step.outputs:
         with torch.no_grad(), lifted_casts():
             outputs = [dict(tensors(output)) for output in model(**step.batch)]
         own = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
-        lines = [line for name in own for line in differ(name, own[name], step.outputs[name], TOLERANCE)]
+        lines = [line for name in own for line in differences(name, own[name], step.outputs[name], TOLERANCE)]
         return lines if own or not model.stage.is_last else ["no outputs"]
     loss = take_loop(model, step.batch)
     lines = [] if (loss - step.value).abs() < 1e-10 else [f"loss: {loss.item()} instead of {step.value.item()}"]
-    return lines + differ_in_gradients(model, step.gradients)
+    return lines + gradient_differences(model, step.gradients)

@@ -27,7 +27,9 @@ TOLERANCE = 1e-10
 """The largest absolute difference in float64."""
 
 
-def whole(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+def reference_model(
+    name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = torch.float64, **options: Any
+) -> Any:
     """A transformers model in training mode none of whose parameters is zero or one, as biases and norms begin.
 
     It is loaded: `from_pretrained` computes its buffers in float32 whatever the dtype of the model, `_from_config` in
@@ -54,7 +56,7 @@ def full_gradients(model: PreTrainedModel) -> dict[str, Tensor | None]:
     return {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
 
 
-def parallel(
+def parallel_model(
     name: str,
     config: PreTrainedConfig,
     weights: Mapping[str, Tensor],
@@ -159,7 +161,7 @@ def reference_step(
     **options: Any,
 ) -> Step:
     """The step of transformers' own class. In float64, casts to float32 are lifted."""
-    model = whole(name, config, seed, dtype, **options)
+    model = reference_model(name, config, seed, dtype, **options)
     weights = {**model.state_dict(), **full_parameters(model)}  # buffers too, such as what BART adds to its logits
     batch = zoo.batch(name, config, seed + 1, dtype) if batch is None else batch
     outputs, value, input_gradients = take_step(model, batch, objective, lift=dtype == torch.float64)
@@ -168,7 +170,7 @@ def reference_step(
     )
 
 
-def differ(what: str, own: Tensor | None, expected: Tensor | None, tolerance: float) -> list[str]:
+def differences(what: str, own: Tensor | None, expected: Tensor | None, tolerance: float) -> list[str]:
     """A line about the difference, if there is one."""
     if own is None or expected is None:
         return [] if own is expected else [f"{what}: {'no' if own is None else 'a'} tensor"]
@@ -180,7 +182,7 @@ def differ(what: str, own: Tensor | None, expected: Tensor | None, tolerance: fl
     return [] if error <= tolerance else [f"{what}: off by {error:.2e}"]  # a nan is not small either
 
 
-def differ_in_parts(
+def shard_differences(
     model: Any, what: str, own: Mapping[str, Tensor | None], full: Mapping[str, Tensor | None], tolerance: float
 ) -> list[str]:
     """Where this rank's tensors, by the names of parameters, are not its parts of the full ones."""
@@ -189,22 +191,22 @@ def differ_in_parts(
         expected = full[name]
         if expected is not None:
             expected = model.layouts[name].shard(expected, model.mesh.tp.rank)
-        lines += differ(f"{what} {name}", part, expected, tolerance)
+        lines += differences(f"{what} {name}", part, expected, tolerance)
     return lines
 
 
-def differ_in_step(model: Any, step: Step, tolerance: float = TOLERANCE, without: tuple[str, ...] = ()) -> list[str]:
+def step_differences(model: Any, step: Step, tolerance: float = TOLERANCE, without: tuple[str, ...] = ()) -> list[str]:
     """Take the same step with this rank's part of the model: where its results differ."""
     outputs, value, input_gradients = take_step(model, step.batch, step.objective, lift=tolerance > 0)
     expected = {path: tensor for path, tensor in step.outputs.items() if not path.startswith(without or " ")}
     lines = [] if outputs.keys() == expected.keys() else [f"outputs: {list(outputs)} instead of {list(expected)}"]
     for path in outputs.keys() & expected.keys():
-        lines += differ(f"output {path}", outputs[path], expected[path], tolerance)
-    lines += differ("value", value, step.value, tolerance)
+        lines += differences(f"output {path}", outputs[path], expected[path], tolerance)
+    lines += differences("value", value, step.value, tolerance)
     for key, gradient in input_gradients.items():
-        lines += differ(f"gradient of input {key}", gradient, step.input_gradients[key], tolerance)
+        lines += differences(f"gradient of input {key}", gradient, step.input_gradients[key], tolerance)
     own = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
-    lines += differ_in_parts(model, "gradient of", own, step.gradients, tolerance)
+    lines += shard_differences(model, "gradient of", own, step.gradients, tolerance)
     return lines
 
 
@@ -224,7 +226,7 @@ def train(model: Any, batches: Sequence[Mapping[str, Any]], optimizer: str = "SG
 
 def saved_step(name: str, config: PreTrainedConfig, seed: int, batch: dict[str, Any], folder: Path) -> Step:
     """The step of a transformers model that is saved too, so that its buffers come along."""
-    model = whole(name, config, seed)
+    model = reference_model(name, config, seed)
     model.save_pretrained(folder)
     torch.manual_seed(0)
     outputs, value, inputs = take_step(model, batch, loss_or_all_outputs)
