@@ -34,12 +34,12 @@ from support.reference import (
     take_step,
     train,
 )
-from support.tensor_parallel import check_step, tensor_parallel_model, transformers_model
+from support.tensor_parallel import check_tensor_parallel_step, tensor_parallel_model, transformers_model
 
 
 @pytest.mark.parametrize(("variant", "n"), [("gpt2", 2), ("llama", 3), ("t5", 2), ("gpt2-cross", 3)])
 def test_tensor_parallel_step_matches_transformers(variant: str, n: int, seed: int) -> None:
-    check_step(zoo.lm_head(variant), variant, n, seed)
+    check_tensor_parallel_step(zoo.lm_head(variant), variant, n, seed)
 
 
 @pytest.mark.zoo
@@ -48,7 +48,7 @@ def test_tensor_parallel_step_matches_transformers(variant: str, n: int, seed: i
 def test_tensor_parallel_step_of_every_architecture_matches_transformers(
     variant: str, sharded: bool, seed: int
 ) -> None:
-    check_step(zoo.main_head(variant), variant, 2, seed, sharded=sharded)
+    check_tensor_parallel_step(zoo.main_head(variant), variant, 2, seed, sharded=sharded)
 
 
 @pytest.mark.parametrize(

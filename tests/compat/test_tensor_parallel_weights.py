@@ -12,14 +12,14 @@ import oslo_models
 from support import zoo
 from support.float64 import lifted_casts
 from support.reference import TOLERANCE, full_gradients, shard_differences
-from support.tensor_parallel import check_step, tensor_parallel_model, transformers_model
+from support.tensor_parallel import check_tensor_parallel_step, tensor_parallel_model, transformers_model
 
 # What is not divided by layers ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("variant", "n"), [("gpt2", 3), ("llama-one-kv", 2), ("qwen3", 2), ("bert", 2)])
 def test_sharded_step_matches_transformers(variant: str, n: int, seed: int) -> None:
-    check_step(zoo.main_head(variant), variant, n, seed, sharded=True)
+    check_tensor_parallel_step(zoo.main_head(variant), variant, n, seed, sharded=True)
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "bart"])

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from support import pipelines
-from support.documents import BATCH_SIZE, needs_deepspeed, paste, steps_of, trained, weight_differences, without_stages
+from support.documents import (
+    BATCH_SIZE,
+    needs_deepspeed,
+    reference_training,
+    run_block,
+    steps_of,
+    weight_differences,
+    without_stages,
+)
 from support.pipelines import Weights
 from support.pool import Pool
 
@@ -87,10 +95,10 @@ def check_deepspeed(pipelined: bool, weights: Weights) -> None:
     initialization, loop = DEEPSPEED, DEEPSPEED_WITH_PIPELINE
     if not pipelined:
         initialization, loop = without_stages(DEEPSPEED), DEEPSPEED_WITHOUT_PIPELINE
-    made = paste(initialization, given=DS_CONFIG)
+    made = run_block(initialization, given=DS_CONFIG)
     model = made["model"]
     steps = [batches[model.mpu.get_data_parallel_rank()] for batches in steps_of(1 if pipelined else 2)]
-    paste(loop, **{**made, "loader": steps})
+    run_block(loop, **{**made, "loader": steps})
     lines = weight_differences(model, weights, 2e-6)
     assert not lines, "\n".join(lines)
 
@@ -99,5 +107,5 @@ def check_deepspeed(pipelined: bool, weights: Weights) -> None:
 def test_deepspeed_chapter_runs_as_printed(pool: Pool, hub: Any, pipelined: bool) -> None:
     needs_deepspeed()
     model = hub(torch.float32).eval()
-    _, _, weights = trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 1 if pipelined else 2)
+    _, _, weights = reference_training(model, torch.optim.SGD(model.parameters(), lr=0.1), 1 if pipelined else 2)
     pool.run(4, check_deepspeed, pipelined, weights, env=True)

@@ -14,7 +14,7 @@ import oslo_models
 from oslo_models.deploy import options as serving
 
 from support import deployment, zoo
-from support.documents import paste
+from support.documents import run_block
 from support.pool import Pool
 
 CREATION = """
@@ -59,7 +59,7 @@ def test_parallelformers_document_runs_as_printed(pool: Pool, hub: Any, monkeypa
     monkeypatch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
     half = hub(torch.float32).half().eval()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        made = paste(CREATION, PARALLELIZATION, INFERENCE, STATES)
+        made = run_block(CREATION, PARALLELIZATION, INFERENCE, STATES)
     model, inputs = made["model"], made["inputs"]
     assert "cpu:1:\n" in printed.getvalue() and "Output: Parallelformers is" in printed.getvalue()
     assert isinstance(model, oslo_models.GPT2LMHeadModel) and model.dtype == torch.float16
@@ -68,7 +68,7 @@ def test_parallelformers_document_runs_as_printed(pool: Pool, hub: Any, monkeypa
     model.restart()
     assert model._engine.pids != pids
     torch.testing.assert_close(model(**inputs).logits, half(**inputs).logits, rtol=0.02, atol=0.02)
-    paste(MANAGING, model=model)
+    run_block(MANAGING, model=model)
     assert not hasattr(model, "health") and torch.equal(model(**inputs).logits, half(**inputs).logits)
     weights = model.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in half.state_dict().items())

@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 
 from support import ROOT
-from support.documents import ADAPTED, paste
+from support.documents import ADAPTED, run_block
 from support.float64 import lifted_casts
 
 USE = """
@@ -93,7 +93,7 @@ def test_tensor_parallel_document_runs_as_printed(hub: Any, monkeypatch: Any, ca
     for original, adapted in DEVICES.items():
         monkeypatch.setitem(ADAPTED, original, adapted)
     model = hub().eval()
-    made = paste(USE)
+    made = run_block(USE)
     inputs = made["inputs"]
     assert torch.equal(made["outputs"], model.generate(inputs, num_beams=5))
     printed = capsys.readouterr().out  # DeepSpeed, if accelerate imports it now, says so first
@@ -102,7 +102,7 @@ def test_tensor_parallel_document_runs_as_printed(hub: Any, monkeypatch: Any, ca
     other = made["model"]
     assert isinstance(other, hf.GPT2LMHeadModel) and len([*other.parameters()]) == 2 * len([*model.parameters()])
     torch.testing.assert_close(other.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-    other = paste(SAVING)["model"]
+    other = run_block(SAVING)["model"]
     saved = hf.AutoModelForCausalLM.from_pretrained("saved")
     for state in (saved.state_dict(), torch.load("state.pt"), other.state_dict()):
         assert list(state) == list(model.state_dict())
@@ -115,7 +115,7 @@ def test_tensor_parallel_dispatch_block_runs(hub: Any, monkeypatch: Any) -> None
         monkeypatch.setitem(ADAPTED, printed, adapted)
     model = hub().eval()
     torch.save(model.state_dict(), "my_model_part_1_of_5.bin")
-    other = paste(DISPATCH, torch=torch, MyModel=lambda: hf.GPT2LMHeadModel(model.config).double())["model"].eval()
+    other = run_block(DISPATCH, torch=torch, MyModel=lambda: hf.GPT2LMHeadModel(model.config).double())["model"].eval()
     other.tie_weights()
     inputs = torch.tensor([[5, 6, 7]])
     assert torch.equal(other.generate(inputs, pad_token_id=0), model.generate(inputs, pad_token_id=0))
@@ -132,7 +132,7 @@ def test_readme_section_on_notebooks_runs(hub: Any) -> None:
     whole = [line for line in lines if "oslo_models" not in line and "generate" not in line and "save" not in line]
     plain = "\n".join(whole).replace("model.clip_grad_norm_(", "torch.nn.utils.clip_grad_norm_(model.parameters(), ")
     with lifted_casts():
-        model = paste(plain, torch=torch, loader=loader)["model"]
-        paste(example, torch=torch, loader=loader)
+        model = run_block(plain, torch=torch, loader=loader)["model"]
+        run_block(example, torch=torch, loader=loader)
     saved = hf.AutoModelForCausalLM.from_pretrained("merged").state_dict()
     assert all(torch.allclose(saved[name], tensor, rtol=0, atol=1e-8) for name, tensor in model.state_dict().items())

@@ -28,10 +28,10 @@ from support.documents import (
     ADAPTED,
     BATCH_SIZE,
     needs_deepspeed,
-    paste,
+    reference_training,
+    run_block,
     samples,
     steps_of,
-    trained,
     weight_differences,
     without_stages,
 )
@@ -242,26 +242,26 @@ def adam(model: Any) -> torch.optim.Optimizer:
 
 
 def check_model_parallelism(weights: Weights) -> None:
-    model = paste(FROM_THE_HUB, SAVING, MERGING)["model"]
+    model = run_block(FROM_THE_HUB, SAVING, MERGING)["model"]
     assert model.is_tensor_parallelized() and model.is_pipeline_parallelized() and model.is_model_parallelized()
     assert not model.is_data_parallelized() and isinstance(model, hf.GPT2LMHeadModel)
     assert not weight_differences(model, weights, 0)
     model.save_pretrained_with_parallel("bin", save_with_merge=True, safe_serialization=False)
-    from_split = paste(FROM_A_PATH)["model"]
+    from_split = run_block(FROM_A_PATH)["model"]
     assert not weight_differences(from_split, weights, 0)
     for directory in ("path/to/merge", "bin"):
-        merged = paste(FROM_A_PATH.replace("/path/to/model", directory))["model"]
+        merged = run_block(FROM_A_PATH.replace("/path/to/model", directory))["model"]
         assert not weight_differences(merged, weights, 0)
     for maker in ("from_pretrained(", 'from_json_file("gpt2/config.json")', "from_dict(YOUR_CONFIG_DICT)"):
         block = FROM_A_CONFIGURATION
         if maker != "from_pretrained(":
             block = block.replace('from_pretrained("gpt2")', maker)
-        made = paste(block, YOUR_CONFIG_DICT=model.config.to_dict())["model"]
+        made = run_block(block, YOUR_CONFIG_DICT=model.config.to_dict())["model"]
         assert {name: param.shape for name, param in made.named_parameters()} == {
             name: param.shape for name, param in model.named_parameters()
         }
     options = FROM_THE_HUB.replace("2,\n)", "2,\n    torch_dtype=torch.bfloat16, pad_token_id=7)")
-    halved = paste(options, torch=torch)["model"]
+    halved = run_block(options, torch=torch)["model"]
     assert halved.dtype == torch.bfloat16 and halved.config.pad_token_id == 7
 
 
@@ -283,7 +283,7 @@ def check_training(
 ) -> None:
     pipelined = loop != WITHOUT_PIPELINE
     wrapping = WRAPPING if pipelined else without_stages(WRAPPING)
-    made = paste(wrapping, LOADING, OPTIMIZER, given=samples())
+    made = run_block(wrapping, LOADING, OPTIMIZER, given=samples())
     model = made["model"]
     assert len(made["dataloader"]) == len(steps_of(model.mpu.get_data_parallel_world_size())) > 1
     seen: list[Tensor] = []
@@ -298,7 +298,7 @@ def check_training(
     call = watched if pipelined else lambda **batch: next(watched(**batch))
     exact = tolerance == TOLERANCE
     with lifted_casts() if exact else contextlib.nullcontext():
-        paste(loop, **{**made, "loader": made["dataloader"], "model_ddp": call})
+        run_block(loop, **{**made, "loader": made["dataloader"], "model_ddp": call})
     loss = torch.stack([value.detach() for value in seen]).sum()
     assert len(seen) == (BATCH_SIZE if pipelined else 1)
     replica, largest = model.mpu.get_data_parallel_rank(), max(grad.abs().max() for grad in gradients.values())
@@ -311,19 +311,19 @@ def check_training(
 
 def test_training_chapter_without_pipeline_matches_one_process(pool: Pool, hub: Any) -> None:
     model = hub().eval()
-    pool.run(4, check_training, WITHOUT_PIPELINE, *trained(model, adam(model), 2), env=True)
+    pool.run(4, check_training, WITHOUT_PIPELINE, *reference_training(model, adam(model), 2), env=True)
 
 
 def test_training_chapter_with_pipeline_matches_one_process(pool: Pool, hub: Any) -> None:
     """On all three axes; the gradients after the loop are those of its last step."""
     model = hub().eval()
-    pool.run(8, check_training, WITH_PIPELINE, *trained(model, adam(model), 2), env=True)
+    pool.run(8, check_training, WITH_PIPELINE, *reference_training(model, adam(model), 2), env=True)
 
 
 def test_mixed_precision_chapter_runs_as_printed(pool: Pool, hub: Any) -> None:
     """As near to the step in float32 as bfloat16 gets; the gradients are no longer scaled."""
     model = hub(torch.float32).eval()
-    pool.run(4, check_training, MIXED_PRECISION, *trained(model, adam(model), 1), 0.03, env=True)
+    pool.run(4, check_training, MIXED_PRECISION, *reference_training(model, adam(model), 1), 0.03, env=True)
 
 
 def launched(*command: str) -> str:
@@ -368,7 +368,7 @@ def test_launcher_commands_of_the_chapter_run(hub: Any, launcher: str) -> None:
 
 
 def check_activation_checkpointing() -> None:
-    model, (batch,) = paste(FROM_THE_HUB)["model"].train(), steps_of(1)[0]
+    model, (batch,) = run_block(FROM_THE_HUB)["model"].train(), steps_of(1)[0]
     calls: list[int] = []
     for block in model.transformer.h:
         block.attn.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -382,9 +382,9 @@ def check_activation_checkpointing() -> None:
         return len(calls), {name: param.grad.clone() for name, param in model.named_parameters()}
 
     plain, expected = step()
-    paste("model.gradient_checkpointing_enable()", model=model)
+    run_block("model.gradient_checkpointing_enable()", model=model)
     repeated, gradients = step()
-    paste("model.gradient_checkpointing_disable()", model=model)
+    run_block("model.gradient_checkpointing_disable()", model=model)
     again, _ = step()
     assert (repeated, again) == (2 * plain, plain)
     assert all(torch.equal(gradients[name], grad) for name, grad in expected.items())
@@ -402,18 +402,18 @@ def test_activation_checkpointing_chapter_runs_as_printed(pool: Pool, hub: Any) 
 def check_additional_parameters() -> list[float]:
     (batch,) = steps_of(1)[0]
     with torch.no_grad():
-        model = paste(FROM_THE_HUB)["model"]
+        model = run_block(FROM_THE_HUB)["model"]
         assert len(list(model(**batch))) == BATCH_SIZE  # the default is 1
-        model = paste(MICRO_BATCH_SIZE)["model"]
+        model = run_block(MICRO_BATCH_SIZE)["model"]
         assert len(list(model(**batch))) == BATCH_SIZE // 4
         model.set_micro_batch_size(1)
-        paste("model.set_micro_batch_size(4)", model=model)
+        run_block("model.set_micro_batch_size(4)", model=model)
         assert len(list(model(**batch))) == BATCH_SIZE // 4
-        resized = paste(RESIZE_TOKEN_EMBEDDINGS, tokenizer=range(300))["model"]
+        resized = run_block(RESIZE_TOKEN_EMBEDDINGS, tokenizer=range(300))["model"]
         assert resized.config.vocab_size == 300
         logits = list(resized(**batch))[-1].logits
         assert not resized.mpu.is_pipeline_last_stage() or logits.shape[-1] == 300
-    paste(SEED)
+    run_block(SEED)
     return [torch.rand(()).item(), float(numpy.random.rand()), random.random()]
 
 

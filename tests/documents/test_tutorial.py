@@ -19,9 +19,9 @@ import transformers as hf
 import oslo_models
 
 from support import zoo
-from support.documents import TEXTS, paste
+from support.documents import TEXTS, run_block
 from support.float64 import lifted_casts
-from support.pipelines import Weights, model_on_stages, stage_differences, stage_parameters, take_loop
+from support.pipelines import Weights, model_on_stages, run_micro_batches, stage_differences, stage_parameters
 from support.pool import Pool
 from support.reference import TOLERANCE, full_parameters, reference_model
 
@@ -128,12 +128,12 @@ NUMBERS = {"NUM_YOUR_GPUS": RANKS, "BATCH_SIZE": 16, "SEQ_LEN": 20, "SAVE_INTERV
 
 def run(*, divided: bool) -> tuple[str, Any]:
     """What the chapters "Inference" and "Training" write, and the model after them."""
-    made = paste(CREATION, *([PARALLELIZATION] if divided else []), **NUMBERS)
+    made = run_block(CREATION, *([PARALLELIZATION] if divided else []), **NUMBERS)
     with contextlib.redirect_stdout(io.StringIO()) as printed, lifted_casts():
-        paste(INFERENCE, **made)
-        made = paste(WITH_AN_OPTIMIZER, *([WITHOUT_ENABLE] if divided else []), **NUMBERS)
+        run_block(INFERENCE, **made)
+        made = run_block(WITH_AN_OPTIMIZER, *([WITHOUT_ENABLE] if divided else []), **NUMBERS)
         torch.manual_seed(7)  # the order of the texts
-        paste(LOADING, TRAINING + SAVING if divided else TRAINING, **{**made, "given": TEXTS})
+        run_block(LOADING, TRAINING + SAVING if divided else TRAINING, **{**made, "given": TEXTS})
     return printed.getvalue(), made["model"]
 
 
@@ -142,7 +142,7 @@ def check_tutorial(expected: str, weights: Weights) -> None:
     assert printed == expected and isinstance(model, oslo_models.GPT2LMHeadModel) and model.is_tensor_parallelized()
     assert not stage_differences(model, "", stage_parameters(model), weights, TOLERANCE)
     torch.manual_seed(dist.get_rank())
-    paste(AT_RANDOM, FROM_A_FILE, MERGING)
+    run_block(AT_RANDOM, FROM_A_FILE, MERGING)
 
 
 def test_tutorial_runs_as_printed(pool: Pool, hub: Any) -> None:
@@ -173,7 +173,7 @@ def check_stages(config: Any, batch: dict[str, Any], weights: Weights) -> None:
     assert sum(param.numel() for param in given.values()) == whole_size  # nothing of other stages is kept
     twin = model_on_stages("GPT2LMHeadModel", config, weights, 2, 2, micro_batch_size=2)
     for each in (model, twin):
-        take_loop(each, batch)
+        run_micro_batches(each, batch)
     optimizer.step()
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     expected = stage_parameters(twin)

@@ -28,7 +28,7 @@ from support.fake_timings import faster_at
 from support.float64 import lifted_casts
 from support.fusion import GELU_NEW, LOGITS, fusion_reference, gpt2, relative_error
 from support.logits_operations import IN_PLACE, LABELS, LOSSES, OPERATIONS, SHAPE, VOCAB
-from support.pipelines import Case, gradient_differences, model_on_stages, take_loop
+from support.pipelines import Case, gradient_differences, model_on_stages, run_micro_batches
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
@@ -84,7 +84,7 @@ def check_stages(case: Case, tp: int, pp: int) -> None:
     """On every rank: losses of micro-batches with unequal numbers of labels add up, and so do gradients."""
     model = model_on_stages(case.name, case.config, case.weights, tp, pp, micro_batch_size=1).fuse()
     with small_chunks():
-        lines = differences("loss", take_loop(model, case.batches[0][0]), case.loss[0], TOLERANCE)
+        lines = differences("loss", run_micro_batches(model, case.batches[0][0]), case.loss[0], TOLERANCE)
     lines += gradient_differences(model, case.gradients)
     assert not lines, "\n".join(lines)
     assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == model.stage.is_last
@@ -389,7 +389,7 @@ def check_wrappers(batches: list[dict[str, Tensor]], config: Any, weights: dict[
         with lifted_casts(), small_chunks():
             run(**batches[model.mesh.dp.rank]).loss.backward()
         optimizer.step()
-        trained.append({name: pipelines.undivided(param).detach() for name, param in model.named_parameters()})
+        trained.append({name: pipelines.to_full_tensor(param).detach() for name, param in model.named_parameters()})
     lines = [line for own in trained[1:] for line in shard_differences(model, "", own, trained[0], TOLERANCE)]
     assert not lines, "\n".join(lines)
 

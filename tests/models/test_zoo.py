@@ -162,7 +162,7 @@ def masks_while_training(config: PreTrainedConfig, batch: dict[str, Any]) -> lis
     np.random.seed(dist.get_rank())
     cls: Any = registry.find("Wav2Vec2Model")
     model = cls.from_config_with_parallel(config, 2, seed=0)
-    return pipelines.everywhere(model(**batch).last_hidden_state.detach())
+    return pipelines.gather_from_all_ranks(model(**batch).last_hidden_state.detach())
 
 
 def test_wav2vec2_specaugment_masks_are_equal_on_all_ranks(pool: Pool, seed: int) -> None:
@@ -188,7 +188,7 @@ def slopes_with_dropout(config: PreTrainedConfig, batch: dict[str, Any]) -> Any:
 
     value(0.0).backward()  # type: ignore[no-untyped-call]
     difference = value(1e-7) - value(-2e-7)
-    return weight.grad[:, ::2].sum().item(), difference.item() / 2e-7, pipelines.everywhere(ways[0].detach())
+    return weight.grad[:, ::2].sum().item(), difference.item() / 2e-7, pipelines.gather_from_all_ranks(ways[0].detach())
 
 
 def test_reformer_dropout_masks_are_equal_in_its_reversible_backward_pass(pool: Pool, seed: int) -> None:

@@ -141,7 +141,7 @@ SEVERAL_LOSSES = {
 
 def check_loop(case: pipelines.Case) -> None:
     model = pipelines.model_on_stages(case.name, case.config, case.weights, 1, 2)
-    loss = pipelines.take_loop(model, case.batches[0][0])
+    loss = pipelines.run_micro_batches(model, case.batches[0][0])
     assert abs(loss.item() - case.loss[0].item()) < 1e-10
     assert not (lines := pipelines.gradient_differences(model, case.gradients)), "\n".join(lines)
 

@@ -19,9 +19,9 @@ from support.pipelines import (
     case,
     gradient_differences,
     model_on_stages,
+    run_micro_batches,
     stage_differences,
     stage_parameters,
-    take_loop,
 )
 from support.pool import Pool
 from support.reference import TOLERANCE, differences
@@ -46,7 +46,7 @@ def check_cases(cases: list[Case], tp: int, pp: int) -> None:
     lines = []
     for number, given in enumerate(cases):
         model = model_on_stages(given.name, given.config, given.weights, tp, pp, micro_batch_size=1 + number % 2)
-        found = differences("loss", take_loop(model, given.batches[0][0]), given.loss[0], TOLERANCE)
+        found = differences("loss", run_micro_batches(model, given.batches[0][0]), given.loss[0], TOLERANCE)
         found += gradient_differences(model, given.gradients)
         for optimizer, expected in given.trained.items():
             model = model_on_stages(given.name, given.config, given.weights, tp, pp)
@@ -54,7 +54,7 @@ def check_cases(cases: list[Case], tp: int, pp: int) -> None:
             for step in range(pipelines.STEPS[optimizer]):
                 model.set_micro_batch_size(2 - step % 2)
                 stepper.zero_grad()
-                take_loop(model, given.batches[step][0])
+                run_micro_batches(model, given.batches[step][0])
                 stepper.step()
             found += stage_differences(model, f"{optimizer}:", stage_parameters(model), expected, TOLERANCE)
         lines += [f"{given.name}: {line}" for line in found]
@@ -181,7 +181,7 @@ def check_replicas(wrapper: str, given: Case, tp: int, pp: int) -> None:
         for step in range(pipelines.STEPS[optimizer]):
             model.set_micro_batch_size(1 + step % 2)
             stepper.zero_grad()
-            loss = take_loop(wrapped, given.batches[step][model.mesh.dp.rank])
+            loss = run_micro_batches(wrapped, given.batches[step][model.mesh.dp.rank])
             if step == 0:
                 lines += differences("loss", loss, given.loss[model.mesh.dp.rank], TOLERANCE)
                 lines += gradient_differences(model, given.gradients)
@@ -214,7 +214,7 @@ def check_partition(given: Case, blocks: list[int], folder: Path) -> None:
     """The stages have these blocks, train alike, and load what stages with other blocks have saved."""
     model = model_on_stages(given.name, given.config, given.weights, 1, len(blocks), blocks_per_stage=blocks)
     assert [stop - start for start, stop in model.stage.ranges] == blocks
-    found = differences("loss", take_loop(model, given.batches[0][0]), given.loss[0], TOLERANCE)
+    found = differences("loss", run_micro_batches(model, given.batches[0][0]), given.loss[0], TOLERANCE)
     found += gradient_differences(model, given.gradients)
     model.save_pretrained_with_parallel(folder)
     turned = model.from_pretrained_with_parallel(folder, 1, len(blocks), blocks_per_stage=blocks[::-1])

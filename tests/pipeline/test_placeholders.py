@@ -195,7 +195,7 @@ def check_features(
     """The loss of a training step, and gradients that reach the first stage by the features too."""
     model = pipelines.model_on_stages("Wav2Vec2ForPreTraining", config, weights, tp, 2, micro_batch_size=pipelines.ROWS)
     model.quantizer.register_forward_pre_hook(reseed)
-    loss = pipelines.take_loop(model.train(), batch)
+    loss = pipelines.run_micro_batches(model.train(), batch)
     lines = pipelines.gradient_differences(model, full["gradients"])
     assert (loss - full["loss"]).abs() < TOLERANCE and not lines, "\n".join(lines)
 

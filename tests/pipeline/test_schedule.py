@@ -25,14 +25,14 @@ from support.pipelines import (
     Batch,
     Case,
     case,
+    case_on_stages,
     gradient_differences,
     gradients_on_stage,
     lm_case,
     model_on_stages,
+    run_micro_batches,
+    run_reference_step,
     stage_parameters,
-    stages_of,
-    take_loop,
-    take_reference_step,
 )
 from support.pool import Pool
 from support.reference import TOLERANCE, differences, full_gradients, full_parameters, reference_model
@@ -43,9 +43,9 @@ from support.reference import TOLERANCE, differences, full_gradients, full_param
 def check_body(given: Case, twice: dict[str, Tensor | None], tp: int, pp: int) -> None:
     """Scales, accumulation, `train_batch`, and a copy of the model, one after another on the same stages."""
     batch, lines = given.batches[0][0], []
-    model = stages_of(given, tp, pp)
+    model = case_on_stages(given, tp, pp)
     for scale in (1 / 3, 1024.0):
-        lines += differences("scaled loss", take_loop(model, batch, scale), given.loss[0], TOLERANCE)
+        lines += differences("scaled loss", run_micro_batches(model, batch, scale), given.loss[0], TOLERANCE)
         expected = {key: None if grad is None else grad * scale for key, grad in given.gradients.items()}
         lines += gradient_differences(model, expected, TOLERANCE * max(1, scale), f"gradient x {scale:g} of")
         model.zero_grad()
@@ -57,20 +57,20 @@ def check_body(given: Case, twice: dict[str, Tensor | None], tp: int, pp: int) -
     lines += gradient_differences(model, given.gradients, what="train_batch: gradient of")
 
     model.set_micro_batch_size(2)  # the gradients of a second batch are added
-    take_loop(model, given.batches[1][0])
+    run_micro_batches(model, given.batches[1][0])
     lines += gradient_differences(model, twice, what="accumulated gradient of")
     model.zero_grad()
 
     other = copy.deepcopy(model)
     before = gradients_on_stage(model)
-    lines += differences("loss of a copy", take_loop(other, batch), given.loss[0], TOLERANCE)
+    lines += differences("loss of a copy", run_micro_batches(other, batch), given.loss[0], TOLERANCE)
     lines += gradient_differences(other, given.gradients, what="copy: gradient of")
     assert all(grad is before[key] for key, grad in gradients_on_stage(model).items())
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1.0)  # the copy does not see that
     other.zero_grad()
-    lines += differences("loss of a copy of its own", take_loop(other, batch), given.loss[0], TOLERANCE)
+    lines += differences("loss of a copy of its own", run_micro_batches(other, batch), given.loss[0], TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
@@ -91,7 +91,7 @@ def test_micro_batch_loop_with_scaled_losses_accumulation_and_a_copied_model(
     given = lm_case(variant, seed, batches=batches)
     model = reference_model(given.name, given.config, seed)
     for batch in batches:
-        take_reference_step(model, batch)
+        run_reference_step(model, batch)
     pool.run(tp * pp, check_body, given, full_gradients(model), tp, pp)
 
 
@@ -99,10 +99,10 @@ Clipped = dict[tuple[float, float], tuple[Tensor, dict[str, Tensor | None]]]
 
 
 def check_clipping(given: Case, expected: Clipped, tp: int, pp: int) -> None:
-    model, lines = stages_of(given, tp, pp), []
+    model, lines = case_on_stages(given, tp, pp), []
     for (max_norm, norm_type), (norm, gradients) in expected.items():
         model.zero_grad()
-        take_loop(model, given.batches[0][0])
+        run_micro_batches(model, given.batches[0][0])
         lines += differences(f"norm {norm_type}", model.clip_grad_norm_(max_norm, norm_type), norm, TOLERANCE)
         lines += gradient_differences(model, gradients, what=f"clipped to {max_norm} in norm {norm_type}:")
     assert not lines, "\n".join(lines)
@@ -116,7 +116,7 @@ def test_clip_grad_norm_over_stages_matches_one_process(pool: Pool, variant: str
     expected: Clipped = {}
     for max_norm, norm_type in ((1e-2, 2.0), (1e6, 1.0), (1e-3, float("inf"))):
         model = reference_model(given.name, given.config, seed)
-        take_reference_step(model, given.batches[0])
+        run_reference_step(model, given.batches[0])
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
         expected[max_norm, norm_type] = norm, full_gradients(model)
     pool.run(tp * pp, check_clipping, given, expected, tp, pp)
@@ -124,10 +124,10 @@ def test_clip_grad_norm_over_stages_matches_one_process(pool: Pool, variant: str
 
 def check_frozen(given: Case, gradients: dict[str, Tensor | None], pp: int) -> None:
     """Only the last block and the head train: stages before have nothing of their own to do."""
-    model = stages_of(given, 1, pp)
+    model = case_on_stages(given, 1, pp)
     for name, param in stage_parameters(model).items():
         param.requires_grad_(not (name.startswith("transformer.") and ".3." not in name))
-    lines = differences("loss", take_loop(model, given.batches[0][0]), given.loss[0], TOLERANCE)
+    lines = differences("loss", run_micro_batches(model, given.batches[0][0]), given.loss[0], TOLERANCE)
     lines += gradient_differences(model, gradients)
     assert not lines, "\n".join(lines)
 
@@ -138,7 +138,7 @@ def test_train_step_with_frozen_stages(pool: Pool, variant: str, pp: int, seed: 
     model = reference_model(given.name, given.config, seed)
     for name, param in model.named_parameters():
         param.requires_grad_(not (name.startswith("transformer.") and ".3." not in name))
-    take_reference_step(model, given.batches[0])
+    run_reference_step(model, given.batches[0])
     pool.run(pp, check_frozen, given, full_gradients(model), pp)
 
 
@@ -147,7 +147,7 @@ def check_side_by_side(cases: list[Case]) -> None:
     lines = []
 
     def models() -> list[Any]:
-        return [stages_of(given, 1, 2, micro_batch_size=1) for given in cases]
+        return [case_on_stages(given, 1, 2, micro_batch_size=1) for given in cases]
 
     def check(made: list[Any], what: str) -> None:
         for model, given in zip(made, cases, strict=True):
@@ -176,7 +176,7 @@ def test_two_pipelines_in_one_process(pool: Pool, variants: tuple[str, str], see
 
 
 def check_refusals(given: Case) -> None:
-    model = stages_of(given, 1, 2, micro_batch_size=3)
+    model = case_on_stages(given, 1, 2, micro_batch_size=3)
     batch = given.batches[0][0]
     for _ in range(2):
         with pytest.raises(ValueError, match=r"4 rows .* micro_batch_size=3") as refusal:
@@ -187,7 +187,7 @@ def check_refusals(given: Case) -> None:
     with pytest.raises(ValueError, match="micro_batch_size"):
         model.set_micro_batch_size(0)
     model.set_micro_batch_size(4)  # one micro-batch is fewer than stages
-    lines = differences("loss", take_loop(model, batch), given.loss[0], TOLERANCE)
+    lines = differences("loss", run_micro_batches(model, batch), given.loss[0], TOLERANCE)
     lines += gradient_differences(model, given.gradients)
     assert not lines, "\n".join(lines)
 
@@ -239,11 +239,11 @@ def test_evaluation_loop_returns_outputs_on_the_last_stage(pool: Pool, variant: 
 
 def check_accumulation(given: Case, quietly: bool) -> None:
     """Two loops before the optimizer steps; with ``no_sync`` replicas talk in the second one only."""
-    model = stages_of(given, 1, 2)
+    model = case_on_stages(given, 1, 2)
     ddp = DistributedDataParallel(model.gpu_modules(), process_group=model.mpu.get_data_parallel_group())
     for step, batches in enumerate(given.batches):
         with ddp.no_sync() if quietly and step == 0 else nullcontext():
-            take_loop(ddp, batches[model.mesh.dp.rank])
+            run_micro_batches(ddp, batches[model.mesh.dp.rank])
     lines = gradient_differences(model, given.gradients)
     assert not lines, "\n".join(lines)
 
@@ -258,7 +258,7 @@ def test_gradient_accumulation_over_replicas_with_and_without_no_sync(
     model = reference_model(LM[variant], config, seed)
     weights = full_parameters(model)
     for step in batches:
-        take_reference_step(model, step)
+        run_reference_step(model, step)
     pool.run(4, check_accumulation, Case(LM[variant], config, batches, weights, [], full_gradients(model)), quietly)
 
 
@@ -322,13 +322,13 @@ def streams_after(stage: Any) -> list[int]:
 
 
 def check_traffic(given: Case, tp: int, pp: int, size: int) -> dict[str, Any]:
-    model = stages_of(given, tp, pp, micro_batch_size=size, check_inputs=False)
+    model = case_on_stages(given, tp, pp, micro_batch_size=size, check_inputs=False)
     stage, mesh, batch = model.stage, model.mesh, given.batches[0][0]
     rows, length = batch["input_ids"].shape
     number, hidden = rows // size, size * length * given.config.hidden_size
     with pytest.MonkeyPatch.context() as patch, live_counted() as live:
         counted = Counted(patch)
-        take_loop(model, batch)
+        run_micro_batches(model, batch)
     crossing = [0, *streams_after(stage), 0]
     before, after = crossing[stage.index], crossing[stage.index + 1]
     down, up = mesh.pp.ranks[stage.index - 1], mesh.pp.ranks[(stage.index + 1) % pp]

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support import pipelines
 from support.float64 import lifted_casts
-from support.pipelines import Batch, Case, gradient_differences, lm_case, stages_of, take_loop
+from support.pipelines import Batch, Case, case_on_stages, gradient_differences, lm_case, run_micro_batches
 from support.pool import Pool
 from support.reference import TOLERANCE, differences
 
@@ -137,7 +137,7 @@ def scenarios(stages: int, rows: int) -> Iterator[tuple[str, Play, tuple[int, ..
 
 def check_faults(given: Case, tp: int, pp: int, every: int) -> int:
     """After each scenario: the others were told, the next call raises on every rank, and the one after is right."""
-    stages = stages_of(given, tp, pp)
+    stages = case_on_stages(given, tp, pp)
     model, (batch,) = stages, given.batches[0][stages.mesh.dp.rank :: stages.mesh.dp.size]
     if stages.mesh.dp.size > 1:
         model = DistributedDataParallel(stages, process_group=stages.mpu.get_data_parallel_group())
@@ -169,7 +169,7 @@ def check_faults(given: Case, tp: int, pp: int, every: int) -> int:
             else:
                 lines.append(f"{what}: the next call did not raise")
             model.zero_grad()
-            loss = take_loop(model, batch)
+            loss = run_micro_batches(model, batch)
             found = differences("loss", loss, given.loss[stages.mesh.dp.rank], TOLERANCE)
             found += gradient_differences(stages, given.gradients)
             lines += [f"after {what}: {line}" for line in found]

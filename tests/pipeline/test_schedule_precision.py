@@ -17,7 +17,15 @@ from torch.overrides import TorchFunctionMode
 from oslo_models import registry
 
 from support import pipelines, zoo
-from support.pipelines import LM, Case, everywhere, gradients_on_stage, stage_parameters, stages_of, take_loop
+from support.pipelines import (
+    LM,
+    Case,
+    case_on_stages,
+    gather_from_all_ranks,
+    gradients_on_stage,
+    run_micro_batches,
+    stage_parameters,
+)
 from support.pool import Pool
 from support.reference import differences, full_parameters, reference_model
 
@@ -50,7 +58,7 @@ def train_in_half_precision(given: Case, tp: int, dtype: torch.dtype) -> tuple[l
     own = {name: param.detach().clone() for name, param in stage_parameters(model).items()}
     tied = model.stage.tied
     everything: dict[tuple[str, int], list[Tensor]] = {}
-    for tp_rank, held in everywhere((model.mesh.tp.rank, own)):
+    for tp_rank, held in gather_from_all_ranks((model.mesh.tp.rank, own)):
         for name, value in held.items():
             everything.setdefault((tied.get(name, name), tp_rank), []).append(value)
     assert any(len(values) > 1 for values in everything.values())
@@ -113,7 +121,7 @@ def check_checkpointing(given: Case, tp: int, pp: int) -> None:
     lines = []
     results: dict[str, tuple[Tensor, Any, Tensor]] = {}
     for mode in ("plain", "default", "reentrant"):
-        model = stages_of(given, tp, pp, dtype=torch.float32)
+        model = case_on_stages(given, tp, pp, dtype=torch.float32)
         wrapped = model
         if mode != "plain":
             options = {"gradient_checkpointing_kwargs": {"use_reentrant": True}} if mode == "reentrant" else {}
@@ -123,9 +131,9 @@ def check_checkpointing(given: Case, tp: int, pp: int) -> None:
         torch.manual_seed(5)
         if mode == "reentrant" and wrapped is not model:
             with pytest.raises(RuntimeError, match="use_reentrant=False"):  # it cannot do without the parameters' hooks
-                take_loop(wrapped, given.batches[0][0], lift=False)
+                run_micro_batches(wrapped, given.batches[0][0], lift=False)
             continue
-        loss = take_loop(wrapped, given.batches[0][0], lift=False)
+        loss = run_micro_batches(wrapped, given.batches[0][0], lift=False)
         results[mode] = loss, gradients_on_stage(model), torch.rand(3)
     loss, gradients, drawn = results.pop("plain")
     for mode, (other_loss, other_gradients, other_drawn) in results.items():
@@ -169,7 +177,7 @@ class DropoutsCounted(TorchFunctionMode):
 
 
 def count_dropouts(given: Case, pp: int) -> Counter[int]:
-    model = stages_of(given, 1, pp, dtype=torch.float32, micro_batch_size=pipelines.ROWS)
+    model = case_on_stages(given, 1, pp, dtype=torch.float32, micro_batch_size=pipelines.ROWS)
     with DropoutsCounted() as counted:
         for output in model(**given.batches[0][0]):
             output.loss.backward()

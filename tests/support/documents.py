@@ -45,7 +45,7 @@ TOKENIZER = hf.ByT5Tokenizer(extra_ids=0)
 SHAPES = {"n_positions": 96, "vocab_size": len(TOKENIZER)}
 
 
-def paste(*blocks: str, **namespace: Any) -> dict[str, Any]:
+def run_block(*blocks: str, **namespace: Any) -> dict[str, Any]:
     """Run blocks of a document one after another; returns their variables."""
     for block in blocks:
         for printed, adapted in ADAPTED.items():
@@ -86,11 +86,13 @@ def steps_of(replicas: int) -> list[list[Sample]]:
     return steps
 
 
-def trained(model: Any, optimizer: torch.optim.Optimizer, replicas: int) -> tuple[list[Tensor], Weights, Weights]:
+def reference_training(
+    model: Any, optimizer: torch.optim.Optimizer, replicas: int
+) -> tuple[list[Tensor], Weights, Weights]:
     """What the loop gives in one process: losses and gradients of the last step, and parameters after it."""
     for batches in steps_of(replicas):
         optimizer.zero_grad()
-        losses = pipelines.take_reference_step(model, batches)
+        losses = pipelines.run_reference_step(model, batches)
         optimizer.step()
     gradients = {name: grad for name, grad in full_gradients(model).items() if grad is not None}
     return losses, gradients, full_parameters(model)

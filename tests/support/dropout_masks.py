@@ -15,7 +15,9 @@ RATE = 0.3
 
 
 class _Dropouts(TorchFunctionMode):
-    """Hands every call of ``F.dropout`` that may drop something to `drop`."""
+    """Replaces every call of ``F.dropout`` that may drop something by `drop`, which a subclass defines."""
+
+    drop: Callable[[Tensor, float], Tensor]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -31,9 +33,6 @@ class _Dropouts(TorchFunctionMode):
     @staticmethod
     def _bind(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[Any, ...]:
         return x, p, training, inplace
-
-    def drop(self, x: Tensor, p: float) -> Tensor:
-        raise NotImplementedError
 
 
 class Recorder(_Dropouts):
@@ -66,13 +65,13 @@ class Replay(_Dropouts):
         return x * mask
 
 
-def join_masks(masks: Sequence[Tensor], whole_shape: Sequence[int]) -> tuple[Tensor, bool]:
-    """The mask of the whole activation from those of the ranks, and whether it was divided."""
+def join_masks(masks: Sequence[Tensor], full_shape: Sequence[int]) -> tuple[Tensor, bool]:
+    """The mask of the full activation from those of the ranks, and whether the activation is sharded."""
     first = masks[0]
-    if tuple(first.shape) == tuple(whole_shape):
+    if tuple(first.shape) == tuple(full_shape):
         assert all(torch.equal(first, mask) for mask in masks), "a replicated activation, and masks differ"
         return first, False
-    (dim,) = (dim for dim, size in enumerate(whole_shape) if first.shape[dim] != size)
+    (dim,) = (dim for dim, size in enumerate(full_shape) if first.shape[dim] != size)
     return torch.cat(list(masks), dim), True
 
 
@@ -88,9 +87,9 @@ class Shapes(_Dropouts):
         return x
 
 
-def check_masks(divided: list[Tensor], replicated: list[Tensor], of_ranks: Sequence[list[Tensor]]) -> None:
+def check_masks(sharded: list[Tensor], replicated: list[Tensor], of_ranks: Sequence[list[Tensor]]) -> None:
     """No two masks are the same, ranks do not drop the same, and about as much is dropped as should be."""
-    assert divided
+    assert sharded
     for masks in of_ranks:
         large = [mask for mask in masks if mask.numel() > 100]
         for one, other in itertools.combinations(large, 2):
@@ -99,7 +98,7 @@ def check_masks(divided: list[Tensor], replicated: list[Tensor], of_ranks: Seque
         a, b = masks[:2]
         if a.shape == b.shape and a.numel() > 50 and not any(torch.equal(a, mask) for mask in replicated):
             agreement = ((a == 0) == (b == 0)).double().mean().item()  # 0.58 when independent
-            assert agreement < 0.95, "ranks drop the same of a divided activation"
-    for kind in filter(None, (divided, replicated)):
+            assert agreement < 0.95, "ranks drop the same elements of a sharded activation"
+    for kind in filter(None, (sharded, replicated)):
         dropped = torch.cat([(mask == 0).flatten() for mask in kind]).double()
         assert abs(dropped.mean().item() - RATE) < 6 * (RATE / len(dropped)) ** 0.5

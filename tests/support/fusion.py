@@ -21,12 +21,13 @@ GELU_NEW = {"gpt2": {}, "bert": {"hidden_act": "gelu_new"}, "t5": {"feed_forward
 
 @lru_cache(maxsize=64)
 def fusion_reference(variant: str, name: str, seed: int) -> Step:
+    """The step of a model whose activation is one that `fuse` replaces."""
     config = zoo.config_of(name, zoo.config(variant, **GELU_NEW.get(variant, {})))
     return reference_step(name, config, seed)
 
 
 def relative_error(own: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """How far all numbers together are from the exact ones, relatively."""
+    """The norm of all errors together over the norm of the exact values."""
     error = sum((own[name].double() - exact[name].double()).pow(2).sum() for name in exact)
     return float((error / sum(exact[name].double().pow(2).sum() for name in exact)).sqrt())
 
@@ -36,4 +37,5 @@ def gpt2(seed: int = 0, **options: Any) -> Any:
 
 
 def spy_on_few_rows() -> Any:
+    """Records whether the kernel for few rows is called."""
     return mock.patch.object(kernel, "_of_few_rows", wraps=kernel._of_few_rows)

@@ -81,7 +81,7 @@ def model_on_stages(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Any:
-    """This rank's part of a model with the given full weights."""
+    """This rank's stage and shard of a model with the given full weights."""
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, tp, pp, dtype=dtype, seed=0, **options)
     with torch.no_grad():
@@ -101,20 +101,20 @@ def model_layout(model: Any, full_name: str) -> Any:
     return model.layouts[aliases.get(full_name, full_name)]
 
 
-def undivided(value: Tensor | None) -> Tensor | None:
+def to_full_tensor(value: Tensor | None) -> Tensor | None:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def stage_differences(
     model: Any, what: str, own: Mapping[str, Tensor | None], full: Mapping[str, Tensor | None], tolerance: float
 ) -> list[str]:
-    """Where this rank's tensors, by full names of parameters, are not its parts of the full ones."""
+    """A line for each of this rank's tensors, by its name in the full model, that is not its shard of the full one."""
     lines = []
     for name, part in own.items():
         expected = full[name]
         if expected is not None:
             expected = model_layout(model, name).shard(expected, model.mesh.tp.rank)
-        lines += differences(f"{what} {name}", undivided(part), expected, tolerance)
+        lines += differences(f"{what} {name}", to_full_tensor(part), expected, tolerance)
     return lines
 
 
@@ -128,7 +128,7 @@ def gradient_differences(
     return stage_differences(model, what, gradients_on_stage(model), full, tolerance)
 
 
-def take_loop(model: Any, batch: Mapping[str, Any], scale: float = 1.0, lift: bool = True) -> Tensor:
+def run_micro_batches(model: Any, batch: Mapping[str, Any], scale: float = 1.0, lift: bool = True) -> Tensor:
     """The documents' loop: forward and backward of every micro-batch; the sum of the losses, known after the loop."""
     losses = []
     with torch.overrides.BaseTorchFunctionMode() if not lift else lifted_casts():
@@ -143,7 +143,7 @@ def take_loop(model: Any, batch: Mapping[str, Any], scale: float = 1.0, lift: bo
 
 @dataclass
 class Case:
-    """A step of one process, and where some steps of optimizers lead it: what goes in and what comes out, in full.
+    """A training step of one process and its parameters after some optimizer steps, as full tensors.
 
     Attributes:
         batches: for each step of an optimizer the batch of each replica.
@@ -179,7 +179,7 @@ def case(
         ]
     model = reference_model(name, config, seed)
     weights = full_parameters(model)
-    loss = take_reference_step(model, batches[0])
+    loss = run_reference_step(model, batches[0])
     norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None]).item()
     made = Case(name, config, batches, weights, loss, full_gradients(model), norm=norm)
     for optimizer in optimizers:
@@ -187,13 +187,13 @@ def case(
         stepper = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)
         for step in range(STEPS[optimizer]):
             stepper.zero_grad()
-            take_reference_step(model, batches[step])
+            run_reference_step(model, batches[step])
             stepper.step()
         made.trained[optimizer] = full_parameters(model)
     return made
 
 
-def take_reference_step(model: Any, batches: Sequence[Batch]) -> list[Tensor]:
+def run_reference_step(model: Any, batches: Sequence[Batch]) -> list[Tensor]:
     """The loss of each replica's batch; gradients of their mean are added to those of the model."""
     losses = []
     with lifted_casts():
@@ -204,8 +204,8 @@ def take_reference_step(model: Any, batches: Sequence[Batch]) -> list[Tensor]:
     return losses
 
 
-def everywhere(value: Any) -> list[Any]:
-    """What every rank of the world passed."""
+def gather_from_all_ranks(value: Any) -> list[Any]:
+    """The values that all ranks of the world pass, by rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -235,7 +235,7 @@ def lm_case(variant: str, seed: int, **options: Any) -> Case:
     return case(LM[variant], config(variant), seed, **options)
 
 
-def stages_of(given: Case, tp: int, pp: int, **options: Any) -> Any:
+def case_on_stages(given: Case, tp: int, pp: int, **options: Any) -> Any:
     return model_on_stages(given.name, given.config, given.weights, tp, pp, **options)
 
 
@@ -247,6 +247,6 @@ def loop_differences(model: Any, step: Step) -> list[str]:
         own = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
         lines = [line for name in own for line in differences(name, own[name], step.outputs[name], TOLERANCE)]
         return lines if own or not model.stage.is_last else ["no outputs"]
-    loss = take_loop(model, step.batch)
+    loss = run_micro_batches(model, step.batch)
     lines = [] if (loss - step.value).abs() < 1e-10 else [f"loss: {loss.item()} instead of {step.value.item()}"]
     return lines + gradient_differences(model, step.gradients)

@@ -1,7 +1,7 @@
-"""What one process computes with transformers' own class, and how a rank finds where its part of that differs.
+"""What one process computes with the class of transformers, and how a rank compares its shard of the results.
 
-The reference is made in the parent and sent as full tensors. Each rank loads its part of the same weights, does the
-same, and compares with its part of the results.
+The reference is computed in the parent process and sent to the ranks as full tensors. Each rank loads its shards of the
+same weights, takes the same step, and compares its results with its shards of the reference.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parallel_model(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Any:
-    """This rank's part of a model with the given full weights."""
+    """This rank's shard of a model with the given full weights."""
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, tensor_parallel_size, dtype=dtype, seed=0, **options)
     load(model, weights)
@@ -96,7 +96,7 @@ def tensors(output: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def all_outputs(output: Any) -> Tensor:
-    """A scalar to which every element of every output adds with a weight of its own."""
+    """A weighted sum of all elements of all outputs, with a different weight for each."""
     total = torch.zeros((), dtype=torch.float64)
     for _, value in tensors(output):
         weights = torch.arange(value.numel(), dtype=torch.float64).cos().view_as(value).to(value.dtype)
@@ -105,7 +105,7 @@ def all_outputs(output: Any) -> Tensor:
 
 
 def loss_or_all_outputs(output: Any) -> Tensor:
-    """What is differentiated: the loss, or where a class has none, everything that it returns."""
+    """The objective to differentiate: the loss, or a sum over all outputs of a class without one."""
     return output.loss if output.get("loss") is not None else all_outputs(output)
 
 
@@ -114,7 +114,7 @@ Objective = Callable[[Any], Tensor]
 
 @dataclass
 class Step:
-    """One forward and backward pass of one process: what goes in and what comes out, in full."""
+    """One forward and backward pass of one process: inputs, weights, outputs and gradients, all as full tensors."""
 
     name: str
     config: PreTrainedConfig
@@ -160,7 +160,7 @@ def reference_step(
     batch: dict[str, Any] | None = None,
     **options: Any,
 ) -> Step:
-    """The step of transformers' own class. In float64, casts to float32 are lifted."""
+    """The step of the class of transformers. In float64, its casts to float32 do nothing."""
     model = reference_model(name, config, seed, dtype, **options)
     weights = {**model.state_dict(), **full_parameters(model)}  # buffers too, such as what BART adds to its logits
     batch = zoo.batch(name, config, seed + 1, dtype) if batch is None else batch
@@ -171,7 +171,7 @@ def reference_step(
 
 
 def differences(what: str, own: Tensor | None, expected: Tensor | None, tolerance: float) -> list[str]:
-    """A line about the difference, if there is one."""
+    """One line if the two tensors differ by more than the tolerance, none otherwise."""
     if own is None or expected is None:
         return [] if own is expected else [f"{what}: {'no' if own is None else 'a'} tensor"]
     if own.shape != expected.shape or own.dtype != expected.dtype:
@@ -185,7 +185,7 @@ def differences(what: str, own: Tensor | None, expected: Tensor | None, toleranc
 def shard_differences(
     model: Any, what: str, own: Mapping[str, Tensor | None], full: Mapping[str, Tensor | None], tolerance: float
 ) -> list[str]:
-    """Where this rank's tensors, by the names of parameters, are not its parts of the full ones."""
+    """A line for each of this rank's tensors, by parameter name, that is not its shard of the full one."""
     lines = []
     for name, part in own.items():
         expected = full[name]
@@ -196,7 +196,7 @@ def shard_differences(
 
 
 def step_differences(model: Any, step: Step, tolerance: float = TOLERANCE, without: tuple[str, ...] = ()) -> list[str]:
-    """Take the same step with this rank's part of the model: where its results differ."""
+    """Take the same step with this rank's shard of the model; a line for each result that differs."""
     outputs, value, input_gradients = take_step(model, step.batch, step.objective, lift=tolerance > 0)
     expected = {path: tensor for path, tensor in step.outputs.items() if not path.startswith(without or " ")}
     lines = [] if outputs.keys() == expected.keys() else [f"outputs: {list(outputs)} instead of {list(expected)}"]

@@ -19,14 +19,16 @@ from support.reference import (
 
 
 def tensor_parallel_model(model: Any, n: int = 2, **options: Any) -> Any:
+    """The model on ``n`` ranks, all on the CPU."""
     return oslo_models.tensor_parallel(model, ["cpu"] * n, **options)
 
 
 def transformers_model(variant: str, seed: int, dropout: float = 0.0, **options: Any) -> Any:
+    """The language model of a variant, as transformers has it."""
     return reference_model(zoo.lm_head(variant), zoo.config(variant, dropout), seed, **options)
 
 
-def check_step(name: str, variant: str, n: int, seed: int, **options: Any) -> None:
+def check_tensor_parallel_step(name: str, variant: str, n: int, seed: int, **options: Any) -> None:
     """Outputs, loss, gradients of the input and, on each rank, of the parameters are those of transformers."""
     config = zoo.config_of(name, zoo.config(variant))
     step = reference_step(name, config, seed)
