@@ -1,4 +1,4 @@
-"""The benchmarks run, notice peers that disagree, and the README says what they gave."""
+"""Benchmarks run, reject peers that compute something else, and agree with the README."""
 
 from __future__ import annotations
 

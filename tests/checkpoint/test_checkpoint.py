@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back bit for bit at any sizes, and damage is found."""
+"""Reading checkpoints: every bit is restored at any parallel sizes, and damage is found."""
 
 from __future__ import annotations
 

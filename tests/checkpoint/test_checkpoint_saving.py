@@ -1,4 +1,4 @@
-"""Saving checkpoints: on ranks, into directories of all kinds, and so that no crash loses the old one."""
+"""Saving checkpoints: on ranks, into existing directories, and atomically under crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints over both axes: what one division saves every other loads, and merged files are transformers' own."""
+"""Checkpoints of models on (tensor, pipeline) meshes load on any other mesh and merge to the files of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's checkpoints at other tensor-parallel sizes than those they were saved at, bit for bit, for every class."""
+"""Tensor-parallel checkpoints of every class load at other sizes bit for bit, including split files of OSLO 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training that stops and goes on is training that did not stop, bit for bit: saved states, restarts by torchrun."""
+"""Resumed training equals uninterrupted training bit for bit: optimizer states, crashes, restarts by torchrun."""
 
 from __future__ import annotations
 

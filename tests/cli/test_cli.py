@@ -1,4 +1,4 @@
-"""The command line: help without torch, answers in words, exit codes."""
+"""The command line: help without importing torch, error messages, exit codes."""
 
 from __future__ import annotations
 

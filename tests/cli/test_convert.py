@@ -1,4 +1,4 @@
-"""`oslo-models merge` and `reshard`, and split files of OSLO 1.x, which have no manifest and stale layers."""
+"""`oslo-models merge` and `reshard`, also of OSLO 1 split files, which have no manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``oslo-models demo``: a short run does all that a long one does."""
+"""``oslo-models demo`` with few steps."""
 
 from __future__ import annotations
 

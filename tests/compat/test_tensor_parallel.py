@@ -1,4 +1,4 @@
-"""`tensor_parallel`: ranks that are threads of this process compute, train, generate and save as one process does."""
+"""`tensor_parallel`: ranks are threads of this process and compute, train, generate and save as one model does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tensor_parallel`: parameters that exist once (``sharded=True``), and weights that come one by one."""
+"""`tensor_parallel` with ``sharded=True``, and loading weights one tensor at a time."""
 
 from __future__ import annotations
 

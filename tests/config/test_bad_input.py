@@ -1,4 +1,4 @@
-"""Bad input is a clear exception on every rank, before anything starts; nothing here may hang."""
+"""Bad arguments raise on every rank before anything starts, with a message that says what to change."""
 
 from __future__ import annotations
 

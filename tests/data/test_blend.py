@@ -1,4 +1,4 @@
-"""`DatasetBlender`: the share of each dataset at every moment, however many there are."""
+"""`DatasetBlender`: the proportions of its datasets at every prefix of the samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DatasetForCausalLM`: the samples of OSLO 1, each token where it belongs, an index that fits and many may build."""
+"""`DatasetForCausalLM`: the samples of OSLO 1, splits, labels and masks, and its cached index."""
 
 from __future__ import annotations
 

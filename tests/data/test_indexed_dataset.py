@@ -1,4 +1,4 @@
-"""The files of binarised datasets: byte for byte as Megatron lays them out, and read in every way."""
+"""Indexed datasets: the binary layout of Megatron, read and written by every implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preprocessing: the right tokens from every kind of input, in constant memory, and whatever is killed whenever."""
+"""Preprocessing: the right tokens from every kind of input, constant memory, and resumption after crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``oslo-models preprocess``: what it writes, what it says, exit codes."""
+"""``oslo-models preprocess``: its files, output and exit codes."""
 
 from __future__ import annotations
 

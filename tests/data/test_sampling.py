@@ -1,4 +1,4 @@
-"""`DistributedProxySampler` and `InfiniteDataLoader`: whole epochs, divided, without end, and resumed."""
+"""`DistributedProxySampler` and `InfiniteDataLoader`: complete epochs over replicas, and resumable states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``deploy=True``: the answers of the undeployed model, from any thread; whatever fails is an exception soon."""
+"""``deploy=True``: the outputs of the undeployed model, from any thread; faults become exceptions in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ``deploy=True`` is started: from scripts, notebooks and launchers, at every size, and with which workers."""
+"""Starting ``deploy=True`` from scripts, notebooks and launchers, and on Ray."""
 
 from __future__ import annotations
 

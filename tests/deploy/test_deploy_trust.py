@@ -1,4 +1,4 @@
-"""Nobody who reaches the launcher's store, or a port of the application, has anything unpickled or gets a worker."""
+"""Security of deployment: nothing that reaches the launcher's store or a port is unpickled or gets a worker."""
 
 from __future__ import annotations
 

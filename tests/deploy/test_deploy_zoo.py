@@ -1,4 +1,4 @@
-"""``deploy=True`` with two architectures of each kind, all in one pair of workers."""
+"""``deploy=True`` with two architectures of each kind, on one pair of workers."""
 
 from __future__ import annotations
 

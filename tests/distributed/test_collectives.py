@@ -1,6 +1,6 @@
-"""Collectives: what each computes, forward and backward, and that no step of a model makes more of them than Megatron.
+"""Collectives: values and gradients, and that a model makes no more of them than Megatron.
 
-B rows of a batch, L tokens in each, D hidden size, V words.
+B batch size, L sequence length, D hidden size, V vocabulary size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, with stand-ins for GPUs and for the backends of a running process group."""
+"""The device of a rank, with mocked GPUs and mocked backends of a running process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways in which ranks could fail to name the one that failed first: each was seen in `benchmarks.training_faults`."""
+"""Failure diagnosis: survivors name the rank that failed first, in situations met by `benchmarks.training_faults`."""
 
 from __future__ import annotations
 

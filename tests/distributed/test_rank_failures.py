@@ -1,4 +1,4 @@
-"""A rank that dies, stops or hangs, anywhere in a step: the others raise in time, say which one it was, and end."""
+"""A rank that dies, stops or hangs at any point of a step: the others raise in time and name it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-reduce and all-gather through shared memory: what they compute, and what happens when a rank fails."""
+"""All-reduce and all-gather through shared memory: values, and failures of a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chapter "Data Processing" of OSLO's documents: its code runs as printed, but for import, paths, sizes and names.
+"""The chapter "Data Processing" of OSLO's documents runs as printed, with the replacements of `ADAPTED`.
 
 The strings below are the code blocks of OSLO's USAGE document (Apache-2.0). `ADAPTED` lists everything that is replaced
 in them: what they leave out (``...``), what they misspell, and sizes.

@@ -1,4 +1,4 @@
-"""The chapter "DeepSpeed Support" of OSLO's USAGE document (Apache-2.0) does what it says; see `test_documents`."""
+"""The chapter "DeepSpeed Support" of OSLO's USAGE document (Apache-2.0) runs as printed; see `support.documents`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The document of parallelformers (Apache-2.0) does what it says, run as `documents.ADAPTED` tells."""
+"""The document of parallelformers (Apache-2.0) runs as printed, with the replacements of `documents.ADAPTED`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The document of tensor_parallel (MIT) does what it says, run as `documents.ADAPTED` and `DEVICES` tell."""
+"""The document of tensor_parallel (MIT) runs as printed, with the replacements of `documents.ADAPTED` and `DEVICES`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chapters of OSLO's documents do what they say: their code runs as printed, but for import, data and device.
+"""The training chapters of OSLO's documents run as printed, with the replacements of `documents.ADAPTED`.
 
 The strings below are the code blocks of OSLO's USAGE document ("3D Parallelism", "Activation Checkpointing",
 "Additional Parameters"; Apache-2.0); `documents.ADAPTED` lists everything that is replaced in them. A chapter is a

@@ -1,4 +1,4 @@
-"""The tutorial "Tensor Model Parallelism" of OSLO 2 (Apache-2.0) does what it says, run as `documents.ADAPTED` tells.
+"""The tutorial "Tensor Model Parallelism" of OSLO 2 (Apache-2.0) runs as printed; see `documents.ADAPTED`.
 
 Its first edition, "Model Parallelism", has the same blocks, but for the key ``"enable"``, which some lack here too.
 """

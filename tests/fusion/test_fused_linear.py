@@ -1,4 +1,4 @@
-"""Linear layers on a CPU: the products that are computed by `oslo_kernels.linear`, alone and in fused models."""
+"""Linear layers on a CPU that use `oslo_kernels.linear`: the function alone and in fused models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused models compute what unfused ones compute: exactly in float64, within rounding elsewhere; and can be unfused."""
+"""`fuse`: fused models match unfused ones, exactly in float64 and within rounding otherwise, and can be unfused."""
 
 from __future__ import annotations
 

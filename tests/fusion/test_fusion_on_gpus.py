@@ -1,4 +1,4 @@
-"""What `fuse` does on a GPU, with its operations in plain torch on the CPU; and, where there is one, on a GPU."""
+"""`fuse` for GPUs: with its operations in plain torch on the CPU and, where there is one, on a GPU."""
 
 from __future__ import annotations
 

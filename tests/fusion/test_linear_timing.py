@@ -1,4 +1,4 @@
-"""That `fuse` leaves linear layers to torch where their products would be slower, and says so."""
+"""`fuse` times linear layers, leaves the slower ones to torch and reports why."""
 
 from __future__ import annotations
 

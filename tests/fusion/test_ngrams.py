@@ -1,4 +1,4 @@
-"""Blocking repeated n-grams: every implementation gives transformers' scores, in place where that is safe."""
+"""Blocking repeated n-grams: every implementation gives the scores of transformers."""
 
 from __future__ import annotations
 

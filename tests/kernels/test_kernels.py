@@ -1,4 +1,4 @@
-"""Kernels against plain torch: their formulas, Triton's interpreter, what its compiler makes, and, there, a GPU."""
+"""Kernels match plain torch: reference formulas, Triton's interpreter, compiled code, and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Dropout under tensor parallelism, exactly: every mask that the ranks drew is replayed in one process.
+"""Dropout under tensor parallelism, exactly: all masks that the ranks draw are replayed in one process.
 
-Masks of replicated activations have to be the same on all ranks, those of divided ones independent.
+Masks of replicated activations have to be equal on all ranks, those of sharded activations independent.
 """
 
 from __future__ import annotations

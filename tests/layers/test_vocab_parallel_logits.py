@@ -1,4 +1,4 @@
-"""Divided logits: their cross entropy is torch's, and whatever else is done with them is as if they were whole."""
+"""Vocabulary-parallel logits: cross entropy and other operations match full logits."""
 
 from __future__ import annotations
 

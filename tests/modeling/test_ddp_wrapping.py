@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a sharded model: works over its replicas, is refused over ranks with other shards."""
+"""DistributedDataParallel around a sharded model: works over its replicas, rejected over ranks of one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward returns: which logits, as tuple or by name, attention weights of all heads; what generation gives."""
+"""Outputs of forward and generate: logits, tuples, attentions and hidden states, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: what a policy keeps for the backward pass must not be changed by a collective."""
+"""Selective activation checkpointing: collectives must not change tensors that a policy saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training beside other tools: DDP, FSDP2, autocast and loss scaling, checkpointing, clipping, accumulation."""
+"""Training with DDP, FSDP2, autocast and loss scaling, activation checkpointing, clipping, accumulation."""
 
 from __future__ import annotations
 

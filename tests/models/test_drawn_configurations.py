@@ -1,7 +1,7 @@
-"""Every class of the zoo in configurations that are drawn, divided in four ways; see `draws`.
+"""Classes of every model type with randomly drawn configurations match transformers on four meshes; see `draws`.
 
-`make test` takes one class of each model type and one way, which change from commit to commit; `make test-zoo` takes
-every class and every way, with two draws for each class.
+`make test` runs one class of each model type on one mesh, chosen by the commit; `make test-zoo` runs every class on
+every mesh, with two draws for each class.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every class of the zoo computes what transformers' class of the same name computes, divided over 1 to 5 ranks."""
+"""Every class of the founding architectures matches the class of transformers on one to five ranks."""
 
 from __future__ import annotations
 

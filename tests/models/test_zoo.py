@@ -1,4 +1,4 @@
-"""Every model type beyond the founding ones, one compact test each: its main class, divided over two ranks in each way.
+"""Every model type matches transformers: its main class on two tensor-parallel ranks and on two pipeline stages.
 
 The other classes, other sizes and beams are marked ``zoo``; `make test-zoo` runs them.
 """

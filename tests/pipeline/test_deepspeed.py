@@ -1,7 +1,7 @@
-"""Training under a DeepSpeed engine is the same training without it: losses, norms, parameters, with every ZeRO stage.
+"""Training under a DeepSpeed engine matches training without it: losses, norms, parameters, every ZeRO stage.
 
-DeepSpeed clips gradients to a norm of 1 unless it is told otherwise, so each case also tests that the engine counts
-what is divided, replicated or tied right.
+DeepSpeed clips gradients to a norm of 1 unless it is told otherwise, so each case also tests that its norm
+counts sharded, replicated and tied parameters once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Stages work at the same time: a step of stages that only pass time takes as long as the schedule says, not longer.
+"""Stages overlap: a step of stages that only wait takes the ideal time of the schedule.
 
-Once by clocks that no other work on the machine disturbs, which messages carry along; and once by the real clock.
+Measured by logical clocks, which messages carry along and no other load disturbs, and once by the real clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training on pipeline stages is training in one process: losses, gradients, parameters, at every (tp, pp, dp)."""
+"""Training on pipeline stages matches one process: losses, gradients and parameters on (tp, pp, dp) meshes."""
 
 from __future__ import annotations
 

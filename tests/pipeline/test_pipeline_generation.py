@@ -1,4 +1,4 @@
-"""`generate` on pipeline stages gives the tokens that one process gives, on every rank."""
+"""`generate` on pipeline stages gives the tokens of one process on every rank."""
 
 from __future__ import annotations
 

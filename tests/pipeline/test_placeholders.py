@@ -1,4 +1,4 @@
-"""What stands for modules of other pipeline stages: that it reads as they do, and that every class runs with it."""
+"""Placeholders for modules of other stages: their attributes and outputs, and every class that needs them."""
 
 from __future__ import annotations
 

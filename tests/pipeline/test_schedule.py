@@ -1,4 +1,4 @@
-"""The loop over micro-batches: what users do in it, what travels and what is alive."""
+"""The loop over micro-batches: what users do in it, messages between stages, activations in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop over micro-batches when it breaks: whatever goes wrong is an exception on every rank."""
+"""Exceptions in the loop over micro-batches are raised on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which blocks are on which stage, and what a stage keeps of a model. No processes: models on the meta device."""
+"""The partition of blocks over stages, and which modules a stage keeps. On the meta device, without processes."""
 
 from __future__ import annotations
 

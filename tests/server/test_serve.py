@@ -1,4 +1,4 @@
-"""``oslo-models serve``: OpenAI's client gets what transformers computes; and the documents' script, as printed."""
+"""``oslo-models serve`` with OpenAI's client; and the serving script of the documents, as printed."""
 
 from __future__ import annotations
 

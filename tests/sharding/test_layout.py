@@ -1,4 +1,4 @@
-"""Properties of every layout: cutting and joining gives back the tensor bitwise, evenly, with heads that fit."""
+"""Properties of layouts: sharding and placing restore every bit, shards are even, heads stay together."""
 
 from __future__ import annotations
 

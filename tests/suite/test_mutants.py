@@ -1,4 +1,4 @@
-"""The suite can fail: each of these mistakes, made on purpose in the workers, is caught by the test named beside it."""
+"""The suite can fail: each mutant of the library is caught by the named test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel and the editable install, and that ``kernels/`` stays no package."""
+"""The wheel and the editable install; and ``kernels/`` is no package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker pool itself: results, exceptions, hangs, deaths, and that nothing outlives the session."""
+"""The worker pool: results, exceptions, hangs and deaths; no worker outlives the session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kills saves at every system call that changes a file system, or fails these calls, and looks at what is left.
+"""Kills a save at each system call that changes files, or fails that call, and checks what is left.
 
 Run as a script in a process of its own: it imports torch once and forks a child for each disturbance, which ptrace
 stops before each of its system calls, so that no way of writing can escape it. Prints one JSON object per scenario.

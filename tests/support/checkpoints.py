@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: a model of a few odd tensors, and ways to save and compare it."""
+"""A model of a few odd tensors, and ways to save and compare it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the data pipeline share: a small tokenizer, and datasets whose every token is another."""
+"""A small tokenizer, source texts, and datasets whose tokens are all different."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of deployment have workers import by name."""
+"""Functions and classes that the workers of deployment tests import by name."""
 
 from __future__ import annotations
 

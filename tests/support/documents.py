@@ -1,4 +1,4 @@
-"""What the tests that run the documents of OSLO share: how a printed block is run, and what lies around it."""
+"""Runs the code blocks of OSLO's documents, with the files and data that these expect."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Configurations drawn at random for every model type, so that tests see other ones than those that were thought of.
+"""Random configurations for every model type, so that tests cover more than the configurations written by hand.
 
 Sizes that do not divide, three to six heads, fewer key-value heads, and the options that the configuration of a type
-knows: biases, tying, norms, kinds of positions, windows, activations, attention implementations, kinds of losses. An
-option that transformers' own class cannot run is left out, and the draw says so.
+knows: biases, tied weights, norms, position embeddings, windows, activations, attention implementations, losses. An
+option that the class of transformers cannot run is left out, and the draw says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stand-ins for the clock by which `fuse` decides about linear layers, so that what it does is the same everywhere."""
+"""Replaces the timings by which `fuse` selects linear layers, so that its decisions are the same everywhere."""
 
 from __future__ import annotations
 

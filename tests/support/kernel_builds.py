@@ -1,7 +1,7 @@
-"""Compiles every kernel for GPUs that need not be there, and looks at what came out.
+"""Compiles every kernel for GPUs that need not be present, and checks the generated code.
 
 Run as a script (Triton's interpreter must be off): prints a line per kernel, and fails if one uses the stack, takes too
-many registers, or reads or writes half types narrower than 128 bits at a time.
+many registers, or accesses 16-bit types in less than 128 bits at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every kernel with its inputs: what Triton has to compute, on whatever device, beside plain torch on the CPU.
+"""Every kernel with inputs: results of Triton on any device, compared with plain torch on the CPU.
 
 Run as a script, under ``TRITON_INTERPRET=1``, it checks them in its interpreter: all in float32, and of each operation
-every fifth in half precision, which differs in what is loaded and stored only.
+every fifth in half precision, in which only loads and stores differ.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the tests of pipeline parallelism share: models deep enough to cut, batches of four rows, stages of a reference.
+"""Pipeline parallelism: models with enough blocks, batches of four rows, and comparison of a stage with a reference.
 
-Names of parameters are those of the whole model: `stage_parameters` undoes what a stage calls otherwise.
+Parameters have the names of the full model: `stage_parameters` maps those of a stage to them.
 """
 
 from __future__ import annotations

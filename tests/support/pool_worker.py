@@ -1,4 +1,4 @@
-"""What a worker of the pool does: job after job, each in a process group of its own and from the same state."""
+"""A worker process of the pool: runs job after job, each in a fresh process group and from the same state."""
 
 from __future__ import annotations
 

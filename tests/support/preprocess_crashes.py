@@ -1,4 +1,4 @@
-"""Kills preprocessing at many points and takes it up again; run as a program, by tests/data/test_preprocess.py.
+"""Kills preprocessing at many points and resumes it; a program run by tests/data/test_preprocess.py.
 
 Every point is a call in the code that writes files, the steps at the end included. A child process is forked for each,
 so nothing has to be imported again.
