@@ -14,16 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from support import ROOT
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: no test reaches for the network
 for package, source in (("oslo_kernels", ROOT / "kernels"), ("oslo_models", ROOT)):
     if importlib.util.find_spec(package) is None:  # not installed
         sys.path.insert(0, str(source))
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # for `benchmarks`
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from pool import Pool  # noqa: E402
+
+from support.pool import Pool  # noqa: E402
 
 torch.set_num_threads(1)  # the cores are for the ranks
 hypothesis.settings.register_profile("oslo", deadline=None, print_blob=True)
@@ -100,16 +104,16 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def stand(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A deployed model on two workers that are forked, which takes less time than to start them; see `faults.Stand`."""
-    import deployed
-
     from benchmarks import faults
     from oslo_models.deploy import engine
     from oslo_models.deploy import options as serving
 
+    from support import deployment
+
     pool.start(1)  # and with it the server that workers are forked from
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "GRACE", 0.5)  # seconds that every fault of one rank takes
-        patch.setattr(serving, "ProcessExecutor", deployed.ForkedExecutor)
+        patch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
         made = faults.Stand(tmp_path_factory.mktemp("stand"))
         yield made
         made.close()
@@ -118,7 +122,7 @@ def stand(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> Callable[..., Any]:
     """Makes a tiny "gpt2" of a dtype in the working directory, which is that of the ranks too."""
-    from documents import tiny_gpt2
+    from support.documents import tiny_gpt2
 
     monkeypatch.chdir(tmp_path)
     return partial(tiny_gpt2, seed)

@@ -1,0 +1,113 @@
+"""Benchmarks run, reject peers that compute something else, and agree with the README."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as driver
+from benchmarks import table
+from benchmarks.cases import CASES, OUR_DATA, OUR_STAGES, OURS, OURS_FUSED, OWN, TORCH_STAGES
+from benchmarks.launch import MeasurementError
+from benchmarks.measure import Result
+from benchmarks.peers import PEERS
+
+from support import ROOT
+from support.pool import Pool
+
+
+def test_case_runs_and_records_results() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--smoke", "--only=gpt2-124m-collectives"]
+    stamp = os.stat(table.RESULTS).st_mtime_ns if table.RESULTS.exists() else None
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [OURS, "all-reduces", "a", "block,", "backward", "2", "calls", "1", "x", "Megatron-LM"] in rows
+    assert stamp == (os.stat(table.RESULTS).st_mtime_ns if table.RESULTS.exists() else None), (
+        "a smoke run writes nothing"
+    )
+
+
+def measure(case: str, peer: str, folder: Path) -> Result:
+    return CASES[case].run(PEERS[peer], folder, smoke=True)
+
+
+@pytest.mark.parametrize("case", ["gpt2-124m-stages", "llama-100m-stages"])
+def test_pipeline_peers_compute_the_same(pool: Pool, tmp_path: Path, case: str) -> None:
+    CASES[case].prepare(tmp_path, smoke=True)
+    found = {peer: pool.run(2, measure, case, peer, tmp_path, env=True) for peer in (TORCH_STAGES, OUR_STAGES)}
+    checks = [result.check for results in found.values() for result in results]
+    assert len(checks[0]) == 2
+    assert all(check == pytest.approx(checks[0], rel=1e-5) for check in checks)
+    assert all(result.values["training"] > 0 for results in found.values() for result in results)
+
+
+MEMORIES = ("peak memory", "peak anonymous memory")
+
+
+@pytest.mark.parametrize("case", ["blend", "index-samples"])
+def test_data_cases_run(tmp_path: Path, case: str) -> None:
+    result = measure(case, OUR_DATA, tmp_path)
+    assert any(name not in MEMORIES for name in result.values)
+    for name, value in result.values.items():
+        assert value > 0 or (name in MEMORIES and value == 0), name  # so little may need no more memory
+
+
+def test_disagreeing_peers_fail_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["gpt2-124m-generate-b1"]
+    monkeypatch.setattr(
+        driver, "launch", lambda case, peer, *_: Result({"generation": 1.0}, [5, 6 + (wrong and peer.name == OURS)])
+    )
+    wrong = False
+    measured = driver._measure(case, tmp_path, 2, True)
+    assert {name: len(found) for name, found in measured.items()} == {"transformers": 2, OURS: 2, OURS_FUSED: 2}
+    wrong = True
+    with pytest.raises(MeasurementError, match=f"{OURS} computed 7, transformers 6"):
+        driver._measure(case, tmp_path, 2, True)
+
+
+def test_every_case_has_known_peers_and_a_table() -> None:
+    for case in CASES.values():
+        assert set(case.peers) <= PEERS.keys() and set(OWN) & set(case.peers)
+        assert case.runner.__name__ in table.TITLES
+
+
+def test_ratios_are_computed_within_a_repetition(tmp_path: Path) -> None:
+    case = CASES["gpt2-124m-generate-b1"]
+    speeds = {"transformers": (10.0, 20.0, 40.0), OURS: (20.0, 40.0, 60.0)}
+    rows = driver._rows(case, {peer: [Result({"generation": value}) for value in speeds[peer]] for peer in speeds})
+    assert [(row["value"], row["ratio"], row["ratio to"]) for row in rows] == [
+        ("20", "1", "transformers"),
+        ("40", "2", "transformers"),
+    ]
+    stamp = {"date": "2030-01-01", "commit": "c", "machine": "m", "versions": "v"}
+    driver._append(tmp_path / "results.csv", [{**stamp, "date": "2029-01-01", **rows[0]}])
+    driver._append(tmp_path / "results.csv", [{**stamp, **row} for row in rows])
+    assert [row["date"] for row in table.latest(tmp_path / "results.csv")] == ["2030-01-01"] * 2
+    text = table.tables(table.latest(tmp_path / "results.csv"))
+    assert "| GPT-2 124M, generate, batch 1 | 20 (10 to 40) | 40 (20 to 60) | 2 x transformers |" in text
+
+
+def test_table_is_written_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+
+    def run(*arguments: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["table", *map(str, arguments)])
+        return table.main()
+
+    assert run("--check", readme) == 1
+    assert run("--write", readme) == 0
+    assert run("--check", readme) == 0
+    assert readme.read_text().startswith("before\n") and readme.read_text().endswith("\nafter\n")
+    readme.write_text("no markers")
+    assert run("--check", readme) == 1
+
+
+def test_readme_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["table", "--check", str(ROOT / "README.md")])
+    assert table.main() == 0

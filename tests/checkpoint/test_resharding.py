@@ -1,0 +1,161 @@
+"""Tensor-parallel checkpoints of every class load at other sizes bit for bit, including split files of OSLO 1."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from oslo_models import checkpoint, registry
+
+from support import zoo
+from support.pool import Pool
+
+VARIANTS = ["bert", "gpt2", "gpt_neo", "gptj", "llama", "llama-9-heads", "llama-one-kv", "t5", "t5-gated-untied"]
+
+
+def load_and_save(source: Path, target: Path, tp: int, names: list[str]) -> None:
+    """Load these classes from ``source``, compare with the original, save split and merged below ``target``."""
+    for name in names:
+        cls = registry.find(name)
+        model = cls.from_pretrained_with_parallel(source / name, tensor_parallel_size=tp)  # type: ignore[attr-defined]
+        original: dict[str, Tensor] = torch.load(source.parent / "original" / f"{name}.pt")
+        for key, param in model.named_parameters(remove_duplicate=False):
+            assert torch.equal(param.detach(), model.layouts[key].shard(original[key], model.mesh.tp.rank)), (name, key)
+        share = [math.prod(model.layouts[key].local_shape(model.mesh.tp.rank)) for key, _ in model.named_parameters()]
+        assert sum(param.numel() for param in model.parameters()) == sum(share)
+        model.save_pretrained_with_parallel(target / name)
+        model.save_pretrained_with_parallel(target.parent / f"{target.name}-merged" / name, save_with_merging=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_split_checkpoint_of_four_ranks_loads_at_other_sizes(
+    pool: Pool, tmp_path: Path, variant: str, seed: int
+) -> None:
+    """The language model at every size, and each of the other classes of a family at one of them."""
+    main = zoo.lm_head(variant)
+    names = zoo.heads(variant) if variant in zoo.FOUNDING else [main]
+    for name in names:
+        write_original(tmp_path, name, zoo.config(variant), seed)
+    pool.run(4, load_and_save, tmp_path / "whole", tmp_path / "four", 4, names)
+    taken = {tp: sorted({main, *names[tp - 1 :: 3]}) for tp in (1, 2, 3)}
+    for tp, some in taken.items():
+        pool.run(tp, load_and_save, tmp_path / "four", tmp_path / f"at-{tp}", tp, some)
+    for merged, some in (("four-merged", names), *((f"at-{tp}-merged", taken[tp]) for tp in taken)):
+        for name in some:
+            expected = safetensors.torch.load_file(tmp_path / "whole" / name / "model.safetensors")
+            found = safetensors.torch.load_file(tmp_path / merged / name / "model.safetensors")
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in expected), (merged, name)
+            _, info = zoo.original(name).from_pretrained(tmp_path / merged / name, output_loading_info=True)
+            assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+
+
+def write_original(folder: Path, name: str, config: Any, seed: int) -> None:
+    """A model as transformers saves it, and its weights for `load_and_save` to compare with."""
+    (folder / "original").mkdir(exist_ok=True)
+    torch.manual_seed(seed)
+    model = zoo.original(name)(config)
+    for param in model.parameters():
+        param.data.add_(torch.randn_like(param) * 0.1)
+    model.save_pretrained(folder / "whole" / name)
+    torch.save(model.state_dict(), folder / "original" / f"{name}.pt")
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-one-kv", "falcon", "falcon-one-kv", "gpt_bigcode-many-kv"])
+@pytest.mark.parametrize("saved_at", [3, 4])
+def test_oslo_1_split_files_load_without_a_manifest(
+    pool: Pool, tmp_path: Path, variant: str, saved_at: int, seed: int
+) -> None:
+    """Replicated key-value heads, or heads interleaved with them, from files that say nothing of their layout."""
+    name = zoo.lm_head(variant)
+    write_original(tmp_path, name, zoo.config(variant), seed)
+    pool.run(saved_at, load_and_save, tmp_path / "whole", tmp_path / "split", saved_at, [name])
+    (tmp_path / "split" / name / "oslo_manifest.json").unlink()
+    for tp in (1, 2, 3):
+        pool.run(tp, load_and_save, tmp_path / "split", tmp_path / f"at-{tp}", tp, [name])
+
+
+def _refused(directory: Path, tp: int) -> str:
+    cls = registry.find("LlamaForCausalLM")
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        cls.from_pretrained_with_parallel(directory, tp, num_key_value_heads=6)  # type: ignore[attr-defined]
+    return str(caught.value)
+
+
+def test_oslo_1_split_files_that_contradict_the_config_are_rejected(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """Nobody is told to have weights that are there initialised anew."""
+    name = zoo.lm_head("llama")
+    write_original(tmp_path, name, zoo.config("llama"), seed)
+    pool.run(3, load_and_save, tmp_path / "whole", tmp_path / "split", 3, [name])
+    (tmp_path / "split" / name / "oslo_manifest.json").unlink()
+    for tp in (1, 2):
+        for message in pool.run(tp, _refused, tmp_path / "split" / name, tp):
+            assert "self_attn.k_proj.weight: (" in message and "pytorch_model_tp=2_pp=0.bin" in message
+            assert "config.json" in message and "over 3 ranks it is" in message
+            assert "anew" not in message and "ignore_mismatched_sizes" not in message
+
+
+def _grow(directory: Path, size: int) -> tuple[Tensor, Tensor]:
+    cls = registry.find("LlamaForCausalLM")
+    model = cls.from_pretrained_with_parallel(  # type: ignore[attr-defined]
+        directory, tensor_parallel_size=torch.distributed.get_world_size(), resize_token_embeddings=size
+    )
+    merged = directory.parent / f"grown-{torch.distributed.get_world_size()}"
+    model.save_pretrained_with_parallel(merged, save_with_merging=True)
+    tensors = safetensors.torch.load_file(merged / "model.safetensors")
+    assert model.config.vocab_size == size
+    return tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+
+
+def test_resize_token_embeddings_is_the_same_at_every_tensor_parallel_size(
+    pool: Pool, tmp_path: Path, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = zoo.original("LlamaForCausalLM")(zoo.config("llama-untied"))
+    model.save_pretrained(tmp_path / "whole")
+    for ranks in (1, 2, 3):
+        for embedding, head in pool.run(ranks, _grow, tmp_path / "whole", 110):
+            for grown, old in ((embedding, model.model.embed_tokens.weight), (head, model.lm_head.weight)):
+                assert torch.equal(grown[:101], old)
+                torch.testing.assert_close(grown[101:], old.mean(0).expand(9, -1), rtol=1e-6, atol=1e-7)
+
+
+def _grown_bias(directory: Path) -> Tensor:
+    cls = registry.find("BartForConditionalGeneration")
+    model = cls.from_pretrained_with_parallel(directory, 2, resize_token_embeddings=110)  # type: ignore[attr-defined]
+    assert model(**zoo.batch("BartForConditionalGeneration", model.config, 0)).loss.isfinite()
+    return model.final_logits_bias
+
+
+def test_resize_token_embeddings_grows_the_logits_bias(pool: Pool, tmp_path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = zoo.original("BartForConditionalGeneration")(zoo.config("bart"))
+    model.final_logits_bias.normal_()
+    model.save_pretrained(tmp_path)
+    for grown in pool.run(2, _grown_bias, tmp_path):
+        assert torch.equal(grown[:, :101], model.final_logits_bias) and not grown[:, 101:].any()
+
+
+def _seeded(sizes: dict[str, int]) -> dict[str, Tensor]:
+    cls = registry.find("T5ForConditionalGeneration")
+    model = cls.from_config_with_parallel(zoo.config("t5"), seed=7, **sizes)  # type: ignore[attr-defined]
+    aliases = model.stage.aliases if model.stage else {}
+    return {
+        aliases.get(name, name): (model.layouts[name], model.mesh.tp.rank, param.detach().clone())  # type: ignore[misc]
+        for name, param in model.named_parameters()
+    }
+
+
+def test_from_config_seed_gives_the_same_gpt2_weights_at_every_size(pool: Pool) -> None:
+    (whole,) = pool.run(1, _seeded, {})
+    for tp, pp in ((2, 1), (3, 1), (1, 2), (2, 2), (1, 4)):
+        for part in pool.run(tp * pp, _seeded, {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}):
+            for name, (layout, rank, local) in part.items():
+                full = whole.get(name, whole["shared.weight"])[2]  # on later stages the head bears its own name
+                assert torch.equal(layout.shard(full, rank), local), (tp, pp, name)

@@ -1,0 +1,108 @@
+"""`tensor_parallel` with ``sharded=True``, and loading weights one tensor at a time."""
+
+from __future__ import annotations
+
+import accelerate
+import pytest
+import torch
+import transformers as hf
+
+import oslo_models
+
+from support import zoo
+from support.float64 import lifted_casts
+from support.reference import TOLERANCE, full_gradients, shard_differences
+from support.tensor_parallel import check_tensor_parallel_step, tensor_parallel_model, transformers_model
+
+# What is not divided by layers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("variant", "n"), [("gpt2", 3), ("llama-one-kv", 2), ("qwen3", 2), ("bert", 2)])
+def test_sharded_step_matches_transformers(variant: str, n: int, seed: int) -> None:
+    check_tensor_parallel_step(zoo.main_head(variant), variant, n, seed, sharded=True)
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "bart"])
+def test_sharded_parameters_exist_once(variant: str, seed: int) -> None:
+    """So all of torch that counts parameters counts right, and a recomputed block reads what it has read before."""
+    model = transformers_model(variant, seed)
+    other, batch = tensor_parallel_model(model, sharded=True), zoo.batch(zoo.lm_head(variant), model.config, seed)
+    assert sum(param.numel() for param in other.parameters()) == sum(param.numel() for param in model.parameters())
+    other.activation_checkpointing_enable()
+    for each in (model, other):
+        with lifted_casts():
+            each(**batch).loss.backward()
+    lines = []
+    for part in other.parts:
+        own = {key: param.grad for key, param in part.named_parameters(remove_duplicate=False)}
+        lines += shard_differences(part, "gradient of", own, full_gradients(model), TOLERANCE)
+    assert not lines, "\n".join(lines)
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0).item() for each in (model, other)]
+    assert norms[0] == pytest.approx(norms[1], abs=TOLERANCE)
+
+
+def test_sharded_param_names_selects_parameters(seed: int) -> None:
+    model = transformers_model("gpt2", seed)
+    names = ["transformer.wpe.weight", "transformer.ln_f.bias"]
+    model.transformer.ln_f.bias.requires_grad_(False)
+    other = tensor_parallel_model(model, sharded_param_names=names)
+    some, all_trained = (
+        dict(other.named_parameters()),
+        dict(tensor_parallel_model(model, sharded=True).named_parameters()),
+    )
+    positions = model.config.n_positions
+    for rank in range(2):
+        assert some[f"parts.{rank}.{names[0]}"].shape == (positions // 2, 24)
+        assert some[f"parts.{rank}.{names[1]}"].shape == (12,)
+        assert some[f"parts.{rank}.transformer.ln_f.weight"].shape == (24,)
+        assert all_trained[f"parts.{rank}.transformer.ln_f.weight"].shape == (12,)
+        assert all_trained[f"parts.{rank}.{names[1]}"].shape == (24,)
+    inputs = torch.tensor([[5, 6, 7]])
+    found = [each.eval().generate(inputs, num_beams=2, max_new_tokens=5, pad_token_id=0) for each in (model, other)]
+    assert torch.equal(*found)
+
+
+# Weights that come one by one -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("how", ["assigned", "converted", "set by accelerate"])
+def test_weights_are_loaded_into_an_empty_model_one_by_one(how: str, sharded: bool, seed: int) -> None:
+    model = transformers_model("gpt2", seed)
+    with accelerate.init_empty_weights():
+        empty = hf.GPT2LMHeadModel(model.config).double()
+    other = tensor_parallel_model(empty, 3, sharded=sharded)
+    assert all(param.is_meta for param in other.parameters())
+    state = {key: value for key, value in model.state_dict().items() if key != "lm_head.weight"}  # as it is saved
+    for key, value in state.items():
+        if how == "assigned":
+            other.load_state_dict({key: value}, strict=False, assign=True)
+            continue
+        brought = oslo_models.convert_state_dict({key: value}, other.tensor_parallel_config, len(other.devices))
+        if how == "converted":
+            other.load_state_dict(brought, strict=False, assign=True)
+            continue
+        for name, share in brought.items():
+            device = oslo_models.infer_sharded_device_map(other)[".".join(name.split(".")[:2])]
+            accelerate.utils.set_module_tensor_to_device(other, name, device, value=share)
+    other.tie_weights()
+    assert all(torch.equal(value, state[key]) for key, value in other.state_dict().items() if key in state)
+    params = list(other.parameters())
+    assert sum(param.untyped_storage().nbytes() for param in params) == sum(param.nbytes for param in params)
+    assert len({param.data_ptr() for param in params}) == len(params)
+    inputs = torch.tensor([[5, 6, 7]])
+    found = [each.eval().generate(inputs, max_new_tokens=5, pad_token_id=0) for each in (model, other)]
+    assert torch.equal(*found)
+
+
+def test_mismatched_weights_are_rejected() -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=r"such as .*init_empty_weights"):
+        tensor_parallel_model(hf.LlamaForCausalLM(zoo.config("llama")))
+    other = tensor_parallel_model(hf.GPT2LMHeadModel(zoo.config("gpt2")))
+    layouts = other.tensor_parallel_config
+    with pytest.raises(ValueError, match=r"the shape \[5, 5\] instead of"):
+        oslo_models.convert_state_dict({"lm_head.weight": torch.ones(5, 5)}, layouts, 2)
+    with pytest.raises(ValueError, match="world_size=3, but the model is divided over 2"):
+        oslo_models.convert_state_dict({"lm_head.weight": torch.ones(5, 5)}, layouts, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for parts\.1\.lm_head\.weight"):
+        other.load_state_dict({"lm_head.weight": torch.ones(5, 5)}, strict=False)

@@ -1,0 +1,162 @@
+"""Indexed datasets: the binary layout of Megatron, read and written by every implementation."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oslo_models.data.indexed_dataset import CODES, IMPLS, IndexedDataset, write_index
+
+from support import ROOT
+from support.corpora import write
+
+INTEGERS = [name for name in CODES if "int" in name]
+
+
+def test_mmap_index_has_the_layout_of_megatron(tmp_path: Path) -> None:
+    """MMIDIDX, version 1, as in megatron/core/datasets/indexed_dataset.py."""
+    codes = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
+    assert codes == CODES
+    for dtype, code in codes.items():
+        write(tmp_path / "a", [3, 0, 5], dtype)
+        size = np.dtype(dtype).itemsize
+        assert (tmp_path / "a.bin").read_bytes() == np.arange(8).astype(dtype).tobytes()
+        assert (tmp_path / "a.idx").read_bytes() == (
+            b"MMIDIDX\x00\x00"
+            + struct.pack("<QB", 1, code)
+            + struct.pack("<QQ", 3, 4)
+            + struct.pack("<3i", 3, 0, 5)
+            + struct.pack("<3q", 0, 3 * size, 3 * size)
+            + struct.pack("<4q", 0, 1, 2, 3)
+        )
+
+
+def test_lazy_index_has_the_layout_of_fairseq(tmp_path: Path) -> None:
+    """TNTIDX, as fairseq, OSLO and older Megatrons write it."""
+    write(tmp_path / "a", [3, 5], "int32", "lazy")
+    assert (tmp_path / "a.idx").read_bytes() == (
+        b"TNTIDX\x00\x00"
+        + struct.pack("<Q", 1)
+        + struct.pack("<QQ", 4, 4)
+        + struct.pack("<QQ", 2, 2)
+        + struct.pack("<Q", 3)
+        + struct.pack("<3q", 0, 1, 2)
+        + struct.pack("<3q", 0, 3, 8)
+        + struct.pack("<2q", 3, 5)
+        + struct.pack("<3q", 0, 1, 2)
+    )
+
+
+@pytest.mark.parametrize("written", IMPLS)
+@pytest.mark.parametrize("dtype", CODES)
+def test_every_format_and_dtype_is_read_by_every_implementation(
+    dtype: str, written: str, tmp_path: Path, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, 9, 20).astype(np.int32)
+    tokens = rng.integers(0, 100, lengths.sum()).astype(dtype)
+    tokens.tofile(tmp_path / "of.a.bin")
+    write_index(tmp_path / "of.a.idx", lengths, dtype, written)
+    documents = np.split(tokens, np.cumsum(lengths)[:-1])
+    for impl in IMPLS:
+        dataset = IndexedDataset(tmp_path / "of.a", impl)
+        assert dataset.dtype == dtype and len(dataset) == 20 and np.array_equal(dataset.lengths, lengths)
+        copy = pickle.dumps(dataset)
+        assert len(copy) < 500
+        for found in (dataset, pickle.loads(copy)):
+            assert all(np.array_equal(*pair) for pair in zip(found, documents, strict=True))
+        assert np.array_equal(dataset[-1], documents[-1])
+        assert all(np.array_equal(*pair) for pair in zip(dataset[3:7], documents[3:7], strict=True))
+        longest = int(lengths.argmax())
+        assert np.array_equal(dataset.get(longest, 1, 2), documents[longest][1:3])
+        for wrong in ((20,), (0, 0, int(lengths[0]) + 1), (longest, -1)):
+            with pytest.raises(IndexError):
+                dataset.get(*wrong)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_megatron_core_reads_and_writes_the_same_files(tmp_path: Path) -> None:
+    """In a process of its own: importing Megatron takes seconds."""
+    for dtype in CODES:
+        write(tmp_path / f"ours-{dtype}", [3, 0, 5, 2], dtype, ends=[0, 2, 4])
+    script = f"""
+import warnings; warnings.filterwarnings("ignore")
+import numpy, torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+for dtype in {list(CODES)}:
+    for mmap in (True, False):
+        dataset = IndexedDataset({str(tmp_path)!r} + "/ours-" + dtype, mmap=mmap)
+        assert dataset.index.dtype == numpy.dtype(dtype) and len(dataset) == 4
+        assert [dataset[i].tolist() for i in range(4)] == [[0, 1, 2], [], [3, 4, 5, 6, 7], [8, 9]]
+        assert dataset.document_indices.tolist() == [0, 2, 4]
+    name = {str(tmp_path)!r} + "/theirs-" + dtype
+    builder = IndexedDatasetBuilder(name + ".bin", dtype=getattr(numpy, dtype))
+    builder.add_document(torch.arange(8), [3, 0, 5][:3])
+    builder.add_document(torch.arange(8, 10), [2])
+    builder.finalize(name + ".idx")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for dtype in CODES:
+        write(tmp_path / "again", [3, 0, 5, 2], dtype, ends=[0, 3, 4])
+        for ending in (".bin", ".idx"):
+            theirs = (tmp_path / f"theirs-{dtype}{ending}").read_bytes()
+            assert theirs == (tmp_path / f"again{ending}").read_bytes()
+        dataset = IndexedDataset(tmp_path / f"theirs-{dtype}")
+        assert [found.tolist() for found in dataset] == [[0, 1, 2], [], [3, 4, 5, 6, 7], [8, 9]]
+
+
+def test_documents_of_several_sequences_are_kept(tmp_path: Path) -> None:
+    """Megatron splits documents into sentences; files that it merged may say nothing of use about documents."""
+    for ends, sizes in (([0, 2, 2, 4], [3, 0, 7]), ([0, 1], [3, 0, 5, 2]), ([0, 1, 2, 3, 4], [3, 0, 5, 2])):
+        for impl in ("mmap", "lazy"):
+            tokens = write(tmp_path / "a", [3, 0, 5, 2], "int32", impl, ends)
+            dataset = IndexedDataset(tmp_path / "a")
+            starts, lengths = dataset.documents()
+            assert lengths.tolist() == sizes
+            read = [dataset.read(int(start) // dataset.stride, size) for start, size in zip(starts, sizes, strict=True)]
+            assert np.array_equal(np.concatenate(read), tokens)
+
+
+def test_dtype_code_7_of_older_files_is_float64(tmp_path: Path) -> None:
+    tokens = write(tmp_path / "a", [3, 4], "float64")
+    index = bytearray((tmp_path / "a.idx").read_bytes())
+    assert index[17] == 6
+    index[17] = 7
+    (tmp_path / "a.idx").write_bytes(index)
+    dataset = IndexedDataset(tmp_path / "a")
+    assert dataset.dtype == np.float64 and np.array_equal(dataset[1], tokens[3:])
+
+
+@pytest.mark.parametrize("impl", ["mmap", "lazy"])
+def test_damaged_index_is_named(tmp_path: Path, impl: str) -> None:
+    write(tmp_path / "a", [3, 4], impl=impl)
+    index, data = (tmp_path / "a.idx").read_bytes(), (tmp_path / "a.bin").read_bytes()
+    (tmp_path / "a.bin").write_bytes(data[:-1])
+    with pytest.raises(ValueError, match=r"a\.bin has 27 bytes.*28"):
+        IndexedDataset(tmp_path / "a")
+    (tmp_path / "a.bin").write_bytes(data)
+    for cut, message in ((-1, "cut short"), (20, "not the index"), (0, "not the index")):
+        (tmp_path / "a.idx").write_bytes(index[:cut])
+        with pytest.raises(ValueError, match=message):
+            IndexedDataset(tmp_path / "a")
+    (tmp_path / "a.idx").write_bytes(index.replace(b"\x01", b"\x02", 1))
+    with pytest.raises(ValueError, match="version 2"):
+        IndexedDataset(tmp_path / "a")
+    with pytest.raises(ValueError, match="binarization_impl='disk'"):
+        IndexedDataset(tmp_path / "a", "disk")
+    with pytest.raises(ValueError, match="uint32"):
+        write_index(tmp_path / "a.idx", np.array([1]), "uint32")
+
+
+def test_empty_dataset_is_read(tmp_path: Path) -> None:
+    for written in IMPLS:
+        write(tmp_path / "a", [], impl=written)
+        assert all(len(IndexedDataset(tmp_path / "a", impl)) == 0 for impl in IMPLS)

@@ -1,0 +1,393 @@
+"""``deploy=True``: the outputs of the undeployed model, from any thread; faults become exceptions in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import TextIteratorStreamer
+
+from benchmarks import faults
+from benchmarks.faults import gone
+from oslo_models import GPT2LMHeadModel
+from oslo_models.deploy import EngineError, messages
+from oslo_models.deploy import options as serving
+from oslo_models.deploy.worker import _Log
+
+from support import deployment
+from support.deployment import Collected, prompt
+from support.pool import Pool
+
+TYPES = [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64]
+
+
+@pytest.fixture
+def whole(stand: faults.Stand) -> Any:
+    return stand.whole
+
+
+@pytest.fixture
+def model(stand: faults.Stand) -> Any:
+    stand.answers()
+    return stand.model
+
+
+# What it answers ------------------------------------------------------------------------------------------------------
+
+
+def test_deployed_model_answers_as_the_undeployed_one(model: Any, whole: Any, seed: int) -> None:
+    assert isinstance(model, GPT2LMHeadModel) and isinstance(model, transformers.GPT2LMHeadModel)
+    assert model.config.n_embd == 48 and model.generation_config.eos_token_id == 1
+    assert model.device == torch.device("cpu") and model.eval() is model
+    batch = prompt(seed)
+    for options in ({}, {"num_beams": 3}, {"logits_processor": [deployment.Never(5)]}):
+        options = {"max_new_tokens": 12, "do_sample": False, **options}
+        assert torch.equal(model.generate(**batch, **options), whole.generate(**batch, **options))
+    stopping = {"stopping_criteria": [deployment.After(9)]}
+    assert model.generate(**batch, **stopping).shape[1] == 9
+    output = model(**batch, labels=batch["input_ids"])
+    expected = whole(**batch, labels=batch["input_ids"])
+    torch.testing.assert_close(output.logits, expected.logits.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(output.loss, expected.loss.detach(), rtol=1e-5, atol=1e-5)
+    assert set(model.memory_allocated()) == {"cpu:0", "cpu:1"}
+    assert all(count > 1 << 20 for count in model.memory_chached().values())
+
+
+def test_generation_config_of_the_application_reaches_the_workers(model: Any, whole: Any, seed: int) -> None:
+    config = model.generation_config
+    config.max_new_tokens, config.do_sample = 3, False
+    try:
+        assert model.generate(**prompt(seed)).shape[1] == 10
+    finally:
+        config.max_new_tokens = None
+
+
+def test_generate_samples_by_its_seed(model: Any, seed: int) -> None:
+    options = {**prompt(seed), "do_sample": True, "max_new_tokens": 20}
+    first = model.generate(**options, seed=5)
+    assert torch.equal(first, model.generate(**options, seed=5))
+    assert not torch.equal(first, model.generate(**options, seed=6))
+    assert not torch.equal(model.generate(**options), model.generate(**options))
+
+
+def test_calls_of_many_threads_are_batched_and_correct(model: Any, whole: Any, seed: int) -> None:
+    """Every thread gets what it would get alone, and calls that wait are computed together."""
+    prompts = [prompt(seed + i, 1, 3 + i % 9) for i in range(48)]
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = [whole.generate(**each, **options) for each in prompts]
+    sent: list[int] = []
+    original = model._engine.call
+
+    def counted(method: str, *args: Any, **kwargs: Any) -> Any:
+        sent.append(len(args[1]["input_ids"]))
+        return original(method, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(8) as threads:
+        patch.setattr(model._engine, "call", counted)
+        found = list(threads.map(lambda each: model.generate(**each, **options), prompts))
+    for mine, right in zip(found, expected, strict=True):
+        assert torch.equal(mine, right)
+    assert sum(sent) == 48 and max(sent) <= 8 and len(sent) < 40
+
+
+def test_single_caller_receives_replies_in_its_own_thread(model: Any, seed: int) -> None:
+    """A caller that is alone hears the workers for itself, also after many have called at once."""
+    given, engine, heard = prompt(seed), model._engine, list[str]()
+    tell = engine._tell
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda number: model(**given), range(12)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_tell", lambda executor: (heard.append(threading.current_thread().name), tell(executor)))
+        for _ in range(20):
+            model(**given)
+    assert heard.count(threading.current_thread().name) >= 5
+
+
+def test_generate_streams_tokens(model: Any, seed: int) -> None:
+    streamer = Collected()
+    out = model.generate(**prompt(seed, 1), max_new_tokens=15, do_sample=False, streamer=streamer)
+    assert streamer.tokens == out[0].tolist() and streamer.ended
+
+    class Numbers:
+        def decode(self, ids: Any, **_: Any) -> str:
+            return "".join(f"{int(token)} " for token in ids)
+
+    reader = TextIteratorStreamer(Numbers(), skip_prompt=True)  # type: ignore[arg-type]
+    call = {**prompt(seed, 1), "max_new_tokens": 5, "min_new_tokens": 5, "streamer": reader}
+    thread = threading.Thread(target=model.generate, kwargs=call)
+    thread.start()
+    assert len("".join(reader).split()) == 5
+    thread.join()
+
+
+def test_generation_stops_when_its_streamer_raises(model: Any, seed: int) -> None:
+    """The workers stop at the next tokens instead of computing for nobody."""
+    streamer = Collected(limit=12)
+    began = time.monotonic()
+    with pytest.raises(BrokenPipeError):
+        slow = {"logits_processor": [deployment.Trouble("sleep", 0)]}
+        model.generate(**prompt(seed, 1), max_new_tokens=400, min_new_tokens=400, streamer=streamer, **slow)
+    model.generate(**prompt(seed), max_new_tokens=2)
+    assert streamer.ended and time.monotonic() - began < 10  # 400 tokens would take 20 s
+
+
+def test_generate_raises_after_its_timeout(model: Any, seed: int) -> None:
+    slow = {"logits_processor": [deployment.Trouble("sleep", 1)], "max_new_tokens": 400, "min_new_tokens": 400}
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"timeout=0\.5 s"):
+        model.generate(**prompt(seed), **slow, timeout=0.5)
+    assert time.monotonic() - began < 2
+    assert model.generate(**prompt(seed), max_new_tokens=2, min_new_tokens=2, timeout=30).shape[1] == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"temperature": 1e-40}, "temperature=1e-40 is out of the range"),
+        ({"temperature": float("inf")}, "temperature=inf is out of the range"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty=1e-300 is out of the range"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty=10000"),
+        ({"top_p": float("nan")}, "top_p=nan is not finite"),
+        ({"sequence_bias": {(5,): float("nan")}}, "sequence_bias has nan"),
+        ({"sequence_bias": {(5,): float("inf")}}, "sequence_bias has inf"),
+        ({"sequence_bias": [[[5], 1e300]]}, "sequence_bias has 1e\\+300"),
+        ({"generation_config": transformers.GenerationConfig(temperature=1e-40)}, "temperature=1e-40"),
+        ({"timeout": float("nan")}, "timeout must be"),
+        ({"timeout": "soon"}, "timeout must be"),
+        ({"seed": 2**70}, "seed must be"),
+        ({"seed": "x"}, "seed must be"),
+    ],
+)
+def test_generation_options_out_of_range_are_rejected(
+    model: Any, options: dict[str, Any], text: str, seed: int
+) -> None:
+    """Refused here: what is drawn from NaN ends a GPU's process."""
+    with pytest.raises(ValueError, match=text):
+        model.generate(**prompt(seed), max_new_tokens=3, do_sample=True, **options)
+    if options.keys() & {"timeout", "seed"}:
+        with pytest.raises(ValueError, match=text):
+            model(**prompt(seed), **options)
+    usual = {"temperature": 1e-9, "sequence_bias": {(5,): -float("inf"), (6,): 100.0}, "repetition_penalty": 1.5}
+    assert model.generate(**prompt(seed), max_new_tokens=3, min_new_tokens=3, do_sample=True, **usual).shape[1] == 10
+
+
+def test_deployed_model_saves_a_merged_checkpoint(model: Any, whole: Any, tmp_path: Path) -> None:
+    model.save_pretrained_with_parallel(tmp_path, save_with_merging=True)
+    saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
+
+
+def test_forked_child_can_neither_use_nor_end_the_workers(model: Any, seed: int) -> None:
+    """A child of the application cannot use its parent's workers, and does not end them."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            try:
+                model.generate(**prompt(0))
+            except EngineError as error:
+                os.write(writer, str(error).encode())
+            model.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert b"forked" in os.read(reader, 1000)
+    assert model.generate(**prompt(seed), max_new_tokens=2, min_new_tokens=2).shape[1] == 9
+
+
+# What fails -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [name for name in faults.FAULTS if name != "disk full of logs"])
+def test_fault_of_a_worker_raises_and_ends_all_workers(stand: faults.Stand, fault: str, seed: int) -> None:
+    """Once; ``python -m benchmarks.faults`` tries each many times, with workers started as they are in use."""
+    stand.rng.seed(seed)
+    seconds, all_gone = faults.strike(stand, faults.FAULTS[fault])
+    assert all_gone and seconds < 5
+
+
+@pytest.mark.parametrize("fault", ["worker killed in a call", "one rank raises, the other waits for it"])
+def test_fault_while_the_caller_polls_raises_and_ends_all_workers(
+    stand: faults.Stand, fault: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand.answers()
+    monkeypatch.setattr(stand.model._engine, "_awake", 60.0)
+    stand.rng.seed(seed)
+    seconds, all_gone = faults.strike(stand, faults.FAULTS[fault])
+    assert all_gone and seconds < 5
+
+
+@pytest.mark.parametrize("awake", [0.0, 60.0])
+def test_exception_of_a_signal_handler_leaves_the_deployment_working(
+    model: Any, whole: Any, seed: int, awake: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the handler of a signal raises while a call waits is the caller's; the model answers on."""
+    monkeypatch.setattr(model._engine, "_awake", awake)
+    slow = {"max_new_tokens": 400, "min_new_tokens": 400, "logits_processor": [deployment.Trouble("sleep", 0)]}
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("too late")
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    try:
+        for call in (slow, {"max_new_tokens": 400, "min_new_tokens": 400}):  # the second could be batched
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(TimeoutError, match="too late"):
+                model.generate(**prompt(seed), **call)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(**prompt(seed), **options), whole.generate(**prompt(seed), **options))
+
+
+def test_stopped_worker_blocks_no_call_beyond_its_timeout(stand: faults.Stand, seed: int) -> None:
+    """Nobody waits for it for longer than he says, however much it was sent; ending it works."""
+    stand.answers()
+    model, pids = stand.model, stand.pids
+    os.kill(pids[0], signal.SIGSTOP)
+    while Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[0] != "T":  # soon, but not at once
+        time.sleep(0.001)
+    try:
+        assert model.health(0.2)["reason"] == "ranks [0] did not answer within 0.2 s"
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                model(inputs_embeds=torch.zeros(16, 400, 48), timeout=0.2)  # more than fits into a socket
+        assert model.health(0.2)["reason"] == "ranks [0] did not answer within 0.2 s"
+    finally:
+        model.close()
+    assert gone(pids)
+    with pytest.raises(EngineError, match=r"it was closed; model.restart\(\) starts it again"):
+        model.generate(**prompt(seed))
+    assert model.health() == {"healthy": False, "reason": "it was closed", "ranks": []}
+    model.restart()
+    assert model.health()["healthy"]
+
+
+def test_failed_loading_raises_and_ends_the_workers(pool: Pool, stand: faults.Stand) -> None:
+    made: list[Any] = []
+
+    class Kept(deployment.ForkedExecutor):
+        def __init__(self, count: int) -> None:
+            super().__init__(count)
+            made[:] = self.pids
+
+    class Alarmed(Kept):
+        def wait(self, timeout: float, awake: float = 0.0) -> None:
+            raise TimeoutError("too late")  # as the handler of a signal may
+
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "deploy": True}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError, match="no room for the weights") as caught:
+        patch.setattr(serving, "ProcessExecutor", Kept)
+        deployment.FailsToLoad.from_config_with_parallel(deployment.CONFIG, **options)
+    assert f"raised by rank 1 (pid {made[1]})" in str(caught.value.__cause__)
+    assert gone(made)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TimeoutError, match="too late"):
+        patch.setattr(serving, "ProcessExecutor", Alarmed)
+        GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, **options)
+    assert gone(made)
+
+
+def test_messages_that_cannot_be_read_or_written_become_errors() -> None:
+    """A message that cannot be read is a failure of its call; an error that cannot be sent becomes its ancestor."""
+    data = messages.encode(messages.Reply(7), 7)
+    failure = messages.decode(data[:8] + b"no pickle")
+    assert (failure.number, type(failure.error)) == (7, messages.pickle.UnpicklingError)
+
+    tensors = [torch.tensor(3), torch.ones(2, 0), torch.eye(3, dtype=torch.bool).T, torch.arange(6.0)[::2].bfloat16()]
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    tensors += [torch.ones(2, requires_grad=True), conjugate, torch._neg_view(torch.ones(2)), torch.eye(2).to_sparse()]
+    found = messages.decode(messages.encode(messages.Reply(7, tensors))).result
+    for mine, right in zip(found, tensors, strict=True):
+        assert mine.dtype == right.dtype and torch.equal(mine.to_dense(), right.to_dense())
+    assert len(messages.encode(messages.Reply(7, torch.zeros(10_000)[:1]))) < 1000
+    data = messages.encode(messages.Reply(7, (torch.zeros(10_000), torch.ones(1))))
+    holders = sys.getrefcount(data)
+    kept = messages.decode(data).result[1]
+    assert sys.getrefcount(data) == holders and kept.untyped_storage().nbytes() == 4  # it does not keep the other
+
+    def alarm(*parts: Any) -> None:
+        raise TimeoutError("too late")  # as the handler of a signal may, in the midst of a rehearsal
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TimeoutError, match="too late"):
+        patch.setitem(messages._MADE_OF, "tensor", alarm)
+        messages.rehearse()
+
+    class Odd(UnicodeDecodeError):
+        pass
+
+    odd = messages.portable(Odd("utf-8", b"x", 0, 1, "here"))
+    assert isinstance(odd, ValueError) and "here" in str(odd)
+    with open("/dev/full", "wb", buffering=0) as full:
+        log = _Log(full, "utf-8", line_buffering=True)
+        assert log.write("x\n" * 9000) == 18000
+        log.flush()
+        log.detach()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Of one type, and equal; tensors too, and the order of keys."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+held = st.builds(
+    lambda size, dtype: torch.arange(2 * size).to(dtype).view(size, 2).T, st.integers(0, 3), st.sampled_from(TYPES)
+)
+nested = st.recursive(
+    plain | held | st.builds(OrderedDict, x=held),
+    lambda items: (
+        st.lists(items, max_size=3)
+        | st.lists(items, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=2) | st.integers(), items, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@given(nested)
+def test_messages_keep_types_values_and_order(value: Any) -> None:
+    message = messages.Request(7, "forward", (value,), {"value": value}, 1)
+    assert same(tuple(messages.decode(messages.encode(message))), tuple(message))
+
+
+def test_bad_call_fails_alone_in_a_batch(model: Any, whole: Any, seed: int) -> None:
+    """Calls that are computed together do not suffer from each other."""
+    bad = {"input_ids": torch.tensor([[5, 500]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
+    prompts = [prompt(seed, 1), bad, prompt(seed + 1, 1)]
+
+    def generate(batch: dict[str, Tensor]) -> Any:
+        try:
+            return model.generate(**batch, max_new_tokens=5, do_sample=False)
+        except IndexError as error:
+            return error
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as threads:
+        patch.setattr(model._batcher, "wait", 5.0)
+        patch.setattr(model._batcher, "size", 3)
+        patch.setattr(model._batcher, "_crowded", True)
+        found = list(threads.map(generate, prompts))
+    assert isinstance(found[1], IndexError)
+    for i in (0, 2):
+        assert torch.equal(found[i], whole.generate(**prompts[i], max_new_tokens=5, do_sample=False))

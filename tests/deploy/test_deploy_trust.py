@@ -1,0 +1,256 @@
+"""Security of deployment: nothing that reaches the launcher's store or a port is unpickled or gets a worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import faults
+from benchmarks.faults import gone
+from oslo_models import GPT2LMHeadModel
+from oslo_models.deploy import handshake
+from oslo_models.deploy import options as serving
+from oslo_models.deploy import torchrun_executor as torchrun
+
+from support import deployment
+from support.pool import Pool
+
+SECRET = "0123456789abcdef"
+
+
+class Attack:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+@contextmanager
+def stranger(says: bytes) -> Iterator[int]:
+    """The port of who says this to everybody that connects."""
+
+    def talk() -> None:
+        with suppress(OSError):
+            while True:
+                connected, _ = listener.accept()
+                connected.sendall(says)
+                connections.append(connected)
+
+    connections: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=talk, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    for connected in connections:
+        connected.close()
+
+
+def attacked(mark: Path, how: str, secret: str | None) -> str:
+    """Rank 0 is the attacker, who has nothing but the store; what the other process says in the end."""
+    rank = int(os.environ["RANK"])
+    if secret is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+    if rank == 1:
+        with pytest.raises(ConnectionError) as caught:
+            torchrun.serve(secret)
+        torchrun._store().set("done", b"")
+        return str(caught.value)
+    body = pickle.dumps(Attack(mark))
+    with stranger(len(body).to_bytes(4, "big") + body) as port:
+        said = {
+            "pickle": body,
+            "address as it was": pickle.dumps(("127.0.0.1", port, b"k" * 32, True)),
+            "address": json.dumps(["127.0.0.1", port]).encode(),
+            "nonsense": b"\xff",
+            "no address": json.dumps(["\0" * 200] if secret is None else ["a\0b", 10**9]).encode(),
+        }[how]
+        store = torchrun._store()
+        store.set("application", said)
+        store.get("done")
+    return ""
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+@pytest.mark.parametrize("how", ["pickle", "address as it was", "address", "nonsense", "no address"])
+def test_worker_start_through_a_forged_store_executes_nothing(
+    pool: Pool, tmp_path: Path, how: str, secret: str | None
+) -> None:
+    _, message = pool.run(2, attacked, tmp_path / "mark", how, secret, env=True)
+    assert "the store of the launcher" in message and "deploy_secret" in message
+    assert not (tmp_path / "mark").exists()
+
+
+def launched_with_attacker(address: Any, checkpoint: Path, prompt: Any, mark: Path, secret: str | None) -> Any:
+    """A script that a launcher starts, while somebody connects to all that the application tells the store of."""
+    deployment.use_server(address)
+    torchrun.start_worker = deployment.start_forked_worker
+    if secret is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+    if int(os.environ["RANK"]) == 1:
+        with pytest.raises(SystemExit):
+            torchrun.serve(secret)
+        return None
+    others, listened = torchrun._Others, []
+
+    class Besieged(others):  # type: ignore[misc, valid-type]
+        def _listen(self) -> Any:
+            """Strangers are the first to connect."""
+            listener, address = super()._listen()
+            listened.append(address)
+            body = pickle.dumps(Attack(mark))
+            strangers = (b"", bytes(32), len(body).to_bytes(4, "big") + body, bytes(32) + body)
+            # Only processes of this host can connect to the Unix socket, and the kernel says whose they are.
+            for said in () if self.loopback else strangers:
+                connected = socket.create_connection(("127.0.0.1", address[1]))
+                connected.sendall(said)
+                connected.shutdown(socket.SHUT_WR)
+            return listener, address
+
+    torchrun._Others = Besieged  # type: ignore[misc]
+    try:
+        options = {"tensor_parallel_size": 2, "deploy": True, "deploy_secret": secret}
+        with GPT2LMHeadModel.from_pretrained_with_parallel(checkpoint, **options) as model:
+            return model.generate(**prompt, max_new_tokens=5, do_sample=False), model._engine.pids, listened
+    finally:
+        torchrun._Others = others  # type: ignore[misc]
+        torchrun._made.cache_clear()
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_deployment_serves_while_strangers_connect(
+    pool: Pool, stand: faults.Stand, tmp_path: Path, secret: str | None, seed: int
+) -> None:
+    """On one host over a Unix socket, on several over TCP with a secret: strangers change nothing."""
+    batch, mark = deployment.prompt(seed), tmp_path / "mark"
+    arguments = (deployment.server_address(), stand.checkpoint, batch, mark, secret)
+    (found, pids, listened), _ = pool.run(2, launched_with_attacker, *arguments, env=True)
+    assert found.equal(stand.whole.generate(**batch, max_new_tokens=5, do_sample=False))
+    assert [len(address) for address in listened] == [1 if secret is None else 2]
+    assert gone(pids) and not mark.exists()
+
+
+# The proofs by themselves ---------------------------------------------------------------------------------------------
+
+
+def both(accept: Callable[[socket.socket], Any], dial: Callable[[socket.socket], Any]) -> list[type | None]:
+    """What the two ends of a TCP connection raise."""
+    raised: list[type | None] = [None, None]
+
+    def run(index: int, end: Callable[[socket.socket], Any], connected: socket.socket) -> None:
+        with connected:
+            try:
+                end(connected)
+            except OSError as error:
+                raised[index] = type(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialled = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    thread = threading.Thread(target=run, args=(0, accept, accepted))
+    thread.start()
+    run(1, dial, dialled)
+    thread.join()
+    return raised
+
+
+def test_handshake_requires_the_secret_on_both_ends() -> None:
+    one, other = secrets.token_hex(16), secrets.token_hex(16)
+    assert both(lambda end: handshake.accept(end, one), lambda end: handshake.dial(end, f"{one}\n")) == [None, None]
+    refused = both(lambda end: handshake.accept(end, one), lambda end: handshake.dial(end, other))
+    assert None not in refused and handshake.HandshakeError in refused
+    for role in (handshake.accept, handshake.dial):  # who sends back what it gets has proved nothing
+        refused = both(lambda end, role=role: role(end, one), echo)
+        assert refused[0] is handshake.HandshakeError
+
+
+def echo(end: socket.socket) -> None:
+    while data := end.recv(4096):
+        end.sendall(data)
+
+
+def test_relayed_handshake_gives_no_connection() -> None:
+    """Who has itself dialled, through the store, and passes the proofs on, gets no connection from either side."""
+    outcomes: list[BaseException | None] = [None, None]
+
+    def end(index: int, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except OSError as error:
+            outcomes[index] = error
+
+    def pipe(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(4096):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    with socket.create_server(("127.0.0.1", 0)) as real, socket.create_server(("127.0.0.1", 0)) as fake:
+        dialled = socket.create_connection(fake.getsockname())
+        victim, _ = fake.accept()
+        onward = socket.create_connection(real.getsockname())
+        accepted, _ = real.accept()
+    ends = [lambda: handshake.accept(accepted, SECRET), lambda: handshake.dial(dialled, SECRET)]
+    threads = [threading.Thread(target=end, args=(index, act)) for index, act in enumerate(ends)]
+    threads += [threading.Thread(target=pipe, args=pair, daemon=True) for pair in ((victim, onward), (onward, victim))]
+    for thread in threads:
+        thread.start()
+    threads[0].join()
+    accepted.close()
+    threads[1].join()
+    assert all(isinstance(outcome, OSError) for outcome in outcomes)
+    for connected in (dialled, victim, onward):
+        connected.close()
+
+
+def test_connection_of_another_user_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        handshake.require_same_user(ours)
+        uid = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+        with pytest.raises(handshake.HandshakeError, match=f"of user {uid} is at the other end"):
+            handshake.require_same_user(ours)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_deployment_on_several_hosts_requires_a_secret(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    """On every rank, before anything is started."""
+    launched = {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "", "MASTER_PORT": ""}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    for secret, text in (
+        (None, "pass deploy_secret="),
+        ("", "at least 16 characters.*got 0 characters"),
+        ("short but secret"[:15], "got 15 characters"),
+        (b"0123456789abcdef", "got bytes"),
+    ):
+        with pytest.raises(ValueError, match=text) as caught:
+            GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, deploy=True, deploy_secret=secret)
+        assert "short but" not in str(caught.value)
+    assert SECRET not in repr(serving.Serving(deploy_secret=SECRET))
+    with pytest.raises(ValueError, match="deploy_secret"):
+        torchrun.serve()
+
+
+def test_start_messages_must_be_json() -> None:
+    ours, theirs = socket.socketpair()
+    one, other = Connection(ours.detach()), Connection(theirs.detach())
+    one.send(("start",))  # pickled
+    with pytest.raises(ConnectionError, match="not JSON"):
+        torchrun._receive(other)
+    torchrun._send(one, ("kill", 3))
+    assert torchrun._receive(other) == ["kill", 3]

@@ -1,0 +1,77 @@
+"""The device of a rank, with mocked GPUs and mocked backends of a running process group."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from oslo_models.distributed.mesh import start_process_group
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Four GPUs, of which the user has chosen the third, and a running process group."""
+    state = {"current": 2, "count": 4}
+    stand_ins: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: state["count"],
+        "current_device": lambda: state["current"],
+        "set_device": lambda device: state.update(current=torch.device("cuda", device).index),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "undefined")  # as after `init_process_group()`
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return state
+
+
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:nccl", "cuda:nccl"])
+def test_device_is_a_gpu_for_a_group_without_a_named_backend(
+    gpus: dict[str, int], backends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
+    assert start_process_group() == torch.device("cuda", 2)
+
+
+@pytest.mark.parametrize("backends", ["cpu:gloo,cuda:gloo", "cpu:gloo"])
+def test_device_is_the_cpu_for_a_group_without_nccl(
+    gpus: dict[str, int], backends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
+    assert start_process_group() == torch.device("cpu")
+    assert gpus["current"] == 2
+
+
+@pytest.mark.parametrize("env", [{}, {"RANK": "1", "WORLD_SIZE": "4"}], ids=["plain", "srun"])
+def test_device_without_local_rank_is_the_current_one(
+    gpus: dict[str, int], env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, **env})
+    assert start_process_group() == torch.device("cuda", 2)
+    assert gpus["current"] == 2
+
+
+@pytest.mark.parametrize(("count", "index"), [(4, 3), (2, 1), (1, 0)])
+def test_device_with_local_rank_is_that_of_the_launcher(
+    gpus: dict[str, int], count: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each process sees fewer GPUs than there are ranks."""
+    gpus["count"] = count
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert start_process_group() == torch.device("cuda", index)
+    assert gpus["current"] == index
+
+
+def test_torch_names_its_default_backends() -> None:
+    """What the stand-ins pretend is how torch names it."""
+    config = dist.distributed_c10d.BackendConfig(dist.Backend("cuda:nccl,cpu:gloo"))
+    assert set(str(config).split(",")) == {"cuda:nccl", "cpu:gloo"}
+    assert "cuda:nccl" not in str(dist.distributed_c10d.BackendConfig(dist.Backend("gloo")))
+    assert "cuda:nccl" in str(dist.distributed_c10d.BackendConfig(dist.Backend("nccl")))

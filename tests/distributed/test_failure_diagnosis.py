@@ -1,0 +1,226 @@
+"""Failure diagnosis: survivors name the rank that failed first, in situations met by `benchmarks.training_faults`."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from benchmarks.training_faults import Training, end_of, one_fault
+from oslo_models import GPT2LMHeadModel, RankFailedError
+from oslo_models.distributed import collectives
+from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, born, home
+from oslo_models.distributed.mesh import ParallelMesh, world_axis
+from oslo_models.distributed.store_client import StoreClient, StoreLostError
+
+from support.pool import Pool
+
+VICTIM = 2
+
+
+def live(rank: int, story: Callable[..., Any], port: int, folder: Path, *args: Any) -> None:
+    """A rank of three, of which one fails; tells which ones its error names, and what else it may have to say."""
+    torch.set_num_threads(1)
+    said: Any = "nothing was raised"
+    try:
+        story(rank, port, *args)
+    except RankFailedError as error:
+        said = list(error.ranks)
+    except Exception as error:  # noqa: BLE001  shown by the test
+        said = repr(error)
+    finally:
+        (folder / str(rank)).write_text(json.dumps(said))
+
+
+def survivors_say(folder: Path, story: Callable[..., Any], *args: Any, seconds: float = 30.0) -> list[Any]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    context: Any = multiprocessing.get_context("forkserver")
+    gang = [context.Process(target=live, args=(rank, story, port, folder, *args), daemon=True) for rank in range(3)]
+    try:
+        for process in gang:
+            process.start()
+        deadline = time.monotonic() + seconds
+        for process in gang:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in gang:
+            process.kill()
+            process.join()
+    assert not (folder / str(VICTIM)).exists(), "it did not die"
+    found = []
+    for rank in range(VICTIM):
+        path = folder / str(rank)
+        found.append(json.loads(path.read_text()) if path.exists() else "it hangs")
+    return found
+
+
+def make_mesh(rank: int, port: int, moment: str) -> None:
+    """As a launcher's script does; one dies when it has met the others and is about to connect to them."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3")
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == VICTIM:
+        setattr(dist, moment, die)
+    ParallelMesh(1, 3, timeout=2.0)
+
+
+@pytest.mark.parametrize("moment", ["init_process_group", "new_group"])
+def test_rank_killed_while_groups_are_made_is_named(pool: Pool, tmp_path: Path, moment: str) -> None:
+    """There, gloo raises ``Gloo connectFullMesh failed`` or ``wait timeout after``, which name nobody, or waits on."""
+    assert survivors_say(tmp_path, make_mesh, moment) == [[VICTIM], [VICTIM]]
+
+
+def wait_in_turn(rank: int, port: int, destroys: bool) -> None:
+    """Rank 0, which hosts the store, finds out and ends; rank 1 looks around when it is gone."""
+    store = TCPStore("127.0.0.1", port, 3, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=20))
+    axis = world_axis(1.5)
+    del store
+    time.sleep([0.0, 4.0, 0.5][rank])
+    if rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        collectives.receive(axis, torch.zeros(3), VICTIM if rank == 0 else 0)
+    finally:
+        if destroys:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("destroys", [False, True], ids=["ends", "destroys its group and ends"])
+def test_failed_rank_is_named_after_the_store_has_ended(pool: Pool, tmp_path: Path, destroys: bool) -> None:
+    assert survivors_say(tmp_path, wait_in_turn, destroys) == [[VICTIM], [VICTIM]]
+
+
+def host_store(conn: Any) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    conn.send(store.port)
+    time.sleep(60)
+
+
+def test_store_client_thread_can_be_ended_while_the_store_is_stopped(pool: Pool) -> None:
+    """One that returned from C++ while the interpreter is finalized would abort the process."""
+    context: Any = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    host = context.Process(target=host_store, args=(theirs,), daemon=True)
+    host.start()
+    try:
+        store = TCPStore("127.0.0.1", ours.recv(), is_master=False)
+        stopped, killed = StoreClient(store, "a"), StoreClient(store, "b")
+        assert stopped.ask(lambda store: store.add("x", 1)) == killed.ask(lambda store: store.add("y", 1)) == 1
+        os.kill(host.pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError, match="does not answer"):
+            stopped.ask(lambda store: store.check(["x"]), 0.2)
+        (thread,) = stopped._threads
+        assert thread.is_alive()
+        stopped.close()
+        assert not thread.is_alive() and not killed.lost
+        host.kill()
+        host.join()
+        since = time.monotonic()
+        for _ in range(3):  # at once, and without a stack trace of C++ for each
+            with pytest.raises(StoreLostError):
+                killed.ask(lambda store: store.check(["x"]), 5.0)
+        assert time.monotonic() - since < 3.0 and not [thread for thread in killed._threads if thread.is_alive()]
+    finally:
+        host.kill()
+        host.join()
+
+
+class Silent:
+    """A watch of rank 1 whose store does not answer, or says always the same."""
+
+    def __init__(self, posts: dict[int, Any], answers: bool) -> None:
+        self.rank, self.known, self.answers = 1, posts, answers
+
+    def ask(self, question: Any, seconds: float) -> Any:
+        if not self.answers:
+            raise TimeoutError
+        return self.known
+
+
+def post(**changes: Any) -> dict[str, Any]:
+    pid = os.getpid()
+    process = {"pid": pid, "born": born(pid), "home": home(), "host": "n1"}
+    said = {"number": 1, "time": time.time(), "left": False, "place": "step 1", "since": 0.0}
+    return {**process, **said, "waits": None, "failed": None, "told": False, **changes}
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_late_post_of_a_live_process_is_no_failure(answers: bool) -> None:
+    """A process that can be seen to be alive is not blamed for a late post, nor for a late answer of its store."""
+    inquiry = FailureDiagnosis(Silent({0: post()}, answers), (0,), patience=0.4)
+    assert inquiry.failed(0.01) == {}
+    time.sleep(0.1)
+    assert inquiry.failed(0.01) == {}
+    time.sleep(0.4)
+    assert list(inquiry.failed(0.01)) == [0]
+
+
+def test_stopped_process_is_diagnosed_as_failed(pool: Pool) -> None:
+    """It can be seen as one that is alive, and is blamed sooner."""
+    context: Any = multiprocessing.get_context("forkserver")
+    process = context.Process(target=time.sleep, args=(60,), daemon=True)
+    process.start()
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(0.2)
+        inquiry = FailureDiagnosis(
+            Silent({0: post(pid=process.pid, born=born(process.pid))}, True), (0,), patience=60.0
+        )
+        inquiry.failed(0.01)
+        time.sleep(0.1)
+        assert "is stopped" in inquiry.failed(0.01)[0]
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_diagnoses_of_other_ranks_are_adopted() -> None:
+    """Whoever ended because of a failure does not stand in for it, with or without a store."""
+    dead = {"pid": 2**22 + 1, "born": 1}
+    told = Silent({0: post(**dead, failed={"3": "rank 3 died"}), 2: post(**dead)}, answers=False)
+    assert FailureDiagnosis(told, (2,), 0.0).failed(0.0) == {3: "rank 3 died"}
+    untold = Silent({0: post(**dead), 2: post(**dead)}, answers=False)
+    assert list(FailureDiagnosis(untold, (2,), 0.0).failed(0.0)) == [0]
+    hidden = Silent({2: post(failed={"3": "rank 3 died"}), 3: post(home="elsewhere")}, answers=True)
+    assert FailureDiagnosis(hidden, (2,), 10.0).failed(10.0) == {3: "rank 3 died"}
+
+
+def test_training_script_names_a_killed_rank(tmp_path: Path, seed: int) -> None:
+    """Once; ``python -m benchmarks.faults --only "rank "`` does it many times, in each phase."""
+    from benchmarks.faulty import CONFIG
+
+    GPT2LMHeadModel(CONFIG).save_pretrained(tmp_path / "checkpoint")
+    training = Training(tmp_path / "checkpoint", random.Random(seed), loaded=False, keep=tmp_path)
+    training.count = seed % 8
+    try:
+        one_fault(training, "loading", "killed")
+    finally:
+        training.close()
+
+
+def test_end_of_classifies_the_output_of_a_rank() -> None:
+    named = "[rank1]: oslo_models.distributed.watchdog.RankFailedError: rank 2 (host n1, pid 3) died\n"
+    assert end_of(1, named, 2) == "named"
+    assert end_of(1, named, 3) == end_of(0, named, 2) == end_of(1, "RuntimeError", 2) == "other"
+    assert end_of(1, named.replace("died", "died\n[rank1]: rank 0 (host n1, pid 4) died"), 2) == "other"
+    assert end_of(-6, named, 2) == end_of(1, named + "terminate called", 2) == "abort"
+    assert end_of(None, named, 2) == "hang"

@@ -1,0 +1,83 @@
+"""The document of parallelformers (Apache-2.0) runs as printed, with the replacements of `documents.ADAPTED`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import oslo_models
+from oslo_models.deploy import options as serving
+
+from support import deployment, zoo
+from support.documents import run_block
+from support.pool import Pool
+
+CREATION = """
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("EleutherAI/gpt-neo-2.7B")
+tokenizer = AutoTokenizer.from_pretrained("EleutherAI/gpt-neo-2.7B")
+"""
+
+PARALLELIZATION = """
+from parallelformers import parallelize
+
+parallelize(model, num_gpus=2, fp16=True, verbose='detail')
+"""
+
+INFERENCE = """
+inputs = tokenizer("Parallelformers is", return_tensors="pt")
+
+outputs = model.generate(
+    **inputs,
+    num_beams=5,
+    no_repeat_ngram_size=4,
+    max_length=15,
+)
+
+print(f"Output: {tokenizer.batch_decode(outputs)[0]}")
+"""
+
+STATES = """
+model.memory_allocated()
+model.memory_reserved()
+model.memory_chached()
+"""
+
+MANAGING = """
+model.cpu()
+"""
+
+
+def test_parallelformers_document_runs_as_printed(pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.start(1)  # and with it the server that workers are forked from
+    monkeypatch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
+    half = hub(torch.float32).half().eval()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        made = run_block(CREATION, PARALLELIZATION, INFERENCE, STATES)
+    model, inputs = made["model"], made["inputs"]
+    assert "cpu:1:\n" in printed.getvalue() and "Output: Parallelformers is" in printed.getvalue()
+    assert isinstance(model, oslo_models.GPT2LMHeadModel) and model.dtype == torch.float16
+    torch.testing.assert_close(model(**inputs).logits, half(**inputs).logits, rtol=0.02, atol=0.02)
+    pids = model._engine.pids
+    model.restart()
+    assert model._engine.pids != pids
+    torch.testing.assert_close(model(**inputs).logits, half(**inputs).logits, rtol=0.02, atol=0.02)
+    run_block(MANAGING, model=model)
+    assert not hasattr(model, "health") and torch.equal(model(**inputs).logits, half(**inputs).logits)
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in half.state_dict().items())
+
+
+def test_unsupported_parallelformers_arguments_are_rejected() -> None:
+    model = hf.GPT2Model(zoo.config("gpt2"))
+    with pytest.raises(ValueError, match="tensor_parallel_size=7 is more than num_attention_heads=6"):
+        oslo_models.parallelize(model, num_gpus=7)
+    with pytest.raises(ValueError, match=r"parallelize has no arguments \['master_port'\]"):
+        oslo_models.parallelize(model, num_gpus=2, master_port=29500)
+    assert type(model) is hf.GPT2Model and len(model.state_dict())

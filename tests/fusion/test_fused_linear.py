@@ -1,0 +1,217 @@
+"""Linear layers on a CPU that use `oslo_kernels.linear`: the function alone and in fused models."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oslo_kernels import build
+from oslo_kernels import linear as kernel
+from oslo_models import GPT2LMHeadModel, LlamaForCausalLM
+from oslo_models.fusion.modules import FusedLinear
+
+from support import zoo
+from support.fake_timings import faster_at
+from support.fusion import relative_error, spy_on_few_rows
+from support.pool import Pool
+from support.reference import parallel_model, reference_step
+
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+FORMS = {"out x in": (kernel.linear, F.linear), "in x out": (kernel.conv1d, kernel.plain_conv1d)}
+
+
+def operands(rows: int, inner: int, outer: int, dtype: torch.dtype, io: bool) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (inner, outer) if io else (outer, inner)
+    return tuple(torch.randn(size).to(dtype) for size in ((rows, inner), shape, (outer,)))  # type: ignore[return-value]
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def emulated() -> Any:
+    """As on a processor without instructions for numbers of 16 bits."""
+    return mock.patch.object(kernel, "_is_native", lambda dtype: False)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_linear_rounding_error_is_at_most_twice_that_of_torch(form: str, dtype: torch.dtype, seed: int) -> None:
+    """At any size the error is at most twice that of torch in the same type."""
+    ours, plain = FORMS[form]
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    sizes = [(rows, draw.randint(1, 700), draw.randint(8, 90)) for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 40)]
+    for rows, inner, outer in (*sizes, (2, 64, 8), (3, 1, 9), (6, 3000, 12), (5, 260, 2100), (1, 8, 1024)):
+        x, weight, bias = operands(rows, inner, outer, dtype, form == "in x out")
+        for given in (bias, None):
+            exact = plain(x.double(), weight.double(), None if given is None else given.double())
+            with torch.no_grad(), emulated():
+                found = ours(x, weight, given)
+            assert found.dtype == dtype and found.shape == exact.shape
+            # the rest is for sizes at which torch happens to be exact
+            limit = 2 * error(plain(x, weight, given), exact) + torch.finfo(dtype).eps / 16
+            assert error(found, exact) <= limit, f"{rows} x {inner} x {outer}, bias {given is not None}"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_linear_is_bitwise_independent_of_threads_and_other_rows(
+    form: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(seed)
+    monkeypatch.setattr(kernel, "OF_A_THREAD", 1)
+    x, weight, bias = operands(7, 300, 70, dtype, form == "in x out")
+    before, found = torch.get_num_threads(), []
+    with torch.no_grad(), emulated():
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(FORMS[form][0](x, weight, bias))
+        torch.set_num_threads(before)
+        found.append(torch.cat([FORMS[form][0](row, weight, bias) for row in x.split(1)]))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_linear_keeps_non_finite_values_in_their_rows(form: str) -> None:
+    x, weight, bias = operands(5, 40, 30, torch.float32, form == "in x out")
+    x[1, 3], x[2, 39], bias[4] = float("inf"), float("nan"), float("-inf")
+    with torch.no_grad(), spy_on_few_rows() as product:
+        found = FORMS[form][0](x, weight, bias)
+    assert product.called
+    exact = FORMS[form][1](x, weight, bias)
+    assert torch.equal(found.isnan(), exact.isnan()) and torch.equal(found.isinf(), exact.isinf())
+
+
+def test_linear_accepts_any_shape_and_stride(seed: int) -> None:
+    torch.manual_seed(seed)
+    _, weight, bias = operands(1, 48, 24, torch.float32, False)
+    given = [torch.randn(48), torch.randn(2, 3, 48), torch.randn(48, 5).t(), torch.randn(4, 96)[:, ::2]]
+    for x in (*given, torch.randn(1, 48).expand(3, 48), torch.randn(2, 1, 1, 48)):
+        with torch.no_grad(), spy_on_few_rows() as product:
+            found = kernel.linear(x, weight, bias)
+        assert product.called and found.is_contiguous()
+        assert error(found, F.linear(x.double(), weight.double(), bias.double())) < 1e-6
+
+
+LEFT: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
+    "many rows": lambda: operands(kernel.MOST_ROWS + 1, 32, 16, torch.float32, False),
+    "no rows": lambda: operands(0, 32, 16, torch.float32, False),
+    "double precision": lambda: operands(2, 32, 16, torch.float64, False),
+    "few columns": lambda: operands(2, 32, 7, torch.float32, False),
+    "weights in another order": lambda: (torch.randn(2, 32), torch.randn(32, 16).t(), torch.randn(16)),
+    "another class": lambda: (torch.randn(2, 32).as_subclass(Other), torch.randn(16, 32), torch.randn(16)),
+}
+
+
+class Other(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_linear_leaves_unsupported_operands_to_torch(what: str) -> None:
+    given = LEFT[what]()
+    with torch.no_grad(), spy_on_few_rows() as product:
+        assert torch.equal(kernel.linear(*given), F.linear(*given))
+    assert not product.called
+
+
+def test_linear_leaves_gradients_and_autocast_to_torch() -> None:
+    x, weight, bias = operands(2, 32, 16, torch.float32, False)
+    with spy_on_few_rows() as product:
+        kernel.linear(x, weight.requires_grad_(), bias).sum().backward()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert kernel.linear(x, weight, bias).dtype == torch.bfloat16
+        with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            kernel.linear(x[:, 1:], weight, bias)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
+            kernel.linear(x, weight.bfloat16(), bias.bfloat16())
+    assert weight.grad is not None and not product.called
+
+
+def test_linear_splits_many_rows_of_16_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(seed)
+    monkeypatch.setattr(kernel, "WIDENED", 100)
+    for form, (ours, plain) in FORMS.items():
+        x, weight, bias = operands(kernel.MOST_ROWS_HALF + 1, 30, 16, torch.bfloat16, form == "in x out")
+        x = x.view(3, -1, 30)
+        with torch.no_grad(), emulated(), mock.patch.object(kernel, "_widened", wraps=kernel._widened) as widened:
+            found = ours(x, weight, bias)
+        exact = plain(x.double(), weight.double(), bias.double())
+        assert widened.called and found.dtype == torch.bfloat16
+        assert error(found, exact) <= 2 * error(plain(x, weight, bias), exact)
+
+
+def prompt(name: str, config: Any) -> dict[str, Tensor]:
+    """Few enough rows."""
+    batch = {key: value[:1] for key, value in zoo.batch(name, config, 1).items() if key != "labels"}
+    return {**batch, "decoder_input_ids": batch["input_ids"]} if config.is_encoder_decoder else batch
+
+
+def check_inference(name: str, config: Any, weights: Any, exact: Any, n: int, dtype: torch.dtype) -> tuple[float, ...]:
+    """The errors of this rank's logits, unfused and fused, and of those unfused again."""
+    model = parallel_model(name, config, weights, n, dtype).eval()
+    batch, made = prompt(name, config), []
+    with torch.no_grad(), emulated(), faster_at(), spy_on_few_rows() as product:
+        for prepare in (model.unfuse, model.fuse, model.unfuse):
+            prepare()
+            product.reset_mock()
+            made.append(model(**batch).logits.float())
+            assert product.called == (prepare == model.fuse)
+    assert torch.equal(made[0], made[2])
+    unfused, fused, _ = (relative_error({"": logits}, {"": exact}) for logits in made)
+    return unfused, fused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", zoo.FOUNDING)
+def test_fused_linear_logits_are_as_exact_as_transformers(
+    pool: Pool, variant: str, dtype: torch.dtype, seed: int
+) -> None:
+    """Logits of a fused model are as exact as those of transformers' code, within a factor of two."""
+    name, config = zoo.lm_head(variant), zoo.config(variant)
+    weights = {key: value.to(dtype) for key, value in reference_step(name, config, seed).weights.items()}
+    model = zoo.original(name).from_pretrained(
+        None, config=config, state_dict={key: value.double() for key, value in weights.items()}, dtype=torch.float64
+    )
+    with torch.no_grad():
+        exact = model.eval()(**prompt(name, config)).logits
+    for n in (1, 2):
+        for unfused, fused in pool.run(n, check_inference, name, config, weights, exact, n, dtype):
+            assert fused <= 2 * unfused, f"tp {n}: {fused:.2e} instead of {unfused:.2e}"
+
+
+def test_fuse_without_a_compiler_leaves_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=0).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    for function in (build.load, kernel._library, kernel.why_not):
+        function.cache_clear()
+    try:
+        with torch.no_grad():
+            expected, found = model(ids).logits, model.fuse()(ids).logits
+        assert torch.equal(found, expected) and not any(type(module) is FusedLinear for module in model.modules())
+        assert "needs a C++ compiler" in str(model.fusion_report())
+    finally:
+        for function in (build.load, kernel._library, kernel.why_not):
+            function.cache_clear()
+
+
+def test_fused_linear_under_torch_compile_is_left_to_inductor() -> None:
+    model = GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2", n_layer=1), seed=0).eval()
+    with faster_at():
+        model.fuse()
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad(), spy_on_few_rows() as product:
+        expected = model(ids).logits
+        assert product.called
+        product.reset_mock()
+        found = torch.compile(model, backend="eager", fullgraph=True)(ids).logits
+    assert not product.called and torch.allclose(found, expected, atol=1e-5)

@@ -1,0 +1,320 @@
+"""`fuse` for GPUs: with its operations in plain torch on the CPU and, where there is one, on a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import CompileConfig, GenerationConfig
+from transformers.generation.configuration_utils import GenerationMode
+
+from oslo_models import registry
+from oslo_models.distributed.collectives import gather_objects
+from oslo_models.fusion import apex
+from oslo_models.fusion import modules as fused_layers
+from oslo_models.fusion.rules import fusion_candidates
+from oslo_models.fusion.swap import Fusion, choose_backend
+
+from support import zoo
+from support.float64 import lifted_casts
+from support.fusion import GELU_NEW, LOGITS, fusion_reference, gpt2, relative_error
+from support.pool import Pool
+from support.reference import (
+    TOLERANCE,
+    Step,
+    differences,
+    full_parameters,
+    parallel_model,
+    reference_step,
+    step_differences,
+    tensors,
+)
+
+WOULD = {  # what is swapped there beside the head, and which kernels then run
+    "bert": ({"bias and GeLU", "LayerNorm", "residual", "attention"}, {"add_norm", "bias_gelu"}),
+    "bloom": ({"attention", "residual", "head and cross entropy"}, {"masked_softmax"}),
+    "falcon": ({"attention"}, {"rotary"}),
+    "gpt2": ({"bias and GeLU", "LayerNorm", "residual", "attention"}, {"add_norm", "bias_gelu"}),
+    "gpt_neo": ({"bias and GeLU", "LayerNorm", "residual"}, {"add_norm", "bias_gelu"}),
+    "gptj": ({"bias and GeLU"}, {"bias_gelu"}),
+    "llama": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "swiglu", "rotary"}),
+    "qwen2": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "swiglu", "rotary"}),
+    "t5": ({"root mean square norm", "attention", "residual"}, {"add_norm"}),
+}
+KERNELS = ("add_norm", "bias_gelu", "masked_softmax", "rotary", "swiglu", "bias_dropout_residual")
+
+
+def as_on_a_gpu(model: Any, backend: str = "triton") -> Any:
+    """Swap what is swapped on a GPU; operations are in plain torch on the CPU."""
+    model._fusion = Fusion(backend)
+    model._fusion.apply(model, fusion_candidates(model, backend), None)
+    return model
+
+
+@contextmanager
+def counted_kernels() -> Iterator[set[str]]:
+    """The names of the operations that layers call."""
+    called: set[str] = set()
+
+    def noting(name: str) -> Any:
+        operation = getattr(fused_layers, name)
+        return lambda *args, **kwargs: called.add(name) or operation(*args, **kwargs)
+
+    with mock.patch.multiple(fused_layers, **{name: noting(name) for name in KERNELS}):
+        yield called
+
+
+def check_wiring(steps: dict[str, Step], n: int) -> None:
+    """On every rank: loss, gradients and attention weights are those of transformers, and kernels were called."""
+    lines = []
+    for variant, step in steps.items():
+        operations, kernels = WOULD[variant]
+        model = as_on_a_gpu(parallel_model(step.name, step.config, step.weights, n))
+        found = {row.operation for row in model.fusion_report() if row.fused}
+        lines += [f"{variant}: {missing} not swapped" for missing in operations - found]
+        with counted_kernels() as called:
+            lines += [f"{variant}: {line}" for line in step_differences(model, step, without=LOGITS)]
+            eager = {"attn_implementation": "eager"} if variant != "bloom" else {}
+            model = as_on_a_gpu(parallel_model(step.name, step.config, step.weights, n, **eager))
+            batch = {key: value for key, value in step.batch.items() if key != "labels"}
+            batch |= {"decoder_input_ids": batch["input_ids"]} if "t5" in variant else {}
+            made = []
+            for _ in (True, False):
+                with lifted_casts(), torch.no_grad():
+                    made.append(model(**batch, output_attentions=True))
+                model.unfuse()
+        lines += [f"{variant}: {missing} not called" for missing in kernels - called]
+        if "softmax of weights" in str(as_on_a_gpu(model).fusion_report()) and "masked_softmax" not in called:
+            lines.append(f"{variant}: masked_softmax not called")
+        for own, expected in zip(tensors(made[0]), tensors(made[1]), strict=True):
+            lines += differences(f"{variant}: {own[0]} of eager attention", own[1], expected[1], TOLERANCE)
+        model.unfuse()
+        lines += [f"{variant}: {type(m)}" for m in model.modules() if type(m).__name__.startswith("Fused")]
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_modules_for_triton_match_on_the_cpu(pool: Pool, n: int, seed: int) -> None:
+    """The same modules as on a GPU, their operations in plain torch: where they are swapped, and that they fit."""
+    steps = {variant: fusion_reference(variant, zoo.lm_heads(variant)[0], seed) for variant in WOULD}
+    if n == 1:
+        check_wiring(steps, 1)
+    else:
+        pool.run(n, check_wiring, steps, n)
+
+
+def check_dropout(variants: dict[str, Any]) -> None:
+    """On both ranks: masks in one pass with the residual are equal, drop something, and are repeated by a recompute."""
+    lines = []
+    for variant, config in variants.items():
+        name = zoo.lm_heads(variant)[0]
+        model = zoo.original(name)._from_config(config)
+        model = as_on_a_gpu(parallel_model(name, config, full_parameters(model), 2, torch.float32)).train()
+        losses, grads = [], []
+        for seed, checkpointing in ((1, False), (1, True), (2, False)):
+            (model.gradient_checkpointing_enable if checkpointing else model.gradient_checkpointing_disable)()
+            torch.manual_seed(seed)
+            with counted_kernels() as called:
+                loss = model(**zoo.batch(name, config, 1, torch.float32)).loss
+                loss.backward()
+            losses.append(loss.item())
+            grads.append({key: param.grad.clone() for key, param in model.named_parameters() if param.grad is not None})
+            model.zero_grad()
+        if "bias_dropout_residual" not in called or losses[0] == losses[2]:
+            lines.append(f"{variant}: nothing was dropped in one pass with a residual")
+        lines += differences(f"{variant}: recomputed loss", torch.tensor(losses[1]), torch.tensor(losses[0]), 1e-6)
+        for key, grad in grads[0].items():
+            lines += differences(f"{variant}: recomputed gradient of {key}", grads[1][key], grad, 1e-5)
+        if len(set(gather_objects(model.mesh.tp, losses[0]))) > 1:
+            lines.append(f"{variant}: ranks drew different masks")
+    assert not lines, "\n".join(lines)
+
+
+def test_fused_dropout_and_residual_draw_the_same_masks(pool: Pool) -> None:
+    pool.run(2, check_dropout, {variant: zoo.config(variant, dropout=0.3) for variant in ("bert", "bloom", "t5")})
+
+
+APEX = {
+    "normalization/fused_layer_norm.py": """
+import torch.nn.functional as F
+def fused_rms_norm_affine(x, weight, shape, eps):
+    return F.rms_norm(x, shape, weight, eps)
+def fused_layer_norm_affine(x, weight, bias, shape, eps):
+    return F.layer_norm(x, shape, weight, bias, eps)
+""",
+    "transformer/functional/fused_softmax.py": """
+def generic_scaled_masked_softmax(scores, mask, scale):
+    assert mask.shape == (len(scores), 1, *scores.shape[2:])
+    return (scores * scale).masked_fill(mask, -10000.0).softmax(-1)
+""",
+}
+
+
+def test_fuse_with_apex_calls_its_norms_and_softmax(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in that has the functions of NVIDIA's: norms and the softmax of eager attention go through them."""
+    for file, code in APEX.items():
+        path = tmp_path / "apex" / file
+        path.parent.mkdir(parents=True)
+        for folder in (path.parent, path.parent.parent):
+            (folder / "__init__.py").touch()
+        path.write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = gpt2()
+    try:
+        with pytest.raises(ValueError, match="apex computes on GPUs"):
+            model.fuse(backend="apex")
+        assert choose_backend("apex", torch.device("cuda")) == "apex"
+        from apex.normalization import fused_layer_norm
+        from apex.transformer.functional import fused_softmax
+
+        for variant in ("gpt2", "llama"):
+            name, config = zoo.lm_head(variant), zoo.config(variant)
+            options = {"attn_implementation": "eager", "dtype": torch.bfloat16, "seed": 0}
+            model = registry.find(name).from_config_with_parallel(config, **options)
+            batch = zoo.batch(name, config, 0, torch.bfloat16)
+            expected = model(**batch).loss
+            norm = "fused_layer_norm_affine" if variant == "gpt2" else "fused_rms_norm_affine"
+            with (
+                mock.patch.object(fused_layer_norm, norm, wraps=getattr(fused_layer_norm, norm)) as normed,
+                mock.patch.object(
+                    fused_softmax, "generic_scaled_masked_softmax", wraps=fused_softmax.generic_scaled_masked_softmax
+                ) as weighted,
+            ):
+                loss = as_on_a_gpu(model, "apex")(**batch).loss
+            assert normed.call_count == 5 and weighted.call_count == 2
+            assert abs(loss - expected) < 0.02 * abs(expected)
+            assert "one pass in apex" in str(model.fusion_report())
+            assert torch.equal(model.unfuse()(**batch).loss, expected)
+        del fused_softmax.generic_scaled_masked_softmax
+        with pytest.raises(ValueError, match=re.escape("has no apex.transformer.functional.fused_softmax")):
+            choose_backend("apex", torch.device("cuda"))
+    finally:
+        for module in [module for module in sys.modules if module.split(".")[0] == "apex"]:
+            del sys.modules[module]
+
+
+def check_decoding(variants: tuple[str, ...], n: int) -> None:
+    """On every rank: with a static cache, compiled, the same tokens; decoding is one graph, with its collectives."""
+    for variant in variants:
+        graphs: list[Any] = []
+
+        def keep(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        name, config = zoo.lm_head(variant), zoo.config(variant, num_hidden_layers=1)
+        model = zoo.original(name)._from_config(config)
+        model = parallel_model(name, config, full_parameters(model), n, torch.float32).eval()
+        batch = zoo.batch(name, config, 1, torch.float32)
+        given = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        expected = model.generate(**given, **options)
+        compiling = CompileConfig(backend=keep, mode=None, dynamic=False)
+        compiling._compile_all_devices = True
+        as_on_a_gpu(model)
+        model._decodes_in_graphs = True
+        torch._dynamo.reset()
+        found = model.generate(**given, **options, compile_config=compiling)
+        assert torch.equal(found, expected), f"{variant}: {found} instead of {expected}"
+        assert len(graphs) == 1, f"{variant}: {len(graphs)} graphs"
+        code = graphs[0].print_readable(print_output=False)
+        assert ("all_reduce" in code) == ("all_gather" in code) == (n > 1)
+        graphs.clear()
+        for more in ({"cache_implementation": "dynamic"}, {"use_cache": False}, {"max_new_tokens": 10**6}):
+            cache = model._prepare_cache_for_generation
+            with mock.patch.object(type(model), "_prepare_static_cache", side_effect=AssertionError("a static cache")):
+                asked = GenerationConfig(**{**options, **more})
+                kwargs: dict[str, Any] = {}
+                cache(asked, kwargs, GenerationMode.GREEDY_SEARCH, 3, asked.max_new_tokens)
+
+
+def test_graph_decoding_gives_the_same_tokens(pool: Pool) -> None:
+    """What CUDA graphs are made of, on the CPU: transformers compiles it with another backend."""
+    check_decoding(("gpt2",), 1)
+    pool.run(2, check_decoding, ("llama",), 2)
+
+
+def test_graph_decoding_is_offered_where_it_pays() -> None:
+    model = gpt2()
+    with mock.patch.object(type(model), "device", torch.device("cuda")):
+        assert any(site.operation == "decoding" and site.cls is not None for site in fusion_candidates(model, "torch"))
+    neo = registry.find("GPTNeoForCausalLM").from_config_with_parallel(zoo.config("gpt_neo"))
+    with mock.patch.object(type(neo), "device", torch.device("cuda")):
+        (site,) = [site for site in fusion_candidates(neo, "torch") if site.operation == "decoding"]
+    assert site.cls is None and "static cache" in site.reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", [*zoo.FOUNDING, "bloom"])
+def test_fused_model_matches_on_a_gpu(variant: str, dtype: torch.dtype, seed: int) -> None:
+    """Loss, gradients and tokens; the errors of bfloat16 at most twice those of the model unfused."""
+    name, config = zoo.lm_head(variant), zoo.config(variant, **GELU_NEW.get(variant, {}))
+    exact = reference_step(name, config, seed)
+    errors, texts = [], []
+    for implementation in ("sdpa", "eager") if variant != "bloom" else ("eager",):
+        model = parallel_model(name, config, exact.weights, 1, dtype, attn_implementation=implementation).cuda()
+        batch = {key: value.cuda() for key, value in exact.batch.items()}
+        for fuse in (False, True):
+            (model.fuse if fuse else model.unfuse)()
+            model.zero_grad()
+            loss = model.train()(**batch).loss
+            loss.backward()
+            own = {key: param.grad.cpu() for key, param in model.named_parameters() if param.grad is not None}
+            gradients = {key: exact.gradients[key] for key in own}
+            errors.append(relative_error({**own, "loss": loss.detach().cpu()}, {**gradients, "loss": exact.value}))
+            prompt = {key: batch[key] for key in ("input_ids", "attention_mask")}
+            blocked = {"fused_no_repeat_ngram_blocking": True} if fuse else {}
+            model.eval()
+            texts.append(model.generate(**prompt, max_new_tokens=8, no_repeat_ngram_size=2, do_sample=False, **blocked))
+        assert errors[-1] <= 2 * errors[-2], f"{implementation}: {errors[-1]:.2e} instead of {errors[-2]:.2e}"
+        assert dtype != torch.float32 or torch.equal(*texts[-2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gelu_in_the_matmul_epilogue_on_a_gpu(dtype: torch.dtype, approximate: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    layer, x = nn.Linear(64, 256).to("cuda", dtype), torch.randn(3, 40, 64, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        for rows in (x, x[:1, :1]):
+            exact = F.gelu(F.linear(rows.double(), layer.weight.double(), layer.bias.double()), approximate=approximate)
+            found = fused_layers._gelu_of_linear(layer, rows, approximate)
+            plain = F.gelu(layer(rows), approximate=approximate)
+            assert found.dtype == dtype and (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+
+
+WRONG_LABEL = """
+import torch
+from oslo_models.fusion.linear_cross_entropy import Words, linear_cross_entropy
+from oslo_models.distributed.mesh import Axis
+words = Words(Axis("tp", 0, (0,), None), (0, 9), 9)
+x, w = torch.randn(4, 8, device="cuda"), torch.randn(9, 8, device="cuda")
+linear_cross_entropy(x, w, None, torch.tensor([1, -100, 8, 0], device="cuda"), words).item()
+print("right ones are taken", flush=True)
+linear_cross_entropy(x, w, None, torch.tensor([1, -100, 9, 0], device="cuda"), words).item()
+"""
+
+
+@pytest.mark.gpu
+def test_label_outside_the_vocabulary_asserts_on_a_gpu() -> None:
+    """By itself, since the assertion ends all work on the device."""
+    done = subprocess.run([sys.executable, "-c", WRONG_LABEL], capture_output=True, text=True)
+    assert done.returncode != 0 and "right ones are taken" in done.stdout and "a target is neither in" in done.stderr
+
+
+@pytest.mark.parametrize(("value", "taken"), [(0.0, True), (torch.finfo(torch.float16).min, True), (-0.5, False)])
+def test_apex_softmax_accepts_masks_without_additive_bias_only(value: float, taken: bool) -> None:
+    mask = torch.zeros(1, 1, 2, 3, dtype=torch.float16)
+    mask[..., 0] = value
+    assert apex._takes(torch.zeros(1, 2, 2, 4, dtype=torch.float16), mask, None) == taken

@@ -1,0 +1,168 @@
+"""`fuse` times linear layers, leaves the slower ones to torch and reports why."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from oslo_kernels import linear as kernel
+from oslo_kernels import linear_timing
+from oslo_models import GPT2LMHeadModel, LlamaForCausalLM
+from oslo_models.fusion.modules import FusedProduct
+
+from support import zoo
+from support.fake_timings import faster_at
+from support.fusion import spy_on_few_rows
+from support.pool import Pool
+
+SLOWER = "left unfused because it would be slower (1 row: "
+
+
+def small(cls: Any = LlamaForCausalLM, **options: Any) -> Any:
+    name = {LlamaForCausalLM: "llama", GPT2LMHeadModel: "gpt2"}[cls]
+    return cls.from_config_with_parallel(zoo.config(name), seed=0, **options).eval()
+
+
+def faster(model: Any) -> list[frozenset[int]]:
+    """The numbers of rows that every fused product of a model takes, the head's last."""
+    products = [module for module in model.modules() if isinstance(module, FusedProduct)]
+    return [frozenset() if module.faster is None else module.faster.rows for module in products]
+
+
+def slowed(function: Any) -> Any:
+    def run(*args: Any) -> Any:
+        end = time.perf_counter() + 1e-3
+        while time.perf_counter() < end:
+            pass
+        return function(*args)
+
+    return run
+
+
+@pytest.mark.parametrize("cls", [LlamaForCausalLM, GPT2LMHeadModel])
+def test_fuse_leaves_slower_linear_layers_to_torch(cls: Any) -> None:
+    """By the real clock, with a kernel that is much slower than torch's product."""
+    model, ids = small(cls), torch.tensor([[5, 6, 7]])
+    with (
+        torch.no_grad(),
+        mock.patch.dict(linear_timing._measured, clear=True),
+        mock.patch.object(kernel, "_of_few_rows", slowed(kernel._of_few_rows)) as slow,
+    ):
+        expected = model(ids).logits
+        model.fuse()
+        assert torch.equal(model(ids).logits, expected) and slow is kernel._of_few_rows
+    assert faster(model) == ([frozenset()] if isinstance(model.lm_head, FusedProduct) else [])
+    linear = [row for row in model.fusion_report() if row.operation == "linear"]
+    assert linear and not any(row.fused for row in linear) and all(SLOWER in row.reason for row in linear)
+    (head,) = (row for row in model.fusion_report() if row.operation == "head and cross entropy")
+    assert head.fused and "product left unfused because it would be slower" in head.reason
+
+
+@pytest.mark.parametrize("cls", [LlamaForCausalLM, GPT2LMHeadModel])
+def test_fuse_keeps_faster_linear_layers(cls: Any) -> None:
+    """By the real clock, with a torch that is much slower than the kernel."""
+    model = small(cls)
+    plain = "plain_conv1d" if cls is GPT2LMHeadModel else "linear"
+    owner = kernel if cls is GPT2LMHeadModel else linear_timing.F
+    with (
+        mock.patch.dict(linear_timing._measured, clear=True),
+        mock.patch.object(owner, plain, slowed(getattr(owner, plain))),
+    ):
+        model.fuse()
+    most = kernel.most_rows(torch.float32, cls is GPT2LMHeadModel)
+    *layers, _ = faster(model)
+    assert layers and all(rows == frozenset(range(1, most + 1)) for rows in layers)
+    linear = [row for row in model.fusion_report() if row.operation == "linear"]
+    assert linear and all(row.fused and "1 row: " in row.reason and "slower" not in row.reason for row in linear)
+
+
+def test_fused_linear_is_used_between_row_counts_measured_faster(seed: int) -> None:
+    """A number of rows is torch's unless both of the timed ones around it are faster here."""
+    torch.manual_seed(seed)
+    model = small()
+    with faster_at({1, 2, 4, 16}), torch.no_grad():
+        exact = {rows: model(torch.arange(rows)[None]).logits for rows in range(1, 18)}
+        model.fuse()
+        assert set(faster(model)) == {frozenset({1, 2, 3, 4, 16})}
+        for rows in range(1, 18):
+            with spy_on_few_rows() as product:
+                logits = model(torch.arange(rows)[None]).logits
+            assert product.called == (rows in (1, 2, 3, 4, 16)), f"{rows} rows"
+            assert torch.equal(logits, exact[rows]) or product.called
+            assert torch.allclose(logits, exact[rows], atol=1e-5)
+    report = str(model.fusion_report())
+    assert "(1 row: 100 vs 200 us, 2 rows: 100 vs 200 us" in report
+    assert "others left to torch because it would be slower (8 rows: 200 vs 100 us)" in report
+
+
+def test_other_thread_counts_and_dtypes_are_left_to_torch() -> None:
+    before = torch.get_num_threads()
+    layer = torch.nn.Linear(32, 16)
+    with faster_at(), torch.no_grad():
+        found = linear_timing.faster_rows(linear_timing.timings([(layer.weight, layer.bias)], False), torch.float32)
+        assert found.has(4, torch.float32) and not found.has(4, torch.float16) and not found.has(17, torch.float32)
+        try:
+            torch.set_num_threads(before + 1)
+            with spy_on_few_rows() as product:
+                kernel.linear(torch.randn(1, 32), layer.weight, layer.bias, found)
+            assert not product.called
+        finally:
+            torch.set_num_threads(before)
+        with spy_on_few_rows() as product:
+            kernel.linear(torch.randn(1, 32), layer.weight, layer.bias, found)
+        assert product.called
+
+
+def test_linear_timing_runs_once_per_process() -> None:
+    model = small()
+    state = torch.get_rng_state()
+    with faster_at() as measured:
+        assert "us)" not in str(model.fusion_report()) and not measured.called
+        model.fuse([])
+        assert not measured.called
+        model.fuse()
+        count, decided = measured.call_count, faster(model)
+        assert count and all(decided)
+        model.unfuse().fuse()
+        small().fuse()
+        assert measured.call_count == count and faster(model) == decided
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_linear_layers_on_other_devices_are_not_measured() -> None:
+    model = small().to("meta")
+    with faster_at() as measured:
+        model.fuse()
+    assert not measured.called and not any(row.operation == "linear" for row in model.fusion_report())
+
+
+def test_dtypes_computed_by_torch_are_not_measured() -> None:
+    for dtype, why in ((torch.float64, "torch computes products of torch.float64"), (torch.bfloat16, "instructions")):
+        model = small(dtype=dtype)
+        with faster_at() as measured, mock.patch.object(kernel, "_is_native", lambda dtype: True):
+            report = str(model.fuse().fusion_report())
+        assert not measured.called and why in report and not any(faster(model))
+
+
+def check_ranks(rows: list[set[int]]) -> tuple[list[frozenset[int]], str]:
+    """What is decided where each rank measured something else."""
+    rank = torch.distributed.get_rank()
+    with faster_at(rows[rank]):
+        model = small(tensor_parallel_size=2).fuse()
+        ids = torch.tensor([[5, 6, 7]])
+        with torch.no_grad():
+            fused, plain = model(ids).logits, model.unfuse()(ids).logits
+        assert torch.allclose(fused, plain, atol=1e-5)
+        model.fuse()
+        return faster(model), str(model.fusion_report())
+
+
+def test_all_ranks_choose_the_same_linear_layers(pool: Pool) -> None:
+    first, second = pool.run(2, check_ranks, [{1, 2, 4}, {1, 4, 8}])
+    assert first == second and set(first[0]) == {frozenset({1, 4})}
+    first, second = pool.run(2, check_ranks, [{1, 2, 4}, {8}])
+    assert first == second and SLOWER in first[1] and not any(first[0])

@@ -1,0 +1,133 @@
+"""Kernels match plain torch: reference formulas, Triton's interpreter, compiled code, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from oslo_kernels import cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
+
+from support import ROOT, kernel_cases
+
+
+def run(script: str, *arguments: str, **environment: str) -> str:
+    """Run a script of tests/support as a process: whether Triton interprets is decided when it is imported."""
+    path = os.pathsep.join(map(str, (ROOT / "tests", ROOT / "kernels", ROOT)))
+    variables = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0", **environment}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "support" / script), *arguments]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_kernels_match_torch_in_the_triton_interpreter(seed: int) -> None:
+    run("kernel_cases.py", str(seed), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+def test_kernels_compile_ahead_of_time_without_spills(pytestconfig: pytest.Config) -> None:
+    """For Ampere and Hopper: no stack, few registers, wide loads and stores. Builds are kept for other runs."""
+    said = run("kernel_builds.py", TRITON_CACHE_DIR=str(pytestconfig.cache.mkdir("triton")))
+    assert said.count("stack 0") == len(said.splitlines()) > 40
+
+
+@pytest.mark.gpu
+def test_kernels_match_torch_on_a_gpu(seed: int) -> None:
+    torch.manual_seed(seed)
+    lines = kernel_cases.check(lambda x: x.cuda())
+    assert not lines, "\n".join(lines)
+
+
+def double(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def formulas() -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
+    """Each operation, the same in other words of torch's, and arguments."""
+    x, y, weight, bias = double(2, 3, 6), double(2, 3, 6), double(6), double(6)
+    scores, mask = double(2, 3, 4, 5), double(1, 3, 4, 5)
+    cos, sin = torch.randn(2, 1, 4, 6, dtype=torch.float64)
+    causal = torch.full((4, 5), torch.finfo(torch.float32).min, dtype=torch.float64).triu(2)
+
+    def rms(x: Tensor, _: Any, weight: Tensor, *__: Any) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+    def layer(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return F.layer_norm(x + y, (6,), weight, bias, 1e-5), x + y
+
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return apply_rotary_pos_emb(x, x, cos, sin)[0]
+
+    return {
+        "gelu": (gelu.bias_gelu, lambda x, b, a: F.gelu(x + b, approximate=a), (x, bias, "none")),
+        "gelu by tanh": (gelu.bias_gelu, lambda x, b, a: F.gelu(x + b, approximate=a), (x, bias, "tanh")),
+        "gelu without bias": (gelu.bias_gelu, lambda x, b, a: F.gelu(x), (x, None, "none")),
+        "swiglu": (swiglu.swiglu, lambda g, u: F.silu(g) * u, (x, y)),
+        "layer norm": (norm.add_norm, layer, (x, y, weight, bias, 1e-5, True)),
+        "rms norm": (norm.add_norm, rms, (x, None, weight, None, 1e-5, False)),
+        "softmax": (softmax.masked_softmax, lambda s, m, k: (s * k + m).softmax(-1), (scores, mask, 0.3)),
+        "causal softmax": (
+            softmax.masked_softmax,
+            lambda s, m, k, c: (s * k + causal).softmax(-1),
+            (scores, None, 0.3, True),
+        ),
+        "rotary": (rotary.rotary, turn, (double(2, 3, 4, 6), cos, sin)),
+        "dropout": (
+            dropout.bias_dropout_residual,
+            lambda x, b, r, p, s: r + (x + b) * dropout.keep_mask(x, p, s) / (1 - p),
+            (x, bias, y, 0.25, 5),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", formulas())
+def test_reference_formulas_and_gradients_match_torch(name: str, seed: int) -> None:
+    """Values and gradients in float64, what `torch.compile` needs to know of an operation included."""
+    torch.manual_seed(seed)
+    operation, plain, args = formulas()[name]
+    found, expected = operation(*args), plain(*args)
+    found, expected = ([x] if isinstance(x, Tensor) else list(x) for x in (found, expected))
+    found = found[: len(expected)]
+    tensors = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+    seeds = [torch.randn_like(x) for x in expected]
+    for own, exact in zip(found, expected, strict=True):
+        assert (own - exact).abs().max() < 1e-10
+    own_grads = torch.autograd.grad(found, tensors, seeds)
+    for own, exact in zip(own_grads, torch.autograd.grad(expected, tensors, seeds), strict=True):
+        assert (own - exact).abs().max() < 1e-10
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(operation, args, test_utils=checks)
+
+
+def test_cross_entropy_operations_match_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "PART", 100)  # few rows at once
+    torch.manual_seed(seed)
+    logits = torch.randn(20, 7, dtype=torch.float64)
+    highest, total, summed = cross_entropy.row_statistics(logits)
+    assert torch.equal(highest, logits.amax(-1)) and (summed - logits.sum(-1)).abs().max() < 1e-12
+    assert (highest + total.log() - logits.logsumexp(-1)).abs().max() < 1e-12
+    made = logits.clone()
+    cross_entropy.softmax_minus_(made, logits.logsumexp(-1), 0.1)
+    assert (made - logits.softmax(-1) + 0.1).abs().max() < 1e-12
+
+
+def test_fully_masked_softmax_rows_match_transformers() -> None:
+    scores, hidden = torch.randn(1, 1, 2, 4), torch.full((1, 1, 1, 4), torch.finfo(torch.float32).min)
+    assert torch.equal(softmax.masked_softmax(scores, hidden), torch.full((1, 1, 2, 4), 0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rms_norm_matches_llama(dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    module = LlamaRMSNorm(40, 1e-5).to(dtype)
+    torch.nn.init.normal_(module.weight)
+    x = torch.randn(3, 40).to(dtype)
+    found = norm.add_norm(x, None, module.weight, None, 1e-5, False)[0]
+    assert torch.allclose(found, module(x), rtol=2 * torch.finfo(dtype).eps)

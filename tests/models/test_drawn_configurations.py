@@ -1,0 +1,98 @@
+"""Classes of every model type with randomly drawn configurations match transformers on four meshes; see `draws`.
+
+`make test` runs one class of each model type on one mesh, chosen by the commit; `make test-zoo` runs every class on
+every mesh, with two draws for each class.
+"""
+
+from __future__ import annotations
+
+import random
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oslo_models import registry
+
+from support import draws, pipelines, zoo
+from support.generation import GREEDY, Tokens, generate_tokens, token_differences
+from support.pipelines import loop_differences
+from support.pool import Pool
+from support.reference import Step, reference_model, saved_step, step_differences
+
+MESHES = ((2, 1), (3, 1), (1, 2), (2, 2))
+"""``(tensor_parallel_size, pipeline_parallel_size)``"""
+
+
+def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path, tp: int, pp: int) -> None:
+    """Outputs or loss, every gradient and greedy tokens; or the refusal that the plan states."""
+    cls: Any = registry.find(step.name)
+    plan = cls.plan(step.config)
+    limit = 1 if plan.one_rank else plan.limit() or tp
+    if tp > limit or (pp > 1 and plan.one_stage):
+        with pytest.raises(ValueError, match=r"parallel_size=\d is more than"):
+            cls.from_pretrained_with_parallel(folder, tp, pp, **options)
+        return
+    size = 2 if cls.loss_is_mean else pipelines.ROWS
+    model = cls.from_pretrained_with_parallel(folder, tp, pp, size, gather_logits=True, **options).train()
+    torch.manual_seed(0)  # Wav2Vec2 draws what it learns from
+    lines = step_differences(model, step) if pp == 1 else loop_differences(model, step)
+    lines += token_differences(model, step.batch, tokens, GREEDY)
+    assert not lines, "\n".join(lines)
+
+
+def reference(name: str, drawn: draws.Draw, seed: int, folder: Path) -> tuple[Step, Tokens]:
+    """What transformers' own class computes; it raises where that cannot do what was drawn."""
+    config = drawn.config
+    plan = registry.find(name).plan(config)  # type: ignore[attr-defined]
+    batch = (zoo if plan.one_stage else pipelines).batch(name, config, seed)
+    batch = draws.kind_of_labels(name, config, batch, seed)
+    step = saved_step(name, config, seed, batch, folder)
+    if not all(value.isfinite().all() for value in (step.value, *step.gradients.values()) if value is not None):
+        raise ValueError("gradients are not finite")
+    generates = zoo.original(name).can_generate() and "DoubleHeads" not in name
+    return step, generate_tokens(reference_model(name, config, seed), batch, GREEDY) if generates else {}
+
+
+def check_class(
+    pool: Pool, folder: Path, name: str, seed: int, meshes: tuple[tuple[int, int], ...], record: Any
+) -> None:
+    model_type = next(kind for kind in registry.ARCHITECTURES if name in registry.model_classes(kind))
+    refused: list[str] = []
+    for drawn in draws.draws(name, model_type, seed):
+        try:
+            step, tokens = reference(name, drawn, seed, folder)
+            break
+        except Exception as error:  # noqa: BLE001  whatever transformers raises
+            refused.append(f"{drawn.text}: {type(error).__name__}: {error}"[:600])
+    else:
+        pytest.fail("\n".join(["transformers can do none of these:", *refused]))
+    record("refused by transformers", refused)
+    options = {key: value for key, value in drawn.options.items() if key == "attn_implementation"}
+    failures = []
+    for tp, pp in meshes:
+        try:
+            pool.run(tp * pp, check_mesh, step, tokens, options, folder, tp, pp)
+        except Exception:  # noqa: BLE001  to see all meshes that fail
+            failures.append(f"tp={tp}, pp={pp}: {traceback.format_exc(limit=0)}")
+    assert not failures, "\n".join([drawn.text, *(f"(not by transformers: {line})" for line in refused), *failures])
+
+
+@pytest.mark.parametrize("model_type", registry.ARCHITECTURES)
+def test_one_drawn_class_of_each_model_type_matches_transformers(
+    pool: Pool, tmp_path: Path, model_type: str, seed: int, record_property: Any
+) -> None:
+    choose = random.Random(f"{model_type} {seed}")
+    name = choose.choice(sorted(registry.model_classes(model_type)))
+    check_class(pool, tmp_path, name, seed, (choose.choice(MESHES),), record_property)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", [name for kind in registry.ARCHITECTURES for name in registry.model_classes(kind)])
+def test_every_class_with_drawn_configurations_matches_transformers(
+    pool: Pool, tmp_path: Path, name: str, seed: int, record_property: Any
+) -> None:
+    for part, draw in ((MESHES[::2], seed), (MESHES[1::2], seed + 1)):  # one draw for two ways
+        check_class(pool, tmp_path / str(draw), name, draw, part, record_property)

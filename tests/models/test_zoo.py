@@ -1,0 +1,287 @@
+"""Every model type matches transformers: its main class on two tensor-parallel ranks and on two pipeline stages.
+
+The other classes, other sizes and beams are marked ``zoo``; `make test-zoo` runs them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from oslo_models import IBertModel, registry
+from oslo_models.cli import support_table as support
+from oslo_models.modeling.apply_plan import layouts_of
+from oslo_models.sharding.plan import HeadNorm
+
+from support import ROOT, pipelines, zoo
+from support.float64 import lifted_casts
+from support.generation import BEAMS, GREEDY, Tokens, generate_tokens, token_differences
+from support.pipelines import loop_differences
+from support.pool import Pool
+from support.reference import (
+    TOLERANCE,
+    Step,
+    differences,
+    reference_model,
+    saved_step,
+    step_differences,
+)
+
+
+def check_divided(
+    step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, tp: int
+) -> None:
+    """Loaded from transformers' own file: the step, the tokens; then saved in parts."""
+    cls: Any = registry.find(step.name)
+    model = cls.from_pretrained_with_parallel(source, tp, gather_logits=True).train()
+    model.save_pretrained_with_parallel(target)
+    lines = step_differences(model, step) + token_differences(model, step.batch, tokens, ways)
+    own = model.state_dict()
+    lines += [line for name in step.buffers for line in differences(name, own[name], step.buffers[name], TOLERANCE)]
+    assert not lines, "\n".join(lines)
+
+
+def check_stages(
+    step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, pp: int
+) -> None:
+    """Loaded from those parts: loss and gradients of two micro-batches, the tokens; then saved as one."""
+    cls: Any = registry.find(step.name)
+    if cls.plan(step.config).one_stage:
+        with pytest.raises(ValueError, match="pipeline_parallel_size=2 is more than 1"):
+            cls.from_pretrained_with_parallel(source, 1, pp)
+        pp = 1
+    size = 2 if cls.loss_is_mean else pipelines.ROWS
+    model = cls.from_pretrained_with_parallel(source, 1, pp, micro_batch_size=size).train()
+    model.save_pretrained_with_parallel(target, save_with_merging=True)
+    lines = [] if pp == 1 else loop_differences(model, step) + token_differences(model, step.batch, tokens, ways)
+    assert not lines, "\n".join(lines)
+
+
+def check_both(step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], folder: Path, n: int) -> None:
+    """Both in one process group."""
+    check_divided(step, tokens, ways, folder / "whole", folder / "split", n)
+    check_stages(step, tokens, ways, folder / "split", folder / "merged", n)
+
+
+def check_type(
+    pool: Pool, folder: Path, variant: str, seed: int, tp: int, pp: int, ways: dict[str, dict[str, int]]
+) -> None:
+    name, config = zoo.main_head(variant), zoo.config(variant)
+    make_batch = (
+        zoo.batch if variant.startswith("rag") else pipelines.batch
+    )  # no micro-batches, and several rows for one
+    step = saved_step(name, config, seed, make_batch(name, config, seed), folder / "whole")
+    generates = hasattr(zoo.original(name), "generate")
+    tokens = generate_tokens(reference_model(name, config, seed), step.batch, ways) if generates else {}
+    if tp == pp:
+        pool.run(tp, check_both, step, tokens, ways, folder, tp)
+    else:
+        pool.run(tp, check_divided, step, tokens, ways, folder / "whole", folder / "split", tp)
+        pool.run(pp, check_stages, step, tokens, ways, folder / "split", folder / "merged", pp)
+    assert (folder / "merged/model.safetensors").read_bytes() == (folder / "whole/model.safetensors").read_bytes()
+    assert (folder / "merged/config.json").read_bytes() == (folder / "whole/config.json").read_bytes()
+
+
+@pytest.mark.parametrize("model_type", [*zoo.MORE, *zoo.ODD])
+def test_main_class_matches_transformers_on_two_ranks_and_two_stages(
+    pool: Pool, tmp_path: Path, model_type: str, seed: int
+) -> None:
+    check_type(pool, tmp_path, model_type, seed, 2, 2, GREEDY)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", [*zoo.MORE, *zoo.ODD])
+def test_main_class_matches_transformers_on_three_ranks_with_beams(
+    pool: Pool, tmp_path: Path, model_type: str, seed: int
+) -> None:
+    check_type(pool, tmp_path, model_type, seed, 3, 2, BEAMS)
+
+
+def check_heads(steps: list[Step], folder: Path) -> None:
+    lines = []
+    for step in steps:
+        cls: Any = registry.find(step.name)
+        model = cls.from_pretrained_with_parallel(folder / step.name, 2, gather_logits=True).train()
+        torch.manual_seed(0)  # Wav2Vec2 draws what it learns from
+        lines += [f"{step.name}: {line}" for line in step_differences(model, step)]
+    assert not lines, "\n".join(lines)
+
+
+def test_electra_pretraining_loss_over_masked_positions_matches_on_stages(
+    pool: Pool, tmp_path: Path, seed: int
+) -> None:
+    name, config = "ElectraForPreTraining", zoo.config("electra")
+    batch = pipelines.batch(name, config, seed)
+    batch["labels"] = (batch["labels"] > 50).double()
+    step = saved_step(name, config, seed, batch, tmp_path / "whole")
+    pool.run(2, check_stages, step, {}, {}, tmp_path / "whole", tmp_path / "merged", 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "changes"),
+    [("bart", "BartForCausalLM", {}), ("hubert", "HubertForCTC", {"ctc_loss_reduction": "mean"})],
+)
+def test_losses_with_their_own_denominator_match_on_stages(
+    pool: Pool, tmp_path: Path, seed: int, model_type: str, name: str, changes: dict[str, Any]
+) -> None:
+    config = zoo.config(model_type, **changes)
+    step = saved_step(name, config, seed, pipelines.batch(name, config, seed), tmp_path / "whole")
+    pool.run(2, check_stages, step, {}, {}, tmp_path / "whole", tmp_path / "merged", 2)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", ["DetrForObjectDetection", "DetrForSegmentation"])
+def test_detr_losses_of_matched_objects_match_transformers(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
+    pytest.importorskip("scipy")  # by which transformers matches them
+    config = zoo.config("detr", auxiliary_loss=True)
+    batch, generator = zoo.batch(name, config, seed), torch.Generator().manual_seed(seed)
+    batch["labels"] = [  # type: ignore[assignment]
+        {
+            "class_labels": torch.randint(2, (count,), generator=generator),
+            "boxes": torch.rand(count, 4, generator=generator, dtype=torch.float64),
+            "masks": torch.randint(2, (count, 64, 64), generator=generator).double(),
+        }
+        for count in (2, 1, 3)
+    ]
+    step = saved_step(name, config, seed, batch, tmp_path / name)
+    assert "loss" in step.outputs
+    pool.run(2, check_heads, [step], tmp_path)
+
+
+def masks_while_training(config: PreTrainedConfig, batch: dict[str, Any]) -> list[Tensor]:
+    np.random.seed(dist.get_rank())
+    cls: Any = registry.find("Wav2Vec2Model")
+    model = cls.from_config_with_parallel(config, 2, seed=0)
+    return pipelines.gather_from_all_ranks(model(**batch).last_hidden_state.detach())
+
+
+def test_wav2vec2_specaugment_masks_are_equal_on_all_ranks(pool: Pool, seed: int) -> None:
+    config = zoo.config("wav2vec2", apply_spec_augment=True, mask_time_prob=0.5, mask_time_length=2)
+    batch = zoo.batch("Wav2Vec2Model", config, seed, torch.float32)
+    for first, second in pool.run(2, masks_while_training, config, batch):
+        assert torch.equal(first, second)
+
+
+def slopes_with_dropout(config: PreTrainedConfig, batch: dict[str, Any]) -> Any:
+    """A directional derivative of all outputs, by the gradient and by differences, and the outputs of every rank."""
+    cls: Any = registry.find("ReformerModel")
+    model = cls.from_config_with_parallel(config, 2, seed=0, dtype=torch.float64)
+    weight, ways = model.embeddings.position_embeddings.embedding.weight, []
+
+    def value(step: float) -> Tensor:
+        torch.manual_seed(1)  # of the same masks
+        with torch.no_grad():
+            weight[:, ::2] += step
+        with lifted_casts():
+            ways.append(model(**batch).last_hidden_state)
+        return (ways[-1] ** 3).sum()
+
+    value(0.0).backward()  # type: ignore[no-untyped-call]
+    difference = value(1e-7) - value(-2e-7)
+    return weight.grad[:, ::2].sum().item(), difference.item() / 2e-7, pipelines.gather_from_all_ranks(ways[0].detach())
+
+
+def test_reformer_dropout_masks_are_equal_in_its_reversible_backward_pass(pool: Pool, seed: int) -> None:
+    config = zoo.config("reformer", dropout=0.3, hash_seed=None)
+    batch = zoo.batch("ReformerModel", config, seed)
+    for slope, difference, (first, second) in pool.run(2, slopes_with_dropout, config, batch):
+        assert torch.equal(first, second)
+        assert slope == pytest.approx(difference, rel=1e-4)
+
+
+def test_quantized_ibert_allows_one_rank_only() -> None:
+    plan = IBertModel.plan(zoo.config("ibert", quant_mode=True))
+    plan.check_ranks("IBertModel", "IBertConfig", 1)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that IBertModel allows"):
+        plan.check_ranks("IBertModel", "IBertConfig", 2)
+
+
+@pytest.mark.parametrize("name", ["Wav2Vec2ForSequenceClassification", "WhisperForAudioClassification"])
+def test_weighted_layer_sum_allows_one_stage_only(name: str) -> None:
+    cls: Any = registry.find(name)
+    config = zoo.config(cls.config_class.model_type, use_weighted_layer_sum=True)
+    with pytest.raises(ValueError, match=f"is more than 1, all that {name} allows: with use_weighted_layer_sum=True"):
+        cls.from_config_with_parallel(config, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize("name", ["CLIPTextModel", "CLIPVisionModelWithProjection"])
+def test_clip_towers_load_from_a_full_clip_checkpoint(tmp_path: Path, seed: int, name: str) -> None:
+    reference_model("CLIPModel", zoo.config("clip"), seed).save_pretrained(tmp_path)
+    cls: Any = registry.find(name)
+    expected = zoo.original(name).from_pretrained(tmp_path).state_dict()
+    own = cls.from_pretrained_with_parallel(tmp_path).state_dict()
+    assert own.keys() == expected.keys() and all(torch.equal(own[key], expected[key]) for key in own)
+
+
+def test_fused_luke_returns_the_logits_that_have_no_labels(tmp_path: Path, seed: int) -> None:
+    name, config = "LukeForMaskedLM", zoo.config("luke")
+    batch, right = zoo.batch(name, config, seed), reference_model(name, config, seed)
+    right.save_pretrained(tmp_path)
+    cls: Any = registry.find(name)
+    model = cls.from_pretrained_with_parallel(tmp_path).fuse()
+    both = model(**batch)
+    assert both.logits is both.entity_logits is None
+    for labels, logits, other in (("labels", "logits", "entity_logits"), ("entity_labels", "entity_logits", "logits")):
+        given = {key: value for key, value in batch.items() if key != labels}
+        output = model(**given)
+        torch.testing.assert_close(output[logits], right(**given)[logits])
+        assert other not in output
+
+
+def test_every_model_type_has_a_test_configuration() -> None:
+    assert set(zoo.FOUNDING) | zoo.MORE.keys() == registry.ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("model_type", registry.ARCHITECTURES)
+def test_registry_lists_every_class_of_transformers(model_type: str) -> None:
+    names = set(registry.model_classes(model_type))
+    modeling = sys.modules[zoo.original(min(names)).__module__]
+    theirs = {name for name in modeling.__all__ if inspect.isclass(cls := getattr(modeling, name)) and _is_model(cls)}
+    assert names <= theirs
+    assert theirs - names <= zoo.LEFT_OUT.get(model_type, set()), theirs - names
+
+
+def _is_model(cls: type) -> bool:
+    return issubclass(cls, PreTrainedModel) and "pretrained" not in cls.__name__.lower()
+
+
+def test_readme_has_the_current_support_table() -> None:
+    """`make table` writes it."""
+    text = (ROOT / "README.md").read_text()
+    assert support.renewed(text) == text
+
+
+SHARDED_BY_TRANSFORMERS = [
+    model_type for model_type in registry.ARCHITECTURES if CONFIG_MAPPING[model_type].base_model_tp_plan
+]
+"""The model types for which transformers has a tensor-parallel plan of its own."""
+
+
+@pytest.mark.parametrize("model_type", SHARDED_BY_TRANSFORMERS)
+def test_plan_shards_every_module_that_the_plan_of_transformers_shards(model_type: str) -> None:
+    name = (zoo.lm_heads(model_type) or zoo.heads(model_type))[0]
+    config = zoo.config_of(name, zoo.config(model_type))
+    with torch.device("meta"):
+        model: Any = registry.find(name)._from_config(config)  # type: ignore[attr-defined]
+    plan, prefix = model.plan(config), model._prefix()
+    layouts = layouts_of(model, plan, prefix, type(model).head_plan, 2)
+    assert type(config).base_model_tp_plan
+    for pattern, style in type(config).base_model_tp_plan.items():
+        weights = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"\.weight")
+        matches = [name for name in layouts if weights.fullmatch(name)]
+        assert matches, pattern
+        if style == "replicated_with_grad_allreduce":
+            entries = [entry for stack in plan.blocks.values() for entry in stack.items()]
+            assert any(isinstance(entry, HeadNorm) and pattern.endswith(key) for key, entry in entries), pattern
+        else:
+            assert not [name for name in matches if layouts[name].dim is None], (pattern, style)

@@ -1,0 +1,356 @@
+"""The suite can fail: each mutant of the library is caught by the named test."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import BaseTorchFunctionMode
+
+from oslo_models.distributed import collectives
+from oslo_models.distributed.rng import ShardedRngStream
+from oslo_models.layers import cross_entropy, linear
+from oslo_models.layers import vocab_parallel as vocab
+from oslo_models.modeling import base
+from oslo_models.modeling import forward as calls
+from oslo_models.modeling import initialization as init
+from oslo_models.models import gpt2
+from oslo_models.pipeline import placeholders, schedule
+from oslo_models.pipeline import stage as stages
+from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, Plan
+
+from support import ROOT
+from support.pool import Pool, WorkerError
+
+Patch = pytest.MonkeyPatch
+
+
+def row_without_sum(patch: Patch) -> None:
+    patch.setattr(linear, "reduce_from", lambda axis, x: x)
+
+
+def column_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(linear, "copy_to", lambda axis, x: x)
+
+
+def head_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(vocab, "copy_to", lambda axis, x: x)
+
+
+def query_key_value_cut_as_one_matrix(patch: Patch) -> None:
+    right = gpt2.GPT2Parallel.plan.__func__
+
+    def plan(cls: Any, config: Any) -> Plan:
+        made: Plan = right(cls, config)
+        heads = EvenSplit(3 * config.n_head, config.n_embd // config.n_head)
+        made.blocks["h"]["attn.c_attn"] = ColumnParallel(heads, transposed=True)  # type: ignore[index]
+        return made
+
+    patch.setattr(gpt2.GPT2Parallel, "plan", classmethod(plan))
+
+
+def bias_before_the_sum(patch: Patch) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if self.stream is not None:
+            self.stream.leave()
+        return collectives.reduce_from(self.tp, F.linear(x, self.weight, self.bias))
+
+    patch.setattr(linear.RowParallelLinear, "forward", forward)
+
+
+def key_values_without_sum_over_copies(patch: Patch) -> None:
+    class Identity:
+        @staticmethod
+        def apply(param: Tensor, *_: Any) -> Tensor:
+            return param
+
+    patch.setattr(linear, "SumReplicatedGrad", Identity)
+
+
+def gathered_gradient_summed(patch: Patch) -> None:
+    right = collectives._GatherFrom.backward
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        dist.all_reduce(grad := grad.clone())
+        return right(ctx, grad)
+
+    patch.setattr(collectives._GatherFrom, "backward", staticmethod(backward))
+
+
+def cross_entropy_without_common_maximum(patch: Patch) -> None:
+    def reduce_fresh(axis: Any, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        return x if op == dist.ReduceOp.MAX else collectives.reduce_fresh(axis, x, op)
+
+    patch.setattr(cross_entropy, "reduce_fresh", reduce_fresh)
+
+
+def gathered_logits_in_the_loss(patch: Patch) -> None:
+    patch.delitem(vocab._HANDLERS, F.cross_entropy)
+
+
+def a_copy_for_each_reader(patch: Patch) -> None:
+    patch.setattr(linear, "copy_to", lambda axis, x: collectives._CopyTo.apply(x, axis))
+
+
+def same_masks_on_divided_activations(patch: Patch) -> None:
+    patch.setattr(ShardedRngStream, "enter", lambda self: None)
+
+
+def own_masks_on_replicated_activations(patch: Patch) -> None:
+    patch.setattr(ShardedRngStream, "leave", lambda self: None)
+
+
+def a_stream_left_open_by_exceptions(patch: Patch) -> None:
+    right = torch.nn.Module.register_forward_hook
+
+    def register_forward_hook(self: Any, hook: Any, *, always_call: bool = False, **kwargs: Any) -> Any:
+        return right(self, hook, always_call=False, **kwargs)
+
+    patch.setattr(torch.nn.Module, "register_forward_hook", register_forward_hook)
+
+
+def norm_counts_copies(patch: Patch) -> None:
+    def counted(self: Any, name: str, grad: Any) -> list[Tensor]:
+        return [grad.to_local() if isinstance(grad, DTensor) else grad]
+
+    patch.setattr(base.ParallelModel, "_counted", counted)
+
+
+def overflow_kept_to_oneself(patch: Patch) -> None:
+    patch.setattr(calls, "share_overflow", lambda *_: None)
+
+
+def every_rank_samples_for_itself(patch: Patch) -> None:
+    patch.setattr(calls, "synchronize", lambda *_: None)
+
+
+def weights_drawn_in_parts(patch: Patch) -> None:
+    def dispatch(self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    patch.setattr(init.SeededByName, "__torch_dispatch__", dispatch)
+
+
+def mean_of_each_micro_batch(patch: Patch) -> None:
+    patch.setattr(GlobalMeanLoss, "__torch_function__", BaseTorchFunctionMode.__torch_function__)
+
+
+def loss_that_forgets_its_scale(patch: Patch) -> None:
+    patch.setattr(schedule, "loss_object", lambda value, run: loss_object(value, lambda grad: run(grad / grad.abs())))
+
+
+def tied_gradients_of_one_stage(patch: Patch) -> None:
+    patch.setattr(schedule.Schedule, "_sum_over_stages", staticmethod(lambda param, axis: None))
+
+
+def after_start(patch: Patch, change: Callable[[Any], None]) -> None:
+    """Something else about every loop over micro-batches."""
+    right = schedule.Schedule.__init__
+
+    def start(self: Any, *args: Any) -> None:
+        right(self, *args)
+        change(self)
+
+    patch.setattr(schedule.Schedule, "__init__", start)
+
+
+def replicas_that_average_each_micro_batch(patch: Patch) -> None:
+    after_start(patch, lambda loop: setattr(loop, "_quietly", None))
+
+
+def one_micro_batch_more(patch: Patch) -> None:
+    after_start(patch, lambda loop: setattr(loop, "ahead", min(loop.number, loop.ahead + 1)))
+
+
+def one_micro_batch_after_another(patch: Patch) -> None:
+    after_start(patch, lambda loop: setattr(loop, "ahead", 0))
+
+
+def norm_counts_tied_copies(patch: Patch) -> None:
+    patch.setattr(stages.Stage, "counts", lambda self, name: True)
+
+
+def dropout_at_both_ends(patch: Patch) -> None:
+    patch.setattr(placeholders.BoundaryDropout, "forward", torch.nn.Dropout.forward)
+
+
+Caught = tuple[Callable[[Patch], None], str, dict[str, Any]]
+STAGES = {"tp": 1, "pp": 4}
+STEP = {"forward": 1.0, "backward": 2.0, "number": 4}
+MUTANTS: dict[str, list[Caught]] = {
+    "models/test_parity.py": [
+        (row_without_sum, "test_step_of_every_head_matches_transformers", {"variant": "gpt2", "n": 2}),
+        (column_without_sum_of_gradients, "test_step_of_every_head_matches_transformers", {"variant": "gptj", "n": 2}),
+        (
+            head_without_sum_of_gradients,
+            "test_parameters_after_training_match_transformers",
+            {"variant": "gpt_neo", "n": 2},
+        ),
+        (
+            query_key_value_cut_as_one_matrix,
+            "test_step_of_every_head_matches_transformers",
+            {"variant": "gpt2", "n": 2},
+        ),
+        (bias_before_the_sum, "test_step_of_every_head_matches_transformers", {"variant": "bert", "n": 2}),
+        (
+            key_values_without_sum_over_copies,
+            "test_step_of_every_head_matches_transformers",
+            {"variant": "llama", "n": 3},
+        ),
+        (
+            weights_drawn_in_parts,
+            "test_from_config_seed_gives_the_same_weights_at_every_tensor_parallel_size",
+            {"variant": "gpt2"},
+        ),
+    ],
+    "modeling/test_outputs.py": [
+        (gathered_gradient_summed, "test_gathered_logits_are_differentiable", {"variant": "t5"}),
+        (
+            every_rank_samples_for_itself,
+            "test_generate_with_left_padding_matches_transformers",
+            {"variant": "gpt2", "n": 2},
+        ),
+    ],
+    "layers/test_vocab_parallel_logits.py": [
+        (
+            cross_entropy_without_common_maximum,
+            "test_vocab_parallel_cross_entropy_matches_torch",
+            {"n": 2, "scale": 1.0},
+        ),
+    ],
+    "distributed/test_collectives.py": [
+        (
+            gathered_logits_in_the_loss,
+            "test_training_step_makes_two_all_reduces_per_block",
+            {"variant": "gpt2", "n": 2},
+        ),
+        (
+            a_copy_for_each_reader,
+            "test_training_step_makes_two_all_reduces_per_block",
+            {"variant": "llama-untied", "n": 2},
+        ),
+    ],
+    "layers/test_dropout.py": [
+        (
+            same_masks_on_divided_activations,
+            "test_step_with_dropout_matches_a_replay_of_its_masks",
+            {"variant": "gpt2", "n": 2},
+        ),
+        (
+            own_masks_on_replicated_activations,
+            "test_step_with_dropout_matches_a_replay_of_its_masks",
+            {"variant": "bert", "n": 2},
+        ),
+        (
+            a_stream_left_open_by_exceptions,
+            "test_dropout_streams_recover_from_an_exception_in_forward",
+            {"variant": "gpt2"},
+        ),
+    ],
+    "modeling/test_training.py": [
+        (norm_counts_copies, "test_clip_grad_norm_matches_one_process", {"variant": "llama", "n": 3}),
+        (
+            norm_counts_copies,
+            "test_training_under_ddp_and_fsdp2_matches_one_process",
+            {"variant": "llama-one-kv", "wrapper": "FSDP2"},
+        ),
+        (
+            overflow_kept_to_oneself,
+            "test_grad_scaler_skips_a_step_on_all_ranks_after_an_overflow_on_one",
+            {"n": 2, "wrapper": "alone"},
+        ),
+    ],
+    "pipeline/test_pipeline.py": [
+        (
+            mean_of_each_micro_batch,
+            "test_train_step_of_language_model_matches_one_process",
+            {"variant": "gptj", "tp": 1, "pp": 2},
+        ),
+        (
+            tied_gradients_of_one_stage,
+            "test_train_step_of_language_model_matches_one_process",
+            {"variant": "gpt2", "tp": 1, "pp": 2},
+        ),
+        (
+            replicas_that_average_each_micro_batch,
+            "test_train_step_of_ddp_and_fsdp2_replicas_matches_one_process",
+            {"variant": "gpt2", "wrapper": "DDP"},
+        ),
+    ],
+    "pipeline/test_schedule.py": [
+        (
+            loss_that_forgets_its_scale,
+            "test_micro_batch_loop_with_scaled_losses_accumulation_and_a_copied_model",
+            {"variant": "gpt2", "tp": 1, "pp": 2},
+        ),
+        (
+            one_micro_batch_more,
+            "test_messages_between_stages_and_activations_in_flight_are_bounded",
+            {"variant": "gpt2", **STAGES, "size": 1},
+        ),
+        (norm_counts_tied_copies, "test_clip_grad_norm_over_stages_matches_one_process", {"variant": "gpt2", **STAGES}),
+    ],
+    "pipeline/test_overlap.py": [
+        (one_micro_batch_after_another, "test_pipeline_step_takes_the_ideal_time_on_logical_clocks", STEP),
+    ],
+    "pipeline/test_schedule_precision.py": [
+        (dropout_at_both_ends, "test_each_dropout_runs_on_exactly_one_stage", {"variant": "t5", "pp": 2}),
+    ],
+}
+"""By the file of the test: the mutant, the test that catches it, and the arguments of that."""
+
+
+def with_mutant(make: Callable[[Patch], None], function: Callable[..., Any], *args: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        make(patch)
+        return function(*args)
+
+
+class MutantPool:
+    """A pool whose workers run everything with a mistake in the library."""
+
+    def __init__(self, pool: Pool, make: Callable[[Patch], None]) -> None:
+        self.pool, self.make = pool, make
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return self.pool.run(world_size, with_mutant, self.make, function, *args, **kwargs)
+
+
+def load_test(file: str, name: str) -> Callable[..., None]:
+    """A test function, by its file below ``tests/``."""
+    path = ROOT / "tests" / file
+    if str(path.parent) not in sys.path:  # nothing of its folder was collected in this run
+        sys.path.insert(0, str(path.parent))
+    test: Callable[..., None] = getattr(importlib.import_module(path.stem), name)
+    return test
+
+
+@pytest.mark.parametrize(
+    ("file", "make", "name", "arguments"),
+    [(file, *caught) for file, rows in MUTANTS.items() for caught in rows],
+    ids=[f"{make.__name__}-{name}" for rows in MUTANTS.values() for make, name, _ in rows],
+)
+def test_mutant_is_caught(
+    pool: Pool, file: str, make: Callable[[Patch], None], name: str, arguments: dict[str, Any], seed: int
+) -> None:
+    """The test passes, and with the mutant it fails by an assertion."""
+    test = load_test(file, name)
+    if "seed" in inspect.signature(test).parameters:
+        arguments = {**arguments, "seed": seed}
+    test(pool, **arguments)
+    with pytest.raises((AssertionError, WorkerError)) as caught:
+        test(MutantPool(pool, make), **arguments)
+    if isinstance(caught.value, WorkerError):
+        failures = list(caught.value.failures.values())
+        assert all("AssertionError" in failure for failure in failures), failures

@@ -1,0 +1,8 @@
+"""What tests share: worker pool, models and batches, references to compare with, and programs that tests start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder of the repository."""

@@ -1,0 +1,123 @@
+"""Functions and classes that the workers of deployment tests import by name."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import GPT2Config, LogitsProcessor, StoppingCriteria
+
+from benchmarks.faulty import (
+    CONFIG,
+    LONG,
+    Collected,
+    ForkedExecutor,
+    Trouble,
+    application,
+    server_address,
+    start_forked_worker,
+    use_server,
+)
+from oslo_models import GPT2LMHeadModel
+from oslo_models.deploy import torchrun_executor as torchrun
+
+__all__ = ["CONFIG", "LONG", "Collected", "ForkedExecutor", "Trouble", "application", "prompt", "server_address"]
+
+
+def prompt(seed: int, rows: int = 2, length: int = 7) -> dict[str, Tensor]:
+    ids = torch.randint(3, 101, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+class Never(LogitsProcessor):
+    """Bans one token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores[:, self.token] = -float("inf")
+        return scores
+
+
+class After(StoppingCriteria):
+    """Stops at a length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+class FailsToLoad(GPT2LMHeadModel):
+    """Raises on one rank."""
+
+    def __init__(self, config: GPT2Config, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if kwargs.get("mesh") is not None and dist.get_rank() == 1:
+            raise MemoryError("no room for the weights")
+
+
+def launched_script(address: str, checkpoint: Path, prompt: dict[str, torch.Tensor]) -> Any:
+    """A script that a launcher starts: everything after the constructor runs on rank 0 only."""
+    use_server(address)
+    torchrun.start_worker = start_forked_worker
+    reached = []
+    try:
+        model = GPT2LMHeadModel.from_pretrained_with_parallel(checkpoint, tensor_parallel_size=2, deploy=True)
+        with model:
+            reached.append(model.generate(**prompt, max_new_tokens=5, do_sample=False))
+            os.kill(model._engine.pids[1], signal.SIGKILL)
+            try:
+                model.generate(**prompt, **LONG)
+            except RuntimeError as error:
+                reached.append(str(error))
+            model.restart()
+            reached.append(model.generate(**prompt, max_new_tokens=5, do_sample=False))
+            other = GPT2LMHeadModel.from_config_with_parallel(CONFIG, deploy=True)  # on one process
+            reached.append(other.generate(**prompt, max_new_tokens=2, min_new_tokens=2).shape[1])
+            try:
+                other.cpu()
+            except RuntimeError as error:
+                reached.append(str(error))
+            reached.append([*model._engine.pids, *other._engine.pids])
+            other.close()
+    except SystemExit as end:
+        return end.code
+    torchrun._made.cache_clear()  # as the end of the program would
+    return reached
+
+
+class Shelf:
+    """Holds one model at a time, so that one pair of workers serves many in turn.
+
+    Args:
+        make: what a deployment sends to its workers to have a model made.
+    """
+
+    def __init__(self, make: bytes) -> None:
+        self.put(make)
+
+    def put(self, make: bytes) -> None:
+        cls, constructor, args, kwargs = pickle.loads(make)
+        self.model = getattr(cls, constructor)(*args, **kwargs).eval()
+
+    @classmethod
+    def holding(cls, make: bytes) -> Shelf:
+        return cls(make)
+
+    def eval(self) -> Shelf:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["model"], name)

@@ -1,0 +1,322 @@
+"""Random configurations for every model type, so that tests cover more than the configurations written by hand.
+
+Sizes that do not divide, three to six heads, fewer key-value heads, and the options that the configuration of a type
+knows: biases, tied weights, norms, position embeddings, windows, activations, attention implementations, losses. An
+option that the class of transformers cannot run is left out, and the draw says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from support import zoo
+
+Values = dict[str, Any]
+
+HEADS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+    *("num_encoder_attention_heads", "num_decoder_attention_heads"),
+)
+WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
+MLP_WIDTHS = (
+    *("intermediate_size", "n_inner", "dff", "d_ff", "d_inner", "ffn_dim", "hidden_dim", "feed_forward_size"),
+    *("encoder_ffn_dim", "decoder_ffn_dim"),
+)
+DEPTHS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"),
+    *("num_encoder_layers", "num_decoder_layers", "l_layers", "r_layers", "x_layers"),
+)
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation", "mlp_hidden_act")
+
+NO_OPTIONS = {
+    # what a call returns or how it runs, and what makes a model another one
+    *("return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_cache", "gradient_checkpointing"),
+    *("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "use_bfloat16", "chunk_size"),
+    *("chunk_size_feed_forward", "is_composition", "init_std", "use_weighted_layer_sum", "apply_spec_augment"),
+    # heads that another class has; a second loss
+    *("add_pooling_layer", "auxiliary_loss", "use_timm_backbone", "use_pretrained_backbone"),
+    # of training from scratch
+    # what another option says; tables of a type of model; what is no option of a model
+    *("is_gated_act", "early_stopping"),
+    "legacy",  # of DeBERTa: a head that applies the embedding of the words, which is sharded
+    *("reduce_loss", "do_deduplication", "exclude_bos_score", "do_marginalize", "output_retrieved", "dummy"),
+    *("sparse", "causal", "asm", "quant_mode", "force_dequantize", "separate_cls", "truncate_seq"),
+}
+
+
+@dataclass
+class Draw:
+    """A configuration that was drawn.
+
+    Attributes:
+        text: what was drawn, to be shown beside a failure.
+        options: the options among it.
+    """
+
+    config: PreTrainedConfig
+    text: str
+    options: Values = field(default_factory=dict)
+
+
+def _sizes(values: Values, model_type: str, draw: random.Random) -> None:
+    """Draw sizes in place of those of a compact configuration, with what has to go with what."""
+    heads = [key for key in HEADS if key in values]
+    for key in heads:
+        values[key] = draw.randint(3, 6)
+    for key in KEY_VALUE_HEADS:
+        if key in values:
+            values[key] = draw.choice([n for n in range(1, values[heads[0]] + 1) if values[heads[0]] % n == 0])
+    for key in MLP_WIDTHS:
+        if key in values:
+            values[key] = draw.randint(17, 45)
+    if "head_dim" in values:
+        values["head_dim"] = draw.choice((4, 6, 8))
+    for key in WIDTHS:
+        if key in values:
+            # with a width of heads of its own, the hidden size need not be that of the heads, only a multiple
+            values[key] = draw.choice((4, 6, 8)) * math.lcm(*(values[head] for head in heads)) if heads else values[key]
+    if "d_kv" in values:
+        values["d_kv"] = draw.randint(3, 7)
+    for key in ("embedding_size", "word_embed_proj_dim"):
+        if key in values:
+            values[key] = draw.randint(5, 25)
+    depth = draw.randint(2, 3)
+    for key in DEPTHS:
+        if key in values:
+            values[key] = depth if key in ("num_hidden_layers", "num_layers") else draw.randint(2, 3)
+    if "layer_types" in values:
+        kinds = sorted(set(values["layer_types"]))
+        values["layer_types"] = [draw.choice(kinds) for _ in range(depth)]
+    if values.get("sliding_window"):
+        values["sliding_window"] = draw.randint(2, 7)
+    if model_type in FITTING:
+        FITTING[model_type](values, draw)
+
+
+def _fit_gpt_neo(values: Values, draw: random.Random) -> None:
+    values["num_layers"] = 2 * draw.randint(1, 2)
+    values["attention_types"] = [[["global", "local"], values["num_layers"] // 2]]
+    values["window_size"] = draw.randint(2, 6)
+
+
+def _fit_gptj(values: Values, draw: random.Random) -> None:
+    values["rotary_dim"] = draw.choice(range(2, values["n_embd"] // values["n_head"] + 1, 2))
+
+
+def _fit_codegen(values: Values, draw: random.Random) -> None:
+    values["n_head"] = draw.choice((4, 8, 12))  # in four parts
+    values["n_embd"] = values["n_head"] * draw.choice((4, 6))
+    _fit_gptj(values, draw)
+
+
+def _fit_convbert(values: Values, draw: random.Random) -> None:
+    values["num_attention_heads"] = draw.choice((4, 6))  # half of them convolve
+    values["hidden_size"] = values["num_attention_heads"] * draw.choice((4, 6))
+
+
+def _fit_mobilebert(values: Values, draw: random.Random) -> None:
+    values["intra_bottleneck_size"] = values["num_attention_heads"] * draw.choice((3, 4, 5))
+    values["num_feedforward_networks"] = draw.randint(1, 3)
+
+
+def _fit_squeezebert(values: Values, draw: random.Random) -> None:
+    values["num_attention_heads"], values["intermediate_size"] = draw.choice((3, 4, 5, 6)), 4 * draw.randint(5, 10)
+    values["hidden_size"] = values["num_attention_heads"] * draw.choice((4, 8))  # four groups of convolutions
+    values["embedding_size"] = values["hidden_size"]
+
+
+def _fit_funnel(values: Values, draw: random.Random) -> None:
+    values["block_sizes"] = [draw.randint(1, 2) for _ in range(2)]
+    values["d_model"], values["d_head"] = 2 * draw.randint(9, 14), 2 * draw.randint(2, 4)
+
+
+def _fit_reformer(values: Values, draw: random.Random) -> None:
+    values["num_attention_heads"] = 3  # as many heads as a chunk has positions, and transformers cannot generate
+    values["attn_layers"] = [draw.choice(("local", "lsh")) for _ in range(draw.randint(2, 3))]
+    if values.get("axial_pos_embds", True):
+        values["hidden_size"], first = 24, draw.randint(6, 14)
+        values["axial_pos_embds_dim"] = [first, 24 - first]
+
+
+def _fit_wav2vec2(values: Values, draw: random.Random) -> None:
+    values["num_conv_pos_embedding_groups"] = 2
+    values["num_conv_pos_embeddings"] = draw.randint(3, 6)
+
+
+def _fit_detr(values: Values, draw: random.Random) -> None:
+    # two dimensions, each with sine and cosine; the masks' convolutions have groups of eight of it and the heads
+    values["encoder_attention_heads"], values["d_model"] = 4, draw.choice((12, 20, 36, 60))
+    values["decoder_attention_heads"] = draw.choice([n for n in (3, 4, 5, 6) if values["d_model"] % n == 0])
+
+
+def _fit_helium(values: Values, draw: random.Random) -> None:
+    values["hidden_size"] = values["num_attention_heads"] * values["head_dim"]
+
+
+def _fit_phi(values: Values, draw: random.Random) -> None:
+    values["hidden_size"] = values["num_attention_heads"] * draw.choice((4, 8))  # half of a head is rotated, in pairs
+
+
+def _fit_roformer(values: Values, draw: random.Random) -> None:
+    values["embedding_size"] = draw.choice((values["hidden_size"], 20))
+
+
+def _fit_smollm3(values: Values, draw: random.Random) -> None:
+    values["no_rope_layers"] = [draw.randint(0, 1) for _ in range(values["num_hidden_layers"])]
+
+
+def _fit_luke(values: Values, draw: random.Random) -> None:
+    values["entity_emb_size"] = draw.randint(5, 14)
+
+
+def _fit_prophetnet(values: Values, draw: random.Random) -> None:
+    values["ngram"] = draw.randint(1, 3)
+
+
+def _fit_albert(values: Values, draw: random.Random) -> None:
+    values["num_hidden_groups"] = draw.randint(1, values["num_hidden_layers"])
+    values["inner_group_num"] = draw.randint(1, 2)
+
+
+FITTING: dict[str, Callable[[Values, random.Random], None]] = {
+    "albert": _fit_albert,
+    "codegen": _fit_codegen,
+    "convbert": _fit_convbert,
+    "detr": _fit_detr,
+    "funnel": _fit_funnel,
+    "gpt_neo": _fit_gpt_neo,
+    "gptj": _fit_gptj,
+    "helium": _fit_helium,
+    "hubert": _fit_wav2vec2,
+    "luke": _fit_luke,
+    "mobilebert": _fit_mobilebert,
+    "phi": _fit_phi,
+    "prophetnet": _fit_prophetnet,
+    "reformer": _fit_reformer,
+    "roformer": _fit_roformer,
+    "smollm3": _fit_smollm3,
+    "squeezebert": _fit_squeezebert,
+    "wav2vec2": _fit_wav2vec2,
+}
+"""What the sizes of a type have to fit."""
+
+EXTRA: dict[str, Mapping[str, tuple[Any, ...]]] = {
+    "*": {
+        "tie_word_embeddings": (True, False),
+        "attn_implementation": ("eager", "sdpa"),
+        **dict.fromkeys(ACTIVATIONS, ("gelu", "relu", "gelu_new", "silu")),
+        "attention_probs_dropout_prob": (0.0,),
+        "partial_rotary_factor": (0.5, 1.0),
+        "rope_theta": (100.0, 10000.0),
+    },
+    "big_bird": {"attention_type": ("original_full", "block_sparse")},
+    "bigbird_pegasus": {"attention_type": ("original_full", "block_sparse")},
+    "deberta": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"])},
+    "deberta-v2": {"pos_att_type": (["c2p"], ["p2c"], ["c2p", "p2c"]), "conv_kernel_size": (0, 3)},
+    "funnel": {"attention_type": ("relative_shift", "factorized"), "pooling_type": ("mean", "max")},
+    "hubert": {"feat_extract_norm": ("group", "layer")},
+    "mistral": {"sliding_window": (None, 3)},
+    "opt": {"do_layer_norm_before": (True, False)},
+    "t5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu", "silu")},
+    "mt5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu")},
+    "umt5": {"feed_forward_proj": ("relu", "gated-gelu", "gated-silu")},
+    "wav2vec2": {"feat_extract_norm": ("group", "layer")},
+    "xlnet": {"attn_type": ("bi", "uni")},
+}
+"""Options that are no booleans, by model type; those of ``*`` wherever a configuration knows them."""
+
+
+def _options(config: PreTrainedConfig, model_type: str, draw: random.Random) -> Values:
+    """Some options of a configuration with other values than it has."""
+    known, found = config.to_dict(), {}
+    for key, value in sorted(known.items()):
+        if isinstance(value, bool) and key not in NO_OPTIONS and draw.random() < 0.3:
+            found[key] = not value
+    for table in (EXTRA["*"], EXTRA.get(model_type, {})):
+        for key, choices in table.items():
+            if (key in known or key == "attn_implementation") and draw.random() < 0.4:
+                value = draw.choice(choices)
+                if value != known.get(key):
+                    found[key] = value
+    return found
+
+
+def _configured(
+    name: str, variant: str, seed: int, options: Mapping[str, Any] | None = None
+) -> tuple[PreTrainedConfig, str, random.Random]:
+    """The configuration for a class, of a variant of `zoo` with drawn sizes and with options; and what was drawn."""
+    draw = random.Random(seed)
+    model_type, given = {**zoo.VARIANTS, **zoo.ODD}.get(variant) or (variant, zoo.MORE[variant])
+    values = copy.deepcopy(dict(given))
+    before = copy.deepcopy(values)
+    parts = [key for key, value in values.items() if isinstance(value, dict) and key != "backbone_config"]
+    for part in parts:
+        own = values[part]
+        _sizes(own, own.get("model_type", model_type), draw)
+    if not parts:
+        _sizes({} if model_type == "clip" else values, model_type, draw)
+        if "vocab_size" in zoo.config(variant).to_dict() and not {"image_size", "backbone_config"} & values.keys():
+            values["vocab_size"] = draw.randint(61, 131)
+    changes = {key: value for key, value in values.items() if before.get(key) != value}
+    given, text = dict(options or {}), f"{variant} with {changes}"
+    attention = given.pop("attn_implementation", None)
+    config = zoo.config(variant, **{**changes, **given} if not parts else changes)
+    config = zoo.config_of(name, config)
+    for key in given if parts else ():
+        setattr(config, key, given[key])
+    if attention is not None:
+        config._attn_implementation = attention
+    return config, text, draw
+
+
+def variants(model_type: str) -> list[str]:
+    """The configurations of `zoo` that a draw for a model type starts from."""
+    named = {**zoo.VARIANTS, **zoo.ODD}
+    return [
+        *([model_type] if model_type in zoo.MORE else []),
+        *(name for name, (kind, _) in named.items() if kind == model_type),
+    ]
+
+
+def draws(name: str, model_type: str, seed: int) -> Iterator[Draw]:
+    """Configurations for a class, each with fewer options than the one before, and then of other sizes."""
+    choose = random.Random(f"{name} {seed}")
+    for _ in range(4):
+        yield from _draws(name, choose.choice(variants(model_type)), model_type, choose, seed)
+
+
+def _draws(name: str, variant: str, model_type: str, choose: random.Random, seed: int) -> Iterator[Draw]:
+    size_seed = choose.randrange(2**31)
+    config, text, draw = _configured(name, variant, size_seed)
+    options = _options(config, model_type, draw)
+    while True:
+        config, text, _ = _configured(name, variant, size_seed, options)
+        shown = f"{name}: {text}, options {options}, seed {seed}"
+        yield Draw(config, shown, dict(options))
+        if not options:
+            return
+        options.pop(choose.choice(sorted(options)))
+
+
+def kind_of_labels(name: str, config: PreTrainedConfig, batch: dict[str, Any], seed: int) -> dict[str, Any]:
+    """``batch``, if its labels are classes of rows, perhaps with labels of another ``problem_type``."""
+    kind = random.Random(f"labels {name} {seed}").choice((None, "regression", "multi_label_classification"))
+    labels = batch.get("labels")
+    of_texts = name.endswith("ForSequenceClassification") and "input_ids" in batch
+    if kind is None or not of_texts or labels is None or labels.dim() != 1:
+        return batch
+    config.problem_type = kind
+    shape, generator = (len(labels), config.num_labels), torch.Generator().manual_seed(seed)
+    if kind == "regression":
+        return {**batch, "labels": torch.randn(shape, generator=generator, dtype=torch.float64)}
+    return {**batch, "labels": torch.randint(2, shape, generator=generator).double()}

@@ -1,0 +1,31 @@
+"""Replaces the timings by which `fuse` selects linear layers, so that its decisions are the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from oslo_kernels import linear_timing
+
+
+@contextmanager
+def faster_at(rows: Collection[int] | None = None) -> Iterator[mock.Mock]:
+    """Our product takes half of torch's time at these numbers of rows (default: at all), and twice its time elsewhere.
+
+    Gives what stands in for the measurement of a pair.
+    """
+
+    def seconds(ours: partial[Tensor], torchs: Any, layers: Any) -> tuple[float, float]:
+        (x,) = ours.args
+        return (1e-4, 2e-4) if rows is None or x.shape[1] in rows else (2e-4, 1e-4)
+
+    with (
+        mock.patch.dict(linear_timing._measured, clear=True),
+        mock.patch.object(linear_timing, "_in_turn", side_effect=seconds) as measured,
+    ):
+        yield measured

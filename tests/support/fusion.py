@@ -1,0 +1,41 @@
+"""Models to fuse, their reference steps, and how rounding errors are measured."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from oslo_kernels import linear as kernel
+from oslo_models import GPT2LMHeadModel
+
+from support import zoo
+from support.reference import Step, reference_step
+
+LOGITS = ("logits", "prediction_logits", "entity_logits")
+
+GELU_NEW = {"gpt2": {}, "bert": {"hidden_act": "gelu_new"}, "t5": {"feed_forward_proj": "gated-gelu"}}
+
+
+@lru_cache(maxsize=64)
+def fusion_reference(variant: str, name: str, seed: int) -> Step:
+    """The step of a model whose activation is one that `fuse` replaces."""
+    config = zoo.config_of(name, zoo.config(variant, **GELU_NEW.get(variant, {})))
+    return reference_step(name, config, seed)
+
+
+def relative_error(own: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """The norm of all errors together over the norm of the exact values."""
+    error = sum((own[name].double() - exact[name].double()).pow(2).sum() for name in exact)
+    return float((error / sum(exact[name].double().pow(2).sum() for name in exact)).sqrt())
+
+
+def gpt2(seed: int = 0, **options: Any) -> Any:
+    return GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2"), seed=seed, **options)
+
+
+def spy_on_few_rows() -> Any:
+    """Records whether the kernel for few rows is called."""
+    return mock.patch.object(kernel, "_of_few_rows", wraps=kernel._of_few_rows)

@@ -1,0 +1,37 @@
+"""Generates tokens without sampling, and compares them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.float64 import lifted_casts
+
+GREEDY = {"greedy": {"num_beams": 1}}
+
+BEAMS = {**GREEDY, "beams": {"num_beams": 3}}
+
+Tokens = dict[str, Tensor]
+
+
+def generate_tokens(model: Any, batch: dict[str, Any], ways: dict[str, dict[str, int]]) -> Tokens:
+    """The tokens that a model generates for the prompt of a batch, by the name of each way of searching."""
+    names = (model.main_input_name, "attention_mask", "context_input_ids", "context_attention_mask", "doc_scores")
+    prompt = {key: batch[key] for key in names if key in batch}
+    model.eval()
+    with lifted_casts():
+        return {way: model.generate(**prompt, **ways[way], do_sample=False, max_new_tokens=5) for way in ways}
+
+
+def token_differences(
+    model: Any, batch: dict[str, Any], expected: Tokens, ways: dict[str, dict[str, int]]
+) -> list[str]:
+    """A line for each way of searching in which the model gives other tokens than expected."""
+    own = generate_tokens(model, batch, ways) if expected else {}
+    return [
+        f"{way}: {own[way].tolist()} instead of {tokens.tolist()}"
+        for way, tokens in expected.items()
+        if not torch.equal(own[way], tokens)
+    ]

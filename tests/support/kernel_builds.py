@@ -1,0 +1,129 @@
+"""Compiles every kernel for GPUs that need not be present, and checks the generated code.
+
+Run as a script (Triton's interpreter must be off): prints a line per kernel, and fails if one uses the stack, takes too
+many registers, or accesses 16-bit types in less than 128 bits at a time.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from oslo_kernels import cross_entropy, dropout, gelu, ngrams, norm, rotary, softmax, swiglu
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+REGISTERS = 128
+"""Of 255; so many still leave room for four blocks of four warps on a multiprocessor."""
+INTEGERS = {"rows", "columns", "N", "STRIPS", "keys", "queries", "heads", "length", "windows", "group", "vocab"}
+FLOATS = {"eps", "scale", "p", "uniform"}
+FLOAT32 = {"statistics_ptr", "partial_ptr", "log_total_ptr"}
+
+SOFTMAX = {keys: {**softmax.blocks(keys)} for keys in (1024, softmax.LONGEST, 100000)}
+for made in SOFTMAX.values():
+    del made["num_warps"]
+
+# what a kernel is compiled for: constants, how many warps, and how many 128-bit loads and stores it should have
+BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
+    (gelu.gelu_kernel, {"BIAS": True, "TANH": False, "BLOCK": 1024}, 4, 2, 1),
+    (gelu.gelu_kernel, {"BIAS": True, "TANH": True, "BLOCK": 1024}, 4, 2, 1),
+    (gelu.gelu_backward_kernel, {"BIAS": True, "TANH": False, "BLOCK": 1024}, 4, 3, 1),
+    (gelu.gelu_backward_kernel, {"BIAS": False, "TANH": True, "BLOCK": 1024}, 4, 2, 1),
+    (swiglu.swiglu_kernel, {"BLOCK": 1024}, 4, 2, 1),
+    (swiglu.swiglu_backward_kernel, {"BLOCK": 1024}, 4, 3, 2),
+    (dropout.dropout_kernel, {"BIAS": True, "RESIDUAL": True, "QUARTER": 1024}, 4, 12, 4),
+    *(
+        (norm.norm_kernel, {"RESIDUAL": True, "BIAS": True, "CENTERED": True, "BLOCK": block}, norm.warps(block), 4, 2)
+        for block in (1024, norm.LONGEST)
+    ),
+    (norm.norm_kernel, {"RESIDUAL": False, "BIAS": False, "CENTERED": False, "BLOCK": 4096}, 4, 2, 1),
+    *(
+        (norm.norm_backward_kernel, {"GRAD_SUM": True, "CENTERED": True, "BLOCK": block}, norm.warps(block, True), 4, 1)
+        for block in (1024, norm.LONGEST)
+    ),
+    (rotary.rotary_kernel, {"HALF": 64, "BACKWARD": False, "HEADS": 16, "BLOCK": 64}, 4, 2, 2),
+    (rotary.rotary_kernel, {"HALF": 64, "BACKWARD": True, "HEADS": 16, "BLOCK": 64}, 4, 2, 2),
+    *(
+        (
+            softmax.softmax_kernel,
+            {"MASK": True, "CAUSAL": True, "SINGLE": True, "BLOCK": block, "m_key": 1},
+            warps,
+            2,
+            1,
+        )
+        for block, warps in ((1024, 2), (8192, 8))
+    ),
+    (
+        softmax.softmax_kernel,
+        {"MASK": True, "CAUSAL": True, "SINGLE": False, "BLOCK": softmax.PIECE, "m_key": 1},
+        8,
+        4,
+        1,
+    ),
+    (softmax.softmax_backward_kernel, {"SINGLE": True, "BLOCK": 1024}, 2, 2, 1),
+    (softmax.softmax_backward_kernel, {"SINGLE": False, "BLOCK": softmax.PIECE}, 8, 4, 1),
+    (cross_entropy.statistics_kernel, {"BLOCK": 4096}, 8, 2, 0),
+    (cross_entropy.softmax_minus_kernel, {"BLOCK": 4096}, 4, 4, 4),
+    (ngrams.block_repeats_kernel, {"SIZE": 3, "BLOCK": 1024}, 4, 0, 0),
+]
+
+
+def signature(name: str, half: str) -> str:
+    """The type of a parameter, by its name."""
+    if name in ("ids_ptr", "source_ptr"):
+        return "*i64"
+    if name in FLOAT32:
+        return "*fp32"
+    if name.endswith("_ptr"):
+        return f"*{half}"
+    return "fp32" if name in FLOATS else "i64" if name == "seed" else "i32"
+
+
+def build(kernel: Any, constants: dict[str, Any], warps: int, arch: int, half: str) -> tuple[int, int, int, int]:
+    """Compile, and return the registers, the bytes of stack, and how many 128-bit loads and stores there are."""
+    names = kernel.arg_names
+    types = {name: "constexpr" if name in constants else signature(name, half) for name in names}
+    if kernel is cross_entropy.statistics_kernel:
+        types["out_ptr"] = "*fp32"
+    pointers = [name for name in names if types[name].startswith("*")]
+    even = [*pointers, *(name for name in names if types[name] == "i32")]  # as Triton finds at run time of even sizes
+    source = ASTSource(
+        fn=kernel,
+        signature=types,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in even},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{what}:(\d+)", usage).group(1)) for what in ("REG", "STACK"))
+    vectors = (len(re.findall(rf"{what}\.global[^;]*\.v4\.b32", made.asm["ptx"])) for what in ("ld", "st"))
+    return registers, stack, *vectors
+
+
+def main() -> int:
+    failed = 0
+    for kernel, constants, warps, loads, stores in BUILDS:
+        for arch in (80, 90):
+            registers, stack, own_loads, own_stores = build(kernel, constants, warps, arch, "bf16")
+            right = registers <= REGISTERS and stack == 0 and own_loads >= loads and own_stores >= stores
+            failed += not right
+            print(
+                f"{'' if right else 'FAILED '}{kernel.__name__} sm_{arch} {constants}: {registers} registers, stack "
+                f"{stack}, 128-bit loads {own_loads} (at least {loads}), stores {own_stores} (at least {stores})"
+            )
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Every kernel with inputs: results of Triton on any device, compared with plain torch on the CPU.
+
+Run as a script, under ``TRITON_INTERPRET=1``, it checks them in its interpreter: all in float32, and of each operation
+every fifth in half precision, in which only loads and stores differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_kernels import cross_entropy, dropout, gelu, ngrams, norm, rotary, softmax, swiglu
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(3, 5, 33), (2, 1500), (1, 1), (4, 64)]
+Case = tuple[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
+
+
+def spaced(*shape: int) -> Tensor:
+    """Random numbers whose rows do not lie one after the other."""
+    return torch.randn(*shape[:-1], shape[-1] + 7)[..., : shape[-1]]
+
+
+def turned(*shape: int) -> Tensor:
+    """Random numbers of whose dimensions the last two are swapped in memory."""
+    return torch.randn(*shape[:-2], *reversed(shape[-2:])).transpose(-1, -2)
+
+
+def pointwise(dtype: torch.dtype) -> Iterator[Case]:
+    for shape, makes in zip(SHAPES, ((torch.randn, spaced, turned), (spaced,), (torch.randn,), (turned,)), strict=True):
+        for make in makes:
+            x, y, grad, bias = (t.to(dtype) for t in (make(*shape), make(*shape), make(*shape), torch.randn(shape[-1])))
+            for given in (bias, None):
+                for kind in ("none", "tanh"):
+                    yield "gelu", gelu.bias_gelu_triton, gelu.reference, (x, given, kind)
+                    args = (grad, x, given, kind)
+                    yield "gelu backward", gelu.bias_gelu_backward_triton, gelu.bias_gelu_backward._init_fn, args
+            yield "swiglu", swiglu.swiglu_triton, swiglu.reference, (x, y)
+            yield "swiglu backward", swiglu.swiglu_backward_triton, swiglu.swiglu_backward._init_fn, (grad, x, y)
+
+
+def norms(dtype: torch.dtype) -> Iterator[Case]:
+    for shape in SHAPES[:2]:
+        for make in (torch.randn, spaced):
+            x, residual, grad, more = (make(*shape).to(dtype) for _ in range(4))
+            weight, bias = torch.randn(2, shape[-1]).to(dtype)
+            for centered in (True, False):
+                for args in ((x, residual, weight, bias), (x, None, weight, None)):
+                    yield "norm", norm.add_norm_triton, norm.reference, (*args, 1e-5, centered)
+                summed, statistics = norm.reference(x, residual, weight, bias, 1e-5, centered)[1:]
+                for grad_sum in (None, more):
+                    args = (grad, grad_sum, summed, statistics, weight, centered)
+                    yield "norm backward", norm.add_norm_backward_triton, norm.add_norm_backward._init_fn, args
+
+
+def attention(dtype: torch.dtype) -> Iterator[Case]:
+    # few rows: each is a program, for which the interpreter takes milliseconds
+    padding = torch.where(torch.rand(2, 1, 1, 11) < 0.3, torch.finfo(dtype).min, 0.0).to(dtype)
+    padding[1] = torch.finfo(dtype).min  # nothing to be seen
+    for scores in (torch.randn(2, 2, 3, 11), torch.randn(2, 3, 2, 11).transpose(1, 2), turned(2, 2, 3, 11)):
+        for mask in (None, padding, torch.randn(1, 2, 3, 11).to(dtype), torch.randn(2, 1, 11, 3).to(dtype).mT):
+            for causal in (False, True):
+                args = (scores.to(dtype), mask, 0.3, causal)
+                yield "softmax", softmax.masked_softmax_triton, softmax.reference, args
+    wide = torch.randn(1, 2, 3, 9000).to(dtype)  # more than a program holds
+    yield "long softmax", softmax.masked_softmax_triton, softmax.reference, (wide, None, 0.5, True)
+    for grad in (turned(2, 3, 5, 11), torch.randn(1, 1, 2, 9000)):
+        weights = torch.randn(grad.shape).softmax(-1).to(dtype)
+        args = (grad.to(dtype), weights, 0.3)
+        yield "softmax backward", softmax.softmax_backward_triton, softmax.softmax_backward._init_fn, args
+    for x in (torch.randn(2, 3, 4, 10), torch.randn(2, 4, 3, 10).transpose(1, 2), torch.randn(1, 40, 2, 256)):
+        for rows in {1, len(x)}:
+            cos, sin = torch.randn(2, rows, x.shape[2], x.shape[3]).to(dtype)
+            for backward in (False, True):
+                yield "rotary", rotary.rotary_triton, rotary.reference, (x.to(dtype), cos, sin, backward)
+
+
+def losses(dtype: torch.dtype) -> Iterator[Case]:
+    def changed(operation: Callable[..., None]) -> Callable[..., Tensor]:
+        def run(logits: Tensor, *args: Any) -> Tensor:
+            operation(logits := logits.clone(), *args)
+            return logits
+
+        return run
+
+    for logits in (5 * torch.randn(6, 37), spaced(2, 9001), torch.full((2, 5), float("-inf"))):
+        logits = logits.to(dtype)
+        if logits.isfinite().all():
+            args = (logits, logits.float().logsumexp(-1), 0.125)
+            yield (
+                "softmax minus",
+                changed(cross_entropy.softmax_minus_triton),
+                changed(cross_entropy.softmax_minus_._init_fn),
+                args,
+            )
+            yield "statistics", cross_entropy.row_statistics_triton, cross_entropy.row_statistics._init_fn, (logits,)
+
+
+def blocking(dtype: torch.dtype) -> Iterator[Case]:
+    def fused(scores: Tensor, *args: Any) -> Tensor:
+        ngrams._in_triton(scores := scores.clone(), *args)
+        return scores
+
+    def plain(scores: Tensor, *args: Any) -> Tensor:
+        ngrams.reference_(scores := scores.clone(), *args)
+        return scores
+
+    for size in (1, 2, 3):
+        for length in (3, 1500):
+            ids, scores = torch.randint(6, (4, length)), spaced(4, 5).to(dtype)
+            for source in (ids, torch.randint(6, (2, 9))):
+                yield "n-grams", fused, plain, (scores, ids, size, source)
+
+
+def cases(dtype: torch.dtype, every: int) -> Iterator[Case]:
+    """Of each operation the first case, and one every so many."""
+    seen: dict[str, int] = {}
+    for kind in (pointwise, norms, attention, losses, blocking):
+        for case in kind(dtype):
+            seen[case[0]] = seen.get(case[0], -1) + 1
+            if seen[case[0]] % every == 0:
+                yield case
+
+
+def differ(found: Any, expected: Any, dtype: torch.dtype) -> list[str]:
+    """How far results are off, if more than rounding explains."""
+    found, expected = ([x] if isinstance(x, Tensor) else x for x in (found, expected))
+    lines = []
+    for own, exact in zip(found, expected, strict=True):
+        own = own.cpu()
+        if own.shape != exact.shape or own.dtype != exact.dtype:
+            lines.append(f"{own.dtype} {tuple(own.shape)} instead of {exact.dtype} {tuple(exact.shape)}")
+        elif not torch.equal(own.isinf(), exact.isinf()):
+            lines.append("infinite elsewhere")
+        elif own.numel():
+            own, exact = (x.double().nan_to_num(posinf=0, neginf=0) for x in (own, exact))
+            eps = max(2 * torch.finfo(dtype).eps, 32 * torch.finfo(torch.float32).eps)
+            limit = eps * (exact.abs() + exact.abs().max().clamp(min=1e-3))
+            if not ((own - exact).abs() <= limit).all():
+                lines.append(f"off by {(own - exact).abs().max():.2e}")
+    return lines
+
+
+def dropout_lines(dtype: torch.dtype, to: Callable[[Tensor], Tensor]) -> list[str]:
+    """Of dropout, whose masks differ from torch's: how many are kept, and that all passes keep the same."""
+    lines = []
+    fused, back = dropout.bias_dropout_residual_triton, dropout.dropout_backward_triton
+    # drawing is what takes the interpreter longest, and is the same in every type
+    shapes = [((4, 700), 0.1), ((2, 1, 4099), 0.5), ((2, 3), 0.0)] if dtype == torch.float32 else [((2, 700), 0.3)]
+    for shape, p in shapes:
+        ones, zeros = torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype)
+        kept = fused(to(ones), None, to(zeros), p, 7).cpu() != 0
+        rate = kept.double().mean().item()
+        if abs(rate - (1 - p)) > 4 * (p * (1 - p) / kept.numel()) ** 0.5:
+            lines.append(f"dropout: keeps {rate} with p={p}")
+        if p and (torch.equal(kept, fused(to(ones), None, to(zeros), p, 8).cpu() != 0) or (kept[0] == kept[1]).all()):
+            lines.append("dropout: other seeds or rows have the same mask")
+        x, bias, residual = spaced(*shape).to(dtype), torch.randn(shape[-1]).to(dtype), turned(*shape).to(dtype)
+        for shift in (bias, None):
+            found = fused(to(x), None if shift is None else to(shift), to(residual), p, 7)
+            lines += differ(found, dropout.reference(x, shift, residual, kept, p), dtype)
+        lines += differ(back(to(x), p, 7), torch.where(kept, x / (1 - p), 0.0).to(dtype), dtype)
+    return lines
+
+
+def check(to: Callable[[Tensor], Tensor], every_in_half: int = 1) -> list[str]:
+    """Where a kernel, its inputs moved by ``to``, does not compute what plain torch does on the CPU.
+
+    Args:
+        every_in_half: how many cases of an operation there are to one that is looked at in half precision.
+    """
+    lines = []
+    for dtype in DTYPES:
+        for name, fused, plain, args in cases(dtype, 1 if dtype == torch.float32 else every_in_half):
+            moved = [to(x) if isinstance(x, Tensor) else x for x in args]
+            shown = [tuple(x.shape) if isinstance(x, Tensor) else x for x in args]
+            lines += [f"{name} {dtype} {shown}: {line}" for line in differ(fused(*moved), plain(*args), dtype)]
+        lines += dropout_lines(dtype, to)
+    return lines
+
+
+if __name__ == "__main__":
+    torch.manual_seed(int(sys.argv[1]))
+    torch.set_num_threads(1)
+    found = check(lambda x: x, every_in_half=5)
+    sys.exit("\n".join(found[:40]) if found else 0)

@@ -1,0 +1,38 @@
+"""Hypothesis strategies for layouts, and tensors by which a test sees where each element went."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout
+
+units = st.builds(EvenSplit, st.integers(1, 12), st.integers(1, 4))
+
+
+@st.composite
+def grouped_heads(draw: st.DrawFn) -> GroupedHeads:
+    kv_heads = draw(st.integers(1, 6))
+    return GroupedHeads(kv_heads * draw(st.integers(1, 6)), kv_heads, draw(st.integers(1, 3)))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
+    """A layout and the number of ranks it is for."""
+    if draw(st.integers(0, 7)) == 0:
+        return Layout(tuple(draw(st.lists(st.integers(1, 4), max_size=3)))), draw(st.integers(1, 5))
+    heads = grouped_heads()
+    kinds = (units, heads.map(lambda h: h.query), heads.map(lambda h: h.key_value))
+    fused = heads.map(lambda h: [h.query, h.key_value, h.key_value])
+    splits: list[EvenSplit] = draw(st.one_of(st.lists(st.one_of(*kinds), min_size=1, max_size=3), fused))
+    n = draw(st.integers(1, min(split.limit() for split in splits)))
+    others = draw(st.lists(st.integers(1, 3), max_size=2))
+    dim = draw(st.integers(0, len(others)))
+    shape = (*others[:dim], sum(split.extent() for split in splits), *others[dim:])
+    return Layout.divided(shape, dim, splits, n), n
+
+
+def distinct(shape: tuple[int, ...]) -> Tensor:
+    """A tensor in which no two elements are equal."""
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)

@@ -1,0 +1,159 @@
+"""A worker process of the pool: runs job after job, each in a fresh process group and from the same state."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import io
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any
+
+WORN = b"worn"
+"""What a worker says at the end of a job that left process groups behind, whose threads would slow all later jobs."""
+THREADS = 6
+"""How many threads a worker may keep."""
+
+
+def serve(conn: connection.Connection, stack_file: str) -> None:
+    """The life of a worker: do what comes through ``conn``; on SIGUSR1 and in a crash, write its stack to a file."""
+    os.setpgid(0, 0)
+    gc.freeze()  # what was preloaded need not be looked at after every job
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(conn, inbox), daemon=True).start()
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        faulthandler.enable(file=stacks, all_threads=True)  # an abort in C++ says where Python was
+        while True:
+            _work(conn, inbox)
+
+
+def _receive(conn: connection.Connection, inbox: queue.SimpleQueue[bytes]) -> None:
+    """Hand on what the parent sends; when the parent is gone, end this process and what it started, busy or not."""
+    while True:
+        try:
+            inbox.put(conn.recv_bytes())
+        except (EOFError, OSError):
+            os.killpg(0, signal.SIGKILL)
+
+
+def _work(conn: connection.Connection, inbox: queue.SimpleQueue[bytes]) -> None:
+    """One job: do it, report, wait until every rank has reported, clean up."""
+    job, body = pickle.loads(inbox.get()), inbox.get()
+    with _clean_slate(job):
+        conn.send_bytes(_attempt(job, body))
+        del body
+        assert inbox.get() == b"release"
+    conn.send_bytes(WORN if len(os.listdir("/proc/self/task")) > THREADS else b"")
+
+
+def _attempt(job: Mapping[str, Any], body: bytes) -> bytes:
+    """The pickled ``(result, exception, traceback)`` of a job."""
+    try:
+        _join_group(job)
+        function, args = pickle.loads(body)
+        return dumps((function(*args), None, ""))
+    except BaseException as error:  # noqa: BLE001  an exit or a pytest.fail() is an outcome like any other
+        text = traceback.format_exc()
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        try:
+            message = dumps((None, error, text))
+            pickle.loads(message)
+            return message
+        except Exception:  # noqa: BLE001  it holds what cannot travel
+            return dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), text))
+
+
+def _join_group(job: Mapping[str, Any]) -> None:
+    import torch.distributed as dist
+
+    rank, world_size = job["rank"], job["world_size"]
+    if job["port"] is None:
+        store = dist.FileStore(job["store"], world_size)
+        patience = timedelta(seconds=job["timeout"] + 30)  # a hang is the parent's to find
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=patience)
+    else:
+        launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        os.environ.update({name: str(value) for name, value in launched.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]))
+
+
+@contextmanager
+def _clean_slate(job: Mapping[str, Any]) -> Iterator[None]:
+    """Start a job from the same state whatever ran before, and leave no process group behind."""
+    import numpy
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    sys.path[:] = job["path"]
+    os.chdir(job["folder"])
+    with environment({}):
+        yield
+        if dist.is_initialized():
+            with suppress(Exception):  # a peer may be gone already
+                dist.destroy_process_group()
+    gc.collect()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, and put back all of them as they were."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as bytes: torch's own way keeps whole storages alive, and what autograd needs does not travel."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        parameter = isinstance(obj, torch.nn.Parameter)
+        if obj.is_meta:
+            return _tensor, (None, obj.dtype, tuple(obj.shape), parameter, obj.requires_grad)
+        flat = obj.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, obj.dtype, tuple(obj.shape), parameter, obj.requires_grad)
+
+
+def _tensor(data: bytes | None, dtype: Any, shape: tuple[int, ...], parameter: bool, requires_grad: bool) -> Any:
+    import torch
+
+    if data is None:
+        plain = torch.empty(shape, dtype=dtype, device="meta")
+    elif not data:
+        plain = torch.empty(shape, dtype=dtype)
+    else:
+        plain = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    return torch.nn.Parameter(plain, requires_grad) if parameter else plain
+
+
+def dumps(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()

@@ -1,0 +1,235 @@
+"""What one process computes with the class of transformers, and how a rank compares its shard of the results.
+
+The reference is computed in the parent process and sent to the ranks as full tensors. Each rank loads its shards of the
+same weights, takes the same step, and compares its results with its shards of the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from oslo_models import registry
+
+from support import zoo
+from support.float64 import lifted_casts
+
+logging.disable_progress_bar()
+
+TOLERANCE = 1e-10
+"""The largest absolute difference in float64."""
+
+
+def reference_model(
+    name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = torch.float64, **options: Any
+) -> Any:
+    """A transformers model in training mode none of whose parameters is zero or one, as biases and norms begin.
+
+    It is loaded: `from_pretrained` computes its buffers in float32 whatever the dtype of the model, `_from_config` in
+    that dtype (GPT-J's table of positions), and the zoo does as the former.
+    """
+    torch.manual_seed(seed)
+    cls = zoo.original(name)
+    weights = cls._from_config(config, dtype=dtype).state_dict()
+    fixed = cls._keys_to_ignore_on_save or ()  # tables of sines
+    for tensor in {tensor.data_ptr(): tensor for name, tensor in weights.items() if name not in fixed}.values():
+        tensor += 0.1 * torch.randn_like(tensor)
+    model = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options).train()
+    for param in model.parameters():  # some of XLNet's and DeBERTa's are float32, whatever is asked for
+        param.data = param.data.to(dtype)
+    return model
+
+
+def full_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Copies of all parameters, tied ones under each of their names."""
+    return {name: param.detach().clone() for name, param in model.named_parameters(remove_duplicate=False)}
+
+
+def full_gradients(model: PreTrainedModel) -> dict[str, Tensor | None]:
+    return {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
+
+
+def parallel_model(
+    name: str,
+    config: PreTrainedConfig,
+    weights: Mapping[str, Tensor],
+    tensor_parallel_size: int,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> Any:
+    """This rank's shard of a model with the given full weights."""
+    cls: Any = registry.find(name)
+    model = cls.from_config_with_parallel(config, tensor_parallel_size, dtype=dtype, seed=0, **options)
+    load(model, weights)
+    return model
+
+
+@torch.no_grad()
+def load(model: Any, weights: Mapping[str, Tensor]) -> None:
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = dict(model.named_buffers())
+    assert names == weights.keys() - buffers.keys() == model.layouts.keys()
+    for name in buffers.keys() & weights.keys():
+        buffers[name].copy_(weights[name])
+    for name, param in model.named_parameters(remove_duplicate=False):
+        part = model.layouts[name].shard(weights[name], model.mesh.tp.rank)
+        assert part.shape == param.shape, f"{name}: {tuple(param.shape)} instead of {tuple(part.shape)}"
+        param.copy_(part)
+        param.requires_grad_(True)  # as transformers loads it, even if it is frozen in a model that is made anew (DETR)
+
+
+def tensors(output: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The floating tensors of an output, with the way to each. Caches are left out."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield prefix, output
+    elif isinstance(output, (dict, tuple, list)):
+        for key, value in output.items() if isinstance(output, dict) else enumerate(output):
+            yield from tensors(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def all_outputs(output: Any) -> Tensor:
+    """A weighted sum of all elements of all outputs, with a different weight for each."""
+    total = torch.zeros((), dtype=torch.float64)
+    for _, value in tensors(output):
+        weights = torch.arange(value.numel(), dtype=torch.float64).cos().view_as(value).to(value.dtype)
+        total = total + (value * weights).sum()
+    return total
+
+
+def loss_or_all_outputs(output: Any) -> Tensor:
+    """The objective to differentiate: the loss, or a sum over all outputs of a class without one."""
+    return output.loss if output.get("loss") is not None else all_outputs(output)
+
+
+Objective = Callable[[Any], Tensor]
+
+
+@dataclass
+class Step:
+    """One forward and backward pass of one process: inputs, weights, outputs and gradients, all as full tensors."""
+
+    name: str
+    config: PreTrainedConfig
+    batch: dict[str, Any]
+    weights: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    value: Tensor
+    gradients: dict[str, Tensor | None]
+    input_gradients: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    objective: Objective = loss_or_all_outputs
+
+
+def take_step(
+    model: PreTrainedModel, batch: Mapping[str, Any], objective: Objective, lift: bool = True
+) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """Forward and backward: outputs, the value that was differentiated, gradients of floating inputs."""
+    inputs = {
+        key: value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in batch.items()
+    }
+    if "input_values" in inputs:  # of which transformers' models make a leaf themselves
+        inputs["input_values"] = batch["input_values"]
+    if lift:
+        with lifted_casts():
+            output = model(**inputs)
+            value = objective(output)
+            value.backward()  # type: ignore[no-untyped-call]
+    else:
+        output = model(**inputs)
+        value = objective(output)
+        value.backward()  # type: ignore[no-untyped-call]
+    gradients = {key: value.grad for key, value in inputs.items() if isinstance(value, Tensor) and value.requires_grad}
+    return {path: tensor.detach() for path, tensor in tensors(output)}, value.detach(), gradients
+
+
+def reference_step(
+    name: str,
+    config: PreTrainedConfig,
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    objective: Objective = loss_or_all_outputs,
+    batch: dict[str, Any] | None = None,
+    **options: Any,
+) -> Step:
+    """The step of the class of transformers. In float64, its casts to float32 do nothing."""
+    model = reference_model(name, config, seed, dtype, **options)
+    weights = {**model.state_dict(), **full_parameters(model)}  # buffers too, such as what BART adds to its logits
+    batch = zoo.batch(name, config, seed + 1, dtype) if batch is None else batch
+    outputs, value, input_gradients = take_step(model, batch, objective, lift=dtype == torch.float64)
+    return Step(
+        name, config, batch, weights, outputs, value, full_gradients(model), input_gradients, objective=objective
+    )
+
+
+def differences(what: str, own: Tensor | None, expected: Tensor | None, tolerance: float) -> list[str]:
+    """One line if the two tensors differ by more than the tolerance, none otherwise."""
+    if own is None or expected is None:
+        return [] if own is expected else [f"{what}: {'no' if own is None else 'a'} tensor"]
+    if own.shape != expected.shape or own.dtype != expected.dtype:
+        return [f"{what}: {own.dtype} {tuple(own.shape)} instead of {expected.dtype} {tuple(expected.shape)}"]
+    if not own.numel():
+        return []
+    error = (own - expected).abs().max().item()
+    return [] if error <= tolerance else [f"{what}: off by {error:.2e}"]  # a nan is not small either
+
+
+def shard_differences(
+    model: Any, what: str, own: Mapping[str, Tensor | None], full: Mapping[str, Tensor | None], tolerance: float
+) -> list[str]:
+    """A line for each of this rank's tensors, by parameter name, that is not its shard of the full one."""
+    lines = []
+    for name, part in own.items():
+        expected = full[name]
+        if expected is not None:
+            expected = model.layouts[name].shard(expected, model.mesh.tp.rank)
+        lines += differences(f"{what} {name}", part, expected, tolerance)
+    return lines
+
+
+def step_differences(model: Any, step: Step, tolerance: float = TOLERANCE, without: tuple[str, ...] = ()) -> list[str]:
+    """Take the same step with this rank's shard of the model; a line for each result that differs."""
+    outputs, value, input_gradients = take_step(model, step.batch, step.objective, lift=tolerance > 0)
+    expected = {path: tensor for path, tensor in step.outputs.items() if not path.startswith(without or " ")}
+    lines = [] if outputs.keys() == expected.keys() else [f"outputs: {list(outputs)} instead of {list(expected)}"]
+    for path in outputs.keys() & expected.keys():
+        lines += differences(f"output {path}", outputs[path], expected[path], tolerance)
+    lines += differences("value", value, step.value, tolerance)
+    for key, gradient in input_gradients.items():
+        lines += differences(f"gradient of input {key}", gradient, step.input_gradients[key], tolerance)
+    own = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
+    lines += shard_differences(model, "gradient of", own, step.gradients, tolerance)
+    return lines
+
+
+def train(model: Any, batches: Sequence[Mapping[str, Any]], optimizer: str = "SGD", lr: float = 0.01) -> list[float]:
+    """One step of an optimizer of ``torch.optim`` for each batch; returns the losses."""
+    stepper = getattr(torch.optim, optimizer)(model.parameters(), lr=lr)
+    losses = []
+    with lifted_casts():
+        for batch in batches:
+            stepper.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            stepper.step()
+            losses.append(loss.item())
+    return losses
+
+
+def saved_step(name: str, config: PreTrainedConfig, seed: int, batch: dict[str, Any], folder: Path) -> Step:
+    """The step of a transformers model that is saved too, so that its buffers come along."""
+    model = reference_model(name, config, seed)
+    model.save_pretrained(folder)
+    torch.manual_seed(0)
+    outputs, value, inputs = take_step(model, batch, loss_or_all_outputs)
+    weights = full_parameters(model)
+    buffers = {key: value for key, value in model.state_dict().items() if key not in weights}
+    return Step(name, config, batch, weights, outputs, value, full_gradients(model), inputs, buffers)
