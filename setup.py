@@ -87,6 +87,7 @@ setup(
         "data": ["pyarrow", "zstandard"],  # to read .parquet and .zst
         "deepspeed": ["deepspeed>=0.19,<0.20"],
         "demo": ["matplotlib"],
+        "docs": ["matplotlib", "mkdocs", "mkdocs-material", "mkdocstrings[python]"],
         "ray": ["ray>=2.40"],  # deploy_backend="ray"
         "serve": SERVE,
         "dev": [

@@ -296,9 +296,9 @@ def _is_model(cls: type) -> bool:
     return issubclass(cls, PreTrainedModel) and "pretrained" not in cls.__name__.lower()
 
 
-def test_the_readme_has_the_table() -> None:
+def test_the_documentation_has_the_table() -> None:
     """`make table` writes it."""
-    text = (Path(__file__).parent.parent / "README.md").read_text()
+    text = (Path(__file__).parent.parent / "docs/models.md").read_text()
     assert support.renewed(text) == text
 
 
