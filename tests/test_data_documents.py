@@ -229,15 +229,15 @@ def test_the_chapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int)
     assert torch.equal(names["batches"][0], first) and torch.equal(names["batches"][24], first)
 
 
-def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its chapter "Data" runs as printed, but for sizes."""
+def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of our documentation, on data: it does what it says, and what resumes gets the next sample."""
     import transformers as hf
 
     from oslo_models import GPT2LMHeadModel
     from oslo_models.cli import main as cli
 
-    chapter = (ROOT / "README.md").read_text().split("\n## Data\n")[1].split("\n## ")[0]
-    command, prepare, train = (block.split("```")[0] for block in re.split("```(?:python)?\n", chapter)[1::2])
+    guide = (ROOT / "docs/guides/data.md").read_text()
+    command, prepare, train, resume = re.findall("^```(?:python)?\n(.*?)^```$", guide, flags=re.S | re.M)
     monkeypatch.chdir(tmp_path)
     lines = [line + "\n" for text in sources() for line in text.splitlines()]
     Path("wiki.txt").write_text("".join(lines))
@@ -257,5 +257,5 @@ def test_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["step"] == 2 and model.transformer.wte.weight.grad.abs().sum() > 0
     following = next(names["loader"])
     loader = InfiniteDataLoader(DataLoader(names["train"], 8, sampler=names["sampler"]))
-    exec(chapter.split("ahead:\n`")[1].split("`")[0], {**names, "loader": loader})
+    exec(resume, {**names, "loader": loader})
     assert all(torch.equal(following[key], value) for key, value in next(loader).items())
