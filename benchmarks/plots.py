@@ -71,7 +71,14 @@ def _panel(axes: Any, case: str, unit: str, rows: list[dict[str, str]]) -> None:
     colours = [OURS if row["peer"] in OWN else THEIRS for row in rows]
     axes.barh(labels, values, xerr=[[max(r, 0) for r in side] for side in reach], color=colours, ecolor="#444444")
     for position, row in enumerate(rows):
-        axes.text(0.01 * max(values), position, row["value"], va="center", fontsize=8)
+        axes.text(
+            0.01 * max(values),
+            position,
+            row["value"],
+            va="center",
+            fontsize=8,
+            color="white" if row["peer"] in OWN else "black",
+        )
     runs = min(int(row["repeats"]) for row in rows)
     note = f" ({runs} {'run' if runs == 1 else 'runs'})" if runs < FEW else ""
     axes.set_title(CASES[case].what + note, fontsize=9, loc="left")

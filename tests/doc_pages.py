@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "CONTRIBUTING.md", ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 PARTS = re.compile(
     r"^<!-- (?P<comment>.*?)-->$|^(?P<fence>`{3,})(?P<language>\w*)\n(?P<block>.*?)^(?P=fence)$", re.S | re.M
 )
