@@ -1,5 +1,5 @@
 # Everything runs in .venv, which the first target makes and which is renewed when setup.py or constraints.txt change.
-.PHONY: venv demo test test-zoo check lint types imports format table bench clean
+.PHONY: venv demo test test-zoo check lint types imports docs format table plots bench clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,7 +14,7 @@ $(READY): setup.py constraints.txt
 	echo "installing into .venv (about a minute, once)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt) setuptools wheel
-	$(PIP) --no-build-isolation --editable '.[dev,demo]'
+	$(PIP) --no-build-isolation --editable '.[dev,demo,docs]'
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable '.[deepspeed]' >.venv/deepspeed.log 2>&1 \
 		|| echo "DeepSpeed cannot be installed here, so its tests are skipped: .venv/deepspeed.log says why"
 	touch $@
@@ -30,7 +30,7 @@ test: $(READY)
 test-zoo: $(READY)
 	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile -m zoo $(ARGS)
 
-check: lint types imports
+check: lint types imports docs
 
 lint: $(READY)
 	$(BIN)/ruff check --quiet .
@@ -43,19 +43,28 @@ types: $(READY)
 imports: $(READY)
 	$(BIN)/lint-imports --no-cache >.venv/imports.log || { cat .venv/imports.log; exit 1; }
 
+# the manual, as a site of static files in site/; needs no network. Material's note on its own future is not ours
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 format: $(READY)
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format --quiet .
 
-# the README's table of architectures
+# the table of architectures, between its markers in docs/models.md
 table: $(READY)
-	$(BIN)/python -c "from pathlib import Path; from oslo_models import support; \
-		readme = Path('README.md'); readme.write_text(support.renewed(readme.read_text()))"
+	$(BIN)/python -c "from pathlib import Path; from oslo_models.cli import support_table; \
+		page = Path('docs/models.md'); page.write_text(support_table.renewed(page.read_text()))"
+
+# the images of README.md and docs/, from the committed CSV files
+plots: $(READY)
+	$(BIN)/python -m benchmarks.plots
 
 bench: $(READY)
 	$(PIP) --no-build-isolation --editable '.[bench]'
 	$(BIN)/python -m benchmarks $(ARGS)
-	$(BIN)/python -m benchmarks.table --write README.md
+	$(BIN)/python -m benchmarks.table --write docs/benchmarks.md
+	$(BIN)/python -m benchmarks.plots
 
 # on a machine with a GPU, in an environment whose torch knows it: make bench-gpu BIN=/path/to/its/bin
 bench-gpu:
@@ -63,7 +72,7 @@ bench-gpu:
 	PYTHONPATH=.:kernels $(BIN)/python -m benchmarks.gpu
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VERBOSE).SILENT:

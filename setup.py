@@ -5,6 +5,7 @@ Where ``nvcc`` is found, what is written in CUDA is compiled at once; elsewhere,
 """
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -22,6 +23,14 @@ version: dict[str, str] = {}
 exec((ROOT / "oslo_models" / "_version.py").read_text(), version)  # importing the package would need torch
 readme = ROOT / "README.md"
 SERVE = ["fastapi", "uvicorn"]
+
+
+def long_description() -> str:
+    """The README without images, comments and links into the repository, none of which a package index can show."""
+    if not readme.exists():
+        return ""
+    text = re.sub(r"<!--.*?-->\n|!\[[^\]]*\]\([^)]*\)\n", "", readme.read_text(), flags=re.DOTALL)
+    return re.sub(r"\[([^\]]*)\]\((?!https?://)[^)]*\)", r"\1", text)
 
 
 class BuildWithCUDA(build_py):
@@ -60,7 +69,7 @@ setup(
     name="oslo-models",
     version=version["__version__"],
     description="A model zoo of pre-parallelized Hugging Face architecture classes",
-    long_description=readme.read_text() if readme.exists() else "",
+    long_description=long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
@@ -87,6 +96,7 @@ setup(
         "data": ["pyarrow", "zstandard"],  # to read .parquet and .zst
         "deepspeed": ["deepspeed>=0.19,<0.20"],
         "demo": ["matplotlib"],
+        "docs": ["matplotlib", "mkdocs", "mkdocs-material", "mkdocstrings[python]"],
         "ray": ["ray>=2.40"],  # deploy_backend="ray"
         "serve": SERVE,
         "dev": [

@@ -122,10 +122,9 @@ def test_tensor_parallel_dispatch_block_runs(hub: Any, monkeypatch: Any) -> None
     assert all(part.lm_head.weight is part.transformer.wte.weight for part in other.parts)
 
 
-def test_readme_section_on_notebooks_runs(hub: Any) -> None:
-    """The example of the README trains as one process does."""
-    chapter = (ROOT / "README.md").read_text().split("\n### In a notebook\n")[1]
-    example = chapter.split("```python\n")[1].split("```")[0]
+def test_notebook_guide_runs(hub: Any) -> None:
+    """The example of our documentation trains as one process does."""
+    example = (ROOT / "docs/guides/notebook.md").read_text().split("```python\n")[1].split("```")[0]
     example = example.replace('["cuda:0", "cuda:1"]', '["cpu", "cpu"]').replace("/path/to/merged", "merged")
     model, lines = hub().eval(), example.splitlines()
     loader = [{"input_ids": torch.randint(3, 200, (2, 5))} for _ in range(2)]

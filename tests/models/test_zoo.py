@@ -255,9 +255,9 @@ def _is_model(cls: type) -> bool:
     return issubclass(cls, PreTrainedModel) and "pretrained" not in cls.__name__.lower()
 
 
-def test_readme_has_the_current_support_table() -> None:
+def test_documentation_has_the_current_support_table() -> None:
     """`make table` writes it."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/models.md").read_text()
     assert support.renewed(text) == text
 
 
