@@ -1,4 +1,4 @@
-"""Reads and runs the code blocks of a page of the documentation, as `test_documentation.py` and the comments on the pages say.
+"""Reads and runs the code blocks of a page of the documentation, as its tests and the comments on the pages say.
 
 HTML comments, which readers of a page do not see, direct the run:
 
