@@ -77,7 +77,7 @@ def loss(
     import torch.nn.functional as F
 
     from benchmarks.instruments import PeakMemory
-    from oslo_models.distributed.collectives import copy_to
+    from oslo_models.distributed.autograd_collectives import copy_to
     from oslo_models.distributed.mesh import ParallelMesh
     from oslo_models.fusion.linear_cross_entropy import linear_cross_entropy
     from oslo_models.layers.cross_entropy import VocabShard

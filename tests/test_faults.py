@@ -103,7 +103,7 @@ def live(rank: int, fault: Fault, store: str, port: int, saved: Path, folder: Pa
 
 def arm(fault: Fault, before: Callable[[], object]) -> None:
     """Let the fault happen before a collective at its place: before a wait, or before memory is shared without one."""
-    wait, share = collectives.waiting.__init__, collectives._shared_memory
+    wait, share = collectives.waiting.__init__, collectives.shared_memory_of
 
     def strike(axis: Any) -> None:
         own = axis.watch
@@ -121,7 +121,7 @@ def arm(fault: Fault, before: Callable[[], object]) -> None:
         return share(axis, *args)
 
     collectives.waiting.__init__ = waiting  # type: ignore[method-assign]
-    collectives._shared_memory = sharing
+    collectives.shared_memory_of = sharing
 
 
 @dataclass

@@ -23,7 +23,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from oslo_models import registry
-from oslo_models.distributed.collectives import gather_objects
+from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.fusion import apex
 from oslo_models.fusion import modules as fused_layers
 from oslo_models.fusion.rules import fusion_candidates

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import BaseTorchFunctionMode
 
-from oslo_models.distributed import collectives
+from oslo_models.distributed import autograd_collectives, collectives
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.layers import cross_entropy, linear
 from oslo_models.layers import vocab_parallel as vocab
@@ -70,7 +70,7 @@ def bias_before_the_sum(patch: Patch) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.stream is not None:
             self.stream.leave()
-        return collectives.reduce_from(self.tp, F.linear(x, self.weight, self.bias))
+        return autograd_collectives.reduce_from(self.tp, F.linear(x, self.weight, self.bias))
 
     patch.setattr(linear.RowParallelLinear, "forward", forward)
 
@@ -85,13 +85,13 @@ def key_values_without_sum_over_copies(patch: Patch) -> None:
 
 
 def gathered_gradient_summed(patch: Patch) -> None:
-    right = collectives._GatherFrom.backward
+    right = autograd_collectives._GatherFrom.backward
 
     def backward(ctx: Any, grad: Tensor) -> Any:
         dist.all_reduce(grad := grad.clone())
         return right(ctx, grad)
 
-    patch.setattr(collectives._GatherFrom, "backward", staticmethod(backward))
+    patch.setattr(autograd_collectives._GatherFrom, "backward", staticmethod(backward))
 
 
 def cross_entropy_without_common_maximum(patch: Patch) -> None:
@@ -106,7 +106,7 @@ def gathered_logits_in_the_loss(patch: Patch) -> None:
 
 
 def a_copy_for_each_reader(patch: Patch) -> None:
-    patch.setattr(linear, "copy_to", lambda axis, x: collectives._CopyTo.apply(x, axis))
+    patch.setattr(linear, "copy_to", lambda axis, x: autograd_collectives._CopyTo.apply(x, axis))
 
 
 def same_masks_on_divided_activations(patch: Patch) -> None:

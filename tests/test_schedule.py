@@ -274,7 +274,7 @@ class Counted:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.messages: list[tuple[str, Any, int, int]] = []
         self.collectives: list[tuple[str, Any, int]] = []
-        patch.setattr(collectives, "_shared_memory", lambda axis: None)  # which would take their place
+        patch.setattr(collectives, "shared_memory_of", lambda axis: None)  # which would take their place
         for name in self.SENDS:
             patch.setattr(dist, name, self._message(name, getattr(dist, name)))
         for name in self.COLLECTIVES:

@@ -33,7 +33,7 @@ def collect(tensor: Tensor | None, layout: Layout, dtype: torch.dtype, stage: in
             assert tensor is not None
             for block in _blocks(tensor, [here for _, here in layout.places(tp.rank)]):
                 data = block.to(wire).contiguous().view(-1)
-                send(axis, data.view(torch.uint8), 0, long=True)
+                send(axis, data.view(torch.uint8), 0, slow=True)
         return None
     if holders == [0]:
         assert tensor is not None
@@ -47,7 +47,7 @@ def collect(tensor: Tensor | None, layout: Layout, dtype: torch.dtype, stage: in
         blocks = [*_blocks(full, [there for there, _ in layout.places(rank)])]
         buffer = torch.empty(max((block.nbytes for block in blocks), default=0), dtype=torch.uint8, device=wire)
         for block in blocks:
-            data = receive(axis, buffer[: block.nbytes], holder, long=True)
+            data = receive(axis, buffer[: block.nbytes], holder, slow=True)
             block.copy_(data.view(dtype).view(block.shape))
     return full
 

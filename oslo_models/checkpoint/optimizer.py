@@ -23,8 +23,8 @@ from oslo_models.checkpoint.atomic_commit import finish_interrupted_save, replac
 from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, CheckpointError, optimizer_name, with_variant
 from oslo_models.checkpoint.manifest import checksum, read_manifest, seal, write_manifest
 from oslo_models.checkpoint.serialization import reporting
-from oslo_models.distributed.collectives import agree, gather_objects
 from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.distributed.rng import default_generator
 
 State = Mapping[str, Any]

@@ -21,8 +21,8 @@ from oslo_models.checkpoint.gather import collect
 from oslo_models.checkpoint.inventory import Table, TensorRecord, gather_tables, merge_tables
 from oslo_models.checkpoint.manifest import seal, write_manifest
 from oslo_models.checkpoint.serialization import SaveFunction, reporting, stream_order, write_weights
-from oslo_models.distributed.collectives import agree, gather_objects
 from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.sharding.layout import Layout
 
 

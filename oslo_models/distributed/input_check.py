@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oslo_models.distributed.collectives import all_reduce, gather_objects
+from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.distributed.rng import mix
 
 FIRST, EVERY = 3, 100

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from oslo_models.distributed.collectives import copy_to, gather_from, reduce_from, scatter_to
+from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.sharding.layout import even_ranges
 
@@ -102,7 +102,7 @@ class MPU:
     get_pipeline_model_parallel_world_size = get_pipeline_parallel_world_size
     get_pipeline_model_parallel_rank = get_pipeline_parallel_rank
 
-    # Tensor-parallel collectives that autograd knows; see `collectives` -----------------------------------------------
+    # Tensor-parallel collectives that a backward pass; see `autograd_collectives` ------------------------------------
 
     def broadcast(self, inputs: Tensor) -> Tensor:
         """Identity forward, sum over the tensor-parallel group backward."""

@@ -15,8 +15,9 @@ import hashlib
 import numpy as np
 import torch
 
-from oslo_models.distributed.collectives import broadcast, broadcast_object
+from oslo_models.distributed.collectives import broadcast
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.object_exchange import broadcast_object
 
 
 def mix(*parts: int | str) -> int:

@@ -258,16 +258,16 @@ class waiting:  # noqa: N801  a context manager; a class, since one made by `con
     Args:
         what: what this rank waits in, for the message: ``"a sum"``.
         peer: the position on the axis of the only one that it waits for.
-        long: first wait until all of them are here, however long they take as long as they live.
+        slow: first wait until all of them are here, however long they take as long as they live.
 
     Raises:
         RankFailedError: one of them died, stopped, or stayed away for longer than the timeout.
     """
 
-    __slots__ = ("axis", "long", "peer", "what")
+    __slots__ = ("axis", "peer", "slow", "what")
 
-    def __init__(self, axis: Any, what: str, peer: int | None = None, long: bool = False) -> None:
-        self.axis, self.what, self.peer, self.long = axis, what, peer, long
+    def __init__(self, axis: Any, what: str, peer: int | None = None, slow: bool = False) -> None:
+        self.axis, self.what, self.peer, self.slow = axis, what, peer, slow
 
     def __enter__(self) -> None:
         watch, axis = self.axis.watch, self.axis
@@ -277,7 +277,7 @@ class waiting:  # noqa: N801  a context manager; a class, since one made by `con
             raise watch.failed
         ranks = axis.ranks if self.peer is None else (axis.ranks[self.peer],)
         watch.waits = (ranks, self.what, time.monotonic())
-        if self.long:
+        if self.slow:
             watch.meet(axis, self.what)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
-from oslo_models.distributed.collectives import copy_to, scatter_to
+from oslo_models.distributed.autograd_collectives import copy_to, scatter_to
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion.linear_cross_entropy import linear_cross_entropy
 from oslo_models.fusion.modules import FusedLinear, FusedProduct

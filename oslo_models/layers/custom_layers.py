@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from oslo_models.distributed.collectives import MAX, reduce_fresh, reduce_from
+from oslo_models.distributed.autograd_collectives import reduce_from
+from oslo_models.distributed.collectives import MAX, reduce_fresh
 from oslo_models.layers.linear import _add_bias, _ShardedModule
 from oslo_models.layers.vocab_parallel import look_up
 from oslo_models.sharding.layout import Layout

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oslo_models.distributed.collectives import copy_to, reduce_from
+from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import ShardedRngStream
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels.linear import plain_conv1d
-from oslo_models.distributed.collectives import copy_to, observed, reduce_fresh, reduce_from
+from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
+from oslo_models.distributed.collectives import has_dispatch_mode, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.sharding.layout import Layout
@@ -105,7 +106,7 @@ def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return summed
     bias = bias.to(summed.dtype)
-    return summed + bias if torch.is_grad_enabled() and observed() else summed.add_(bias)
+    return summed + bias if torch.is_grad_enabled() and has_dispatch_mode() else summed.add_(bias)
 
 
 class SumReplicatedGrad(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oslo_models.distributed.collectives import copy_to, reduce_from
+from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.linear import SumReplicatedGrad
 from oslo_models.sharding.layout import EvenSplit, Layout

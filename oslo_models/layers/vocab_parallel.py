@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from oslo_models.distributed.collectives import copy_to, gather_from, reduce_from, scatter_to
+from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from oslo_models.sharding.layout import Layout

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.utils import ModelOutput
 
-from oslo_models.distributed.collectives import gather_from
+from oslo_models.distributed.autograd_collectives import gather_from
 from oslo_models.distributed.grad_overflow import share_overflow
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import synchronize

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models import checkpoint
-from oslo_models.distributed.collectives import agree, require_equal
 from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
 

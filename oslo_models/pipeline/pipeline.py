@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
-from oslo_models.distributed.collectives import broadcast, gather_objects, receive, send
+from oslo_models.distributed.collectives import broadcast, receive, send
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.pipeline.deepspeed import Engine
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, asks_for_loss
 from oslo_models.pipeline.schedule import Schedule

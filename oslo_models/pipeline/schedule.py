@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
-from oslo_models.distributed.collectives import Sending, all_reduce, post_send, receive
+from oslo_models.distributed.collectives import PendingSend, all_reduce, receive, start_send
 from oslo_models.distributed.grad_overflow import share_overflow_now
 from oslo_models.distributed.mesh import Axis
 from oslo_models.pipeline.deepspeed import Engine
@@ -79,7 +79,7 @@ class Schedule:
         self.arrivals = self.forwards = self.returns = self.backwards = 0
         self.alive: dict[int, _InFlight] = {}
         self._losses: list[Tensor] = []
-        self._sends: deque[Sending] = deque()
+        self._sends: deque[PendingSend] = deque()
         # DDP sums over the replicas when the gradients of its parameters arrive. Only those of the last micro-batch go
         # that way; the ones before are added up without its notice.
         by_fsdp = any(isinstance(param, DTensor) for param in parameters)
@@ -211,7 +211,7 @@ class Schedule:
         while self._sends and self._sends[0].is_completed():
             self._sends.popleft().wait()
         for tensor in tensors:
-            self._sends.append(post_send(axis, tensor.to(self.runner.model.dtype).contiguous(), to))
+            self._sends.append(start_send(axis, tensor.to(self.runner.model.dtype).contiguous(), to))
 
     # The end ----------------------------------------------------------------------------------------------------------
 
