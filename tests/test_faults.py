@@ -23,9 +23,7 @@ import torch.distributed as dist
 from pool import Pool
 
 from oslo_models import GPT2LMHeadModel, RankFailedError
-from oslo_models.distributed import collectives
-from oslo_models.distributed import failure_diagnosis as inquiry
-from oslo_models.distributed import watchdog as watch
+from oslo_models.distributed import collectives, failure_diagnosis, watchdog
 
 TIMEOUT = 3.0
 NAMING = 4 * TIMEOUT / 10 + 4.0
@@ -88,7 +86,7 @@ def live(rank: int, fault: Fault, store: str, port: int, saved: Path, folder: Pa
     wait = timedelta(seconds=40)
     dist.init_process_group("gloo", store=kind, rank=rank, world_size=fault.ranks, timeout=wait)
     if fault.hosts:
-        watch.home = inquiry.home = lambda: f"host {rank}"
+        watchdog.pid_namespace = failure_diagnosis.pid_namespace = lambda: f"host {rank}"
     if rank == fault.victim:
         arm(fault, lambda: (folder / "struck").write_text(str(time.time())))
     try:
@@ -106,9 +104,9 @@ def arm(fault: Fault, before: Callable[[], object]) -> None:
     wait, share = collectives.waiting.__init__, collectives.shared_memory_of
 
     def strike(axis: Any) -> None:
-        own = axis.watch
-        if fault.where in own._at(own.place[0]):
-            time.sleep(1.5 * own.beat)  # so that the others have heard where it is
+        own = axis.watchdog
+        if fault.where in own._with_step(own.phase[0]):
+            time.sleep(1.5 * own.interval)  # so that the others have heard where it is
             before()
             fault.strike()
 

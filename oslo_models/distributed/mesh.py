@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_timeout, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from oslo_models.distributed.store_barrier import SLOW_TIMEOUT, store_barrier
 from oslo_models.distributed.thread_group import ThreadGroup
-from oslo_models.distributed.watchdog import LONG, TIMEOUT, Watchdog, waiting, watchdog_of_world
+from oslo_models.distributed.watchdog import TIMEOUT, Watchdog, waiting, watchdog_of_world
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class Axis:
         size: how many they are.
         group: their process group; ``None`` when no process group is running.
         timeout: seconds to wait for the others in one collective.
-        watch: knows where they are; ``None`` without a process group.
+        watchdog: knows what they are doing; ``None`` without a process group.
         threads: the group of ranks that are threads of this process, in place of a process group.
     """
 
@@ -44,7 +45,7 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     timeout: float = TIMEOUT
-    watch: Watchdog | None = None
+    watchdog: Watchdog | None = None
     threads: ThreadGroup | None = None
     size: int = field(init=False)  # asked for in every collective, where a property is felt
 
@@ -56,23 +57,23 @@ class Axis:
 
     def at(self, phase: str, steps: int = 0) -> None:
         """Note what this process is about to do, for the error that others raise if it does not get through it."""
-        if self.watch is not None:
-            self.watch.step += steps
-            self.watch.at(phase)
+        if self.watchdog is not None:
+            self.watchdog.step += steps
+            self.watchdog.set_phase(phase)
 
     @property
     def failed(self) -> bool:
         """Whether a rank has failed, after which nothing can be exchanged any more."""
-        return self.watch is not None and self.watch.failed is not None
+        return self.watchdog is not None and self.watchdog.error is not None
 
 
 def world_axis(timeout: float = TIMEOUT) -> Axis:
     """All processes of the job, as one axis; this process alone when no process group runs."""
     if not dist.is_initialized():
         return Axis("world", 0, (0,), None)
-    watch = watchdog_of_world(timeout) if dist.get_world_size() > 1 else None
+    watchdog = watchdog_of_world(timeout) if dist.get_world_size() > 1 else None
     ranks = tuple(range(dist.get_world_size()))
-    return Axis("world", dist.get_rank(), ranks, dist.group.WORLD, timeout, watch)
+    return Axis("world", dist.get_rank(), ranks, dist.group.WORLD, timeout, watchdog)
 
 
 class ParallelMesh:
@@ -252,16 +253,16 @@ def _init_process_group(backend: str, timeout: float) -> None:
     if world_size == 1:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         return
-    watch, what = Watchdog(store, rank, world_size), "the start of the process group"
-    watch.hurry(timeout)
-    watch.at(what)
-    axis = Axis("world", rank, tuple(range(world_size)), None, timeout, watch)
+    watchdog, what = Watchdog(store, rank, world_size), "the start of the process group"
+    watchdog.limit_interval(timeout)
+    watchdog.set_phase(what)
+    axis = Axis("world", rank, tuple(range(world_size)), None, timeout, watchdog)
     with waiting(axis, what):
-        watch.meet(axis, what, unheard=LONG)
+        store_barrier(watchdog, axis, what, first_status_timeout=SLOW_TIMEOUT)
         bound = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=bound)
     _set_pg_timeout(_get_default_timeout(dist.Backend(backend)))
-    watchdog_of_world(timeout, watch)
+    watchdog_of_world(timeout, watchdog)
 
 
 def _store() -> tuple[Any, int, int]:

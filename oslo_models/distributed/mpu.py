@@ -102,7 +102,7 @@ class MPU:
     get_pipeline_model_parallel_world_size = get_pipeline_parallel_world_size
     get_pipeline_model_parallel_rank = get_pipeline_parallel_rank
 
-    # Tensor-parallel collectives that a backward pass; see `autograd_collectives` ------------------------------------
+    # Tensor-parallel collectives with a backward pass; see `autograd_collectives` ------------------------------------
 
     def broadcast(self, inputs: Tensor) -> Tensor:
         """Identity forward, sum over the tensor-parallel group backward."""
