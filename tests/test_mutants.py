@@ -134,7 +134,7 @@ def norm_counts_copies(patch: Patch) -> None:
 
 
 def overflow_kept_to_oneself(patch: Patch) -> None:
-    patch.setattr(calls, "share_overflow", lambda *_: None)
+    patch.setattr(calls, "propagate_overflow_after_backward", lambda *_: None)
 
 
 def every_rank_samples_for_itself(patch: Patch) -> None:

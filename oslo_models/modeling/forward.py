@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.utils import ModelOutput
 
 from oslo_models.distributed.autograd_collectives import gather_from
-from oslo_models.distributed.grad_overflow import share_overflow
+from oslo_models.distributed.grad_overflow import propagate_overflow_after_backward
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import synchronize
 from oslo_models.fusion.lazy_logits import LazyLogits
@@ -52,7 +52,7 @@ def with_full_outputs(forward: Any) -> Any:
         model._at("after forward")
         _note_backward(fields.values(), model._at)
         if fields.get("loss") is not None and model.mesh is not None:
-            share_overflow(fields["loss"], model.parameters, model.mesh.tp)
+            propagate_overflow_after_backward(fields["loss"], model.parameters, model.mesh.tp)
         # A tuple keeps the place of logits that are left out: what comes after them is found where it always is.
         return tuple(fields.values()) if as_tuple else type(output)(**fields)
 

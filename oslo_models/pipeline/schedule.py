@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
 from oslo_models.distributed.collectives import PendingSend, all_reduce, receive, start_send
-from oslo_models.distributed.grad_overflow import share_overflow_now
+from oslo_models.distributed.grad_overflow import propagate_overflow
 from oslo_models.distributed.mesh import Axis
 from oslo_models.pipeline.deepspeed import Engine
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
@@ -254,7 +254,7 @@ class Schedule:
             self._at("sum of tied gradients")
             for param, axis in self.tied:
                 self._sum_over_stages(param, axis)
-            share_overflow_now(self.runner.model.parameters, self.mesh.model)
+            propagate_overflow(self.runner.model.parameters, self.mesh.model)
         if not self.stage.is_last and not left:
             for loss, value in zip(self._losses, report, strict=False):
                 loss.data.copy_(value)
