@@ -98,7 +98,7 @@ def loss(
 
     def unfused() -> None:
         logits = F.linear(copy_to(tp, states), weight)
-        F.cross_entropy(VocabParallelLogits.wrap(logits, tp, words) if tp.size > 1 else logits, target).backward()
+        F.cross_entropy(VocabParallelLogits.from_local(logits, tp, words) if tp.size > 1 else logits, target).backward()
         del logits
         states.grad = weight.grad = None
 
