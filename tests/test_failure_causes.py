@@ -218,6 +218,7 @@ def test_a_script_that_loses_a_rank(tmp_path: Path, seed: int) -> None:
 
 def test_the_ends_that_are_counted() -> None:
     named = "[rank1]: oslo_models.distributed.watchdog.RankFailedError: rank 2 (host n1, pid 3) died\n"
+    named += "[rank1]: rank 1 waited 1 s\n"
     assert end_of(1, named, 2) == "named"
     assert end_of(1, named, 3) == end_of(0, named, 2) == end_of(1, "RuntimeError", 2) == "other"
     assert end_of(1, named.replace("died", "died\n[rank1]: rank 0 (host n1, pid 4) died"), 2) == "other"

@@ -172,19 +172,19 @@ def after_start(patch: Patch, change: Callable[[Any], None]) -> None:
 
 
 def replicas_that_average_each_micro_batch(patch: Patch) -> None:
-    after_start(patch, lambda loop: setattr(loop, "_quietly", None))
+    after_start(patch, lambda loop: setattr(loop, "_bypass_ddp", None))
 
 
 def one_micro_batch_more(patch: Patch) -> None:
-    after_start(patch, lambda loop: setattr(loop, "ahead", min(loop.number, loop.ahead + 1)))
+    after_start(patch, lambda loop: setattr(loop, "num_warmup", min(loop.num_micro_batches, loop.num_warmup + 1)))
 
 
 def one_micro_batch_after_another(patch: Patch) -> None:
-    after_start(patch, lambda loop: setattr(loop, "ahead", 0))
+    after_start(patch, lambda loop: setattr(loop, "num_warmup", 0))
 
 
 def norm_counts_tied_copies(patch: Patch) -> None:
-    patch.setattr(stages.Stage, "counts", lambda self, name: True)
+    patch.setattr(stages.Stage, "is_first_holder", lambda self, name: True)
 
 
 def dropout_at_both_ends(patch: Patch) -> None:

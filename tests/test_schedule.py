@@ -304,7 +304,7 @@ def live_counted() -> Iterator[list[int]]:
 
     def counted(self: Schedule, i: int) -> Any:
         output = forward(self, i)
-        seen.append(len(self.alive))
+        seen.append(len(self.in_flight))
         return output
 
     with pytest.MonkeyPatch.context() as patch:
@@ -337,12 +337,12 @@ def check_traffic(given: Case, tp: int, pp: int, size: int) -> dict[str, Any]:
         }
     )
     assert Counter(counted.messages) == +expected, counted.messages
-    tied = [param.numel() for param, _ in model.pipeline.tied()]
-    by_stages = {axis.group for _, axis in model.pipeline.tied()}
+    tied = [param.numel() for param, _ in model.pipeline.tied_parameters()]
+    by_stages = {axis.group for _, axis in model.pipeline.tied_parameters()}
     sums = [numel for _, group, numel in counted.collectives if group in by_stages and numel in tied]
     assert sorted(sums) == sorted(tied)
     others = list(counted.collectives)
-    for _, axis in model.pipeline.tied():
+    for _, axis in model.pipeline.tied_parameters():
         others.remove(next(entry for entry in others if entry[1] is axis.group and entry[2] in tied))
     assert all(-1 < numel <= hidden for _, _, numel in others), others
     if tp == 1:

@@ -42,35 +42,35 @@ class _CrossEntropy(torch.autograd.Function):
         start, stop = shard.local
         target_weight, other_weight = 1.0 - shard.smoothing, shard.smoothing / shard.size
         is_half = logits_Nv.dtype in (torch.float16, torch.bfloat16)
-        probs_Nv = logits_Nv.float() if is_half else logits_Nv.clone()
-        probs_Nv -= reduce_fresh(shard.axis, probs_Nv.amax(-1), op=MAX).unsqueeze(-1)
+        buffer_Nv = logits_Nv.float() if is_half else logits_Nv.clone()
+        buffer_Nv -= reduce_fresh(shard.axis, buffer_Nv.amax(-1), op=MAX).unsqueeze(-1)
         ignored_N = target_N == shard.ignore_index
         elsewhere_N = (
             ignored_N | ((target_N >= 0) & (target_N < start)) | ((target_N >= stop) & (target_N < shard.size))
         )
         # A target outside the vocabulary keeps its invalid index, so that torch raises as it does without sharding.
         index_N = (target_N - start).masked_fill(elsewhere_N, 0)
-        target_logit_N = -F.nll_loss(probs_Nv, index_N, reduction="none", ignore_index=torch.iinfo(torch.long).min)
+        target_logit_N = -F.nll_loss(buffer_Nv, index_N, reduction="none", ignore_index=torch.iinfo(torch.long).min)
         target_logit_N = target_logit_N.masked_fill_(elsewhere_N, 0.0)
-        row_sum_N = probs_Nv.sum(-1) if other_weight else torch.zeros_like(target_logit_N)
-        probs_Nv.exp_()
+        row_sum_N = buffer_Nv.sum(-1) if other_weight else torch.zeros_like(target_logit_N)
+        buffer_Nv.exp_()
         total_N, target_logit_N, row_sum_N = reduce_fresh(
-            shard.axis, torch.stack((probs_Nv.sum(-1), target_logit_N, row_sum_N))
+            shard.axis, torch.stack((buffer_Nv.sum(-1), target_logit_N, row_sum_N))
         )
         loss_N = total_N.log() - target_weight * target_logit_N - other_weight * row_sum_N
-        probs_Nv /= total_N.unsqueeze(-1)  # from here on this buffer becomes the gradient
+        buffer_Nv /= total_N.unsqueeze(-1)  # the probabilities, which become the gradient
         if other_weight:
-            probs_Nv -= other_weight
+            buffer_Nv -= other_weight
         minus_target_N = torch.full_like(loss_N, -target_weight).masked_fill_(elsewhere_N, 0.0)
-        probs_Nv.scatter_add_(-1, index_N.unsqueeze(-1), minus_target_N.unsqueeze(-1))
-        ctx.save_for_backward(probs_Nv, ignored_N)
+        buffer_Nv.scatter_add_(-1, index_N.unsqueeze(-1), minus_target_N.unsqueeze(-1))
+        ctx.save_for_backward(buffer_Nv, ignored_N)
         ctx.dtype = logits_Nv.dtype
         return loss_N.masked_fill_(ignored_N, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
-        probs_Nv, ignored_N = ctx.saved_tensors
-        return (probs_Nv * grad_N.masked_fill(ignored_N, 0.0).unsqueeze(-1)).to(ctx.dtype), None, None
+        buffer_Nv, ignored_N = ctx.saved_tensors
+        return (buffer_Nv * grad_N.masked_fill(ignored_N, 0.0).unsqueeze(-1)).to(ctx.dtype), None, None
 
 
 def vocab_parallel_cross_entropy(logits_Nv: Tensor, target_N: Tensor, shard: VocabShard) -> Tensor:

@@ -92,7 +92,7 @@ class SavableModel(PreTrainedModel):
             layouts,
             mesh,
             merging=merging,
-            tied=dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied),
+            tied=dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied_names),
             files=self._write_config if save_config else None,
             metadata={"model_type": self.config.model_type, "architectures": [type(self).__name__]},
             safe_serialization=safe_serialization,
@@ -104,7 +104,7 @@ class SavableModel(PreTrainedModel):
 
     def full_config(self) -> PreTrainedConfig:
         """The configuration of the whole model, of which a stage has another."""
-        whole = {} if self.stage is None else self.stage.config
+        whole = {} if self.stage is None else self.stage.full_config
         return type(self.config).from_dict({**self.config.to_dict(), **whole})
 
     def _write_config(self, directory: Path) -> None:
