@@ -68,7 +68,7 @@ class _RowParallel(_ShardedModule):
 
 
 class ColumnParallelLinear(_ColumnParallel, nn.Linear):
-    """``nn.Linear`` with its outputs divided."""
+    """``nn.Linear`` with sharded outputs."""
 
     product = staticmethod(F.linear)
 

@@ -65,21 +65,22 @@ def _check(engine: Any) -> None:
     unsupported = {
         f"ZeRO stage {stage}": (
             stage >= 2,
-            "ZeRO stage 2 and 3 give gradients away after every micro-batch, before those of the batch are complete "
-            'and added up over the stages; set "zero_optimization": {"stage": 1} or 0, or pipeline_parallel_size=1',
+            "ZeRO stage 2 and 3 reduce and free gradients after every micro-batch, before those of the batch are "
+            'complete and summed over the stages; set "zero_optimization": {"stage": 1} or 0, or '
+            "pipeline_parallel_size=1",
         ),
         "overlap_comm": (
             stage == 1 and engine.zero_overlap_comm(),
-            'gradients would be reduced before they are added up over the stages; set "overlap_comm": false',
+            'gradients would be reduced before they are summed over the stages; set "overlap_comm": false',
         ),
         "grad_accum_dtype": (
             dtype != accumulated,
-            f"the optimizer would take gradients of {dtype} away to add them up as {accumulated}, before the stages "
-            'have added them up; leave it out of "data_types"',
+            f"the optimizer would move gradients of {dtype} into buffers of {accumulated} before they are summed over "
+            'the stages; leave it out of "data_types"',
         ),
         "wall_clock_breakdown": (
             engine.wall_clock_breakdown(),
-            "the engine's timers know one forward for each backward; set it to false",
+            "the engine's timers expect one forward for each backward; set it to false",
         ),
     }
     for setting, (applies, reason) in unsupported.items():

@@ -63,9 +63,8 @@ class _FullBatchReplay:
         if not all(x in self or x.dim() == 0 for x in inputs):
             self._recorded.pop(id(target), None)  # it now depends on something else
             return
-        replays = {
-            id(x): self._recorded[id(x)][1] for x in inputs if x in self
-        }  # copied: a modification in place replaces the entry
+        # Looked up now, as a later modification in place replaces the entry.
+        replays = {id(x): self._recorded[id(x)][1] for x in inputs if x in self}
 
         def replay() -> Tensor:
             full_args, full_kwargs = tree_map_only(

@@ -100,7 +100,7 @@ class Pipeline:
         if has_loss and len(micro_batches) > 1:
             if not self.model.loss_is_mean:
                 raise ValueError(
-                    f"the loss of {name} is one of the whole batch, which micro-batches cannot share: "
+                    f"the loss of {name} depends on the whole batch, so micro-batches cannot compute it: "
                     f"call model.set_micro_batch_size({self.model.micro_batch_size * len(micro_batches)})"
                 )
             loss = GlobalMeanLoss(batch, name)

@@ -94,7 +94,7 @@ def placeholder(module: nn.Module, device: torch.device, output: Output = Output
         device: the device of the stage; ``module`` may still be on the meta device.
         output: what the placeholder returns unless hidden states have arrived for it.
     """
-    made: Any = nn.Module.__new__(_placeholder_class(type_before_parametrizations(module)))
+    result: Any = nn.Module.__new__(_placeholder_class(type_before_parametrizations(module)))
     attributes = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
     tensors: dict[str, Any] = {**module._parameters, **module._buffers}
     children = dict(module._modules)
@@ -102,14 +102,14 @@ def placeholder(module: nn.Module, device: torch.device, output: Output = Output
         computed: Any = children.pop("parametrizations")
         tensors |= {name: getattr(module, name) for name in computed}
     absent = {name: None for name, tensor in tensors.items() if tensor is None}
-    vars(made).update(attributes, _parameters=absent, _buffers={}, _modules={}, arrived=None, _output=output)
-    made._weights = [name for name in tensors if name not in absent]
-    for name in made._weights:
-        setattr(made, name, zeros_without_memory(tensors[name].shape, tensors[name].dtype, device))
+    vars(result).update(attributes, _parameters=absent, _buffers={}, _modules={}, arrived=None, _output=output)
+    result._weights = [name for name in tensors if name not in absent]
+    for name in result._weights:
+        setattr(result, name, zeros_without_memory(tensors[name].shape, tensors[name].dtype, device))
     for name, child in children.items():
-        made._modules[name] = None if child is None else placeholder(child, device)
-    made._replaced = (_on_meta(module),)
-    return made
+        result._modules[name] = None if child is None else placeholder(child, device)
+    result._replaced = (_on_meta(module),)
+    return result
 
 
 def zeros_without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

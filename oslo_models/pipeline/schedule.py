@@ -272,10 +272,8 @@ class Schedule:
     @staticmethod
     def _sum_over_stages(param: nn.Parameter, axis: Axis) -> None:
         """Sum the gradient of a tied parameter over the stages that hold it."""
-        stages_with_grad = torch.tensor(float(param.grad is not None), device=param.device)
-        if not all_reduce(
-            axis, stages_with_grad
-        ):  # no stage has a gradient: none is created, so that the optimizer skips it
+        stages_with_grad = all_reduce(axis, torch.tensor(float(param.grad is not None), device=param.device))
+        if not stages_with_grad:  # none is created then, so that the optimizer skips the parameter
             return
         grad = torch.zeros_like(param) if param.grad is None else param.grad
         if param.requires_grad:
