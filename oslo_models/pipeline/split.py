@@ -50,30 +50,10 @@ def split_stage(
     blocks = [
         (stack, name) for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
     ]
-    if count > len(blocks):
-        raise ValueError(
-            f"pipeline_parallel_size={count} is more than the {len(blocks)} blocks of {type(model).__name__}; use 1 to "
-            f"{len(blocks)}"
-        )
-    if blocks_per_stage is not None and (len(blocks_per_stage) != count or sum(blocks_per_stage) != len(blocks)):
-        numbers = " and ".join(f"{sum(stack == of for of, _ in blocks)} of {prefix}{stack}" for stack in plan.blocks)
-        name = type(model).__name__
-        raise ValueError(
-            f"blocks_per_stage={list(blocks_per_stage)} has {len(blocks_per_stage)} stages and {sum(blocks_per_stage)} "
-            f"blocks; pipeline_parallel_size={count} and the {len(blocks)} blocks of {name} ({numbers}, "
-            "in this order) are needed"
-        )
+    _check_counts(type(model).__name__, plan, prefix, blocks, count, blocks_per_stage)
     ranges = _block_ranges(layouts, prefix, head, blocks, count, blocks_per_stage)
     stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
-    stacks = []
-    for stack in plan.blocks:
-        stages = [stage_of[block] for block in blocks if block[0] == stack]
-        module = (prefix + _stack_module(stack, plan)).rstrip(".")
-        before = sum(stage < index for stage in stages)
-        positions = plan.positions.get(stack)
-        stacks.append(
-            Stack(module, prefix + stack, stages[0], stages[-1], index in stages, before, positions=positions)
-        )
+    stacks = _stacks(plan, prefix, blocks, stage_of, index)
     stage = Stage(index, count, stacks, ranges, tied_names=dict(model.all_tied_weights_keys))
     holders = _holding_stages(plan, prefix, head, stacks, stage_of, layouts, model.all_tied_weights_keys)
     stage.shared_parameters = {name: stages for name, stages in holders.items() if len(stages) > 1}
@@ -88,6 +68,44 @@ def split_stage(
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
     model.all_tied_weights_keys = _local_tied_keys(model, stage.tied_names)
     return stage
+
+
+def _check_counts(
+    name: str,
+    plan: Plan,
+    prefix: str,
+    blocks: Sequence[tuple[str, str]],
+    count: int,
+    blocks_per_stage: Sequence[int] | None,
+) -> None:
+    """Raise ``ValueError`` if the stages do not fit the blocks of the model ``name``."""
+    if count > len(blocks):
+        raise ValueError(
+            f"pipeline_parallel_size={count} is more than the {len(blocks)} blocks of {name}; use 1 to {len(blocks)}"
+        )
+    if blocks_per_stage is not None and (len(blocks_per_stage) != count or sum(blocks_per_stage) != len(blocks)):
+        numbers = " and ".join(f"{sum(stack == of for of, _ in blocks)} of {prefix}{stack}" for stack in plan.blocks)
+        raise ValueError(
+            f"blocks_per_stage={list(blocks_per_stage)} has {len(blocks_per_stage)} stages and {sum(blocks_per_stage)} "
+            f"blocks; pipeline_parallel_size={count} and the {len(blocks)} blocks of {name} ({numbers}, "
+            "in this order) are needed"
+        )
+
+
+def _stacks(
+    plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], stage_of: Mapping[tuple[str, str], int], index: int
+) -> list[Stack]:
+    """The stacks of the model as stage ``index`` sees them."""
+    stacks = []
+    for stack in plan.blocks:
+        stages = [stage_of[block] for block in blocks if block[0] == stack]
+        module = (prefix + _stack_module(stack, plan)).rstrip(".")
+        before = sum(stage < index for stage in stages)
+        positions = plan.positions.get(stack)
+        stacks.append(
+            Stack(module, prefix + stack, stages[0], stages[-1], index in stages, before, positions=positions)
+        )
+    return stacks
 
 
 def _stack_module(stack: str, plan: Plan) -> str:
