@@ -210,6 +210,7 @@ def _add(logits: VocabParallelLogits, other: Any) -> Any:
     return logits._with_local(logits.local() + scatter_to(logits.tp, other, -1, logits._shard_sizes()))
 
 
+# Functions of any `ShardedLogits` that need no full logits; the handlers may return NotImplemented.
 SHARDED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.view: _view,
     Tensor.reshape: _view,
@@ -223,11 +224,13 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__add__: _add,
     **SHARDED_FUNCTIONS,
 }
+# Applied to the local shard.
 _ELEMENTWISE = {
     *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type),
     *(Tensor.contiguous, Tensor.clone, Tensor.detach, Tensor.neg, Tensor.tanh, torch.tanh),
     *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div),
 }
+# Called on the tensor itself, as they do not depend on the size of the last dimension.
 PLAIN_FUNCTIONS = {
     *(Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.register_hook, Tensor.get_device),
     Tensor.is_contiguous,

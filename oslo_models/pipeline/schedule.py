@@ -124,6 +124,7 @@ class Schedule:
     # One micro-batch --------------------------------------------------------------------------------------------------
 
     def _forward(self, i: int) -> Any:
+        """Receive, run and send the forward of micro-batch ``i``; returns the output for the user."""
         batch = self.micro_batches[i]
         self._set_phase(f"forward of micro-batch {i}")
         arrived = self._receive_hidden(i)
@@ -149,6 +150,7 @@ class Schedule:
         return output
 
     def _backward(self, i: int, grad: Tensor) -> None:
+        """Receive, run and send the backward of micro-batch ``i``; ``grad`` is the gradient of its loss."""
         if i != self.backwards:
             raise RuntimeError(f"backward of micro-batch {i} was called, and that of {self.backwards} is next")
         self._set_phase(f"backward of micro-batch {i}")
@@ -180,7 +182,7 @@ class Schedule:
         self._send(self.mesh.pp_back, self.stage.index - 1, sent)
         self.backwards += 1
         if self.deepspeed is not None and self.backwards == self.num_micro_batches:
-            self._finish()  # now: when this backward ends, the engine reduces the gradients over the replicas
+            self._finish()  # now, as when this backward ends, the engine reduces the gradients over the replicas
 
     def _pending_loss(self) -> Tensor:
         """NaN as the loss of a micro-batch until the last stage has sent it; in float32 at least."""
