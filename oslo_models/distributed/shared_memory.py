@@ -17,7 +17,7 @@ from oslo_models.distributed.watchdog import waiting
 
 def shared_memory_of(axis: Axis) -> SharedMemory | None:
     """The memory that all ranks of the axis share, created at the first call; ``None`` if they cannot share any."""
-    attributes = axis.__dict__
+    attributes = axis.__dict__  # `Axis` is frozen, and has this attribute only after the first call
     if "memory" not in attributes:
         attributes["memory"] = _connect(axis)
     memory: SharedMemory | None = attributes["memory"]
