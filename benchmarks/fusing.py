@@ -77,7 +77,7 @@ def loss(
     import torch.nn.functional as F
 
     from benchmarks.instruments import PeakMemory
-    from oslo_models.distributed.collectives import copy_to
+    from oslo_models.distributed.autograd_collectives import copy_to
     from oslo_models.distributed.mesh import ParallelMesh
     from oslo_models.fusion.linear_cross_entropy import linear_cross_entropy
     from oslo_models.layers.cross_entropy import VocabShard
@@ -98,7 +98,7 @@ def loss(
 
     def unfused() -> None:
         logits = F.linear(copy_to(tp, states), weight)
-        F.cross_entropy(VocabParallelLogits.wrap(logits, tp, words) if tp.size > 1 else logits, target).backward()
+        F.cross_entropy(VocabParallelLogits.from_local(logits, tp, words) if tp.size > 1 else logits, target).backward()
         del logits
         states.grad = weight.grad = None
 

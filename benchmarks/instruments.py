@@ -72,7 +72,7 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.all_reduces, self.others, self.megabytes = 0, 0, 0.0
-        self._through_torch = mock.patch("oslo_models.distributed.collectives._shared_memory", lambda axis: None)
+        self._through_torch = mock.patch("oslo_models.distributed.collectives.shared_memory_of", lambda axis: None)
 
     def __enter__(self) -> Collectives:
         self._through_torch.start()

@@ -143,7 +143,9 @@ def end_of(code: int | None, log: str, victim: int) -> str:
     if code < 0 or "terminate called" in log:
         return "abort"
     log = re.sub(r"^\[rank\d+\]: ?", "", log, flags=re.MULTILINE)  # which torch puts before every line
-    errors = re.findall(r"^oslo_models\.watch\.RankFailedError: (.*(?:\n.*)*?)\nrank \d+ waited", log, re.MULTILINE)
+    errors = re.findall(
+        r"^oslo_models\.distributed\.watchdog\.RankFailedError: (.*(?:\n.*)*?)\nrank \d+ waited", log, re.MULTILINE
+    )
     named = [re.match(r"rank (\d+) ", line) for line in (errors[-1].splitlines() if errors else ())]
     return "named" if code == 1 and [int(match[1]) for match in named if match] == [victim] else "other"
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from oslo_models.checkpoint.filenames import MANIFEST, CheckpointError, is_replaced_by_save
 from oslo_models.checkpoint.manifest import read_manifest
-from oslo_models.distributed.collectives import agree, broadcast_object, gather_objects
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects
 
 JOURNAL = ".oslo_journal"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

@@ -41,7 +41,7 @@ def gather_full_tensor(
             assert tensor is not None
             for block in _blocks(tensor, [here for _, here in layout.places(tp.rank)]):
                 data = block.to(device).contiguous().view(-1)
-                send(axis, data.view(torch.uint8), 0, long=True)
+                send(axis, data.view(torch.uint8), 0, slow=True)
         return None
     if senders == [0]:
         assert tensor is not None
@@ -55,7 +55,7 @@ def gather_full_tensor(
         blocks = [*_blocks(full, [there for there, _ in layout.places(rank)])]
         buffer = torch.empty(max((block.nbytes for block in blocks), default=0), dtype=torch.uint8, device=device)
         for block in blocks:
-            data = receive(axis, buffer[: block.nbytes], sender, long=True)
+            data = receive(axis, buffer[: block.nbytes], sender, slow=True)
             block.copy_(data.view(dtype).view(block.shape))
     return full
 

@@ -12,8 +12,8 @@ from oslo_models.checkpoint.checksum import file_checksum
 from oslo_models.checkpoint.filenames import MANIFEST, CheckpointError
 from oslo_models.checkpoint.locate import manifest_mismatch, open_files
 from oslo_models.checkpoint.reader import CheckpointReader, StoredTensor
-from oslo_models.distributed.collectives import agree
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.object_exchange import agree
 from oslo_models.sharding.layout import Layout
 
 FallbackLayout = Callable[[str, list[tuple[int, ...]]], Layout | None]

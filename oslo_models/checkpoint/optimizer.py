@@ -24,8 +24,8 @@ from oslo_models.checkpoint.checksum import file_checksum, tensor_checksum
 from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, CheckpointError, optimizer_name, with_variant
 from oslo_models.checkpoint.manifest import read_manifest, sync_and_record, write_manifest
 from oslo_models.checkpoint.serialization import explain_write_errors
-from oslo_models.distributed.collectives import agree, gather_objects
 from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.distributed.rng import default_generator
 
 State = Mapping[str, Any]

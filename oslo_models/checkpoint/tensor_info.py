@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from oslo_models.distributed.collectives import agree, gather_objects
 from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.sharding.layout import Layout
 
 

@@ -21,8 +21,8 @@ from oslo_models.checkpoint.gather import gather_full_tensor
 from oslo_models.checkpoint.manifest import sync_and_record, write_manifest
 from oslo_models.checkpoint.serialization import SaveFunction, explain_write_errors, write_order, write_weights
 from oslo_models.checkpoint.tensor_info import TensorInfo, TensorInfos, gather_infos, merge_stages
-from oslo_models.distributed.collectives import agree, gather_objects
 from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.sharding.layout import Layout
 
 

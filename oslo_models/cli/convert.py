@@ -15,8 +15,8 @@ from transformers import AutoConfig
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointReader, save_checkpoint
-from oslo_models.distributed.collectives import agree
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
+from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.weight_mapping import open_with_mapping
 from oslo_models.sharding.layout import EvenSplit, Layout
 

@@ -16,7 +16,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from oslo_models import GPT2LMHeadModel
 from oslo_models.cli.demo import HEADS, TOLERANCE, add_arguments
-from oslo_models.distributed.collectives import gather_objects
+from oslo_models.distributed.object_exchange import gather_objects
 
 BATCH, LENGTH, LEARNING_RATE = 4, 128, 1e-3
 TEXT_LIMIT = 3_000_000

@@ -16,8 +16,9 @@ from transformers.modeling_utils import local_torch_dtype
 from oslo_models import registry
 from oslo_models.checkpoint.checksum import tensor_checksum
 from oslo_models.config.arguments import Arguments
-from oslo_models.distributed.collectives import agree, broadcast, gather_objects
+from oslo_models.distributed.collectives import broadcast
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
+from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.modeling.construction import join, start
 from oslo_models.modeling.weight_mapping import WeightMapping
 

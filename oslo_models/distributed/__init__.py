@@ -1,1 +1,1 @@
-"""Ranks that work together: the mesh and its groups, collectives, random streams, failure detection."""
+"""Distributed execution: the device mesh and its groups, collectives, random streams, failure detection."""

@@ -1,4 +1,4 @@
-"""Finds out who failed: from what the ranks posted of themselves, and on this machine from their processes."""
+"""Finds out which ranks have failed, from the statuses that they publish and, on this host, from their processes."""
 
 from __future__ import annotations
 
@@ -10,152 +10,165 @@ from typing import Any
 
 from oslo_models.distributed.store_client import StoreLostError
 
-Post = dict[str, Any]
-GONE = ("died", "has ended")
+Status = dict[str, Any]
+"""What a rank last published: see `Watchdog._publish`."""
+_ENDED = ("died", "has ended")
 
 
 class FailureDiagnosis:
-    """Who, of ``ranks`` and all that they wait for, has failed? Asked again and again, silence becomes an answer.
+    """Which of ``ranks``, and of the ranks that those wait for, have failed.
+
+    Call `find_failed` repeatedly: a rank counts as failed when its status does not change for some time.
 
     Args:
-        patience: seconds of silence that mean nothing where a process can be seen to be alive: the machine is busy.
-        unheard: seconds to wait for the first post of a rank, if longer than for another.
+        patience: seconds without a new status that are tolerated if the process is known to be alive on this host,
+            since the machine may be busy.
+        first_status_timeout: seconds to wait for the first status of a rank, if longer than for the next ones.
     """
 
-    def __init__(self, watch: Any, ranks: Sequence[int], patience: float, unheard: float = 0.0) -> None:
-        self.watch, self.ranks, self.patience, self.unheard = watch, ranks, patience, unheard
-        self.posts: dict[int, Post] = {}
-        self._heard: dict[int, tuple[int, float]] = {}
-        self._unanswered: float | None = None
+    def __init__(self, watchdog: Any, ranks: Sequence[int], patience: float, first_status_timeout: float = 0.0) -> None:
+        self.watchdog, self.ranks, self.patience = watchdog, ranks, patience
+        self.first_status_timeout = first_status_timeout
+        self.statuses: dict[int, Status] = {}
+        self._last_change: dict[int, tuple[int, float]] = {}
+        self._store_silent_since: float | None = None
 
     @property
-    def awaits_store(self) -> bool:
-        """Whether the store has not answered, and may be slow."""
-        return self._unanswered is not None
+    def is_store_silent(self) -> bool:
+        """Whether the store did not answer the last request; it may only be slow."""
+        return self._store_silent_since is not None
 
-    def failed(self, silence: float) -> dict[int, str]:
-        """Those that died, are stopped, or were not heard of for ``silence`` seconds; what to say of each."""
+    def find_failed(self, silence: float) -> dict[int, str]:
+        """Find the ranks that died, are stopped, or published nothing for ``silence`` seconds.
+
+        Returns:
+            For each of them, what to say of it.
+        """
         now = time.monotonic()
         try:
-            self.posts = self.watch.ask(lambda store: self.watch.read(store, self.ranks), silence)
+            self.statuses = self.watchdog.ask(lambda store: self.watchdog.read_statuses(store, self.ranks), silence)
         except StoreLostError:
             return self._without_store()
         except TimeoutError:
-            self._unanswered = now if self._unanswered is None else self._unanswered
-            if self._may_be_slow() and time.monotonic() - self._unanswered < self.patience:
+            self._store_silent_since = now if self._store_silent_since is None else self._store_silent_since
+            if self._store_may_be_slow() and time.monotonic() - self._store_silent_since < self.patience:
                 return {}
             return self._without_store()
-        self._unanswered = None
-        found = {}
-        for rank in self.posts.keys() | set(self.ranks) - {self.watch.rank}:
-            post = self.posts.get(rank, {"number": 0})
-            number, since = self._heard.get(rank, (-1, now))
-            if number != post["number"]:
-                self._heard[rank] = (post["number"], now)
-            if post.get("failed") is not None:
-                continue  # it gave up because of others
-            state, limit = _state(post), silence
-            if "pid" not in post:
-                limit = max(silence, self.unheard)
-            elif is_visible(post) and not state:
+        self._store_silent_since = None
+        failed = {}
+        for rank in self.statuses.keys() | set(self.ranks) - {self.watchdog.rank}:
+            status = self.statuses.get(rank, {"number": 0})
+            number, since = self._last_change.get(rank, (-1, now))
+            if number != status["number"]:
+                self._last_change[rank] = (status["number"], now)
+            if status.get("failures") is not None:
+                continue  # it raised because of other ranks
+            problem, limit = _problem(status), silence
+            if "pid" not in status:
+                limit = max(silence, self.first_status_timeout)
+            elif is_on_this_host(status) and not problem:
                 limit = max(silence, self.patience)
-            if state in GONE or now - since > limit:  # who is stopped may go on soon
-                found[rank] = _sentence(rank, post, state or "has not been heard of")
-        return dict(sorted((found or self._told(self.posts)).items()))
+            if problem in _ENDED or now - since > limit:  # a stopped process may soon continue
+                failed[rank] = _describe(rank, status, problem or "has not been heard of")
+        return dict(sorted((failed or self._reported(self.statuses)).items()))
 
-    def _told(self, posts: dict[int, Post]) -> dict[int, str]:
-        """What others have found, before they ended because of it."""
-        told = {int(rank): said for post in posts.values() for rank, said in (post["failed"] or {}).items()}
-        told.pop(self.watch.rank, None)
-        return told
+    def _reported(self, statuses: dict[int, Status]) -> dict[int, str]:
+        """The failures that other ranks reported before they ended because of them."""
+        failures = {
+            int(rank): said for status in statuses.values() for rank, said in (status["failures"] or {}).items()
+        }
+        failures.pop(self.watchdog.rank, None)
+        return failures
 
-    def _may_be_slow(self) -> bool:
-        """Whether rank 0, which may host the store, can be seen to be running."""
-        host = self.watch.known.get(0)
-        return self.watch.rank == 0 or (host is not None and is_visible(host) and not _state(host))
+    def _store_may_be_slow(self) -> bool:
+        """Whether rank 0, which may host the store, is known to be running."""
+        host = self.watchdog.last_statuses.get(0)
+        return self.watchdog.rank == 0 or (host is not None and is_on_this_host(host) and not _problem(host))
 
-    def others_gave_up(self) -> bool:
-        """Whether some raised: then the end of a connection is theirs."""
-        return any(post["failed"] is not None for post in self.posts.values())
+    def others_raised(self) -> bool:
+        """Whether other ranks raised because of a failure, which closes their connections."""
+        return any(status["failures"] is not None for status in self.statuses.values())
 
     def _without_store(self) -> dict[int, str]:
-        """The store is in rank 0, or in the launcher's process: judge by what the ranks said last."""
-        self._unanswered = None
-        known = self.watch.known
-        if told := self._told(known):
-            return told
-        found = {rank: _sentence(rank, post, state) for rank, post in known.items() if (state := _state(post))}
-        if 0 in found:  # the store went with it, and others after that
-            return {0: found[0]}
-        if not found and self.watch.rank:
-            found[0] = _sentence(0, known.get(0, {}), "or the launcher, who has the store, has not been heard of")
-        return found
+        """The same when the store is lost: judged by the last statuses. Rank 0 or the launcher hosts the store."""
+        self._store_silent_since = None
+        statuses = self.watchdog.last_statuses
+        if reported := self._reported(statuses):
+            return reported
+        failed = {
+            rank: _describe(rank, status, found) for rank, status in statuses.items() if (found := _problem(status))
+        }
+        if 0 in failed:  # the store was lost with rank 0, and others ended because of that
+            return {0: failed[0]}
+        if not failed and self.watchdog.rank:
+            failed[0] = _describe(0, statuses.get(0, {}), "or the launcher, who has the store, has not been heard of")
+        return failed
 
-    def absent(self) -> dict[int, str]:
-        """Those that are alive and do not wait for anybody, or whose side thread cannot run any more."""
-        found = {}
-        for rank, post in sorted(self.posts.items()):
-            if post["failed"] is not None:
+    def find_absent(self) -> dict[int, str]:
+        """Find the ranks that are alive but wait for no other rank, or whose watchdog thread cannot run any more."""
+        absent = {}
+        for rank, status in sorted(self.statuses.items()):
+            if status["failures"] is not None:
                 continue
-            if post["waits"] is None:
-                found[rank] = _sentence(rank, post, "did not come: it is alive and waits for no rank of the model")
-            elif is_visible(post) and time.time() - post["time"] > self.patience:
-                found[rank] = _sentence(rank, post, "has not been heard of")
-        return found
+            if status["waiting_for"] is None:
+                absent[rank] = _describe(rank, status, "did not come: it is alive and waits for no rank of the model")
+            elif is_on_this_host(status) and time.time() - status["time"] > self.patience:
+                absent[rank] = _describe(rank, status, "has not been heard of")
+        return absent
 
 
-def _sentence(rank: int, post: Post, state: str) -> str:
-    if "pid" not in post:
-        return f"rank {rank} {state} at all"
-    ago = max(0.0, time.time() - post["time"])
-    where = f"{post['place']}, since {post['since']:.1f} s"
-    if post["waits"]:
-        where += f", waiting in {post['waits'][1]}"
-    return (
-        f"rank {rank} (host {post['host']}, pid {post['pid']}) {state}; last heard of {ago:.1f} s ago, then in {where}"
-    )
+def _describe(rank: int, status: Status, problem: str) -> str:
+    if "pid" not in status:
+        return f"rank {rank} {problem} at all"
+    age = max(0.0, time.time() - status["time"])
+    where = f"{status['phase']}, since {status['phase_seconds']:.1f} s"
+    if status["waiting_for"]:
+        where += f", waiting in {status['waiting_for'][1]}"
+    process = f"host {status['host']}, pid {status['pid']}"
+    return f"rank {rank} ({process}) {problem}; last heard of {age:.1f} s ago, then in {where}"
 
 
-def is_visible(post: Post) -> bool:
-    """Whether the process that posted can be seen from here."""
-    return bool(post.get("home")) and post["home"] == home()
+def is_on_this_host(status: Status) -> bool:
+    """Whether the process that published the status is visible from here by its process id."""
+    return bool(status.get("pid_namespace")) and status["pid_namespace"] == pid_namespace()
 
 
-def is_gone(post: Post) -> bool:
-    """Whether that process will not read anything: it has ended or is stopped."""
-    return bool(_state(post))
+def is_unable_to_read(status: Status) -> bool:
+    """Whether the process that published the status has ended or is stopped."""
+    return bool(_problem(status))
 
 
-def _state(post: Post) -> str:
-    """What has happened to the process that posted; empty if it is alive or cannot be told from here."""
-    if post.get("left"):
+def _problem(status: Status) -> str:
+    """What has happened to the process that published the status; empty if it runs or is not visible from here."""
+    if status.get("exited"):
         return "has ended"
-    if not is_visible(post):
+    if not is_on_this_host(status):
         return ""
     try:
-        state, born = _stat(post["pid"])
+        state, started = _process_state(status["pid"])
     except OSError:
         return "died"
-    if state in "ZX" or born != post["born"]:
+    if state in "ZX" or started != status["start_time"]:
         return "died"
     return "is stopped (by SIGSTOP or a debugger)" if state in "Tt" else ""
 
 
-def _stat(pid: int) -> tuple[str, int]:
-    """The state of a process on this machine, and when it was started (another may get its id)."""
+def _process_state(pid: int) -> tuple[str, int]:
+    """The state of a process on this host, and its start time, as another process may get the same id later."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
-def born(pid: int) -> int:
+def process_start_time(pid: int) -> int:
+    """When a process on this host was started, in clock ticks since boot; 0 if that is not known."""
     try:
-        return _stat(pid)[1]
+        return _process_state(pid)[1]
     except OSError:
         return 0
 
 
-def home() -> str:
-    """What ids of processes are comparable; empty where nothing is known of them."""
+def pid_namespace() -> str:
+    """Identifies the host and namespace within which process ids are unique; empty if that is not known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

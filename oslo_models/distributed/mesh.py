@@ -1,7 +1,7 @@
-"""Which rank is where: the axes (pp, dp, tp), their ranks and their process groups. The only place that makes groups.
+"""The device mesh: its axes (pp, dp, tp), their ranks and their process groups. No other file creates groups.
 
-Ranks are ordered as Megatron's: neighbours share a tensor-parallel group, then come the data-parallel replicas, and the
-pipeline stages are farthest apart. ``rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank``.
+Ranks are ordered as in Megatron: neighbouring ranks share a tensor-parallel group, then come the data-parallel
+replicas, and the pipeline stages are farthest apart. ``rank = (pp_rank * dp_size + dp_rank) * tp_size + tp_rank``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_timeout, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from oslo_models.distributed.store_barrier import SLOW_TIMEOUT, store_barrier
 from oslo_models.distributed.thread_group import ThreadGroup
-from oslo_models.distributed.watchdog import LONG, TIMEOUT, Watchdog, waiting, watchdog_of_world
+from oslo_models.distributed.watchdog import TIMEOUT, Watchdog, waiting, watchdog_of_world
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,11 +33,11 @@ class Axis:
         name: ``"tp"``, ``"dp"``, ``"pp"``, ``"model"`` (pp and tp together) or ``"world"``.
         rank: the position of this process on the axis.
         ranks: the global ranks on the axis, in order.
-        size: how many they are.
+        size: the number of ranks.
         group: their process group; ``None`` when no process group is running.
-        timeout: seconds to wait for the others in one collective.
-        watch: knows where they are; ``None`` without a process group.
-        threads: the group of ranks that are threads of this process, in place of a process group.
+        timeout: seconds to wait for the other ranks in one collective.
+        watchdog: knows what the other ranks are doing; ``None`` without a process group.
+        threads: the group that replaces a process group where the ranks are threads of this process.
     """
 
     name: str
@@ -44,9 +45,9 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     timeout: float = TIMEOUT
-    watch: Watchdog | None = None
+    watchdog: Watchdog | None = None
     threads: ThreadGroup | None = None
-    size: int = field(init=False)  # asked for in every collective, where a property is felt
+    size: int = field(init=False)  # read in every collective; a property would be measurably slower
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", len(self.ranks))
@@ -55,43 +56,48 @@ class Axis:
         return self  # a process group cannot be copied, and a copied model lives on the same ranks
 
     def at(self, phase: str, steps: int = 0) -> None:
-        """Note what this process is about to do, for the error that others raise if it does not get through it."""
-        if self.watch is not None:
-            self.watch.step += steps
-            self.watch.at(phase)
+        """Note what this process starts to do, for the error that other ranks raise if it fails there.
+
+        Args:
+            steps: how many training steps to add to the count of steps.
+        """
+        if self.watchdog is not None:
+            self.watchdog.step += steps
+            self.watchdog.set_phase(phase)
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has failed, after which nothing can be exchanged any more."""
-        return self.watch is not None and self.watch.failed is not None
+        """Whether a rank has failed, after which no collective can succeed."""
+        return self.watchdog is not None and self.watchdog.error is not None
 
 
 def world_axis(timeout: float = TIMEOUT) -> Axis:
-    """All processes of the job, as one axis; this process alone when no process group runs."""
+    """All processes of the job as one axis; this process alone when there is no process group."""
     if not dist.is_initialized():
         return Axis("world", 0, (0,), None)
-    watch = watchdog_of_world(timeout) if dist.get_world_size() > 1 else None
+    watchdog = watchdog_of_world(timeout) if dist.get_world_size() > 1 else None
     ranks = tuple(range(dist.get_world_size()))
-    return Axis("world", dist.get_rank(), ranks, dist.group.WORLD, timeout, watch)
+    return Axis("world", dist.get_rank(), ranks, dist.group.WORLD, timeout, watchdog)
 
 
 class ParallelMesh:
     """The axes of one model.
 
     Attributes:
-        tp, dp, pp: the three axes; ``world`` and ``model`` (one data-parallel replica): unions of them.
-        pp_back: the pp axis again with a group of its own, for what travels from later stages to earlier ones: on NCCL,
-            two directions that share a group could wait for each other.
-        device: where this rank computes.
+        tp, dp, pp: the three axes.
+        world, model: all ranks; the ranks of one data-parallel replica.
+        pp_back: the pp axis with a second process group, for gradients sent to earlier stages: with NCCL, the two
+            directions could deadlock in one group.
+        device: the device of this rank.
         destroyed: whether `destroy` was called.
-        device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and the like; ``None`` without a
+        device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and others; ``None`` without a
             process group.
     """
 
     def __init__(
         self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, timeout: float = TIMEOUT
     ) -> None:
-        """Start a process group if the launcher asked for one and none runs yet, and make the axes.
+        """Start a process group if the launcher asks for one and none exists yet, and create the axes.
 
         Args:
             timeout: seconds to wait for other ranks in one collective; see `RankFailedError`.
@@ -104,7 +110,7 @@ class ParallelMesh:
         check_size("pipeline_parallel_size", pipeline_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
         self.device = start_process_group(tp * pp, timeout)
-        self._made: list[Axis] = []
+        self._created: list[Axis] = []
         self.destroyed = False
         self.world = world_axis(timeout)
         world_size = self.world.size
@@ -125,10 +131,10 @@ class ParallelMesh:
             self.pp_back = self.pp
             return
         ranks = torch.arange(world_size).view(pp, world_size // (tp * pp), tp)
-        # Groups of our own and not those that torch's mesh would make: their timeout is ours (that of the replicas is
-        # torch's, which DDP and FSDP use), and none is that of the world, where the messages of two models would mix.
+        # We create the groups, not torch's mesh, for two reasons. Their timeout is ours; only the dp groups, which
+        # DDP and FSDP use, have torch's. And none of them is the world's group, where messages of two models would mix.
         self.pp, self.dp, self.tp = (
-            self._new_axis(name, list(ranks.movedim(dim, -1).flatten(0, 1)), bounded=name != "dp")
+            self._new_axis(name, list(ranks.movedim(dim, -1).flatten(0, 1)), own_timeout=name != "dp")
             for dim, name in enumerate(("pp", "dp", "tp"))
         )
         groups = [axis.group for axis in (self.pp, self.dp, self.tp) if axis.group is not None]
@@ -137,20 +143,20 @@ class ParallelMesh:
         )
         self.pp_back = self.stages(tuple(range(pp)), "pp_back") if pp > 1 else self.pp
         self.model = self._model_axis()
-        atexit.register(_forget_groups, weakref.ref(self))
+        atexit.register(_drop_groups, weakref.ref(self))
 
     @classmethod
     def of_thread(cls, threads: ThreadGroup, rank: int) -> ParallelMesh:
-        """The mesh of one of the ranks that are threads of this process; they divide layers and nothing else."""
+        """The mesh of a rank that is a thread of this process; only its tp axis has more than one rank."""
         mesh = cls.__new__(cls)
-        mesh.device, mesh.device_mesh, mesh._made, mesh.destroyed = threads.devices[rank], None, [], False
+        mesh.device, mesh.device_mesh, mesh._created, mesh.destroyed = threads.devices[rank], None, [], False
         mesh.tp = mesh.model = mesh.world = Axis("tp", rank, tuple(range(threads.size)), None, threads=threads)
         mesh.dp, mesh.pp = (Axis(name, 0, (0,), None) for name in ("dp", "pp"))
         mesh.pp_back = mesh.pp
         return mesh
 
     def _model_axis(self) -> Axis:
-        """The ranks that hold one copy of the model; a group of their own only where no axis is already that."""
+        """The ranks of one replica of the model; a new group only where no axis has exactly these ranks."""
         for axis in (self.tp, self.pp):
             if axis.size == self.tp.size * self.pp.size:
                 return replace(axis, name="model")
@@ -158,42 +164,42 @@ class ParallelMesh:
         return self._new_axis("model", [self.device_mesh.mesh[:, dp, :].flatten() for dp in range(self.dp.size)])
 
     def destroy(self) -> None:
-        """Destroy the groups that were made here, as every rank has to; a process group of the user's stays."""
+        """Destroy the groups that this mesh created; a process group of the user stays. Every rank has to call it."""
         self.device_mesh, self.destroyed = None, True
-        for axis in (*self._made, self.model):
+        for axis in (*self._created, self.model):
             group = axis.group
             object.__setattr__(axis, "group", None)
             if group is not None and axis is not self.model:
                 dist.destroy_process_group(group)
-        self._made.clear()
+        self._created.clear()
 
     def stages(self, stages: tuple[int, ...], name: str = "stages") -> Axis:
-        """The part of the pp axis that consists of ``stages``. Every rank of the world has to call it.
+        """Create the axis that consists of some pipeline stages. Every rank of the world has to call it.
 
-        On a rank that is on none of these stages the axis has no ranks.
+        On the ranks of other stages the axis has no ranks.
         """
         assert self.device_mesh is not None
-        lines = self.device_mesh.mesh[list(stages)].flatten(1).T
-        return self._new_axis(name, list(lines))
+        groups = self.device_mesh.mesh[list(stages)].flatten(1).T
+        return self._new_axis(name, list(groups))
 
-    def _new_axis(self, name: str, lines: list[torch.Tensor], bounded: bool = True) -> Axis:
-        """Make a group of each line of ranks, as all ranks have to; the axis is the line that this rank is on.
+    def _new_axis(self, name: str, groups: list[torch.Tensor], own_timeout: bool = True) -> Axis:
+        """Create a process group for each group of ranks and return that of this rank. Every rank has to call it.
 
         Args:
-            bounded: its collectives have the timeout of the axis, and not torch's.
+            own_timeout: whether collectives have the timeout of the mesh; otherwise torch's default.
         """
         timeout = timedelta(seconds=self.world.timeout)
-        mine = replace(self.world, name=name, rank=-1, ranks=(), group=None)
-        for line in lines:
-            ranks = line.tolist()
-            with waiting(self.world, f"the making of a process group ({name})"):
+        axis = replace(self.world, name=name, rank=-1, ranks=(), group=None)
+        for group_ranks in groups:
+            ranks = group_ranks.tolist()
+            with waiting(self.world, f"the creation of a process group ({name})"):
                 group = dist.new_group(ranks, timeout=timeout)
             if self.world.rank in ranks:
-                if not bounded:  # but to connect its ranks takes no longer than for any other
+                if not own_timeout:  # for its collectives; its ranks connect within the timeout of the mesh
                     _set_pg_timeout(_get_default_timeout(dist.get_backend(group)), group)
-                mine = replace(mine, rank=ranks.index(self.world.rank), ranks=tuple(ranks), group=group)
-        self._made.append(mine)
-        return mine
+                axis = replace(axis, rank=ranks.index(self.world.rank), ranks=tuple(ranks), group=group)
+        self._created.append(axis)
+        return axis
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
         return self
@@ -214,21 +220,22 @@ def check_size(name: str, value: object, least: int = 1, source: str = "") -> No
 
 
 def start_process_group(needed: int = 1, timeout: float = TIMEOUT) -> torch.device:
-    """Start ``torch.distributed`` from the launcher's variables, unless it runs already, and return this rank's device.
+    """Start ``torch.distributed`` from the launcher's environment variables, unless it is running; return the device.
 
-    NCCL on CUDA (with gloo beside it for what lives on the CPU), gloo elsewhere. One process needs no group. The device
-    is that of ``LOCAL_RANK`` where a launcher sets it, otherwise the one that ``torch.cuda.set_device`` has chosen; the
-    CPU if a running group has no NCCL.
+    The backend is NCCL on CUDA (and gloo for tensors on the CPU), gloo elsewhere. A single process needs no group. The
+    device is that of ``LOCAL_RANK`` if a launcher sets it, otherwise the one chosen by ``torch.cuda.set_device``; it is
+    the CPU if a group without NCCL is running.
 
     Args:
-        timeout: seconds to wait for a rank that was heard of and then falls silent, or dies while all connect.
+        needed: the number of processes that the caller needs.
+        timeout: seconds to wait for a rank that stops publishing its status, or dies, while the ranks connect.
 
     Raises:
-        RankFailedError: a rank failed meanwhile.
-        RuntimeError: ``needed`` processes, more than one, and neither a launcher nor a running group.
+        RankFailedError: a rank failed while the ranks connected.
+        RuntimeError: more than one process is needed, and there is neither a launcher nor a running group.
     """
     launched = dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    # `get_backend` is "undefined" of a group that was started without naming one, although its tensors go through NCCL
+    # A group that was started without naming a backend has `get_backend() == "undefined"`, but may use NCCL.
     cuda = torch.cuda.is_available() and not (dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config())
     if cuda and (launched or dist.is_initialized()) and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -246,48 +253,48 @@ def start_process_group(needed: int = 1, timeout: float = TIMEOUT) -> torch.devi
 
 
 def _init_process_group(backend: str, timeout: float) -> None:
-    """Meet at the store, then connect: while torch connects ranks, it waits half an hour for one that has died."""
+    """Wait for all ranks at the store, then connect: torch waits half an hour for a rank that dies while connecting."""
     store, rank, world_size = _store()
     atexit.register(_end_process_group)
     if world_size == 1:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         return
-    watch, what = Watchdog(store, rank, world_size), "the start of the process group"
-    watch.hurry(timeout)
-    watch.at(what)
-    axis = Axis("world", rank, tuple(range(world_size)), None, timeout, watch)
+    watchdog, what = Watchdog(store, rank, world_size), "the start of the process group"
+    watchdog.limit_interval(timeout)
+    watchdog.set_phase(what)
+    axis = Axis("world", rank, tuple(range(world_size)), None, timeout, watchdog)
     with waiting(axis, what):
-        watch.meet(axis, what, unheard=LONG)
-        bound = timedelta(seconds=timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=bound)
+        store_barrier(watchdog, axis, what, first_status_timeout=SLOW_TIMEOUT)
+        connect_timeout = timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=connect_timeout)
     _set_pg_timeout(_get_default_timeout(dist.Backend(backend)))
-    watchdog_of_world(timeout, watch)
+    watchdog_of_world(timeout, watchdog)
 
 
 def _store() -> tuple[Any, int, int]:
     """The launcher's store, the rank and the world size.
 
-    After a restart by torchrun it is a place of its own in that store: the launcher keeps one store for all attempts,
-    with the addresses of processes that are dead (https://github.com/pytorch/pytorch/issues/135712). Attempts are
-    counted per node, so this is for one node only; for several there is ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
+    After a restart by torchrun, keys get a prefix with the number of the attempt: the launcher keeps one store for all
+    attempts, with the addresses of dead processes (https://github.com/pytorch/pytorch/issues/135712). Attempts are
+    counted per node, so this works on one node only; on several, set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``.
     """
     env = os.environ
     store, rank, world_size = next(rendezvous("env://"))
     attempt, one_node = env.get("TORCHELASTIC_RESTART_COUNT", "0"), env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
-    again = attempt != "0" and one_node and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return PrefixStore(f"attempt {attempt}" if again else "default_pg", store), rank, world_size
+    is_retry = attempt != "0" and one_node and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return PrefixStore(f"attempt {attempt}" if is_retry else "default_pg", store), rank, world_size
 
 
-def _forget_groups(mesh: weakref.ref[ParallelMesh]) -> None:
-    """At the end of a process: gloo's threads abort an interpreter in which a group outlives everything else."""
-    alive = mesh()
-    if alive is not None:
-        alive.device_mesh = None
-        for axis in (alive.model, alive.world, *alive._made):
+def _drop_groups(ref: weakref.ref[ParallelMesh]) -> None:
+    """At exit: gloo's threads abort the interpreter if a group is freed after everything else."""
+    mesh = ref()
+    if mesh is not None:
+        mesh.device_mesh = None
+        for axis in (mesh.model, mesh.world, *mesh._created):
             object.__setattr__(axis, "group", None)
 
 
 def _end_process_group() -> None:
-    """At the end of a process whose process group was started here."""
+    """At the exit of a process whose process group was started here."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""`StoreClient`: a connection to the store of a process group that blocks no longer than its caller allows."""
+"""`StoreClient`: a connection to the store of a process group, with a timeout for every request."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class StoreLostError(TimeoutError):
 
 
 class StoreClient:
-    """A connection of its own; a `TCPStore` answers one request per connection at a time.
+    """A separate connection to a store, since a `TCPStore` answers one request per connection at a time.
 
-    Its host may be stopped in the middle of an answer, so other threads do the waiting. They have to end before the
-    interpreter does: a thread that returns from C++ while it is finalized is terminated there, and takes the process
-    along (``terminate called without an active exception``).
+    The process that hosts the store may be stopped in the middle of an answer, so each request runs in a thread of its
+    own. `close` ends these threads: one that returned from C++ while the interpreter is being finalized would abort
+    the process (``terminate called without an active exception``).
 
     Attributes:
-        lost: whether the connection is broken. It never recovers, and each attempt would log a C++ stack trace.
+        lost: whether the connection is broken. It never recovers, and each further request would log a C++ stack trace.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -37,8 +37,8 @@ class StoreClient:
         self._threads: list[threading.Thread] = []
         self.lost = False
 
-    def ask(self, question: Callable[[Any], Any], seconds: float = 2.0) -> Any:
-        """What ``question`` returns for the store.
+    def ask(self, request: Callable[[Any], Any], seconds: float = 2.0) -> Any:
+        """Return what ``request(store)`` returns.
 
         Raises:
             StoreLostError: the connection is broken.
@@ -46,15 +46,15 @@ class StoreClient:
         """
         answer: list[Any] = []
 
-        def ask() -> None:
-            with suppress(Exception):  # a store in a file, and the file is gone
+        def run() -> None:
+            with suppress(Exception):  # such as a store in a file that was removed
                 try:
-                    answer.append(question(self.store))
+                    answer.append(request(self.store))
                 except dist.DistNetworkError:
                     self.lost = True
 
         if not self.lost:
-            thread = threading.Thread(target=ask, daemon=True, name="oslo-store")
+            thread = threading.Thread(target=run, daemon=True, name="oslo-store")
             self._threads = [*(other for other in self._threads if other.is_alive()), thread]
             thread.start()
             thread.join(seconds)
@@ -65,7 +65,7 @@ class StoreClient:
         raise TimeoutError("the store of the process group does not answer")
 
     def close(self, *threads: threading.Thread) -> None:
-        """Make all threads that wait for an answer return, these too."""
+        """Shut the connection down, so that all threads that wait for an answer end, and ``threads`` too."""
         waiting = [thread for thread in (*self._threads, *threads) if thread.is_alive()]
         if not waiting:
             return
@@ -80,14 +80,14 @@ class StoreClient:
 
 
 def _port(store: Any) -> int | None:
-    """Where the server of a store listens; ``None`` if it has none."""
+    """The port of the store's server; ``None`` if the store has no server."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.port if isinstance(store, TCPStore) else None
 
 
 def _connections(port: int | None) -> set[tuple[int, str]]:
-    """This process's connections to a port, each as its file descriptor and what that refers to (Linux only)."""
+    """The file descriptors of this process's connections to a port, each with its link in ``/proc`` (Linux only)."""
     found = set()
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd") if port is not None else ():

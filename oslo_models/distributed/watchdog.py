@@ -1,7 +1,7 @@
-"""Knows where every rank is, so that an error can say which one failed and not only that somebody waited in vain.
+"""Knows what every rank is doing, so that an error names the rank that failed instead of a timeout.
 
-A side thread of each process posts its place (step, phase, what it waits for) to the store of the process group. When
-waiting for others ends badly, `Watchdog.explain` reads the posts of those and names who died, stopped or stayed away.
+A thread of each process publishes its status (step, phase, what it waits for) to the store of the process group. When
+waiting for other ranks fails, `Watchdog.explain` reads their statuses and names who died, was stopped or is absent.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, Post, born, home, is_gone
+from oslo_models.distributed.failure_diagnosis import (
+    FailureDiagnosis,
+    Status,
+    is_unable_to_read,
+    pid_namespace,
+    process_start_time,
+)
+from oslo_models.distributed.store_barrier import store_barrier
 from oslo_models.distributed.store_client import StoreClient, StoreLostError
 
 TIMEOUT = 60.0
 """Seconds that a rank waits for others by default."""
-LONG = 1800.0
-"""Seconds that it waits for one that is alive but reads or writes files."""
-BEAT = 1.0
-"""Seconds from post to post where nothing changes."""
-LINGER = 10.0
-"""Seconds that the end of rank 0, which may host the store, waits at most for others to read what rank 0 has found."""
+INTERVAL = 1.0
+"""Seconds between two statuses when nothing changes."""
+STORE_LINGER = 10.0
+"""Seconds that rank 0, which may host the store, waits at its end at most for others to read what it has found."""
 
 
 class RankFailedError(RuntimeError):
-    """Other ranks of the model died, stopped or stayed away while this one waited for them.
+    """Other ranks of the model died, were stopped or did not come while this one waited for them.
 
     The process groups are of no use after it: end the process, and let the launcher start all of them again.
 
@@ -49,285 +54,255 @@ class RankFailedError(RuntimeError):
 
 
 class Watchdog:
-    """What a process tells the others of itself, and what it can find out about them; one for each process group.
+    """Publishes the status of this process and diagnoses the others; one for each process group.
 
     Attributes:
         step: how many batches the models of this process have been called with.
-        place: the phase it is in, and since when.
-        waits: the ranks that it waits for, in what, and since when; ``None`` while it does not wait.
-        failed: what this rank has raised, if it has; nothing can be exchanged any more.
-        found: the ranks that failed according to this one, and what there is to say of each.
+        phase: what this process is doing, and since when.
+        waiting_for: the ranks that it waits for, in what, and since when; ``None`` while it does not wait.
+        error: what this rank has raised, if it has; the process groups cannot be used any more.
+        failures: the ranks that failed according to this one, and what to say of each.
+        interval: seconds between two statuses when nothing changes.
+        last_statuses: the latest status known of each rank.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.rank, self._size = rank, size
         self.step = 0
-        self.place = ("start", time.monotonic())
-        self.waits: tuple[tuple[int, ...], str, float] | None = None
-        self.failed: RankFailedError | None = None
-        self.found: dict[int, str] | None = None
-        self.beat = BEAT
-        self._posting, self._asking = (StoreClient(store, "oslo_models.distributed.watchdog") for _ in range(2))
-        self.ask = self._asking.ask
-        self.known: dict[int, Post] = {}
+        self.phase = ("start", time.monotonic())
+        self.waiting_for: tuple[tuple[int, ...], str, float] | None = None
+        self.error: RankFailedError | None = None
+        self.failures: dict[int, str] | None = None
+        self.interval = INTERVAL
+        self._publisher, self._reader = (StoreClient(store, "oslo_models.distributed.watchdog") for _ in range(2))
+        self.ask = self._reader.ask
+        self.last_statuses: dict[int, Status] = {}
         self.world: weakref.ref[dist.ProcessGroup] | None = None
-        self._store = store  # rank 0 may host it
-        self._number, self._left, self._wake = 0, False, threading.Event()
-        self._gates: dict[str, int] = {}
-        self._self = {"pid": os.getpid(), "host": socket.gethostname(), "home": home(), "born": born(os.getpid())}
-        self._thread = threading.Thread(target=_keep_posting, args=(weakref.ref(self),), daemon=True, name="oslo-watch")
+        self._store = store  # kept alive: rank 0 may host it
+        self._number, self._exited, self._wake = 0, False, threading.Event()
+        self._barriers: dict[str, int] = {}
+        self._process = {
+            **{"pid": os.getpid(), "host": socket.gethostname()},
+            **{"pid_namespace": pid_namespace(), "start_time": process_start_time(os.getpid())},
+        }
+        self._thread = threading.Thread(
+            target=_keep_publishing, args=(weakref.ref(self),), daemon=True, name="oslo-watch"
+        )
         self._thread.start()
-        atexit.register(_leave, weakref.ref(self))
-        Finalize(None, _leave, (weakref.ref(self),), exitpriority=0)  # children of multiprocessing skip atexit
+        atexit.register(_shut_down, weakref.ref(self))
+        Finalize(None, _shut_down, (weakref.ref(self),), exitpriority=0)  # children of multiprocessing skip atexit
 
-    def belongs_to(self, world: dist.ProcessGroup) -> Watchdog:
-        """Note the process group of the world, which keeps the store, and with which the side thread ends."""
+    def attach_to(self, world: dist.ProcessGroup) -> Watchdog:
+        """Note the process group of the world: it keeps the store alive, and the thread ends with it."""
         self.world, self._store = weakref.ref(world), None
         return self
 
     @property
     def _is_over(self) -> bool:
-        """Whether the process group has been destroyed; models may outlive that."""
+        """Whether the process group has been destroyed; models may outlive it."""
         return self.world is not None and (self.world() is None or self.world() is not dist.group.WORLD)
 
-    def at(self, phase: str) -> None:
-        """Note where this process is; the side thread tells the others."""
-        self.place = (phase, time.monotonic())
+    def set_phase(self, phase: str) -> None:
+        """Note what this process is doing; the thread publishes it."""
+        self.phase = (phase, time.monotonic())
 
-    def hurry(self, timeout: float) -> None:
-        """Post often enough for those who wait no longer than ``timeout``."""
-        self.beat = min(self.beat, max(timeout / 10, 0.05))
+    def limit_interval(self, timeout: float) -> None:
+        """Publish often enough for ranks that wait no longer than ``timeout`` seconds."""
+        self.interval = min(self.interval, max(timeout / 10, 0.05))
 
-    # Posting ----------------------------------------------------------------------------------------------------------
+    def next_barrier(self, name: str) -> tuple[str, str | None]:
+        """The store's keys of the next barrier with this name, and of the one before it, if there was one."""
+        number = self._barriers[name] = self._barriers.get(name, 0) + 1
+        return f"gate {name} {number}", f"gate {name} {number - 1}" if number > 1 else None
 
-    def _post(self) -> None:
-        """Tell where this process is."""
+    # Publishing -------------------------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Publish the status of this process."""
         self._number += 1
-        (phase, since), waits, now = self.place, self.waits, time.monotonic()
-        post = {
-            **self._self,
-            **{"number": self._number, "time": time.time(), "left": self._left},
-            **{"place": self._at(phase), "since": now - since},
-            "waits": waits and [waits[0], waits[1], now - waits[2]],
-            "failed": self.found,
-            "told": self._is_told,
+        (phase, since), waiting_for, now = self.phase, self.waiting_for, time.monotonic()
+        status = {
+            **self._process,
+            **{"number": self._number, "time": time.time(), "exited": self._exited},
+            **{"phase": self._with_step(phase), "phase_seconds": now - since},
+            "waiting_for": waiting_for and [waiting_for[0], waiting_for[1], now - waiting_for[2]],
+            "failures": self.failures,
+            "has_read_rank_0": self._has_read_rank_0,
         }
-        self._posting.store.set(str(self.rank), json.dumps(post))
+        self._publisher.store.set(str(self.rank), json.dumps(status))
 
     @property
-    def _is_told(self) -> bool:
-        """Whether this rank knows what rank 0 has found."""
-        return 0 in self.known and self.known[0]["failed"] is not None
+    def _has_read_rank_0(self) -> bool:
+        """Whether this rank knows which failures rank 0 has found."""
+        return 0 in self.last_statuses and self.last_statuses[0]["failures"] is not None
 
-    def _at(self, phase: str) -> str:
+    def _with_step(self, phase: str) -> str:
         return f"step {self.step}, {phase}" if self.step else phase
 
     def _tick(self, last: tuple[Any, float]) -> tuple[Any, float]:
-        """Post if there is news or it is time, and keep what the store's usual host says: it may take the store along.
+        """Publish if something changed or the interval is over, and read rank 0: the store may end with it.
 
-        ``last`` is what was posted last and when; so is what is returned.
+        ``last`` is what was published last and when; so is what is returned.
         """
-        news, now = (self.place, self.failed, self._is_told), time.monotonic()
-        if news == last[0] and now < last[1] + self.beat:
+        news, now = (self.phase, self.error, self._has_read_rank_0), time.monotonic()
+        if news == last[0] and now < last[1] + self.interval:
             return last
-        self._post()
-        if self.rank and self._posting.store.check(["0"]):
-            self.known[0] = json.loads(self._posting.store.get("0"))
+        self._publish()
+        if self.rank and self._publisher.store.check(["0"]):
+            self.last_statuses[0] = json.loads(self._publisher.store.get("0"))
         return news, now
 
-    # Finding out ------------------------------------------------------------------------------------------------------
+    # Diagnosis --------------------------------------------------------------------------------------------------------
 
-    def read(self, store: Any, ranks: Iterable[int]) -> dict[int, Post]:
-        """The posts of these ranks, and of all that they wait for or found to have failed."""
-        posts: dict[int, Post] = {}
+    def read_statuses(self, store: Any, ranks: Iterable[int]) -> dict[int, Status]:
+        """The statuses of these ranks, and of all that they wait for or found to have failed."""
+        statuses: dict[int, Status] = {}
         todo = [rank for rank in ranks if rank != self.rank]
         while todo:
             rank = todo.pop()
-            if rank in posts or not store.check([str(rank)]):
+            if rank in statuses or not store.check([str(rank)]):
                 continue
-            posts[rank] = post = json.loads(store.get(str(rank)))
-            more = [*(post["waits"] or [()])[0], *map(int, post["failed"] or ())]
+            statuses[rank] = status = json.loads(store.get(str(rank)))
+            more = [*(status["waiting_for"] or [()])[0], *map(int, status["failures"] or ())]
             todo.extend(other for other in more if other != self.rank)
-        self.known.update(posts)
-        return posts
+        self.last_statuses.update(statuses)
+        return statuses
 
     def explain(self, error: Exception, axis: Any) -> Exception:
-        """The error to raise when waiting for the ranks of ``axis`` ended with ``error``: itself if nobody failed."""
-        assert self.waits is not None
-        ranks, what, since = self.waits
+        """The error to raise after waiting for the ranks of ``axis`` ended with ``error``: itself if nobody failed."""
+        assert self.waiting_for is not None
+        ranks, what, since = self.waiting_for
         waited = time.monotonic() - since
-        late = waited >= 0.9 * axis.timeout
-        inquiry = FailureDiagnosis(self, ranks, axis.timeout)
-        deadline = time.monotonic() + 4 * self.beat
-        failed = inquiry.failed(3 * self.beat)
-        while not failed and (inquiry.awaits_store or time.monotonic() < deadline):
-            time.sleep(min(0.05, self.beat / 4))
-            failed = inquiry.failed(3 * self.beat)
-        if not failed and not late and not inquiry.others_gave_up():
+        timed_out = waited >= 0.9 * axis.timeout
+        diagnosis = FailureDiagnosis(self, ranks, axis.timeout)
+        deadline = time.monotonic() + 4 * self.interval
+        failed = diagnosis.find_failed(3 * self.interval)
+        while not failed and (diagnosis.is_store_silent or time.monotonic() < deadline):
+            time.sleep(min(0.05, self.interval / 4))
+            failed = diagnosis.find_failed(3 * self.interval)
+        if not failed and not timed_out and not diagnosis.others_raised():
             return error
         where = f"{what} with ranks {list(ranks)} ({axis.name})"
-        return self._fail(failed or inquiry.absent(), where, waited, f"timeout={axis.timeout:g}; {error}")
+        return self.fail(failed or diagnosis.find_absent(), where, waited, f"timeout={axis.timeout:g}; {error}")
 
-    def _fail(self, failed: dict[int, str], where: str, waited: float, cause: str) -> RankFailedError:
-        """Make the error, and tell the others before this process ends and looks like one that failed by itself."""
+    def fail(self, failed: dict[int, str], where: str, waited: float, cause: str) -> RankFailedError:
+        """Make the error, and publish it before this process ends, which others could take for the first failure."""
         found = "\n".join(failed.values()) or "all ranks are alive and wait for each other"
-        mine = f"rank {self.rank} waited {waited:.1f} s in {where}, {self._at(self.place[0])}; {cause}"
+        mine = f"rank {self.rank} waited {waited:.1f} s in {where}, {self._with_step(self.phase[0])}; {cause}"
         error = RankFailedError(f"{found}\n{mine}", tuple(failed))
         if self.world is not None and (world := self.world()) is not None:
-            self._store = world.get_group_store()  # it stays until `_leave`, even if the group is destroyed before
-        self.found, self.failed = failed, error
-        deadline, number = time.monotonic() + 1.0 + 4 * self.beat, self._number
+            self._store = world.get_group_store()  # keeps it until `_shut_down`, even if the group is destroyed before
+        self.failures, self.error = failed, error
+        deadline, number = time.monotonic() + 1.0 + 4 * self.interval, self._number
         self._wake.set()
         while self._number == number and time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(0.01)
         return error
 
-    def _linger(self) -> None:
-        """Rank 0 may take the store along when it ends. Others would then take its end for the cause of everything."""
-        others = set(range(self._size)) - {0, *self.found} if self.found else set()
-        deadline = time.monotonic() + LINGER
+    # The end ----------------------------------------------------------------------------------------------------------
+
+    def _wait_for_readers(self) -> None:
+        """Wait until others know what rank 0 has found: the store may end with it, and they would blame rank 0."""
+        others = set(range(self._size)) - {0, *self.failures} if self.failures else set()
+        deadline = time.monotonic() + STORE_LINGER
         while others and time.monotonic() < deadline:
             try:
-                posts = self.ask(partial(self.read, ranks=others.copy()))
+                statuses = self.ask(partial(self.read_statuses, ranks=others.copy()))
             except StoreLostError:
                 return
             except TimeoutError:
                 continue
-            others &= {r for r, post in posts.items() if not (post["told"] or post["failed"] is not None)}
-            others -= {r for r in others if is_gone(posts[r])}
+            unaware = {r for r, s in statuses.items() if not (s["has_read_rank_0"] or s["failures"] is not None)}
+            others &= unaware
+            others -= {r for r in others if is_unable_to_read(statuses[r])}
             time.sleep(0.02)
 
-    def leave(self) -> None:
-        """Say good-bye, and end all threads: one that runs while the interpreter ends could break it."""
-        self._left = True
+    def shut_down(self) -> None:
+        """Publish the end and stop all threads: one that runs while the interpreter ends could crash it."""
+        self._exited = True
         self._wake.set()
         self._thread.join(1.0)
-        if not self._posting.lost and not self._thread.is_alive():
+        if not self._publisher.lost and not self._thread.is_alive():
             with suppress(TimeoutError):
-                self._posting.ask(lambda _: self._post(), 0.5)
+                self._publisher.ask(lambda _: self._publish(), 0.5)
         if self.rank == 0:
-            self._linger()
-        self._asking.close()
-        self._posting.close(self._thread)
-
-    def meet(self, axis: Any, what: str, unheard: float = 0.0) -> None:
-        """Wait until all ranks of ``axis`` are here, however long they read or write files, as long as they live.
-
-        Args:
-            unheard: seconds to wait for a rank that has not posted anything yet, if longer than the timeout.
-
-        Raises:
-            RankFailedError: one died, or was not heard of for the timeout of the axis, or is not here after half an
-                hour.
-        """
-        place = f"{axis.name} {axis.ranks[0]} {axis.ranks[-1]} {axis.size}"
-        number = self._gates[place] = self._gates.get(place, 0) + 1
-        timeout, start = axis.timeout, time.monotonic()
-        key, asked, pause, inquiry = (
-            f"gate {place} {number}",
-            start,
-            1e-4,
-            FailureDiagnosis(self, axis.ranks, timeout, unheard),
-        )
-        arrived, missed, add = 0, start, 1
-        # The more ranks there are, the less often each may ask for all.
-        longest, interval = max(0.05, axis.size / 5000), max(self.beat, axis.size**2 / 10_000)
-        while arrived < axis.size:
-            with suppress(TimeoutError):
-                amount, add = add, 0
-                arrived, missed = self.ask(partial(_add, key=key, amount=amount)), time.monotonic()
-            now = time.monotonic()
-            if now > asked + interval:
-                asked, failed = now, inquiry.failed(timeout)
-                if now > start + max(LONG, timeout) or now > missed + timeout:
-                    failed = failed or inquiry.absent()
-                if failed:
-                    where = f"{what} with ranks {list(axis.ranks)} ({axis.name})"
-                    raise self._fail(failed, where, now - start, f"timeout={timeout:g}")
-            if arrived < axis.size:
-                time.sleep(pause)
-                pause = min(1.5 * pause, longest)
-        if axis.rank == 0 and number > 1:
-            with suppress(TimeoutError):
-                self.ask(lambda store: store.delete_key(f"gate {place} {number - 1}"))
+            self._wait_for_readers()
+        self._reader.close()
+        self._publisher.close(self._thread)
 
 
 class waiting:  # noqa: N801  a context manager; a class, since one made by `contextmanager` takes twice the time
-    """Around everything that blocks until other ranks come: if they do not, the error says which one failed, and where.
+    """Put around everything that blocks until other ranks come: if they do not, the error says which one failed.
 
     Args:
         what: what this rank waits in, for the message: ``"a sum"``.
-        peer: the position on the axis of the only one that it waits for.
-        long: first wait until all of them are here, however long they take as long as they live.
+        peer: the position on the axis of the only rank that it waits for.
+        slow: the ranks may be busy with files: first wait until all are here, see `store_barrier`.
 
     Raises:
-        RankFailedError: one of them died, stopped, or stayed away for longer than the timeout.
+        RankFailedError: a rank died, was stopped, or did not come within the timeout.
     """
 
-    __slots__ = ("axis", "long", "peer", "what")
+    __slots__ = ("axis", "peer", "slow", "what")
 
-    def __init__(self, axis: Any, what: str, peer: int | None = None, long: bool = False) -> None:
-        self.axis, self.what, self.peer, self.long = axis, what, peer, long
+    def __init__(self, axis: Any, what: str, peer: int | None = None, slow: bool = False) -> None:
+        self.axis, self.what, self.peer, self.slow = axis, what, peer, slow
 
     def __enter__(self) -> None:
-        watch, axis = self.axis.watch, self.axis
-        if watch is None:
+        watchdog, axis = self.axis.watchdog, self.axis
+        if watchdog is None:
             return
-        if watch.failed is not None:
-            raise watch.failed
+        if watchdog.error is not None:
+            raise watchdog.error
         ranks = axis.ranks if self.peer is None else (axis.ranks[self.peer],)
-        watch.waits = (ranks, self.what, time.monotonic())
-        if self.long:
-            watch.meet(axis, self.what)
+        watchdog.waiting_for = (ranks, self.what, time.monotonic())
+        if self.slow:
+            store_barrier(watchdog, axis, self.what)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        watch = self.axis.watch
-        if watch is None or watch.waits is None:
+        watchdog = self.axis.watchdog
+        if watchdog is None or watchdog.waiting_for is None:
             return
-        found: BaseException | None = error
+        explained: BaseException | None = error
         if isinstance(error, RuntimeError) and not isinstance(error, RankFailedError):
-            found = watch.explain(error, self.axis)
-        watch.waits = None
-        if found is not error and found is not None:
-            raise found from error
+            explained = watchdog.explain(error, self.axis)
+        watchdog.waiting_for = None
+        if explained is not error and explained is not None:
+            raise explained from error
 
 
-def _keep_posting(ref: weakref.ref[Watchdog]) -> None:
-    """The side thread; it ends with the watch, with the process group, or when the store is gone."""
+def _keep_publishing(ref: weakref.ref[Watchdog]) -> None:
+    """The thread of a watchdog; it ends with the watchdog, with the process group, or when the store is lost."""
     last: tuple[Any, float] = (None, 0.0)
-    while (watch := ref()) is not None and not watch._left and not watch._is_over:
-        with suppress(Exception):  # explaining will tell
+    while (watchdog := ref()) is not None and not watchdog._exited and not watchdog._is_over:
+        with suppress(Exception):  # `explain` reports it
             try:
-                last = watch._tick(last)
+                last = watchdog._tick(last)
             except dist.DistNetworkError:
-                watch._posting.lost = True
+                watchdog._publisher.lost = True
                 return
-        pause, wake = watch.beat / 4, watch._wake
-        del watch
+        pause, wake = watchdog.interval / 4, watchdog._wake
+        del watchdog
         wake.wait(pause)
         wake.clear()
 
 
-def _add(store: Any, key: str, amount: int) -> Any:
-    return store.add(key, amount)
+def _shut_down(ref: weakref.ref[Watchdog]) -> None:
+    """At the end of a process; the end of a forked child is not that of this rank."""
+    watchdog = ref()
+    if watchdog is not None and not watchdog._exited and watchdog._process["pid"] == os.getpid():
+        watchdog.shut_down()
 
 
-def _leave(ref: weakref.ref[Watchdog]) -> None:
-    """At the end of a process; that of a forked child is not the end of this rank."""
-    watch = ref()
-    if watch is not None and not watch._left and watch._self["pid"] == os.getpid():
-        watch.leave()
+_watchdogs: weakref.WeakKeyDictionary[dist.ProcessGroup, Watchdog] = weakref.WeakKeyDictionary()
 
 
-_watches: weakref.WeakKeyDictionary[dist.ProcessGroup, Watchdog] = weakref.WeakKeyDictionary()
-
-
-def watchdog_of_world(timeout: float, watch: Watchdog | None = None) -> Watchdog:
-    """The watch of the process group of the world: ``watch``, or one begun when it is first asked for."""
+def watchdog_of_world(timeout: float, watchdog: Watchdog | None = None) -> Watchdog:
+    """The watchdog of the world's process group: ``watchdog``, or one started at the first call."""
     world = dist.group.WORLD
     assert world is not None
-    if world not in _watches:
-        watch = watch or Watchdog(world.get_group_store(), dist.get_rank(), dist.get_world_size())
-        _watches[world] = watch.belongs_to(world)
-    _watches[world].hurry(timeout)
-    return _watches[world]
+    if world not in _watchdogs:
+        watchdog = watchdog or Watchdog(world.get_group_store(), dist.get_rank(), dist.get_world_size())
+        _watchdogs[world] = watchdog.attach_to(world)
+    _watchdogs[world].limit_interval(timeout)
+    return _watchdogs[world]

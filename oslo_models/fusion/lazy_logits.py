@@ -14,12 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
-from oslo_models.distributed.collectives import copy_to, scatter_to
+from oslo_models.distributed.autograd_collectives import copy_to, scatter_to
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion.linear_cross_entropy import linear_cross_entropy
 from oslo_models.fusion.modules import FusedLinear, FusedProduct
 from oslo_models.layers.cross_entropy import VocabShard
-from oslo_models.layers.vocab_parallel import COMMON, PASSED_ON, ShardedLogits, VocabParallelHead, VocabParallelLogits
+from oslo_models.layers.vocab_parallel import (
+    PLAIN_FUNCTIONS,
+    SHARDED_FUNCTIONS,
+    ShardedLogits,
+    VocabParallelHead,
+    VocabParallelLogits,
+)
 from oslo_models.sharding.layout import Layout
 
 
@@ -34,7 +40,7 @@ class LazyHead(nn.Linear):
         # FSDP gives the weight of a head that it wraps by itself away when this forward ends.
         if not self.deferring or torch.compiler.is_compiling() or isinstance(self, FSDPModule):
             return super().forward(x)
-        return LazyLogits.wrap(x, self)
+        return LazyLogits.from_local(x, self)
 
 
 class LazyFullHead(LazyHead, FusedLinear):
@@ -57,7 +63,7 @@ class LazyLogits(ShardedLogits):
     made: Tensor | None
 
     @classmethod
-    def wrap(
+    def from_local(
         cls, hidden: Tensor, head: LazyHead, kind: torch.dtype | None = None, bias: Tensor | None = None
     ) -> LazyLogits:
         """Logits of the type ``kind`` with ``bias`` (default: as ``head`` would make them)."""
@@ -66,28 +72,28 @@ class LazyLogits(ShardedLogits):
         logits = hidden.as_subclass(cls)
         logits.head, logits.kind, logits.made = head, kind or hidden.dtype, None
         logits.bias = head.bias if bias is None else bias
-        logits.tp, logits.words = head.tp, head.layouts["weight"]
+        logits.tp, logits.vocab = head.tp, head.layouts["weight"]
         return logits
 
     def _parameters(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias, kind = self.head.weight, self.bias, self.held().dtype
+        weight, bias, kind = self.head.weight, self.bias, self.local().dtype
         return weight.to(kind), None if bias is None else bias.to(kind)
 
-    def _like(self, hidden: Tensor) -> LazyLogits:
-        return LazyLogits.wrap(hidden, self.head, self.kind, self.bias)
+    def _with_local(self, hidden: Tensor) -> LazyLogits:
+        return LazyLogits.from_local(hidden, self.head, self.kind, self.bias)
 
     def _losses(self, target: Tensor, words: VocabShard, reduction: str) -> Any:
         """Their sum only; one by one they need the logits."""
         if reduction == "none":
             return NotImplemented
-        return linear_cross_entropy(self.held(), *self._parameters(), target, words)
+        return linear_cross_entropy(self.local(), *self._parameters(), target, words)
 
     def make(self) -> Tensor:
         """The logits: divided where the vocabulary is. They are made once, so that changes in place stay."""
         if self.made is None:
-            self.made = F.linear(copy_to(self.tp, self.held()), *self._parameters()).to(self.kind)
+            self.made = F.linear(copy_to(self.tp, self.local()), *self._parameters()).to(self.kind)
             if self.tp.size > 1:
-                self.made = VocabParallelLogits.wrap(self.made, self.tp, self.words)
+                self.made = VocabParallelLogits.from_local(self.made, self.tp, self.vocab)
         return self.made
 
     def full(self) -> Tensor:
@@ -114,7 +120,7 @@ class LazyLogits(ShardedLogits):
 
 
 def _float(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    return LazyLogits.wrap(logits.held(), logits.head, torch.float32, logits.bias)
+    return LazyLogits.from_local(logits.local(), logits.head, torch.float32, logits.bias)
 
 
 def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -122,15 +128,15 @@ def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 1:
         return NotImplemented
     if isinstance(args[0], torch.dtype) and torch.promote_types(args[0], logits.kind) == args[0]:
-        return LazyLogits.wrap(logits.held(), logits.head, args[0], logits.bias)
-    return logits if args[0] in (logits.kind, logits.held().device) else NotImplemented
+        return LazyLogits.from_local(logits.local(), logits.head, args[0], logits.bias)
+    return logits if args[0] in (logits.kind, logits.local().device) else NotImplemented
 
 
 def _mul(logits: LazyLogits, factor: Any) -> Any:
     """A product with a number (Cohere, Granite), made of the hidden states instead."""
     if not isinstance(factor, (int, float)) or logits.bias is not None:
         return NotImplemented
-    return LazyLogits.wrap(logits.held() * factor, logits.head, logits.kind)
+    return LazyLogits.from_local(logits.local() * factor, logits.head, logits.kind)
 
 
 def _div(logits: LazyLogits, divisor: Any, **kwargs: Any) -> Any:
@@ -143,14 +149,16 @@ def _add(logits: LazyLogits, other: Any) -> Any:
     size = logits.vocab_size
     if not isinstance(other, Tensor) or other.shape[-1:] != (size,) or other.numel() != size or logits.bias is not None:
         return NotImplemented
-    sizes = [stop - start for ((start, stop),) in logits.words.ranges]
-    return LazyLogits.wrap(logits.held(), logits.head, logits.kind, scatter_to(logits.tp, other.flatten(), -1, sizes))
+    sizes = [stop - start for ((start, stop),) in logits.vocab.ranges]
+    return LazyLogits.from_local(
+        logits.local(), logits.head, logits.kind, scatter_to(logits.tp, other.flatten(), -1, sizes)
+    )
 
 
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_OF_HIDDEN = PASSED_ON - {_DTYPE, Tensor.register_hook}  # what is the same of hidden states and of logits
+_OF_HIDDEN = PLAIN_FUNCTIONS - {_DTYPE, Tensor.register_hook}  # what is the same of hidden states and of logits
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    **COMMON,
+    **SHARDED_FUNCTIONS,
     Tensor.float: _float,
     Tensor.to: _to,
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _mul),

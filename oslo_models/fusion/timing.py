@@ -11,8 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels import linear
 from oslo_kernels.linear_timing import Timings, faster_rows, gain, timings
-from oslo_models.distributed.collectives import agree, gather_objects
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.fusion.swap import FusionCandidate
 
 _Found = Timings | str

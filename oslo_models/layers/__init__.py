@@ -1,1 +1,1 @@
-"""Layers divided over the tp axis; they know nothing of architectures."""
+"""Layers sharded over the tp axis; independent of architectures."""

@@ -1,4 +1,4 @@
-"""Attention that gives what its heads made the width of what it was given, which is that of all heads."""
+"""Attention modules that reshape their output to the full hidden size, although a rank has only some of the heads."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-class OwnWidth(TorchFunctionMode):
-    """While active, a shape that ends in the width of all heads, and that a tensor cannot have, ends in this rank's.
+class LocalWidthReshape(TorchFunctionMode):
+    """While active, reshaping to the full width reshapes to the local width where the full one does not fit.
 
     Args:
-        whole: the width of all heads.
-        own: the width of the heads that this rank has.
+        full: the width of all heads.
+        local: the width of this rank's heads.
     """
 
-    def __init__(self, whole: int, own: int) -> None:
+    def __init__(self, full: int, local: int) -> None:
         super().__init__()
-        self._whole, self._own = whole, own
+        self._full, self._local = full, local
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (Tensor.view, Tensor.reshape) and args[-1] == self._whole:
+        if func in (Tensor.view, Tensor.reshape) and args[-1] == self._full:
             x, *sizes = args
-            own = (*sizes[:-1], self._own)
-            if prod(sizes) != x.numel() == prod(own):
-                return func(x, *own)
+            local_sizes = (*sizes[:-1], self._local)
+            if prod(sizes) != x.numel() == prod(local_sizes):
+                return func(x, *local_sizes)
         return func(*args, **(kwargs or {}))
 
 
 class LocalWidthModule(nn.Module):
-    """In front of the class of an attention: runs its forward under `OwnWidth`."""
+    """Mixed in before an attention class: runs its forward under `LocalWidthReshape`.
+
+    Attributes:
+        widths: the full and the local width.
+    """
 
     widths: tuple[int, int]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with OwnWidth(*self.widths):
+        with LocalWidthReshape(*self.widths):
             return super().forward(*args, **kwargs)

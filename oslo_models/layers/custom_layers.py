@@ -1,4 +1,4 @@
-"""Layers of an architecture's own that apply torch's functions to their parameters: put in front of their classes."""
+"""Sharding of an architecture's own layer classes, by mixins that intercept the torch functions they call."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from oslo_models.distributed.collectives import MAX, reduce_fresh, reduce_from
+from oslo_models.distributed.autograd_collectives import reduce_from
+from oslo_models.distributed.collectives import MAX, reduce_fresh
 from oslo_models.layers.linear import _add_bias, _ShardedModule
-from oslo_models.layers.vocab_parallel import look_up
+from oslo_models.layers.vocab_parallel import vocab_parallel_embedding
 from oslo_models.sharding.layout import Layout
 
 
 class Overridden(TorchFunctionMode):
-    """While active, calls of one of torch's functions are calls of another one.
+    """While active, calls of some torch functions are replaced.
 
     Args:
-        overrides: by function; called with the same arguments.
+        overrides: for each replaced function, the one to call with the same arguments.
     """
 
     def __init__(self, overrides: dict[Any, Callable[..., Any]]) -> None:
@@ -33,14 +34,14 @@ class Overridden(TorchFunctionMode):
 
 
 class ColumnParallelModule(_ShardedModule):
-    """A layer that applies ``F.linear``, with its outputs divided. Its input ``[..., in]`` is replicated."""
+    """A layer that calls ``F.linear``, with sharded outputs. Its input ``[..., in]`` is replicated."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(self.enter_region(x), *args, **kwargs)
 
 
 class RowParallelModule(_ShardedModule):
-    """A layer that applies ``F.linear``, with its inputs divided. Its input is ``[..., local_in]``."""
+    """A layer that calls ``F.linear``, with sharded inputs. Its input is ``[..., local_in]``."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,21 +52,21 @@ class RowParallelModule(_ShardedModule):
 
 
 class VocabParallelModule(_ShardedModule):
-    """A layer that applies ``F.embedding``, with its rows divided. Its input is ``[...]`` of ids."""
+    """A layer that calls ``F.embedding``, with a sharded vocabulary. Its input is token ids ``[...]``."""
 
     layouts: dict[str, Layout]
     padding_idx: int | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> Tensor:
-            return look_up(self.tp, ids, weight, self.layouts["weight"], padding_idx)
+            return vocab_parallel_embedding(self.tp, ids, weight, self.layouts["weight"], padding_idx)
 
         with Overridden({F.embedding: embedding}):
             return super().forward(*args, **kwargs)
 
 
 class GlobalMinMaxModule(_ShardedModule):
-    """A module that looks for the smallest and the largest element of a divided activation, by ``min`` and ``max``."""
+    """A module that calls ``min`` and ``max`` on a sharded activation: they are taken over all ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def largest(x: Tensor) -> Tensor:

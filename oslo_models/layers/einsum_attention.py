@@ -1,4 +1,4 @@
-"""Attention whose weights are bare tensors with a dimension of heads, which its forward applies by ``einsum``."""
+"""Attention whose weights are parameters with a dimension of heads, which its forward applies with ``einsum``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oslo_models.distributed.collectives import copy_to, reduce_from
+from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import ShardedRngStream
 
 
 class HeadWeight(Tensor):
-    """A rank's heads of a weight ``[..., heads, width]``.
+    """The local heads of a weight ``[..., heads, width]``.
 
-    A product that makes heads of its input begins a divided region, one that sums over heads ends it.
+    A product that creates the dimension of heads starts a sharded region; one that sums over the heads ends it.
     """
 
     tp: Axis
@@ -34,14 +34,14 @@ class HeadWeight(Tensor):
     def _product(self, equation: str, x: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             weight = self.as_subclass(Tensor)
-        read, _, made = equation.partition("->")
-        of_x, of_weight = read.split(",")
-        heads = of_weight[-2]
-        if heads not in of_x:
+        inputs, _, result = equation.partition("->")
+        x_dims, weight_dims = inputs.split(",")
+        heads = weight_dims[-2]
+        if heads not in x_dims:
             if self.stream is not None:
                 self.stream.enter()
             x = copy_to(self.tp, x)
-        if heads in made:
+        if heads in result:
             return torch.einsum(equation, x, weight)
         if self.stream is not None:
             self.stream.leave()
@@ -49,19 +49,19 @@ class HeadWeight(Tensor):
 
 
 class EinsumHeadsModule(nn.Module):
-    """In front of the class of an attention: lets it find `HeadWeight` for its parameters of three dimensions."""
+    """Mixed in before an attention class: its forward sees parameters of three dimensions as `HeadWeight`."""
 
     tp: Axis
     stream: ShardedRngStream | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self)
+        attributes = vars(self)
         for name, param in self._parameters.items():
             if param is not None and param.dim() == 3:
-                own[name] = weight = param.as_subclass(HeadWeight)  # found before the parameter
+                attributes[name] = weight = param.as_subclass(HeadWeight)  # hides the parameter of this name
                 weight.tp, weight.stream = self.tp, self.stream if self.training else None
         try:
             return super().forward(*args, **kwargs)
         finally:
             for name in self._parameters:
-                own.pop(name, None)
+                attributes.pop(name, None)

@@ -1,4 +1,4 @@
-"""Linear layers divided over the tp axis. Subclasses of the layers they replace, so ``isinstance`` still finds those.
+"""Linear layers sharded over the tp axis. They subclass the layers they replace, so ``isinstance`` checks still pass.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
@@ -14,64 +14,70 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels.linear import plain_conv1d
-from oslo_models.distributed.collectives import copy_to, observed, reduce_fresh, reduce_from
+from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
+from oslo_models.distributed.collectives import has_dispatch_mode, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.sharding.layout import Layout
 
 
 class _ShardedModule(nn.Module):
-    """What every divided layer knows: its axis, and the random stream of divided activations if dropout is used."""
+    """The base of sharded layers.
+
+    Attributes:
+        tp: the axis over which the layer is sharded.
+        stream: the random stream for dropout in the sharded region; ``None`` if the model uses no dropout.
+    """
 
     tp: Axis
     stream: ShardedRngStream | None
     weight: Tensor
     bias: Any
     product: ClassVar[Callable[..., Tensor]]
-    """Of activations, the weight and a bias, if there is one: ``F.linear``, or what `fusion` puts in its place."""
+    """``product(x, weight, bias or None)``: ``F.linear``, or what `fusion` replaces it with."""
 
     def enter_region(self, x: Tensor) -> Tensor:
-        """The replicated input of a layer after which activations are divided."""
+        """Pass the replicated input of a layer whose outputs are sharded through this."""
         if self.stream is not None and self.training:
             self.stream.enter()
         return copy_to(self.tp, x)
 
     def leave_region(self, x: Tensor) -> Tensor:
-        """The divided input of a layer after which activations are replicated.
+        """Pass the sharded input of a layer whose outputs are replicated through this.
 
-        To be asked before the layer's product: activation checkpointing recomputes a block up to the last tensor that
-        the backward pass needs, and that is often this input.
+        It has to be called before the layer's product: activation checkpointing recomputes a block only up to the last
+        tensor that the backward pass needs, which is often this input.
         """
         if self.stream is not None:
             self.stream.leave()
         return x
 
 
-class _Column(_ShardedModule):
-    """A layer with its outputs divided. Input ``[..., in]`` is replicated, output is ``[..., local_out]``."""
+class _ColumnParallel(_ShardedModule):
+    """A layer with sharded outputs. Input ``[..., in]`` is replicated, output is ``[..., local_out]``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(self.enter_region(x), self.weight, self.bias)
 
 
-class _Row(_ShardedModule):
-    """A layer with its inputs divided. Input ``[..., local_in]``, output ``[..., out]`` replicated."""
+class _RowParallel(_ShardedModule):
+    """A layer with sharded inputs. Input ``[..., local_in]``, output ``[..., out]`` is replicated."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), self.weight)), self.bias)
 
 
-class ColumnParallelLinear(_Column, nn.Linear):
-    """``nn.Linear`` with its outputs divided."""
+class ColumnParallelLinear(_ColumnParallel, nn.Linear):
+    """``nn.Linear`` with sharded outputs."""
 
     product = staticmethod(F.linear)
 
 
 class KeyValueParallelLinear(ColumnParallelLinear):
-    """A column-parallel projection some of whose heads live on several ranks (fewer key-value heads than ranks).
+    """A key or value projection with fewer heads than ranks, so that some heads are on several ranks.
 
-    Each rank sees only the gradient that comes through its own query heads, so gradients of a head are summed over the
-    ranks that hold it.
+    Each rank has only the gradient that comes through its own query heads, so the gradients of a head are summed over
+    the ranks that hold it.
     """
 
     layouts: dict[str, Layout]
@@ -82,37 +88,37 @@ class KeyValueParallelLinear(ColumnParallelLinear):
         return self.product(self.enter_region(x), weight, bias)
 
 
-class ColumnParallelConv1D(_Column, Conv1D):
-    """GPT-2's layer, whose weight is ``[in, out]``, with its outputs divided."""
+class ColumnParallelConv1D(_ColumnParallel, Conv1D):
+    """GPT-2's layer, whose weight is ``[in, out]``, with sharded outputs."""
 
     product = staticmethod(plain_conv1d)
 
 
-class RowParallelLinear(_Row, nn.Linear):
-    """``nn.Linear`` with its inputs divided."""
+class RowParallelLinear(_RowParallel, nn.Linear):
+    """``nn.Linear`` with sharded inputs."""
 
     product = staticmethod(F.linear)
 
 
-class RowParallelConv1D(_Row, Conv1D):
-    """GPT-2's layer, whose weight is ``[in, out]``, with its inputs divided."""
+class RowParallelConv1D(_RowParallel, Conv1D):
+    """GPT-2's layer, whose weight is ``[in, out]``, with sharded inputs."""
 
     product = staticmethod(plain_conv1d)
 
 
 def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
-    """Add the bias once, after the sum; in place, since autograd does not need the sum, unless it may be kept."""
+    """Add the bias after the sum over the ranks: in place, unless a dispatch mode may keep the sum."""
     if bias is None:
         return summed
     bias = bias.to(summed.dtype)
-    return summed + bias if torch.is_grad_enabled() and observed() else summed.add_(bias)
+    return summed + bias if torch.is_grad_enabled() and has_dispatch_mode() else summed.add_(bias)
 
 
 class SumReplicatedGrad(torch.autograd.Function):
-    """Of a parameter: identity forward; backward sums the gradient over the ranks that hold copies of its elements.
+    """Identity forward on a parameter; backward sums its gradient over the ranks that hold the same elements.
 
-    The sum travels in a buffer of the full shape: key-value projections that are replicated are small, and this needs
-    no process group beside that of the axis.
+    The gradient is reduced in a buffer of the full shape: replicated key-value projections are small, and no further
+    process groups are needed.
     """
 
     @staticmethod

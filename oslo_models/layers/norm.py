@@ -1,4 +1,4 @@
-"""Normalisations inside divided regions: put in front of the class of a norm, whatever that is."""
+"""Normalizations inside sharded regions, as mixins before the norm's own class."""
 
 from __future__ import annotations
 
@@ -8,53 +8,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oslo_models.distributed.collectives import copy_to, reduce_from
+from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.linear import SumReplicatedGrad
 from oslo_models.sharding.layout import EvenSplit, Layout
 
 
 class HeadParallelNorm(nn.Module):
-    """A norm of each head by itself. Ranks apply copies of one weight to different heads: its gradients are summed."""
+    """A norm of each head by itself. Ranks apply one weight to different heads, so its gradients are summed."""
 
     tp: Axis
     layouts: dict[str, Layout]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self)
+        attributes = vars(self)
         for name, param in self._parameters.items():
             if param is not None and (self.layouts[name].dim is None or self.layouts[name].overlaps):
-                # found before the parameter
-                own[name] = SumReplicatedGrad.apply(getattr(self, name), self.tp, self.layouts[name])
+                # hides the parameter of this name
+                attributes[name] = SumReplicatedGrad.apply(getattr(self, name), self.tp, self.layouts[name])
         try:
             return super().forward(*args, **kwargs)
         finally:
             for name in self._parameters:
-                own.pop(name, None)
+                attributes.pop(name, None)
 
 
 class WidthParallelNorm(HeadParallelNorm):
-    """A root-mean-square norm over a divided width. Input and output ``[..., local width]``.
+    """An RMS norm over all features of a sharded activation. Input and output ``[..., local width]``.
 
-    A rank's norm divides by the root of its own mean square; what that is off by from the root over the whole width is
-    one number per token, for which the squares that no earlier rank has are summed over the ranks.
+    The norm's own forward divides by the local root mean square. One factor per token corrects this to the root mean
+    square over the full width, for which the squares of features that no earlier rank holds are summed over the ranks.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         layout = self.layouts["weight"]
         eps = next(getattr(self, name) for name in ("variance_epsilon", "eps") if hasattr(self, name))
         squares = x.float().pow(2)
-        parts = [squares[..., here[0]].sum(-1, keepdim=True) for _, here in layout.owned(self.tp.rank)]
-        own = torch.stack(parts).sum(0) if parts else squares.sum(-1, keepdim=True) * 0
-        mean = copy_to(self.tp, reduce_from(self.tp, own)) / layout.shape[0]
+        parts = [squares[..., index[0]].sum(-1, keepdim=True) for _, index in layout.owned(self.tp.rank)]
+        owned = torch.stack(parts).sum(0) if parts else squares.sum(-1, keepdim=True) * 0
+        mean = copy_to(self.tp, reduce_from(self.tp, owned)) / layout.shape[0]
         scale = ((squares.mean(-1, keepdim=True) + eps) / (mean + eps)).sqrt()
         return (super().forward(x) * scale).to(x.dtype)
 
 
 class HeadParallelNorms(nn.Module):
-    """A layer norm of its own for each head. Input and output ``[rows, local heads, positions, width]``.
+    """A separate layer norm for each head. Input and output ``[rows, local heads, positions, width]``.
 
-    Every rank holds all of them; a rank's gradients are zero but for those of its heads, and summed over the ranks.
+    Every rank holds all norms. Its gradients are zero except for its own heads, and are summed over the ranks.
     """
 
     tp: Axis

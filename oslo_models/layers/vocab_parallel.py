@@ -1,4 +1,4 @@
-"""The ends of a language model, divided over the vocabulary: embedding, head, and the logits that the head returns."""
+"""Embedding, language-model head and logits with a vocabulary that is sharded over the tp axis."""
 
 from __future__ import annotations
 
@@ -10,88 +10,107 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from oslo_models.distributed.collectives import copy_to, gather_from, reduce_from, scatter_to
+from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from oslo_models.sharding.layout import Layout
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """``nn.Embedding`` with its rows divided. Input ``[...]`` of ids, output ``[..., hidden]`` replicated."""
+    """``nn.Embedding`` with a sharded vocabulary. Input: token ids ``[...]``; output ``[..., hidden]``, replicated."""
 
     tp: Axis
     layouts: dict[str, Layout]
 
     def forward(self, ids: Tensor) -> Tensor:
-        return look_up(self.tp, ids, self.weight, self.layouts["weight"], self.padding_idx)
+        return vocab_parallel_embedding(self.tp, ids, self.weight, self.layouts["weight"], self.padding_idx)
 
 
-def look_up(axis: Axis, ids: Tensor, weight: Tensor, layout: Layout, padding_idx: int | None) -> Tensor:
-    """The rows ``[..., hidden]``, whole on every rank, that ``ids`` name in a table of which each rank has a part.
+def vocab_parallel_embedding(
+    axis: Axis, ids: Tensor, weight: Tensor, layout: Layout, padding_idx: int | None
+) -> Tensor:
+    """Look up ``ids`` in a sharded embedding; returns ``[..., hidden]``, replicated.
 
     Args:
         weight: this rank's rows, ``[local_vocab, hidden]``.
         layout: which rows those are.
-        padding_idx: among this rank's rows, the one that gets no gradient.
+        padding_idx: the local row that gets no gradient.
+
+    Raises:
+        IndexError: an id is outside the vocabulary.
     """
     ((start, stop),) = layout.ranges[axis.rank]
     elsewhere = ((ids >= 0) & (ids < start)) | ((ids >= stop) & (ids < layout.shape[0]))
-    # An id outside the vocabulary stays out of range, so that the lookup refuses it as it would undivided.
+    # An id outside the vocabulary stays out of range, so that the lookup raises as it does without sharding.
     rows = F.embedding((ids - start).masked_fill(elsewhere, 0), weight, padding_idx)
     return reduce_from(axis, rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
 class VocabParallelHead(nn.Linear):
-    """A language-model head with its words divided. Input ``[..., hidden]`` whole, output `VocabParallelLogits`."""
+    """A language-model head with a sharded vocabulary. Input ``[..., hidden]`` is replicated.
+
+    Returns `VocabParallelLogits`.
+    """
 
     tp: Axis
     layouts: dict[str, Layout]
     product: ClassVar[Callable[..., Tensor]] = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        local, words = self.product(copy_to(self.tp, x), self.weight, self.bias), self.layouts["weight"]
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # decoding: all of them will be looked at
-            return gather_from(self.tp, local, -1, [stop - start for ((start, stop),) in words.ranges])
-        return VocabParallelLogits.wrap(local, self.tp, words)
+        local, vocab = self.product(copy_to(self.tp, x), self.weight, self.bias), self.layouts["weight"]
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # decoding reads all logits anyway
+            return gather_from(self.tp, local, -1, [stop - start for ((start, stop),) in vocab.ranges])
+        return VocabParallelLogits.from_local(local, self.tp, vocab)
 
 
 class ShardedLogits(Tensor):
-    """Logits ``[..., vocab]`` that a rank has no memory of, made of what it holds, ``[..., something else]``."""
+    """A tensor that stands for full logits ``[..., vocab]`` but stores something else, ``[..., n]``, on each rank.
+
+    Attributes:
+        tp: the axis over which the vocabulary is sharded.
+        vocab: how it is sharded: the layout of the head's weight.
+    """
 
     tp: Axis
-    words: Layout
+    vocab: Layout
 
     @property
     def vocab_size(self) -> int:
-        return self.words.shape[0]
+        return self.vocab.shape[0]
 
-    def held(self) -> Tensor:
-        """What this rank holds, as a plain tensor."""
+    def local(self) -> Tensor:
+        """What this rank stores, as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
 
 class VocabParallelLogits(ShardedLogits):
-    """Logits ``[..., vocab]`` of which each rank holds ``[..., local_vocab]``, until someone needs them all.
+    """Logits ``[..., vocab]`` of which each rank stores its shard ``[..., local_vocab]`` until all are needed.
 
-    transformers' own forward computes the loss from them: ``cross_entropy`` is computed in place, divided; operations
-    that treat all words alike stay divided; anything else first gathers the full logits. So every head works, and only
-    what has to travels.
+    transformers' own forward computes the loss from them. ``cross_entropy`` works on the shards, elementwise operations
+    keep the logits sharded, and every other operation gathers the full logits first. So every head works, and
+    communication is limited to what an operation needs.
     """
 
     @classmethod
-    def wrap(cls, local: Tensor, tp: Axis, words: Layout) -> VocabParallelLogits:
-        """Declare ``local`` to be this rank's part, over ``tp``, of logits whose words ``words`` divides."""
+    def from_local(cls, local: Tensor, tp: Axis, vocab: Layout) -> VocabParallelLogits:
+        """Make logits from this rank's shard.
+
+        Args:
+            local: the shard, ``[..., local_vocab]``.
+            tp: the axis over which the vocabulary is sharded.
+            vocab: how it is sharded: the layout of the head's weight.
+        """
         logits = local.as_subclass(cls)
-        logits.tp, logits.words = tp, words
+        logits.tp, logits.vocab = tp, vocab
         return logits
 
     def full(self) -> Tensor:
         """The full logits, ``[..., vocab]``, as a plain tensor on every rank."""
-        return gather_from(self.tp, self.held(), -1, self._sizes())
+        return gather_from(self.tp, self.local(), -1, self._shard_sizes())
 
-    def _sizes(self) -> list[int]:
-        return [stop - start for ((start, stop),) in self.words.ranges]
+    def _shard_sizes(self) -> list[int]:
+        return [stop - start for ((start, stop),) in self.vocab.ranges]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.full().__deepcopy__(memo)
@@ -103,7 +122,7 @@ class VocabParallelLogits(ShardedLogits):
         kwargs = kwargs or {}
         logits = args[0] if args and isinstance(args[0], cls) else None
         if logits is not None:
-            if func in PASSED_ON:
+            if func in PLAIN_FUNCTIONS:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _HANDLERS:
@@ -111,27 +130,28 @@ class VocabParallelLogits(ShardedLogits):
                 if result is not NotImplemented:
                     return result
             if func in _ELEMENTWISE and not any(isinstance(arg, Tensor) and arg.dim() for arg in args[1:]):
-                return logits._like(func(logits.held(), *args[1:], **kwargs))
+                return logits._with_local(func(logits.local(), *args[1:], **kwargs))
         args, kwargs = tree_map(lambda arg: arg.full() if isinstance(arg, cls) else arg, (args, kwargs))
         version = args[0]._version if logits is not None else None
         result = func(*args, **kwargs)
-        if logits is not None and args[0]._version != version:  # it worked in place
-            logits.held().copy_(scatter_to(logits.tp, args[0], -1, logits._sizes()))
+        if logits is not None and args[0]._version != version:  # it modified the logits in place
+            logits.local().copy_(scatter_to(logits.tp, args[0], -1, logits._shard_sizes()))
             return logits if result is args[0] else result
         return result
 
-    def _like(self, local: Tensor) -> VocabParallelLogits:
-        return VocabParallelLogits.wrap(local, self.tp, self.words)
+    def _with_local(self, local: Tensor) -> VocabParallelLogits:
+        return VocabParallelLogits.from_local(local, self.tp, self.vocab)
 
-    def _losses(self, target: Tensor, words: VocabShard, reduction: str) -> Tensor:
-        return vocab_parallel_cross_entropy(self.held(), target, words)
+    def _losses(self, target: Tensor, shard: VocabShard, reduction: str) -> Tensor:
+        return vocab_parallel_cross_entropy(self.local(), target, shard)
 
 
-# These know of logits only that the tensor which they hold has all dimensions of theirs but the last, and a loss.
+# Functions for any `ShardedLogits`: they rely only on all dimensions but the last being those of the stored tensor,
+# and on `_losses`.
 
 
 def _shape(logits: Any) -> torch.Size:
-    return torch.Size((*logits.held().shape[:-1], logits.vocab_size))
+    return torch.Size((*logits.local().shape[:-1], logits.vocab_size))
 
 
 def _size(logits: Any, dim: int | None = None) -> Any:
@@ -142,19 +162,19 @@ def _view(logits: Any, *shape: Any) -> Any:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     if not sizes or sizes[-1] != logits.vocab_size or not all(isinstance(size, int) for size in sizes):
         return NotImplemented
-    held = logits.held()
-    return logits._like(held.reshape(*sizes[:-1], held.shape[-1]))
+    local = logits.local()
+    return logits._with_local(local.reshape(*sizes[:-1], local.shape[-1]))
 
 
 def _getitem(logits: Any, index: Any) -> Any:
-    """Indexing that leaves the words alone: ``[..., a:b, :]`` or fewer plain indices than dimensions."""
+    """Indexing that keeps the whole vocabulary: ``[..., a:b, :]`` or fewer plain indices than dimensions."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
         return NotImplemented
-    whole_words = Ellipsis not in parts and len(parts) < logits.held().dim()
-    if not whole_words and not (parts[0] is Ellipsis and len(parts) > 1 and parts[-1] == slice(None)):
+    keeps_vocab = Ellipsis not in parts and len(parts) < logits.local().dim()
+    if not keeps_vocab and not (parts[0] is Ellipsis and len(parts) > 1 and parts[-1] == slice(None)):
         return NotImplemented
-    return logits._like(logits.held()[index])
+    return logits._with_local(logits.local()[index])
 
 
 def _cross_entropy(
@@ -167,13 +187,13 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``F.cross_entropy`` of ``[N, vocab]`` logits and class indices; anything rarer is left to the full logits."""
+    """``F.cross_entropy`` of ``[N, vocab]`` logits and class indices; other cases gather the full logits."""
     plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
     if not plain or input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return NotImplemented
-    (local,) = input.words.ranges[input.tp.rank]
-    words = VocabShard(input.tp, local, input.vocab_size, ignore_index, label_smoothing)
-    losses = input._losses(target, words, reduction)
+    (local_range,) = input.vocab.ranges[input.tp.rank]
+    shard = VocabShard(input.tp, local_range, input.vocab_size, ignore_index, label_smoothing)
+    losses = input._losses(target, shard, reduction)
     if losses is NotImplemented:
         return NotImplemented
     if reduction != "none":
@@ -184,13 +204,14 @@ def _cross_entropy(
 
 
 def _add(logits: VocabParallelLogits, other: Any) -> Any:
-    """Adding a number to each word (the ``final_logits_bias`` of BART)."""
+    """Adding one number per entry of the vocabulary (``final_logits_bias`` of BART)."""
     if not isinstance(other, Tensor) or other.shape[-1:] != (logits.vocab_size,):
         return NotImplemented
-    return logits._like(logits.held() + scatter_to(logits.tp, other, -1, logits._sizes()))
+    return logits._with_local(logits.local() + scatter_to(logits.tp, other, -1, logits._shard_sizes()))
 
 
-COMMON: dict[Any, Callable[..., Any]] = {
+# Functions of any `ShardedLogits` that need no full logits; the handlers may return NotImplemented.
+SHARDED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.view: _view,
     Tensor.reshape: _view,
     Tensor.size: _size,
@@ -201,14 +222,16 @@ COMMON: dict[Any, Callable[..., Any]] = {
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.add: _add,
     Tensor.__add__: _add,
-    **COMMON,
+    **SHARDED_FUNCTIONS,
 }
+# Applied to the local shard.
 _ELEMENTWISE = {
     *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type),
     *(Tensor.contiguous, Tensor.clone, Tensor.detach, Tensor.neg, Tensor.tanh, torch.tanh),
     *(Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div),
 }
-PASSED_ON = {
+# Called on the tensor itself, as they do not depend on the size of the last dimension.
+PLAIN_FUNCTIONS = {
     *(Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, Tensor.register_hook, Tensor.get_device),
     Tensor.is_contiguous,
     *(

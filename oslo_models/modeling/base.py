@@ -22,7 +22,7 @@ from oslo_models.modeling.initialization import SeededByName, initialize_compute
 from oslo_models.modeling.parallelized import ParallelizedModel
 from oslo_models.modeling.training import TrainableModel
 from oslo_models.pipeline.pipeline import Pipeline
-from oslo_models.pipeline.split import cut
+from oslo_models.pipeline.split import split_stage
 from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Entries, Plan
 
@@ -96,7 +96,9 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
             divide(self, plan, prefix, head, mesh, self.layouts)
         if mesh.pp.size > 1:
             pp = mesh.pp
-            self.stage = cut(self, plan, prefix, head, self.layouts, pp.rank, pp.size, blocks_per_stage, mesh.device)
+            self.stage = split_stage(
+                self, plan, prefix, head, self.layouts, pp.rank, pp.size, blocks_per_stage, mesh.device
+            )
             names = (name for name, _ in self.named_parameters(remove_duplicate=False))
             self.layouts = {name: self.layouts[self.stage.aliases.get(name, name)] for name in names}
 
@@ -108,7 +110,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         """
         if self.stage is not None:
             self.pipeline = Pipeline(self, self.stage, with_full_stage_outputs(type(self).forward.__wrapped__))
-            self.pipeline.spread_tied() if are_random else self.pipeline.check_tied()
+            self.pipeline.broadcast_tied() if are_random else self.pipeline.check_tied()
 
     def _prefix(self) -> str:
         """Where the base model that the plan speaks of sits in this one."""
@@ -210,7 +212,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
             super().initialize_weights()
             return
         tied = self.all_tied_weights_keys
-        root = self.stage.root if self.stage is not None else lambda name: tied.get(name, name)
+        root = self.stage.canonical_name if self.stage is not None else lambda name: tied.get(name, name)
         with SeededByName(self, self.layouts, self._init_seed, self.mesh.tp.rank, root):
             super().initialize_weights()
             self.initialize_constructed()

@@ -16,9 +16,9 @@ from oslo_models.checkpoint import CheckpointReader
 from oslo_models.config.arguments import Arguments, is_timeout, parse_dtype
 from oslo_models.config.sources import copy_of_config, open_source, read_generation_config
 from oslo_models.deploy import deploy
-from oslo_models.distributed.collectives import agree, broadcast_object, require_equal
 from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group, world_axis
+from oslo_models.distributed.object_exchange import agree, broadcast_object, require_equal
 from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.weight_mapping import open_with_mapping

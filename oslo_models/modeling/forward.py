@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from transformers.utils import ModelOutput
 
-from oslo_models.distributed.collectives import gather_from
-from oslo_models.distributed.grad_overflow import share_overflow
+from oslo_models.distributed.autograd_collectives import gather_from
+from oslo_models.distributed.grad_overflow import propagate_overflow_after_backward
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import synchronize
 from oslo_models.fusion.lazy_logits import LazyLogits
@@ -31,7 +31,7 @@ def with_full_outputs(forward: Any) -> Any:
     def resolving(model: ParallelModel, /, *args: Any, **kwargs: Any) -> Any:
         if model.mesh is not None:
             args, kwargs = _on_device(model.mesh.device, args, kwargs)
-            if not model._generates and not (model.pipeline and model.pipeline.runner.inside):
+            if not model._generates and not (model.pipeline and model.pipeline.runner.is_running):
                 model._compare(args, kwargs)
         if model.pipeline is not None:
             return model.pipeline(args, kwargs)
@@ -52,7 +52,7 @@ def with_full_outputs(forward: Any) -> Any:
         model._at("after forward")
         _note_backward(fields.values(), model._at)
         if fields.get("loss") is not None and model.mesh is not None:
-            share_overflow(fields["loss"], model.parameters, model.mesh.tp)
+            propagate_overflow_after_backward(fields["loss"], model.parameters, model.mesh.tp)
         # A tuple keeps the place of logits that are left out: what comes after them is found where it always is.
         return tuple(fields.values()) if as_tuple else type(output)(**fields)
 
@@ -106,9 +106,9 @@ def _of_all_blocks(stage: Stage, name: str, value: Any, wanted: bool | int | lis
         return type(value)(**{inner: _of_all_blocks(own, inner, each, wanted) for inner, each in value.items()})
     if not isinstance(value, tuple) or not name.endswith(("hidden_states", "attentions")):
         return value
-    if not stack.here:
+    if not stack.is_local:
         return None
-    full = (*[None] * stack.before, *value)
+    full = (*[None] * stack.blocks_before, *value)
     if isinstance(wanted, bool) or wanted is None or name.endswith("attentions"):
         return full
     chosen = {i % len(full) for i in ([wanted] if isinstance(wanted, int) else wanted) if -len(full) <= i < len(full)}

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from oslo_models import registry
-from oslo_models.distributed.collectives import gather_objects, require_equal
 from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.object_exchange import gather_objects, require_equal
 from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide

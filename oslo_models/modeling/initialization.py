@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oslo_models.distributed.rng import default_generator, mix
+from oslo_models.distributed.rng import default_generator, stable_hash
 from oslo_models.sharding.layout import Layout
 
 
@@ -57,7 +57,7 @@ class SeededByName(TorchDispatchMode):
         generator = default_generator(target.device)
         before = generator.get_state()
         try:
-            generator.manual_seed(mix(self._seed, name))
+            generator.manual_seed(stable_hash(self._seed, name))
             full = torch.empty(layout.shape, dtype=target.dtype, device=target.device)
             func(full, *args[1:], **kwargs)
         finally:
@@ -78,6 +78,6 @@ def initialize_computed(model: nn.Module, seed: int) -> None:
         origin = next(iter(computed["weight"].parameters(recurse=False)), None)
         if origin is None or getattr(origin, "_is_hf_initialized", False):  # of another stage; loaded
             continue
-        generator = torch.Generator(origin.device).manual_seed(mix(seed, f"{name}.weight"))
+        generator = torch.Generator(origin.device).manual_seed(stable_hash(seed, f"{name}.weight"))
         weight = torch.empty_like(module.weight)
         module.weight = nn.init.kaiming_uniform_(weight, a=sqrt(5), generator=generator)

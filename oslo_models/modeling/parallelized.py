@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from oslo_models.checkpoint import LazySlice
-from oslo_models.distributed.collectives import agree
 from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.saving import SavableModel
 from oslo_models.modeling.weight_mapping import open_with_mapping
 

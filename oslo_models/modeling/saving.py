@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models import checkpoint
-from oslo_models.distributed.collectives import agree, require_equal
 from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
 
@@ -86,7 +86,7 @@ class SavableModel(PreTrainedModel):
             layouts,
             mesh,
             merging=merging,
-            tied=dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied),
+            tied=dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied_names),
             files=self._write_config if save_config else None,
             metadata={"model_type": self.config.model_type, "architectures": [type(self).__name__]},
             safe_serialization=safe_serialization,
@@ -107,7 +107,7 @@ class SavableModel(PreTrainedModel):
 
     def full_config(self) -> PreTrainedConfig:
         """The configuration of the full model; on a pipeline stage, ``self.config`` counts fewer layers."""
-        changed = {} if self.stage is None else self.stage.config
+        changed = {} if self.stage is None else self.stage.full_config
         return type(self.config).from_dict({**self.config.to_dict(), **changed})
 
     def _write_config(self, directory: Path) -> None:

@@ -109,7 +109,7 @@ class TrainableModel(PreTrainedModel):
         """
         assert self.mesh is not None
         for name, param in self.named_parameters():
-            counts = self.stage is None or self.stage.counts(name)
+            counts = self.stage is None or self.stage.is_first_holder(name)
             param.ds_pipe_replicated = not counts
             param.model_parallel = counts and bool(self.layouts[name].owned(self.mesh.tp.rank))
 
@@ -117,7 +117,7 @@ class TrainableModel(PreTrainedModel):
         """The parts of a gradient that this rank counts when norms are summed over all ranks: each element once."""
         if self.mesh is None:
             return [grad]
-        if self.stage is not None and not self.stage.counts(name):
+        if self.stage is not None and not self.stage.is_first_holder(name):
             return []
         layout, rank = self.layouts[name], self.mesh.tp.rank
         if isinstance(grad, DTensor):

@@ -16,8 +16,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from oslo_models import checkpoint
-from oslo_models.distributed.collectives import agree
 from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of
 from oslo_models.sharding.layout import EvenSplit, Layout
 

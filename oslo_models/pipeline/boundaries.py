@@ -1,4 +1,4 @@
-"""Puts placeholders where an embedding, a dropout, a norm or a head of a model belongs to other pipeline stages."""
+"""Replaces the embeddings, dropouts, norms and heads that belong to other pipeline stages by placeholders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from oslo_models.pipeline.placeholders import BoundaryDropout, Output, Placeholder, placeholder, without_memory
+from oslo_models.pipeline.placeholders import BoundaryDropout, Output, Placeholder, placeholder, zeros_without_memory
 from oslo_models.pipeline.stage import Stage, stack_of
 from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, ReplicatedEmbedding, VocabParallel
 
@@ -16,20 +16,24 @@ from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, Replicate
 def place_boundaries(
     model: nn.Module, plan: Plan, prefix: str, head: Entries, stage: Stage, device: torch.device
 ) -> None:
-    """Put placeholders where an embedding, a dropout, a norm or a head belongs to other stages.
+    """Replace the embeddings, dropouts, norms and heads of other stages by placeholders.
+
+    Sets the `Stack.receiver` of the stacks of ``stage``.
 
     Args:
-        device: that of the stage.
+        prefix: what precedes the base model's names in the model.
+        head: the entries of the model's head.
+        device: the device of the stage.
     """
     for key, entry in plan.embed.items():
         stack = stack_of(key, prefix, stage.stacks, 0)
         if stage.index == stack.first:
             continue
-        output = _output(entry, _find(model, prefix + key), of_words=stack.positions is None)
-        made = _replace(model, prefix + key, device, output)
-        own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
-        if own and made is not None and output is Output.ZEROS:  # of several, the last, whose output the blocks get
-            stack.received = made
+        output = _output(entry, _find(model, prefix + key), embeds_tokens=stack.positions is None)
+        replacement = _replace(model, prefix + key, device, output)
+        is_stacks_own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
+        if is_stacks_own and replacement is not None and output is Output.ZEROS:
+            stack.receiver = replacement  # of several, the last: its output is the input of the blocks
     for key, value in plan.neutral.items():
         if stage.index != stack_of(key, prefix, stage.stacks, 0).first:
             owner, _, name = (prefix + key).rpartition(".")
@@ -44,44 +48,46 @@ def place_boundaries(
         if dropout is None:
             continue
         assert isinstance(dropout, nn.Dropout)
-        ends = BoundaryDropout(dropout.p, stage.index == stack.first, stage.index == stack.last)
-        model.set_submodule(prefix + key, ends)
-    after = [prefix + key for key in plan.head if stage.index != stack_of(key, prefix, stage.stacks, -1).last]
-    for key in (*after, *(head if not stage.is_last else ())):
+        boundary = BoundaryDropout(dropout.p, stage.index == stack.first, stage.index == stack.last)
+        model.set_submodule(prefix + key, boundary)
+    after_blocks = [prefix + key for key in plan.head if stage.index != stack_of(key, prefix, stage.stacks, -1).last]
+    for key in (*after_blocks, *(head if not stage.is_last else ())):
         _replace(model, key, device, Output.INPUT)
 
 
-def _output(entry: Replicated, module: nn.Module | None, of_words: bool) -> Output:
-    """What a placeholder before the blocks returns, for a stack that embeds words, or an image or a sound."""
-    if isinstance(entry, Norm) or (of_words and isinstance(module, nn.Linear)):
+def _output(entry: Replicated, module: nn.Module | None, embeds_tokens: bool) -> Output:
+    """What the placeholder of a module before the blocks returns."""
+    if isinstance(entry, Norm) or (embeds_tokens and isinstance(module, nn.Linear)):
         return Output.INPUT
-    return Output.ADDEND if of_words and not isinstance(entry, (VocabParallel, ReplicatedEmbedding)) else Output.ZEROS
+    return (
+        Output.ADDEND if embeds_tokens and not isinstance(entry, (VocabParallel, ReplicatedEmbedding)) else Output.ZEROS
+    )
 
 
 def _with_argument(
     name: str, value: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with one of them, which the call names, replaced."""
+    """A pre-forward hook that sets a keyword argument."""
     return args, {**kwargs, name: value}
 
 
 def _replace(model: nn.Module, path: str, device: torch.device, output: Output) -> Placeholder | None:
-    """Let a module, a parameter or a buffer be one of another stage; what is optional may be missing.
+    """Replace a module, a parameter or a buffer by a placeholder, if it exists: some entries are optional.
 
     Returns:
-        What takes the place of a module.
+        The placeholder of a module; ``None`` for a parameter or a buffer.
     """
     module = _find(model, path)
     if module is not None:
-        made = placeholder(module, device, output)
-        model.set_submodule(path, made)
-        return made
+        replacement = placeholder(module, device, output)
+        model.set_submodule(path, replacement)
+        return replacement
     owner, _, leaf = path.rpartition(".")
-    around = _find(model, owner)
-    for tensors in () if around is None else (around._parameters, around._buffers):
+    parent = _find(model, owner)
+    for tensors in () if parent is None else (parent._parameters, parent._buffers):
         tensor = tensors.pop(leaf, None)
         if tensor is not None:
-            setattr(around, leaf, without_memory(tensor.shape, tensor.dtype, device))
+            setattr(parent, leaf, zeros_without_memory(tensor.shape, tensor.dtype, device))
     return None
 
 

@@ -1,7 +1,7 @@
-"""What a pipeline and a DeepSpeed engine have to agree on: when the gradients of a batch are complete.
+"""Makes a DeepSpeed engine reduce gradients only when the pipeline has completed them.
 
-An engine sums gradients over the replicas in each ``engine.backward``. In a loop over micro-batches they are complete
-with the last one only, and those of parameters that several stages hold not before the stages have added them up.
+The engine reduces gradients over the replicas in every ``engine.backward``. In a loop over micro-batches they are
+complete only after the last one, and those of tied weights only after they are summed over the stages.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from typing import Any
 from torch import nn
 
 
-class Engine:
-    """The DeepSpeed engine around the model of one pipeline.
+class DeepSpeedAdapter:
+    """Tells the DeepSpeed engine that wraps a pipeline's model when gradients are complete.
 
     Args:
         engine: a ``deepspeed.DeepSpeedEngine``.
 
     Raises:
-        ValueError: its configuration does not go together with stages.
+        ValueError: its configuration does not work with pipeline stages.
     """
 
     def __init__(self, engine: Any) -> None:
         _check(engine)
         self._engine = engine
-        # With "managed_gradient_accumulation": false nothing is summed before `engine.step`.
+        # With "managed_gradient_accumulation": false nothing is reduced before `engine.step`.
         self._is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
-        # What the user said of the boundary; usually nothing, and the engine counts its steps.
+        # What the user has set as the boundary; usually nothing, and the engine counts its steps.
         self._boundary = engine._is_gradient_accumulation_boundary
 
     @classmethod
-    def around(cls, model: nn.Module) -> Engine | None:
-        """The engine that wraps the model, found by the hook that it registered there, or ``None``.
+    def find(cls, model: nn.Module) -> DeepSpeedAdapter | None:
+        """Find the engine that wraps the model by the hook that it registered there; ``None`` if there is none.
 
         Raises:
-            ValueError: the configuration of the engine does not go together with stages.
-            RuntimeError: ZeRO has the parameters of the model, but there is no such hook.
+            ValueError: the configuration of the engine does not work with pipeline stages.
+            RuntimeError: ZeRO manages the parameters of the model, but there is no such hook.
         """
         for hook in reversed(model._forward_pre_hooks.values()):
             for cell in getattr(hook, "__closure__", None) or ():
-                found = _content(cell)
-                if getattr(found, "module", None) is model and hasattr(found, "zero_optimization_stage"):
-                    return cls(found)
+                content = _content(cell)
+                if getattr(content, "module", None) is model and hasattr(content, "zero_optimization_stage"):
+                    return cls(content)
         marks = ("_hp_mapping", "ds_id")  # of ZeRO stage 1 and 2, and of stage 3
         if any(getattr(param, mark, None) is not None for param in model.parameters() for mark in marks):
             raise RuntimeError(
@@ -53,41 +53,42 @@ class Engine:
             )
         return None
 
-    def wait_for_last(self, is_last: bool) -> None:
-        """Let the engine put off what it does with complete gradients until the last micro-batch."""
+    def set_boundary(self, is_last: bool) -> None:
+        """Tell the engine whether the next backward is the one that completes the gradients."""
         if self._is_managed:
             self._engine.set_gradient_accumulation_boundary(self._boundary if is_last else False)
 
 
 def _check(engine: Any) -> None:
-    """Raise ``ValueError`` for settings that would lose gradients, or fail deep inside."""
+    """Raise ``ValueError`` for settings with which gradients would be lost or DeepSpeed would fail."""
     stage, (dtype, accumulated) = int(engine.zero_optimization_stage()), engine.get_data_types()
-    refused = {
+    unsupported = {
         f"ZeRO stage {stage}": (
             stage >= 2,
-            "ZeRO stage 2 and 3 give gradients away after every micro-batch, before those of the batch are complete "
-            'and added up over the stages; set "zero_optimization": {"stage": 1} or 0, or pipeline_parallel_size=1',
+            "ZeRO stage 2 and 3 reduce and free gradients after every micro-batch, before those of the batch are "
+            'complete and summed over the stages; set "zero_optimization": {"stage": 1} or 0, or '
+            "pipeline_parallel_size=1",
         ),
         "overlap_comm": (
             stage == 1 and engine.zero_overlap_comm(),
-            'gradients would be reduced before they are added up over the stages; set "overlap_comm": false',
+            'gradients would be reduced before they are summed over the stages; set "overlap_comm": false',
         ),
         "grad_accum_dtype": (
             dtype != accumulated,
-            f"the optimizer would take gradients of {dtype} away to add them up as {accumulated}, before the stages "
-            'have added them up; leave it out of "data_types"',
+            f"the optimizer would move gradients of {dtype} into buffers of {accumulated} before they are summed over "
+            'the stages; leave it out of "data_types"',
         ),
         "wall_clock_breakdown": (
             engine.wall_clock_breakdown(),
-            "the engine's timers know one forward for each backward; set it to false",
+            "the engine's timers expect one forward for each backward; set it to false",
         ),
     }
-    for setting, (applies, reason) in refused.items():
+    for setting, (applies, reason) in unsupported.items():
         if applies:
             raise ValueError(f"{setting} of DeepSpeed cannot be used with pipeline parallelism: {reason}")
 
 
 def _content(cell: CellType) -> Any:
-    with suppress(ValueError):  # it is empty
+    with suppress(ValueError):  # an empty cell
         return cell.cell_contents
     return None

@@ -1,4 +1,4 @@
-"""`Pipeline`: what a call of a model does when the model is divided into stages."""
+"""`Pipeline`: what a call of a model does when it is split into stages, in training and in generation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
-from oslo_models.distributed.collectives import broadcast, gather_objects, receive, send
+from oslo_models.distributed.collectives import broadcast, receive, send
 from oslo_models.distributed.mesh import Axis
-from oslo_models.pipeline.deepspeed import Engine
+from oslo_models.distributed.object_exchange import gather_objects
+from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, asks_for_loss
 from oslo_models.pipeline.schedule import Schedule
 from oslo_models.pipeline.stage import Stack, Stage
@@ -21,44 +22,47 @@ from oslo_models.pipeline.stage_runner import OtherStageError, StageRunner
 
 
 class Pipeline:
-    """The pipeline of one model, on one stage.
+    """The pipeline of one model, as seen by one stage.
 
     Args:
-        model: this stage's part.
-        stage: which part that is.
-        forward: transformers' forward of the model's class, its outputs resolved.
+        model: this stage of the model.
+        stage: describes it.
+        forward: the forward of the model's class, with outputs resolved.
     """
 
     def __init__(self, model: Any, stage: Stage, forward: Callable[..., Any]) -> None:
         self.model, self.stage, self.mesh = model, stage, model.mesh
         self.runner = StageRunner(model, stage, forward)
         self._signature = inspect.signature(forward)
-        # Every rank makes every group.
-        self._shared = {name: self.mesh.stages(stages) for name, stages in sorted(stage.shared.items())}
+        # Every rank has to take part in the creation of every group.
+        self._shared_axes = {name: self.mesh.stages(stages) for name, stages in sorted(stage.shared_parameters.items())}
 
-    def tied(self) -> list[tuple[nn.Parameter, Axis]]:
-        """Each parameter here that other stages hold too, as it is now (FSDP replaces parameters), and those stages."""
-        parameters = {self.stage.root(name): param for name, param in self.model.named_parameters()}
-        here = parameters.keys() - self.stage.fixed
-        return [(parameters[name], axis) for name, axis in self._shared.items() if name in here]
+    def tied_parameters(self) -> list[tuple[nn.Parameter, Axis]]:
+        """Each local parameter that other stages hold too, and the axis of those stages.
+
+        Parameters are looked up in every call, since FSDP replaces them.
+        """
+        parameters = {self.stage.canonical_name(name): param for name, param in self.model.named_parameters()}
+        trained = parameters.keys() - self.stage.frozen
+        return [(parameters[name], axis) for name, axis in self._shared_axes.items() if name in trained]
 
     @torch.no_grad()
-    def spread_tied(self) -> None:
-        """Give random weights that several stages hold the values of the first of them; a collective of all stages."""
-        for param, axis in self.tied():
+    def broadcast_tied(self) -> None:
+        """Overwrite randomly initialized tied weights with those of the first stage that holds them. A collective."""
+        for param, axis in self.tied_parameters():
             broadcast(axis, param.data)
 
     @torch.no_grad()
     def check_tied(self) -> None:
-        """Make sure that what several stages hold has the same values on all of them; a collective of all stages.
+        """Check that tied weights have the same values on all stages that hold them. A collective.
 
         Raises:
-            ValueError: it has not, on every rank. A checkpoint may hold other values under each name of tied weights;
-                transformers then unties them in one process, which stages that share a gradient cannot.
+            ValueError: on every rank, if they differ. A checkpoint may have different values under the names of tied
+                weights. Transformers then unties them, which is not possible for stages that sum their gradients.
         """
         names = {id(param): name for name, param in self.model.named_parameters()}
-        differing = []
-        for param, axis in self.tied():
+        differing: list[str] = []
+        for param, axis in self.tied_parameters():
             first = broadcast(axis, param.data.clone())
             if not bool(((first == param.data) | first.isnan()).all()):
                 name = names[id(param)]
@@ -72,14 +76,14 @@ class Pipeline:
             )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A loop over micro-batches; inside ``generate``, one output; inside either, the forward of the stage."""
-        if self.runner.inside:
+        """Return a loop over micro-batches; within ``generate``, one output; within the loop, run one micro-batch."""
+        if self.runner.is_running:
             return self.runner.forward(kwargs)
         bound = self._signature.bind(self.model, *args, **kwargs).arguments
         batch = {**bound, **bound.get("kwargs", {})}
         batch.pop("self"), batch.pop("kwargs", None)
         if self.model._generates:
-            return self._step(batch)
+            return self._generation_step(batch)
         if self.runner.abandoned:
             self.runner.abandoned = False
             raise RuntimeError(
@@ -87,31 +91,35 @@ class Pipeline:
                 "use: set them to zero and go on with another batch"
             )
         if "use_cache" in self._signature.parameters:
-            batch.setdefault("use_cache", False)  # nobody could use one of this stage's blocks alone
+            batch.setdefault("use_cache", False)  # a cache of this stage's blocks alone is of no use
         self.mesh.world.at(f"beginning of the loop over micro-batches, stage {self.stage.index}", steps=1)
-        engine = Engine.around(self.model)
+        deepspeed = DeepSpeedAdapter.find(self.model)
         micro_batches = self._micro_batches(batch)
         name, loss = type(self.model).__name__, None
         has_loss = asks_for_loss(batch, self.model.loss_inputs)
         if has_loss and len(micro_batches) > 1:
             if not self.model.loss_is_mean:
                 raise ValueError(
-                    f"the loss of {name} is one of the whole batch, which micro-batches cannot share: "
+                    f"the loss of {name} depends on the whole batch, so micro-batches cannot compute it: "
                     f"call model.set_micro_batch_size({self.model.micro_batch_size * len(micro_batches)})"
                 )
             loss = GlobalMeanLoss(batch, name)
-        return self._loop(micro_batches, has_loss, loss, engine)
+        return self._loop(micro_batches, has_loss, loss, deepspeed)
 
     def _loop(
-        self, micro_batches: list[dict[str, Any]], has_loss: bool, loss: GlobalMeanLoss | None, engine: Engine | None
+        self,
+        micro_batches: list[dict[str, Any]],
+        has_loss: bool,
+        loss: GlobalMeanLoss | None,
+        deepspeed: DeepSpeedAdapter | None,
     ) -> Iterator[Any]:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # the call of the model gathered parameters; those for each micro-batch will again
-        yield from Schedule(self.runner, self.tied(), micro_batches, has_loss, loss, engine)
+                module.reshard()  # the call of the model has gathered parameters; each micro-batch gathers them again
+        yield from Schedule(self.runner, self.tied_parameters(), micro_batches, has_loss, loss, deepspeed)
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Cut everything that has a row per row of the batch; the rest goes to every micro-batch."""
+        """Split every tensor with one row per row of the batch; pass everything else to each micro-batch."""
         rows = next((x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim() > 1), None)
         size = self.model.micro_batch_size
         if rows is None or rows == 0:
@@ -123,9 +131,9 @@ class Pipeline:
             )
 
         def part(x: Any, i: int) -> Any:
-            cut = isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows
-            # Not a view: some models write into what they are given.
-            return x[i * size : (i + 1) * size].clone() if cut else x
+            is_batched = isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows
+            # Not a view: some models modify their inputs in place.
+            return x[i * size : (i + 1) * size].clone() if is_batched else x
 
         return [{name: part(x, i) for name, x in batch.items()} for i in range(rows // size)]
 
@@ -133,70 +141,76 @@ class Pipeline:
 
     @torch.no_grad()
     def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BaseModelOutput:
-        """What the encoder makes of the arguments of ``generate``, on every stage."""
-        name, known = self.model.main_input_name, inspect.signature(self.model.get_encoder().forward).parameters
+        """Run the encoder on the arguments of ``generate``; returns its output on every stage."""
+        name, accepted = self.model.main_input_name, inspect.signature(self.model.get_encoder().forward).parameters
         prompt = args[0] if args else kwargs.get(name, kwargs.get("inputs"))
-        given = {name: prompt, **{key: value for key, value in kwargs.items() if key in known}}
-        batch = {key: value for key, value in given.items() if value is not None}
+        arguments = {name: prompt, **{key: value for key, value in kwargs.items() if key in accepted}}
+        batch = {key: value for key, value in arguments.items() if value is not None}
         stack = self.stage.stacks[0]
         hidden = torch.empty(self.runner.shape(batch, 0), dtype=self.model.dtype, device=self.mesh.device)
-        made, failure = None, None
-        if stack.here:
-            arrived, failure = self._relay_in(stack, hidden)
+        result, failure = None, None
+        if stack.is_local:
+            arrived, failure = self._receive_hidden(stack, hidden)
             if failure is None:
-                made, failure = _attempt(lambda: self.runner.run_stack(0, batch, arrived))
-            self._relay_out(stack, hidden if made is None else made, failure)
-        hidden = self._share(hidden if made is None else made, stack.last, failure)
+                result, failure = _catch(lambda: self.runner.run_stack(0, batch, arrived))
+            self._send_hidden(stack, hidden if result is None else result, failure)
+        hidden = self._broadcast_from(hidden if result is None else result, stack.last, failure)
         return BaseModelOutput(last_hidden_state=hidden)
 
     @torch.no_grad()
-    def _step(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
-        """The logits of the last positions, on every stage; caches stay where the blocks are."""
+    def _generation_step(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
+        """Run one forward of generation; returns the logits of the last positions on every stage.
+
+        The cache stays on the stage of its blocks.
+        """
         number = len(self.stage.stacks) - 1
         stack = self.stage.stacks[number]
-        wanted = batch.get("logits_to_keep")
-        keep = wanted if isinstance(wanted, int) and wanted > 0 else 1
+        requested = batch.get("logits_to_keep")
+        keep = requested if isinstance(requested, int) and requested > 0 else 1
         past, failure = batch.get("past_key_values"), None
         rows, length, width = self.runner.shape(batch, number)
         config = self.model.config
         vocab = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
         logits = torch.empty(rows, min(keep, length), vocab, dtype=self.model.dtype, device=self.mesh.device)
-        if stack.here:
+        if stack.is_local:
             hidden = torch.empty(rows, length, width, dtype=self.model.dtype, device=self.mesh.device)
-            arrived, failure = self._relay_in(stack, hidden)
-            made: Any = None
+            arrived, failure = self._receive_hidden(stack, hidden)
+            result: Any = None
             if failure is None:
-                made, failure = _attempt(lambda: self.runner(batch, {} if arrived is None else {number: arrived}))
-            done: tuple[dict[int, Tensor], Any] = made or ({number: hidden}, None)
-            leaving, output = done
+                result, failure = _catch(lambda: self.runner(batch, {} if arrived is None else {number: arrived}))
+            outcome: tuple[dict[int, Tensor], Any] = result or ({number: hidden}, None)
+            outgoing, output = outcome
             past = output.get("past_key_values") if hasattr(output, "get") else past
-            if leaving:
-                self._relay_out(stack, leaving[number], failure)
+            if outgoing:
+                self._send_hidden(stack, outgoing[number], failure)
             if self.stage.is_last and output is not None:
                 logits = output.logits[:, -keep:]
-        return CausalLMOutputWithPast(logits=self._share(logits, self.stage.count - 1, failure), past_key_values=past)
+        return CausalLMOutputWithPast(
+            logits=self._broadcast_from(logits, self.stage.count - 1, failure), past_key_values=past
+        )
 
-    # Behind what travels comes one more number: whether a stage has raised. Then all do, and nobody waits in vain.
+    # Tensors are sent with one more element: whether a stage has raised. Then all stages raise, and none waits for it.
 
-    def _relay_in(self, stack: Stack, hidden: Tensor) -> tuple[Tensor | None, Exception | None]:
-        """What arrives from the stage before, shaped as ``hidden``; nothing where the stack begins."""
+    def _receive_hidden(self, stack: Stack, hidden: Tensor) -> tuple[Tensor | None, Exception | None]:
+        """Receive the hidden states of the stage before, shaped as ``hidden``; ``None`` if the stack begins here."""
         if self.stage.index == stack.first:
             return None, None
-        return _unmarked(receive(self.mesh.pp, _marked(hidden, None), self.stage.index - 1), hidden)
+        return _split_failure(receive(self.mesh.pp, _append_failure(hidden, None), self.stage.index - 1), hidden)
 
-    def _relay_out(self, stack: Stack, hidden: Tensor, failure: Exception | None) -> None:
+    def _send_hidden(self, stack: Stack, hidden: Tensor, failure: Exception | None) -> None:
+        """Send hidden states to the next stage, unless the stack ends here."""
         if self.stage.index < stack.last:
-            send(self.mesh.pp, _marked(hidden.to(self.model.dtype), failure), self.stage.index + 1)
+            send(self.mesh.pp, _append_failure(hidden.to(self.model.dtype), failure), self.stage.index + 1)
 
-    def _share(self, x: Tensor, src: int, failure: Exception | None) -> Tensor:
-        """What stage ``src`` has, on every stage.
+    def _broadcast_from(self, x: Tensor, src: int, failure: Exception | None) -> Tensor:
+        """Broadcast the tensor of stage ``src`` to every stage.
 
         Raises:
-            Exception: ``failure``, what this stage has raised.
-            OtherStageError: another has.
+            Exception: ``failure``, if this stage has raised.
+            OtherStageError: another stage has raised.
         """
-        x = x.to(self.model.dtype)  # autocast may have made it another
-        shared, others = _unmarked(broadcast(self.mesh.pp, _marked(x, failure), src=src), x)
+        x = x.to(self.model.dtype)  # autocast may have changed the dtype
+        shared, others = _split_failure(broadcast(self.mesh.pp, _append_failure(x, failure), src=src), x)
         if failure is not None:
             raise failure
         if others is not None:
@@ -204,18 +218,20 @@ class Pipeline:
         return shared
 
 
-def _attempt(run: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What ``run`` returns, or what it raises."""
+def _catch(run: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return what ``run`` returns, and the exception if it raises one."""
     try:
         return run(), None
-    except Exception as error:  # noqa: BLE001  it is raised once the other stages know
+    except Exception as error:  # noqa: BLE001  raised later, when the other stages know of it
         return None, error
 
 
-def _marked(x: Tensor, failure: Exception | None) -> Tensor:
+def _append_failure(x: Tensor, failure: Exception | None) -> Tensor:
+    """Flatten ``x`` and append whether there is a failure."""
     return torch.cat((x.flatten(), x.new_full((1,), float(failure is not None))))
 
 
-def _unmarked(marked: Tensor, like: Tensor) -> tuple[Tensor, Exception | None]:
+def _split_failure(marked: Tensor, like: Tensor) -> tuple[Tensor, Exception | None]:
+    """Undo `_append_failure` for a tensor with the shape of ``like``."""
     failed = OtherStageError("another stage of the pipeline raised while it generated") if marked[-1] else None
     return marked[:-1].view(like.shape), failed

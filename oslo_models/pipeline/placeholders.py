@@ -1,4 +1,4 @@
-"""Modules that take the place of those of other pipeline stages."""
+"""Placeholders: modules without parameters in place of the modules of other pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Output(Enum):
     """What a placeholder returns.
 
     Attributes:
-        ZEROS: zeros in the shapes of what the replaced module would return.
-        ADDEND: such zeros of width one, to add to hidden states that may be wider than what was embedded.
-        INPUT: its first argument.
+        ZEROS: zeros with the shapes of the replaced module's output.
+        ADDEND: such zeros of width one, which can be added to hidden states of any width.
+        INPUT: its first tensor argument.
     """
 
     ZEROS = auto()
@@ -31,12 +31,12 @@ class Output(Enum):
 
 
 class Placeholder(nn.Module):
-    """A module of another stage, as this stage sees it.
+    """Stands for a module of another stage.
 
     It has the class, the attributes and the submodules of the module that it replaces. Its weights have the same
-    shape, dtype and device, take no memory, are no parameters, and are left alone by initialization.
+    shape, dtype and device, but take no memory, are not parameters, and are skipped by initialization.
 
-    Its output is, once, the hidden states that arrived for it; otherwise what `Output` says.
+    Its output is the hidden states in ``arrived``, once after they are set, and otherwise as `Output` describes.
     """
 
     arrived: Tensor | None
@@ -46,81 +46,81 @@ class Placeholder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arrived, self.arrived = self.arrived, None
-        if arrived is not None:  # no leaf of the graph: its readers can share a copy of it, or work in place
-            return arrived.clone()
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if arrived is not None:
+            return arrived.clone()  # not a leaf: `copy_to` caches a copy on it, and readers may modify it in place
+        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if self._output is Output.INPUT:
-            return given
-        made = self._zeros(given, args, kwargs)
-        return made[..., :1] if self._output is Output.ADDEND else made
+            return x
+        zeros = self._zeros(x, args, kwargs)
+        return zeros[..., :1] if self._output is Output.ADDEND else zeros
 
-    def _zeros(self, given: Tensor | None, args: Any, kwargs: Any) -> Any:
-        """Zeros for each tensor that the replaced module returns; it runs on the meta device to find their shapes."""
-        device = self._anchor.device if given is None else given.device
+    def _zeros(self, x: Tensor | None, args: Any, kwargs: Any) -> Any:
+        """Zeros for each tensor that the replaced module returns; it runs on the meta device to find the shapes."""
+        device = self._any_weight.device if x is None else x.device
         module = self._replaced[0]
         if isinstance(module, nn.Embedding) and (
             isinstance(module, VocabParallelEmbedding) or type(module).forward is nn.Embedding.forward
         ):  # without the collectives of a sharded table
-            assert given is not None
-            return torch.zeros(*given.shape, module.embedding_dim, dtype=module.weight.dtype, device=device)
-        args, kwargs = tree_map_only(Tensor, lambda x: x.detach().to("meta"), (args, kwargs))
+            assert x is not None
+            return torch.zeros(*x.shape, module.embedding_dim, dtype=module.weight.dtype, device=device)
+        args, kwargs = tree_map_only(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
         with torch.no_grad():
-            made = module(*args, **kwargs)
-        return tree_map_only(Tensor, lambda x: torch.zeros(x.shape, dtype=x.dtype, device=device), made)
+            output = module(*args, **kwargs)
+        return tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device), output)
 
     def reset_parameters(self) -> None:
-        """There are none."""
+        """Do nothing: there are no parameters."""
 
     @property
-    def _anchor(self) -> Tensor:
+    def _any_weight(self) -> Tensor:
         return next((getattr(self, name) for name in self._weights), torch.empty(0))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Let the weights follow the model to another dtype or device."""
+        """Move the weights with the model to another dtype or device."""
         super()._apply(fn, recurse)
         for name in self._weights:
             weight = getattr(self, name)
             like = fn(weight.new_zeros(()))
-            setattr(self, name, without_memory(weight.shape, like.dtype, like.device))
+            setattr(self, name, zeros_without_memory(weight.shape, like.dtype, like.device))
             if like.dtype != weight.dtype:
                 self._replaced[0].to(like.dtype)
         return self
 
 
 def placeholder(module: nn.Module, device: torch.device, output: Output = Output.ZEROS) -> Placeholder:
-    """What takes the place of ``module``, whose parameters it leaves as they are.
+    """Make the placeholder of ``module``, which is not changed.
 
     Args:
-        device: that of the stage; ``module`` may still be without memory.
-        output: what it returns, unless hidden states have arrived for it.
+        device: the device of the stage; ``module`` may still be on the meta device.
+        output: what the placeholder returns unless hidden states have arrived for it.
     """
-    made: Any = nn.Module.__new__(_placeholder_class(type_before_parametrizations(module)))
-    own = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+    result: Any = nn.Module.__new__(_placeholder_class(type_before_parametrizations(module)))
+    attributes = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
     tensors: dict[str, Any] = {**module._parameters, **module._buffers}
     children = dict(module._modules)
-    if is_parametrized(module):  # what its weights are computed from is not here, so they are plain ones
+    if is_parametrized(module):  # replaced by plain weights: what they are computed from is on another stage
         computed: Any = children.pop("parametrizations")
         tensors |= {name: getattr(module, name) for name in computed}
     absent = {name: None for name, tensor in tensors.items() if tensor is None}
-    vars(made).update(own, _parameters=absent, _buffers={}, _modules={}, arrived=None, _output=output)
-    made._weights = [name for name in tensors if name not in absent]
-    for name in made._weights:
-        setattr(made, name, without_memory(tensors[name].shape, tensors[name].dtype, device))
+    vars(result).update(attributes, _parameters=absent, _buffers={}, _modules={}, arrived=None, _output=output)
+    result._weights = [name for name in tensors if name not in absent]
+    for name in result._weights:
+        setattr(result, name, zeros_without_memory(tensors[name].shape, tensors[name].dtype, device))
     for name, child in children.items():
-        made._modules[name] = None if child is None else placeholder(child, device)
-    made._replaced = (_on_meta(module),)
-    return made
+        result._modules[name] = None if child is None else placeholder(child, device)
+    result._replaced = (_on_meta(module),)
+    return result
 
 
-def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros that shares one element, and that transformers does not initialize."""
+def zeros_without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros expanded from a single element, marked so that transformers does not initialize them."""
     tensor = torch.zeros((), dtype=dtype, device=device).expand(shape)
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     return tensor
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module without memory."""
+    """A copy of a module on the meta device."""
     known = {id(tensor): tensor.detach().to("meta") for tensor in (*module.parameters(), *module.buffers())}
     for param in module.parameters():
         known[id(param)] = nn.Parameter(known[id(param)], requires_grad=False)
@@ -129,12 +129,12 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 @cache
 def _placeholder_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Initialization goes by classes and by their names, so both stay."""
+    """A subclass with the name of ``cls``: transformers' initialization looks at classes and at their names."""
     return type(cls.__name__, (Placeholder, cls), {"__module__": cls.__module__})
 
 
 class BoundaryDropout(nn.Dropout):
-    """A dropout that a stack applies twice, at its entry and at its exit, of which a stage may have only one."""
+    """A dropout that a stack applies at its entry and at its exit, of which a stage may have only one."""
 
     def __init__(self, p: float, at_entry: bool, at_exit: bool) -> None:
         super().__init__(p)

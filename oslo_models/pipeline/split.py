@@ -1,8 +1,8 @@
-"""Cuts a whole model (without memory) down to one stage, on which transformers' forward still runs unchanged.
+"""Reduces a full model on the meta device to one pipeline stage, on which transformers' forward runs unchanged.
 
-A later stage is called with the same batch as the first, so that it makes its own masks and positions. In place of its
-embedding it has a placeholder that hands out the hidden states received from the stage before; what would be added to
-the embedding adds zeros; norms and dropouts that belong to other stages pass on what they get.
+Every stage is called with the same batch and computes its own masks and positions. On later stages, a placeholder of
+the embedding outputs the hidden states received from the stage before, placeholders of what is added to the embedding
+return zeros, and norms and dropouts of other stages return their input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from oslo_models.sharding.layout import Layout, Range
 from oslo_models.sharding.plan import Entries, Plan, entry_of
 
 
-def cut(
+def split_stage(
     model: PreTrainedModel,
     plan: Plan,
     prefix: str,
@@ -33,12 +33,15 @@ def cut(
     blocks_per_stage: Sequence[int] | None = None,
     device: torch.device | None = None,
 ) -> Stage:
-    """Keep in ``model`` what stage ``index`` of ``count`` runs, and remove the rest.
+    """Keep the modules of ``model`` that stage ``index`` of ``count`` runs, and remove the others.
 
     Args:
-        layouts: those of the whole model; removed parameters stay in it.
-        blocks_per_stage: how many blocks each stage gets; by default they are divided by cost.
-        device: that of the stage, if ``model`` is not there yet.
+        plan: the plan of the architecture.
+        prefix: what precedes the base model's names in ``model``.
+        head: the entries of the model's head.
+        layouts: the layouts of the full model's parameters.
+        blocks_per_stage: the number of blocks of each stage; by default they are partitioned by cost.
+        device: the device of the stage, if ``model`` is not there yet.
 
     Raises:
         ValueError: there are more stages than blocks, or ``blocks_per_stage`` does not fit them.
@@ -47,71 +50,93 @@ def cut(
     blocks = [
         (stack, name) for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
     ]
+    _check_counts(type(model).__name__, plan, prefix, blocks, count, blocks_per_stage)
+    ranges = _block_ranges(layouts, prefix, head, blocks, count, blocks_per_stage)
+    stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
+    stacks = _stacks(plan, prefix, blocks, stage_of, index)
+    stage = Stage(index, count, stacks, ranges, tied_names=dict(model.all_tied_weights_keys))
+    holders = _holding_stages(plan, prefix, head, stacks, stage_of, layouts, model.all_tied_weights_keys)
+    stage.shared_parameters = {name: stages for name, stages in holders.items() if len(stages) > 1}
+    stage.frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    _copy_first_block_modules(model, plan, prefix, stage, stage_of)
+    for stack, name in blocks:
+        if stage_of[stack, name] != index:
+            del model.get_submodule(prefix + stack)._modules[name]
+    _renumber_layers(model, plan, prefix)
+    stage.full_config = _restrict_layer_types(model, ranges[index])
+    stage.returned = {prefix + key: width for key, width in plan.returned.items()}
+    place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
+    model.all_tied_weights_keys = _local_tied_keys(model, stage.tied_names)
+    return stage
+
+
+def _check_counts(
+    name: str,
+    plan: Plan,
+    prefix: str,
+    blocks: Sequence[tuple[str, str]],
+    count: int,
+    blocks_per_stage: Sequence[int] | None,
+) -> None:
+    """Raise ``ValueError`` if the stages do not fit the blocks of the model ``name``."""
     if count > len(blocks):
         raise ValueError(
-            f"pipeline_parallel_size={count} is more than the {len(blocks)} blocks of {type(model).__name__}; use 1 to "
-            f"{len(blocks)}"
+            f"pipeline_parallel_size={count} is more than the {len(blocks)} blocks of {name}; use 1 to {len(blocks)}"
         )
     if blocks_per_stage is not None and (len(blocks_per_stage) != count or sum(blocks_per_stage) != len(blocks)):
         numbers = " and ".join(f"{sum(stack == of for of, _ in blocks)} of {prefix}{stack}" for stack in plan.blocks)
-        name = type(model).__name__
         raise ValueError(
             f"blocks_per_stage={list(blocks_per_stage)} has {len(blocks_per_stage)} stages and {sum(blocks_per_stage)} "
             f"blocks; pipeline_parallel_size={count} and the {len(blocks)} blocks of {name} ({numbers}, "
             "in this order) are needed"
         )
-    ranges = _ranges(layouts, prefix, head, blocks, count, blocks_per_stage)
-    stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
+
+
+def _stacks(
+    plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], stage_of: Mapping[tuple[str, str], int], index: int
+) -> list[Stack]:
+    """The stacks of the model as stage ``index`` sees them."""
     stacks = []
     for stack in plan.blocks:
         stages = [stage_of[block] for block in blocks if block[0] == stack]
-        container = (prefix + _container(stack, plan)).rstrip(".")
+        module = (prefix + _stack_module(stack, plan)).rstrip(".")
         before = sum(stage < index for stage in stages)
         positions = plan.positions.get(stack)
         stacks.append(
-            Stack(container, prefix + stack, stages[0], stages[-1], index in stages, before, positions=positions)
+            Stack(module, prefix + stack, stages[0], stages[-1], index in stages, before, positions=positions)
         )
-    stage = Stage(index, count, stacks, ranges, tied=dict(model.all_tied_weights_keys))
-    owners = _owners(plan, prefix, head, stacks, stage_of, layouts, model.all_tied_weights_keys)
-    stage.shared = {name: stages for name, stages in owners.items() if len(stages) > 1}
-    stage.fixed = {name for name, param in model.named_parameters() if not param.requires_grad}
-    _carry(model, plan, prefix, stage, stage_of)
-    for stack, name in blocks:
-        if stage_of[stack, name] != index:
-            del model.get_submodule(prefix + stack)._modules[name]
-    _renumber(model, plan, prefix)
-    stage.config = _own_layer_types(model, ranges[index])
-    stage.returned = {prefix + key: width for key, width in plan.returned.items()}
-    place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
-    model.all_tied_weights_keys = _tied_here(model, stage.tied)
-    return stage
+    return stacks
 
 
-def _container(stack: str, plan: Plan) -> str:
-    """The module that does what belongs to a stack, or, where it is the only one, to all that the plan names."""
+def _stack_module(stack: str, plan: Plan) -> str:
+    """The path of the module that embeds, runs the blocks of a stack and applies the final norm.
+
+    That is the smallest module around the blocks that contains the stack's entries before the blocks. For a single
+    stack it contains the entries after the blocks, too; it may be the model itself (an empty path).
+    """
     owner, names = stack.rpartition(".")[0], (*plan.embed, *plan.head)
     parts = owner.split(".")
     around = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
     if len(plan.blocks) == 1:
         return next((path for path in reversed(around) if all(name.startswith(f"{path}.") for name in names)), "")
-    alone = [path for path in around if sum(name.startswith(f"{path}.") for name in plan.blocks) == 1] or [owner]
-    own = [name for name in plan.embed if name.startswith(f"{alone[0]}.")]
-    return next(path for path in reversed(alone) if all(name.startswith(f"{path}.") for name in own))
+    candidates = [path for path in around if sum(name.startswith(f"{path}.") for name in plan.blocks) == 1] or [owner]
+    embeddings = [name for name in plan.embed if name.startswith(f"{candidates[0]}.")]
+    return next(path for path in reversed(candidates) if all(name.startswith(f"{path}.") for name in embeddings))
 
 
-def _tied_here(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
-    """Which names here are other names of which, though what they are tied to may be on another stage."""
+def _local_tied_keys(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
+    """The tied weights among the parameters of this stage: from each further name to the first name here."""
     first: dict[str, str] = {}
-    here = {}
+    local = {}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for name in sorted(names, key=lambda name: name in tied):  # what others are tied to comes first
+    for name in sorted(names, key=lambda name: name in tied):  # canonical names come first
         source = first.setdefault(tied.get(name, name), name)
         if source != name:
-            here[name] = source
-    return here
+            local[name] = source
+    return local
 
 
-def _ranges(
+def _block_ranges(
     layouts: Mapping[str, Layout],
     prefix: str,
     head: Entries,
@@ -124,7 +149,7 @@ def _ranges(
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
     def cost(modules: Iterable[str]) -> float:
-        """How many parameters the modules have on all ranks together: ranks of the tp axis have to cut alike."""
+        """The number of parameters, unsharded: the ranks of the tp axis have to partition the blocks alike."""
         within = tuple(f"{module}." for module in modules)
         return float(sum(prod(layout.shape) for name, layout in layouts.items() if name.startswith(within)))
 
@@ -132,7 +157,7 @@ def _ranges(
     return partition(costs, count, after=cost(name for name in head if not name.endswith((".weight", ".bias"))))
 
 
-def _owners(
+def _holding_stages(
     plan: Plan,
     prefix: str,
     head: Entries,
@@ -141,11 +166,11 @@ def _owners(
     names: Iterable[str],
     tied: Mapping[str, str],
 ) -> dict[str, tuple[int, ...]]:
-    """For every parameter of the whole model, by the name that it is tied to, the stages that hold it."""
-    owners: dict[str, set[int]] = {}
+    """For every parameter of the full model, by its canonical name, the stages that hold it."""
+    holders: dict[str, set[int]] = {}
     for name in names:
-        owners.setdefault(tied.get(name, name), set()).update(_stages_of(name, plan, prefix, head, stacks, stage_of))
-    return {name: tuple(sorted(stages)) for name, stages in owners.items()}
+        holders.setdefault(tied.get(name, name), set()).update(_stages_of(name, plan, prefix, head, stacks, stage_of))
+    return {name: tuple(sorted(stages)) for name, stages in holders.items()}
 
 
 def _stages_of(
@@ -156,6 +181,7 @@ def _stages_of(
     stacks: Sequence[Stack],
     stage_of: Mapping[tuple[str, str], int],
 ) -> set[int]:
+    """The stages that hold the parameter ``name`` of the full model."""
     if entry_of(name, head):
         return {stacks[-1].last}
     for stack in plan.blocks:
@@ -172,8 +198,10 @@ def _stages_of(
     return {stack_of(entry_of(inner, plan.head) or inner, prefix, stacks, -1).last}
 
 
-def _carry(model: nn.Module, plan: Plan, prefix: str, stage: Stage, stage_of: Mapping[tuple[str, str], int]) -> None:
-    """Give the first block here what only the first block of the stack has and all blocks of a stage need."""
+def _copy_first_block_modules(
+    model: nn.Module, plan: Plan, prefix: str, stage: Stage, stage_of: Mapping[tuple[str, str], int]
+) -> None:
+    """Give the first block of this stage the modules that only the first block of its stack has, but all blocks use."""
     for stack in plan.blocks:
         names = [name for (other, name), owner in stage_of.items() if other == stack and owner == stage.index]
         for path in plan.carried:
@@ -183,7 +211,7 @@ def _carry(model: nn.Module, plan: Plan, prefix: str, stage: Stage, stage_of: Ma
             source = model.get_submodule(f"{prefix}{stack}.0.{owner}")
             target = model.get_submodule(f"{prefix}{stack}.{names[0]}.{owner}")
             setattr(target, leaf, getattr(source, leaf))
-            for attribute, value in vars(source).items():  # the flags that say that it is there
+            for attribute, value in vars(source).items():  # flags such as `has_relative_attention_bias`
                 if isinstance(value, bool):
                     setattr(target, attribute, value)
             for parameter, _ in getattr(source, leaf).named_parameters():
@@ -191,8 +219,8 @@ def _carry(model: nn.Module, plan: Plan, prefix: str, stage: Stage, stage_of: Ma
                 stage.aliases[local] = f"{prefix}{stack}.0.{path}.{parameter}"
 
 
-def _renumber(model: nn.Module, plan: Plan, prefix: str) -> None:
-    """Count layers from zero: a cache has one entry per block that is here."""
+def _renumber_layers(model: nn.Module, plan: Plan, prefix: str) -> None:
+    """Number the layers of this stage from zero: a cache has one entry per local block."""
     for stack in plan.blocks:
         for position, (name, block) in enumerate(model.get_submodule(prefix + stack).named_children()):
             for module in block.modules():
@@ -201,14 +229,14 @@ def _renumber(model: nn.Module, plan: Plan, prefix: str) -> None:
                         setattr(module, attribute, getattr(module, attribute) - int(name) + position)
 
 
-def _own_layer_types(model: PreTrainedModel, own: Range) -> dict[str, Any]:
-    """Let the configuration speak of the types of the blocks that are here, as their forward counts them from zero.
+def _restrict_layer_types(model: PreTrainedModel, local: Range) -> dict[str, Any]:
+    """Restrict ``config.layer_types`` to the local blocks, whose layer numbers now start at zero.
 
     Returns:
-        What it said before.
+        The changed values as they were before.
     """
-    whole = getattr(model.config, "layer_types", None)
-    if whole is None:
+    full = getattr(model.config, "layer_types", None)
+    if full is None:
         return {}
-    model.config.layer_types = list(whole[slice(*own)])
-    return {"layer_types": whole}
+    model.config.layer_types = list(full[slice(*local)])
+    return {"layer_types": full}

@@ -1,4 +1,4 @@
-"""What a pipeline stage is: which blocks it has, and what its parameters are called in the whole model. Data only."""
+"""Describes a pipeline stage: its blocks, and the names of its parameters in the full model. Data only."""
 
 from __future__ import annotations
 
@@ -16,39 +16,43 @@ class Stack:
     """One stack of blocks (an encoder, a decoder) as a stage sees it.
 
     Attributes:
-        name: the module that embeds, runs the blocks and normalises.
-        blocks: the list of its blocks.
-        first, last: the stages on which the stack begins and ends.
-        here: whether this stage runs some of its blocks.
-        before: how many of its blocks are on stages before this one.
-        received: what hands out the hidden states of the stage before, on stages after the first.
-        positions: see `Plan`; ``None`` where a stack embeds words.
+        name: the path of the module that embeds, runs the blocks and applies the final norm.
+        blocks: the path of its ``ModuleList`` of blocks.
+        first, last: the first and the last stage that run blocks of the stack.
+        is_local: whether this stage runs blocks of the stack.
+        blocks_before: the number of its blocks on earlier stages.
+        receiver: the placeholder of the embedding, which outputs the hidden states received from the stage before;
+            ``None`` on the first stage.
+        positions: see `Plan`; ``None`` for a stack that embeds tokens.
     """
 
     name: str
     blocks: str
     first: int
     last: int
-    here: bool
-    before: int = 0
-    received: Placeholder | None = None
+    is_local: bool
+    blocks_before: int = 0
+    receiver: Placeholder | None = None
     positions: Positions | None = None
 
 
 @dataclass
 class Stage:
-    """What one pipeline stage is.
+    """One pipeline stage.
+
+    A parameter of the full model may have several names if weights are tied. One of them is its canonical name.
 
     Attributes:
-        index, count: which stage of how many.
+        index: the number of the stage.
+        count: the number of stages.
         stacks: the stacks in the order in which a forward runs them.
-        ranges: for each stage the range of blocks, counted through all stacks.
-        aliases: names that a parameter has here and the one that it has in the whole model, where they differ.
-        shared: parameters that several stages hold: their name in the whole model, and those stages.
-        tied: names of the whole model that are other names of a parameter, and the name it is known by.
-        config: what the configuration of the whole model says where that of the stage says otherwise.
-        fixed: tables among the shared parameters, by the same names, that no gradient reaches.
-        returned: see `Plan`; by the names of the whole model.
+        ranges: for each stage its range of blocks, counted through all stacks.
+        aliases: for parameters whose name differs in the full model, from the name here to that in the full model.
+        shared_parameters: for parameters that several stages hold, from the canonical name to those stages.
+        tied_names: for tied weights, from each other name in the full model to the canonical name.
+        full_config: values of the full model's configuration that differ from those of this stage.
+        frozen: the canonical names of parameters that get no gradient.
+        returned: see `Plan`; with the names of the full model.
     """
 
     index: int
@@ -56,20 +60,20 @@ class Stage:
     stacks: list[Stack]
     ranges: tuple[Range, ...]
     aliases: dict[str, str] = field(default_factory=dict)
-    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    fixed: set[str] = field(default_factory=set)
+    shared_parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tied_names: dict[str, str] = field(default_factory=dict)
+    full_config: dict[str, Any] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
     returned: dict[str, int] = field(default_factory=dict)
 
-    def counts(self, name: str) -> bool:
-        """Whether this stage is the first of those that hold the parameter, so that it is the one to count it."""
-        return self.shared.get(self.root(name), (self.index,))[0] == self.index
+    def is_first_holder(self, name: str) -> bool:
+        """Whether this stage is the first that holds the parameter; sums over all parameters count it there only."""
+        return self.shared_parameters.get(self.canonical_name(name), (self.index,))[0] == self.index
 
-    def root(self, name: str) -> str:
-        """The name by which the whole model knows a parameter, that it is tied to if it is."""
-        whole = self.aliases.get(name, name)
-        return self.tied.get(whole, whole)
+    def canonical_name(self, name: str) -> str:
+        """The canonical name of the parameter that is called ``name`` on this stage."""
+        full_name = self.aliases.get(name, name)
+        return self.tied_names.get(full_name, full_name)
 
     @property
     def is_last(self) -> bool:
@@ -77,6 +81,10 @@ class Stage:
 
 
 def stack_of(entry: str, prefix: str, stacks: Sequence[Stack], default: int) -> Stack:
-    """The stack that an entry before or after the blocks belongs to."""
+    """The stack to which an entry before or after the blocks belongs.
+
+    Args:
+        default: the position of the stack if the name does not tell.
+    """
     named = [stack for stack in stacks if len(stacks) > 1 and (prefix + entry).startswith(f"{stack.name}.")]
     return named[0] if named else stacks[default]

@@ -1,4 +1,4 @@
-"""Runs one stage on one micro-batch: transformers' forward, fed with what was received, left where the stage ends."""
+"""Runs one stage on one micro-batch: transformers' forward on received hidden states, up to the stage's end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ EMBEDS = "inputs_embeds"
 
 
 class OtherStageError(RuntimeError):
-    """What a stage raises because another one has: that one's exception says why."""
+    """Raised on a stage because another stage has raised; the exception of that stage gives the reason."""
 
 
 class _StageEnd(Exception):
-    """Leaves a forward where the stage ends."""
+    """Raised to leave a forward where the stage ends; carries the output of the stage's last stack."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
@@ -29,77 +29,85 @@ class _StageEnd(Exception):
 
 
 class StageRunner:
-    """One stage of a model, as a function of a micro-batch and of the hidden states that arrive.
+    """One stage of a model, as a function of a micro-batch and of the received hidden states.
+
+    Each tensor that is sent between stages has a number: that of its stack for hidden states, and the numbers after
+    these for further outputs of the model (`Stage.returned`).
 
     Args:
-        model: the stage's part of the model.
+        model: this stage of the model.
         forward: transformers' forward of the model's class.
 
     Attributes:
-        abandoned: whether the last loop was left before its end.
-        inside: whether a call of the model is one for a micro-batch.
+        abandoned: whether the last loop over micro-batches was left before its end.
+        is_running: whether the current call of the model is for one micro-batch.
     """
 
     def __init__(self, model: Any, stage: Stage, forward: Callable[..., Any]) -> None:
         self.model, self.stage, self._forward = model, stage, forward
-        self._ends = [module for module in model.modules() if isinstance(module, BoundaryDropout)]
-        self.abandoned = self.inside = False
-        self._made: dict[int, Tensor] = {}
-        here = [i for i, stack in enumerate(stage.stacks) if stack.here]
-        for i in here:
+        self._boundary_dropouts = [module for module in model.modules() if isinstance(module, BoundaryDropout)]
+        self.abandoned = self.is_running = False
+        self._outputs: dict[int, Tensor] = {}
+        local = [i for i, stack in enumerate(stage.stacks) if stack.is_local]
+        for i in local:
             if stage.stacks[i].name:
-                leaves = i == here[-1] and not stage.is_last
-                # A partial of a method, so that in a copy of the model it is one of the copy of this runner.
-                model.get_submodule(stage.stacks[i].name).register_forward_hook(partial(self._watch, i, leaves))
+                ends_stage = i == local[-1] and not stage.is_last
+                # A partial of a method: when the model is copied, the hook refers to the copy of this runner.
+                model.get_submodule(stage.stacks[i].name).register_forward_hook(
+                    partial(self._record_stack, i, ends_stage)
+                )
         self._returned = dict(enumerate(stage.returned, len(stage.stacks)))
         if stage.index == 0:
             for number, path in self._returned.items():
-                model.get_submodule(path).register_forward_hook(partial(self._note, number))
+                model.get_submodule(path).register_forward_hook(partial(self._record_returned, number))
 
-    def _watch(self, stack: int, leaves: bool, module: nn.Module, args: Any, output: Any) -> None:
-        """A hook that notes what a stack made, and leaves the forward if the stage ends there."""
-        self._made[stack] = output[0]
-        if leaves:
+    def _record_stack(self, stack: int, ends_stage: bool, module: nn.Module, args: Any, output: Any) -> None:
+        """A hook that keeps the output of a stack, and leaves the forward if the stage ends there."""
+        self._outputs[stack] = output[0]
+        if ends_stage:
             raise _StageEnd(output)
 
-    def _note(self, number: int, module: nn.Module, args: Any, output: Tensor) -> None:
-        """A hook that notes what the model returns beside what its blocks make."""
-        self._made[number] = output
+    def _record_returned(self, number: int, module: nn.Module, args: Any, output: Tensor) -> None:
+        """A hook that keeps a further output of the model."""
+        self._outputs[number] = output
 
-    # What travels has a number: that of its stack, or, after these, what the model returns beside.
+    def incoming(self) -> list[int]:
+        """The numbers of the tensors received from the stage before, in the order in which they are sent."""
+        started = [i for i, stack in enumerate(self.stage.stacks) if stack.first < self.stage.index]
+        return [*started, *self._returned] if self.stage.index else []
 
-    def arriving(self) -> list[int]:
-        """Whose hidden states arrive from the stage before, in the order in which they travel."""
-        begun = [i for i, stack in enumerate(self.stage.stacks) if stack.first < self.stage.index]
-        return [*begun, *self._returned] if self.stage.index else []
-
-    def leaving(self) -> list[int]:
-        """Whose hidden states go on to the stage after."""
+    def outgoing(self) -> list[int]:
+        """The numbers of the tensors sent to the next stage, in this order."""
         if self.stage.is_last:
             return []
-        begun = [i for i, stack in enumerate(self.stage.stacks) if stack.first <= self.stage.index]
-        return [*begun, *self._returned]
+        started = [i for i, stack in enumerate(self.stage.stacks) if stack.first <= self.stage.index]
+        return [*started, *self._returned]
 
-    def shape(self, batch: Batch, stack: int) -> tuple[int, int, int]:
-        """``(rows, length, width)`` of what has the number ``stack``; every rank knows it from the batch."""
-        if stack in self._returned:
-            return (*self.shape(batch, 0)[:2], self.stage.returned[self._returned[stack]])
-        stack_of, hidden = self.stage.stacks[stack], self._width(self.stage.stacks[stack])
-        if stack_of.positions is not None:
-            return (*stack_of.positions(batch), hidden)
-        decoder = stack == len(self.stage.stacks) - 1 and len(self.stage.stacks) > 1
+    def shape(self, batch: Batch, number: int) -> tuple[int, int, int]:
+        """``(rows, length, width)`` of the tensor with this number; every rank can derive it from the batch."""
+        if number in self._returned:
+            return (*self.shape(batch, 0)[:2], self.stage.returned[self._returned[number]])
+        stack = self.stage.stacks[number]
+        width = self._width(stack)
+        if stack.positions is not None:
+            return (*stack.positions(batch), width)
+        is_decoder = number == len(self.stage.stacks) - 1 and len(self.stage.stacks) > 1
         labels = batch.get("labels")
-        tokens = labels is not None and labels.dim() > 1 and not labels.is_floating_point()
-        # Without tokens of its own, transformers makes those of a decoder from the labels, or from the encoder's.
-        names = ("decoder_input_ids", *(("labels",) if tokens else ()), "input_ids") if decoder else ("input_ids",)
-        embeds = batch.get("decoder_inputs_embeds" if decoder else "inputs_embeds")
+        has_token_labels = labels is not None and labels.dim() > 1 and not labels.is_floating_point()
+        # Without decoder_input_ids, transformers derives them from the labels or from the encoder's input_ids.
+        names = (
+            ("decoder_input_ids", *(("labels",) if has_token_labels else ()), "input_ids")
+            if is_decoder
+            else ("input_ids",)
+        )
+        embeds = batch.get("decoder_inputs_embeds" if is_decoder else "inputs_embeds")
         if embeds is not None:
-            return embeds[..., 0].numel() // embeds.shape[-2], embeds.shape[-2], hidden
+            return embeds[..., 0].numel() // embeds.shape[-2], embeds.shape[-2], width
         ids = next(batch[name] for name in names if batch.get(name) is not None)
-        return ids.numel() // ids.shape[-1], ids.shape[-1], hidden
+        return ids.numel() // ids.shape[-1], ids.shape[-1], width
 
     def _width(self, stack: Stack) -> int:
-        """The hidden size of the innermost model around the blocks that knows one."""
+        """The hidden size in the configuration of the innermost module around the blocks that has one."""
         path, found = stack.blocks, None
         while found is None:
             path = path.rpartition(".")[0]
@@ -110,11 +118,11 @@ class StageRunner:
         """Run the stage.
 
         Args:
-            arrived: for each number of `arriving` the hidden states.
+            arrived: the received tensors, by the numbers of `incoming`.
 
         Returns:
-            For each number of `leaving` the hidden states, and what the forward returned: the output of the model on
-            the last stage, elsewhere that of the stack in which the stage ends.
+            The tensors to send, by the numbers of `outgoing`, and the output of the forward: that of the model on the
+            last stage, on others that of the stack in which the stage ends.
         """
         batch = dict(batch)
         for i, hidden in arrived.items():
@@ -123,51 +131,51 @@ class StageRunner:
             elif self.stage.stacks[i].last < self.stage.index and self.model.config.is_encoder_decoder:
                 batch["encoder_outputs"] = (hidden,)
             else:
-                self._feed(i, batch, hidden)
-        for dropout in self._ends:
+                self._insert_hidden(i, batch, hidden)
+        for dropout in self._boundary_dropouts:
             dropout.calls = 0
-        made, output = self._through_hooks(batch) if isinstance(self.model, FSDPModule) else self.forward(batch)
-        known = {**arrived, **made}
-        return {i: known[i] for i in self.leaving() if i in known}, output
+        outputs, output = self._call_model(batch) if isinstance(self.model, FSDPModule) else self.forward(batch)
+        tensors = {**arrived, **outputs}
+        return {i: tensors[i] for i in self.outgoing() if i in tensors}, output
 
-    def _through_hooks(self, batch: dict[str, Any]) -> Any:
-        """`forward` by way of a call of the model, around which FSDP gathers parameters and gives them away."""
-        self.inside = True
+    def _call_model(self, batch: dict[str, Any]) -> Any:
+        """Run `forward` by calling the model, whose FSDP hooks gather and free the parameters around it."""
+        self.is_running = True
         try:
             return self.model(**batch)
         finally:
-            self.inside = False
+            self.is_running = False
 
     def forward(self, batch: dict[str, Any]) -> tuple[dict[int, Tensor], Any]:
-        """What the model's forward does for one micro-batch: the hidden states of each stack here, and the output."""
-        self._made = {}
+        """The model's forward for one micro-batch: returns the tensors by number, and the output."""
+        self._outputs = {}
         try:
             output = self._forward(self.model, **batch)
-        except _StageEnd as done:
-            output = done.output
-        made, self._made = self._made, {}
+        except _StageEnd as end:
+            output = end.output
+        outputs, self._outputs = self._outputs, {}
         if not self.stage.is_last and not self.stage.stacks[0].name:  # the model is its only stack
-            made[0] = output[0]
-        return {i: hidden.flatten(0, -3) for i, hidden in made.items()}, output
+            outputs[0] = output[0]
+        return {i: hidden.flatten(0, -3) for i, hidden in outputs.items()}, output
 
-    def _feed(self, stack: int, batch: dict[str, Any], hidden: Tensor) -> None:
-        """Put what arrived where the stack looks for its embedded tokens."""
+    def _insert_hidden(self, stack: int, batch: dict[str, Any], hidden: Tensor) -> None:
+        """Pass received hidden states to the stack in place of its embeddings."""
         embeds = f"decoder_{EMBEDS}" if stack == len(self.stage.stacks) - 1 > 0 else EMBEDS
-        received = self.stage.stacks[stack].received
+        receiver = self.stage.stacks[stack].receiver
         if batch.get(embeds) is not None:
             batch[embeds] = hidden
-        elif received is not None:
-            received.arrived = hidden
+        elif receiver is not None:
+            receiver.arrived = hidden
 
     def run_stack(self, stack: int, batch: dict[str, Any], arrived: Tensor | None) -> Tensor:
-        """Run one stack by itself (the encoder, before tokens are generated) and return its hidden states."""
+        """Run one stack alone (the encoder, before generation) and return its hidden states."""
         batch = dict(batch)
         if arrived is not None:
-            self._feed(stack, batch, arrived)
-        for dropout in self._ends:
+            self._insert_hidden(stack, batch, arrived)
+        for dropout in self._boundary_dropouts:
             dropout.calls = 0
         try:
             output = self.model.get_submodule(self.stage.stacks[stack].name)(**batch)
-        except _StageEnd as done:
-            output = done.output
+        except _StageEnd as end:
+            output = end.output
         return output[0]

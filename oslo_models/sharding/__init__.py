@@ -1,1 +1,1 @@
-"""How tensors are sharded over ranks: layouts and plans. Pure functions and data; no communication."""
+"""Sharding of tensors over ranks: layouts and plans. Pure functions and data, without communication."""

@@ -1,6 +1,6 @@
-"""How one full tensor divides over the ranks of an axis. Pure functions of shapes; nothing here communicates.
+"""How one tensor is sharded over the ranks of an axis. Pure functions of shapes, without communication.
 
-Placing the shards of all ranks into one tensor gives back what was sharded, bit for bit, for every layout.
+For every layout, writing the shards of all ranks into one tensor restores the full tensor bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Index = tuple[slice, ...]
 
 
 def even_ranges(count: int, n: int) -> tuple[Range, ...]:
-    """Cut ``count`` items into ``n`` runs whose sizes differ by at most one; the longer runs come first."""
+    """Split ``count`` items into ``n`` ranges whose sizes differ by at most one; the larger ranges come first."""
     size, extra = divmod(count, n)
     starts = [rank * size + min(rank, extra) for rank in range(n + 1)]
     return tuple(zip(starts[:-1], starts[1:], strict=True))
@@ -25,21 +25,21 @@ def even_ranges(count: int, n: int) -> tuple[Range, ...]:
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """A rule that cuts one dimension: ``count`` indivisible units of ``width`` elements each, shared out evenly."""
+    """Splits a dimension that consists of ``count`` indivisible units of ``width`` elements, as evenly as possible."""
 
     count: int
     width: int = 1
 
     def limit(self) -> int:
-        """The largest number of ranks over which the rule can divide."""
+        """The largest number of ranks that the dimension can be split over."""
         return self.count
 
     def extent(self) -> int:
-        """The size of the dimension that the rule divides, in elements."""
+        """The full size of the dimension, in elements."""
         return self.count * self.width
 
     def counts(self, n: int) -> tuple[Range, ...]:
-        """The range of units of each of ``n`` ranks. Ranges may overlap (replicated key-value heads)."""
+        """The range of units of each of ``n`` ranks. Ranges overlap where key-value heads are replicated."""
         return even_ranges(self.count, n)
 
     def ranges(self, n: int) -> tuple[Range, ...]:
@@ -47,22 +47,22 @@ class EvenSplit:
         return tuple((start * self.width, stop * self.width) for start, stop in self.counts(n))
 
     def local_count(self, n: int, rank: int) -> int:
-        """How many units ``rank`` holds."""
+        """The number of units on ``rank``."""
         start, stop = self.counts(n)[rank]
         return stop - start
 
     def local_extent(self, n: int, rank: int) -> int:
-        """How many elements ``rank`` holds."""
+        """The number of elements on ``rank``."""
         return self.local_count(n, rank) * self.width
 
 
 @dataclass(frozen=True)
 class GroupedHeads:
-    """Attention heads of which every ``query_heads / kv_heads`` share one key-value head (GQA; MQA with one).
+    """Splits the heads of grouped-query attention, where ``query_heads / kv_heads`` query heads share a key-value head.
 
-    With at least as many key-value heads as ranks, whole groups are shared out. With fewer, each key-value head goes to
-    several ranks, which share out the query heads of its group, so that on every rank the ratio of query to key-value
-    heads is a whole number, as attention implementations expect.
+    With at least as many key-value heads as ranks, each rank gets complete groups. With fewer, each key-value head is
+    replicated on several ranks, which split the query heads of its group among them. So the ratio of query to
+    key-value heads is an integer on every rank, as attention implementations expect.
 
     Source: Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models", 2023.
     """
@@ -73,24 +73,27 @@ class GroupedHeads:
 
     @property
     def group(self) -> int:
+        """The number of query heads that share one key-value head."""
         return self.query_heads // self.kv_heads
 
     @property
     def query(self) -> EvenSplit:
+        """The split of a query projection."""
         return _Heads(self.query_heads, self.head_dim, groups=self, kv=False)
 
     @property
     def key_value(self) -> EvenSplit:
+        """The split of a key or a value projection."""
         return _Heads(self.kv_heads, self.head_dim, groups=self, kv=True)
 
     @property
     def interleaved(self) -> tuple[EvenSplit, ...]:
-        """The rules of a matrix that holds, group by group, the query heads, then the key and the value head."""
-        rules: list[EvenSplit] = []
+        """The splits of a fused matrix that holds for each group its query heads, then its key and its value head."""
+        splits: list[EvenSplit] = []
         for group in range(self.kv_heads):
             query = _Heads(self.group, self.head_dim, groups=self, kv=False, first=group * self.group)
-            rules += [query, *[_Heads(1, self.head_dim, groups=self, kv=True, first=group)] * 2]
-        return tuple(rules)
+            splits += [query, *[_Heads(1, self.head_dim, groups=self, kv=True, first=group)] * 2]
+        return tuple(splits)
 
     def head_ranges(self, n: int) -> tuple[tuple[Range, Range], ...]:
         """For each rank the range of its query heads and the range of its key-value heads."""
@@ -111,7 +114,7 @@ class GroupedHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class _Heads(EvenSplit):
-    """Heads from ``first`` on, of queries or of keys and values; a rank that has none of them has an empty range."""
+    """Query heads, or key-value heads, from number ``first`` on; empty on ranks that hold none of them."""
 
     groups: GroupedHeads
     kv: bool
@@ -128,14 +131,13 @@ class _Heads(EvenSplit):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of one full tensor live.
+    """Which elements of a full tensor each rank holds.
 
     Attributes:
         shape: the full (global) shape.
-        dim: the dimension that is divided, or ``None`` when every rank holds the full tensor.
-        ranges: for each rank, the ranges of ``dim`` it holds, in the order in which its local tensor holds them.
-            Empty when ``dim`` is ``None``. More than one range per rank where a weight holds several matrices side by
-            side (fused query-key-value).
+        dim: the sharded dimension, or ``None`` if the tensor is replicated.
+        ranges: for each rank, the ranges of ``dim`` that it holds, in the order of its local tensor. Empty if ``dim``
+            is ``None``. A rank has several ranges where a weight concatenates several matrices (fused query-key-value).
     """
 
     shape: tuple[int, ...]
@@ -145,16 +147,23 @@ class Layout:
     def __post_init__(self) -> None:
         if self.dim is None:
             return
-        edge = 0
-        for start, stop in sorted(piece for own in self.ranges for piece in own):
-            if start <= edge:
-                edge = max(edge, stop)
-        if edge != self.shape[self.dim]:
+        covered = 0
+        for start, stop in sorted(interval for local in self.ranges for interval in local):
+            if start <= covered:
+                covered = max(covered, stop)
+        if covered != self.shape[self.dim]:
             raise ValueError(f"ranges {self.ranges} do not cover dimension {self.dim} of shape {self.shape}")
 
     @classmethod
     def divided(cls, shape: Sequence[int], dim: int, splits: Sequence[EvenSplit], n: int) -> Layout:
-        """Divide ``dim``, which holds the extents of ``splits`` one after the other, over ``n`` ranks."""
+        """Shard ``dim`` over ``n`` ranks.
+
+        Args:
+            splits: the splits of the matrices that are concatenated along ``dim``.
+
+        Raises:
+            ValueError: the extents of the splits do not add up to the size of ``dim``.
+        """
         shape = tuple(shape)
         extents = [split.extent() for split in splits]
         if sum(extents) != shape[dim]:
@@ -164,50 +173,51 @@ class Layout:
         for split, extent in zip(splits, extents, strict=True):
             per_split.append([(offset + start, offset + stop) for start, stop in split.ranges(n)])
             offset += extent
-        own = zip(*per_split, strict=True)
-        return cls(shape, dim, tuple(tuple(p for p in pieces if p[0] < p[1]) or pieces[:1] for pieces in own))
+        per_rank = zip(*per_split, strict=True)
+        return cls(shape, dim, tuple(tuple(r for r in local if r[0] < r[1]) or local[:1] for local in per_rank))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the local tensor of ``rank``."""
         if self.dim is None:
             return self.shape
         size = sum(stop - start for start, stop in self.ranges[rank])
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     def places(self, rank: int) -> Iterator[tuple[Index, Index]]:
-        """For each range of ``rank``: where its elements are in the full tensor, and where in the local one.
+        """For each range of ``rank``, its index in the full tensor and its index in the local tensor.
 
-        A tensor that is not divided is one range. The indices have a slice with both bounds for every dimension.
+        A replicated tensor is one range. An index has a slice with both bounds for every dimension.
         """
-        whole = tuple(slice(0, size) for size in self.shape)
+        everything = tuple(slice(0, size) for size in self.shape)
         if self.dim is None:
-            yield whole, whole
+            yield everything, everything
             return
-        before, after, offset = whole[: self.dim], whole[self.dim + 1 :], 0
+        before, after, offset = everything[: self.dim], everything[self.dim + 1 :], 0
         for start, stop in self.ranges[rank]:
             end = offset + stop - start
             yield (*before, slice(start, stop), *after), (*before, slice(offset, end), *after)
             offset = end
 
     def owned(self, rank: int) -> list[tuple[Index, Index]]:
-        """Those `places` of ``rank`` that no earlier rank has too: over all ranks, every element once."""
+        """Those `places` of ``rank`` that no earlier rank holds: over all ranks, every element appears once."""
         if self.dim is None:
             return [*self.places(rank)] if rank == 0 else []
-        earlier = {piece for own in self.ranges[:rank] for piece in own}
+        earlier = {interval for local in self.ranges[:rank] for interval in local}
         pairs = zip(self.ranges[rank], self.places(rank), strict=True)
-        return [place for piece, place in pairs if piece not in earlier]
+        return [place for interval, place in pairs if interval not in earlier]
 
     @property
     def overlaps(self) -> bool:
-        """Whether some element of a divided tensor lives on more than one rank."""
-        pieces = [piece for own in self.ranges for piece in own]
-        return len(set(pieces)) < len(pieces)
+        """Whether several ranks hold the same elements of a sharded tensor."""
+        intervals = [interval for local in self.ranges for interval in local]
+        return len(set(intervals)) < len(intervals)
 
     def shard(self, full: Tensor, rank: int) -> Tensor:
-        """The local part of ``full``."""
-        pieces = [full[there] for there, _ in self.places(rank)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dim or 0)
+        """The shard of ``rank``, cut out of the full tensor."""
+        parts = [full[index] for index, _ in self.places(rank)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim or 0)
 
     def place(self, full: Tensor, local: Tensor, rank: int) -> None:
-        """Write the part of one rank into ``full``."""
-        for there, here in self.places(rank):
-            full[there].copy_(local[here])
+        """Write the shard ``local`` of ``rank`` into ``full``."""
+        for full_index, local_index in self.places(rank):
+            full[full_index].copy_(local[local_index])

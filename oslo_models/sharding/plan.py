@@ -1,4 +1,4 @@
-"""What an architecture file states: which module is divided how. Data only; it knows nothing of ranks that talk."""
+"""The parallelization plan that each architecture states: how every module is sharded. Data only."""
 
 from __future__ import annotations
 
@@ -11,29 +11,34 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds the whole module, with all that is in it, and computes the same with it."""
+    """A module that every rank holds in full, with all its submodules; all ranks compute the same."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        """The layout over ``n`` ranks of the parameter ``leaf`` (its last name, such as ``"weight"``)."""
+        """The layout of a parameter over ``n`` ranks.
+
+        Args:
+            leaf: the last part of the parameter's name, such as ``"weight"``.
+            shape: its full shape.
+        """
         return Layout(shape)
 
     def limit(self) -> int | None:
-        """The largest number of ranks that the entry allows; ``None``: any."""
+        """The largest number of ranks that the module can be sharded over; ``None`` if there is no limit."""
         return None
 
 
 @dataclass(frozen=True)
 class Norm(Replicated):
-    """A normalisation. Replicated today; an entry of its own, so that sequence parallelism can divide it."""
+    """A normalization. Replicated; an entry of its own, so that sequence parallelism could shard it."""
 
 
 @dataclass(frozen=True)
 class HeadNorm(Norm):
-    """A normalisation inside a divided region, of what a rank holds there: of each of its heads by itself.
+    """A normalization of each attention head by itself, inside a sharded region.
 
     Args:
-        split: which rows of the weight go with which heads; without it, all heads share the whole weight, and its
-            gradient is summed over the ranks.
+        split: how the rows of the weight are split among the heads. Without it all heads share the full weight, whose
+            gradient is then summed over the ranks.
     """
 
     split: EvenSplit | None = None
@@ -44,15 +49,15 @@ class HeadNorm(Norm):
 
 @dataclass(frozen=True)
 class WidthNorm(HeadNorm):
-    """A root-mean-square normalisation over a width that is divided: the mean is taken over the ranks."""
+    """An RMS normalization over all features of a sharded activation: the mean square is taken over all ranks."""
 
 
 @dataclass(frozen=True)
 class HeadNorms(Norm):
-    """A list ``norms`` of a normalisation for each head, all of which every rank holds, though it applies its own.
+    """A module with a list ``norms`` of one normalization per head; ranks hold all and apply those of their heads.
 
     Args:
-        heads: which rank has which heads.
+        heads: how the heads are split.
     """
 
     heads: EvenSplit
@@ -60,12 +65,12 @@ class HeadNorms(Norm):
 
 @dataclass(frozen=True)
 class ColumnParallel(Replicated):
-    """Divide the outputs of a linear layer: ``y_local = x @ W_local``. Its input is whole on every rank.
+    """A linear layer with sharded outputs: ``y_local = x @ W_local``. Its input is replicated.
 
     Args:
-        splits: one rule per matrix that the weight holds side by side; none divides all outputs evenly, one by one.
-        parts: without splits, how many matrices of one size the weight holds side by side.
-        transposed: the weight is kept ``[in, out]`` (``Conv1D``) rather than ``[out, in]`` (``nn.Linear``).
+        splits: one for each matrix that the weight concatenates; without any, the output features are split evenly.
+        parts: without splits, the number of equally large matrices that the weight concatenates.
+        transposed: the weight is ``[in, out]`` (``Conv1D``) instead of ``[out, in]`` (``nn.Linear``).
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
@@ -80,31 +85,31 @@ class ColumnParallel(Replicated):
         object.__setattr__(self, "transposed", transposed)
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        return self._divided(shape, len(shape) - 1 if self.transposed else 0, n)
+        return self._sharded(shape, len(shape) - 1 if self.transposed else 0, n)
 
     def limit(self) -> int | None:
         return min((split.limit() for split in self.splits), default=None)
 
-    def _divided(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
+    def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
         return Layout.divided(shape, dim, self.splits or (EvenSplit(shape[dim] // self.parts),) * self.parts, n)
 
 
 class RowParallel(ColumnParallel):
-    """Divide the inputs of a linear layer; its partial outputs are summed over the ranks, then the bias is added.
+    """A linear layer with sharded inputs. Its partial outputs are summed over the ranks, then the bias is added.
 
     Args and source: as for ``ColumnParallel``.
     """
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        return Layout(shape) if leaf == "bias" else self._divided(shape, 0 if self.transposed else len(shape) - 1, n)
+        return Layout(shape) if leaf == "bias" else self._sharded(shape, 0 if self.transposed else len(shape) - 1, n)
 
 
 @dataclass(frozen=True)
 class EinsumHeads(Replicated):
-    """An attention that keeps bare tensors ``[..., heads, width]`` and applies them by ``einsum``.
+    """An attention whose weights are parameters ``[..., heads, width]`` of its own, applied with ``einsum``.
 
     Args:
-        heads: its heads, of width 1.
+        heads: how the heads are split; of width 1.
     """
 
     heads: EvenSplit
@@ -118,7 +123,7 @@ class EinsumHeads(Replicated):
 
 @dataclass(frozen=True)
 class VocabParallel(Replicated):
-    """Divide the rows of an embedding, of a language-model head or of its bias: one row per word of the vocabulary."""
+    """An embedding, a language-model head or its bias, with the vocabulary sharded: one row per token."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         return Layout.divided(shape, 0, (EvenSplit(shape[0]),), n)
@@ -126,23 +131,23 @@ class VocabParallel(Replicated):
 
 @dataclass(frozen=True)
 class ReplicatedEmbedding(Replicated):
-    """The embedding of the words, where it is whole on every rank."""
+    """A token embedding that every rank holds in full."""
 
 
 @dataclass(frozen=True)
 class GlobalMinMax(Replicated):
-    """A module that looks for the smallest and largest element of a divided activation: they are those of all ranks."""
+    """A module that takes the minimum and maximum of a sharded activation: they are taken over all ranks."""
 
 
 Entries = Mapping[str, Replicated]
 Positions = Callable[[Mapping[str, Any]], tuple[int, int]]
-"""``arguments of a forward -> (rows, positions)`` of the hidden states that they lead to."""
+"""``arguments of a forward -> (rows, length)`` of the hidden states that it computes."""
 LocalValue = Callable[[int, int], int]
-"""``(number of ranks, rank) -> value`` of an attribute that counts local heads or local elements."""
+"""``(number of ranks, rank) -> value`` of an attribute that counts local heads or local features."""
 
 
 def entry_of(parameter: str, entries: Entries) -> str | None:
-    """The name of the entry that a parameter belongs to: its own, its module's, or a replicated one around that."""
+    """The entry of a parameter: under its own name, that of its module, or that of a replicated module around it."""
     module = parameter.rpartition(".")[0]
     for name in (parameter, module):
         if name in entries:
@@ -155,35 +160,32 @@ def entry_of(parameter: str, entries: Entries) -> str | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one architecture divides. Names are those of transformers' base model.
+    """How one architecture is parallelized. Names are those of transformers' base model.
 
     Attributes:
         embed: the modules before the blocks.
-        blocks: for each stack of blocks (its ``ModuleList``), the modules of one block, by their name inside it.
+        blocks: for each ``ModuleList`` of blocks (a stack), the modules of one block by their names inside it.
         head: the modules after the blocks.
-        beside: modules that are neither before nor after the blocks, and that every pipeline stage needs.
-        local: integer attributes of modules inside a block, or of their ``config``, that have to count what is local,
-            by name inside the block, with the name of the stack before it where stacks have different numbers of heads;
-            modules that lack them are left alone.
-        per_head: arguments of modules inside a block that speak of each head, such as the biases of ALiBi, by name
-            inside the block (``"attention.alibi"``). Shape ``[heads, ...]`` or ``[rows * heads, ...]``, with four
+        beside: modules outside the blocks that every pipeline stage needs.
+        local: integer attributes of modules inside a block, or of their ``config``, that have to count local heads or
+            features. Keys are names inside the block, prefixed with the stack where stacks have different numbers of
+            heads; modules without the attribute are skipped.
+        per_head: arguments of modules inside a block with one element per head, such as ALiBi biases, by name inside
+            the block (``"attention.alibi"``). Shape ``[heads, ...]`` or ``[rows * heads, ...]``, with four
             dimensions ``[rows, heads, ...]``.
-        neutral: attributes by which the base model (or, ``"decoder.dropout"``, a module of it) changes the embedded
-            tokens, or arguments by which it has them changed, and the values with which it would not.
-        optional: names among the entries whose modules only some heads, configurations or blocks have.
+        neutral: attributes of the base model or its modules (``"decoder.dropout"``), or arguments of its modules, that
+            change the embeddings, and the values that disable this on later pipeline stages.
+        optional: names of entries whose modules exist only with some heads, configurations or blocks.
         dropout: the dropouts between the embeddings and the first block.
-        carried: names among the entries of a block that only the first block has, and that the first block of every
-            pipeline stage needs.
-        whole_dropout: dropouts amid a divided region, by name inside the block, whose input is whole on every rank.
-        one_stage: why the blocks cannot be divided into pipeline stages, if they cannot.
-        one_rank: why no layer can be divided over ranks, if none can.
-        widths: attentions that give what their heads made the width of what they were given, and their heads; named as
-            in ``local``.
-        whole: attention weights among the outputs that every rank has of all heads, where those of other attentions are
-            divided.
-        positions: for each stack that embeds something else than words (an image, a sound), how large that becomes.
-        returned: modules before the blocks whose output is among those of the model, too, with its width: it travels to
-            the last pipeline stage.
+        carried: names of entries that only the first block has, and that the first block of every pipeline stage needs.
+        whole_dropout: dropouts inside a sharded region, by name inside the block, whose input is replicated.
+        one_stage: the reason why the blocks cannot be split into pipeline stages, if they cannot.
+        one_rank: the reason why no layer can be sharded, if none can.
+        widths: attentions that reshape their output to the full hidden size, and their heads; named as in ``local``.
+        whole: names of attention weights among the outputs that are replicated; those of other attentions are sharded.
+        positions: for each stack that embeds images or audio instead of tokens, the size of its hidden states.
+        returned: modules before the blocks whose output the model returns too, with its width: it is sent on to the
+            last pipeline stage.
     """
 
     embed: Entries
@@ -205,13 +207,13 @@ class Plan:
     returned: Mapping[str, int] = field(default_factory=dict)
 
     def limit(self) -> int | None:
-        """The largest tensor_parallel_size that every entry allows; ``None``: any."""
+        """The largest tensor_parallel_size that every entry allows; ``None`` if there is no limit."""
         entries = [entry for stack in self.blocks.values() for entry in stack.values()]
         limits = [entry.limit() for entry in entries]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_ranks(self, name: str, config: str, count: int) -> None:
-        """Raise ``ValueError`` if the model ``name``, with a ``config``, cannot be divided over ``count`` ranks."""
+        """Raise ``ValueError`` if the model ``name``, with a ``config``, cannot be sharded over ``count`` ranks."""
         limit, more = self.limit(), f"tensor_parallel_size={count} is more than"
         if count > 1 and self.one_rank:
             raise ValueError(f"{more} 1, all that {name} allows: {self.one_rank}")
@@ -219,10 +221,10 @@ class Plan:
             raise ValueError(f"{more} num_attention_heads={limit} of {config}; use 1 to {limit}")
 
     def under(self, prefix: str) -> Plan:
-        """The plan of a model in which the names of the base model's modules begin with ``prefix``."""
+        """The same plan with ``prefix`` in front of the names of the base model's modules."""
 
         def inside(values: Mapping[str, Any]) -> dict[str, Any]:
-            """Of names inside a block, with the name of each stack before them."""
+            """Prefix names inside a block with the name of each stack."""
             stacks, own = self.blocks, values.items()
             return {f"{prefix}{stack}.{key.removeprefix(f'{stack}.')}": value for stack in stacks for key, value in own}
 
@@ -232,7 +234,7 @@ class Plan:
         return replace(self, **renamed, dropout=[prefix + key for key in self.dropout])
 
     def __or__(self, other: Plan) -> Plan:
-        """The plan of a model that runs the blocks of this plan and then those of another."""
+        """The plan of a model that runs the blocks of this plan and then those of ``other``."""
         both: dict[str, Any] = {}
         for each in fields(self):
             one, two = getattr(self, each.name), getattr(other, each.name)
@@ -243,6 +245,6 @@ class Plan:
         return Plan(**both)
 
     def check_stages(self, name: str, count: int) -> None:
-        """Raise ``ValueError`` if the model ``name`` cannot be divided into ``count`` pipeline stages at all."""
+        """Raise ``ValueError`` if the model ``name`` cannot be split into ``count`` pipeline stages at all."""
         if count > 1 and self.one_stage:
             raise ValueError(f"pipeline_parallel_size={count} is more than 1, all that {name} allows: {self.one_stage}")

@@ -21,8 +21,9 @@ from transformers import PreTrainedConfig
 
 from oslo_models import registry
 from oslo_models.distributed import collectives
-from oslo_models.distributed.collectives import agree, copy_to, gather_from, reduce_from, require_equal, scatter_to
+from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.distributed.object_exchange import agree, require_equal
 
 from support import zoo
 from support.pool import Pool
@@ -52,7 +53,7 @@ def counting() -> Iterator[Counter[tuple[str, int]]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_shared_memory", lambda axis: None)  # which would take their place
+        patch.setattr(collectives, "shared_memory_of", lambda axis: None)  # which would take their place
         for name in COLLECTIVES:
             patch.setattr(dist, name, counted(name, getattr(dist, name)))
         yield counts

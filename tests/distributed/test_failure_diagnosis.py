@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from benchmarks.training_faults import Training, end_of, one_fault
 from oslo_models import GPT2LMHeadModel, RankFailedError
 from oslo_models.distributed import collectives
-from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, born, home
+from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, pid_namespace, process_start_time
 from oslo_models.distributed.mesh import ParallelMesh, world_axis
 from oslo_models.distributed.store_client import StoreClient, StoreLostError
 
@@ -145,33 +145,33 @@ def test_store_client_thread_can_be_ended_while_the_store_is_stopped(pool: Pool)
 
 
 class Silent:
-    """A watch of rank 1 whose store does not answer, or says always the same."""
+    """A watchdog of rank 1 whose store does not answer, or says always the same."""
 
     def __init__(self, posts: dict[int, Any], answers: bool) -> None:
-        self.rank, self.known, self.answers = 1, posts, answers
+        self.rank, self.last_statuses, self.answers = 1, posts, answers
 
     def ask(self, question: Any, seconds: float) -> Any:
         if not self.answers:
             raise TimeoutError
-        return self.known
+        return self.last_statuses
 
 
 def post(**changes: Any) -> dict[str, Any]:
     pid = os.getpid()
-    process = {"pid": pid, "born": born(pid), "home": home(), "host": "n1"}
-    said = {"number": 1, "time": time.time(), "left": False, "place": "step 1", "since": 0.0}
-    return {**process, **said, "waits": None, "failed": None, "told": False, **changes}
+    process = {"pid": pid, "start_time": process_start_time(pid), "pid_namespace": pid_namespace(), "host": "n1"}
+    said = {"number": 1, "time": time.time(), "exited": False, "phase": "step 1", "phase_seconds": 0.0}
+    return {**process, **said, "waiting_for": None, "failures": None, "has_read_rank_0": False, **changes}
 
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_late_post_of_a_live_process_is_no_failure(answers: bool) -> None:
     """A process that can be seen to be alive is not blamed for a late post, nor for a late answer of its store."""
-    inquiry = FailureDiagnosis(Silent({0: post()}, answers), (0,), patience=0.4)
-    assert inquiry.failed(0.01) == {}
+    diagnosis = FailureDiagnosis(Silent({0: post()}, answers), (0,), patience=0.4)
+    assert diagnosis.find_failed(0.01) == {}
     time.sleep(0.1)
-    assert inquiry.failed(0.01) == {}
+    assert diagnosis.find_failed(0.01) == {}
     time.sleep(0.4)
-    assert list(inquiry.failed(0.01)) == [0]
+    assert list(diagnosis.find_failed(0.01)) == [0]
 
 
 def test_stopped_process_is_diagnosed_as_failed(pool: Pool) -> None:
@@ -182,12 +182,12 @@ def test_stopped_process_is_diagnosed_as_failed(pool: Pool) -> None:
     try:
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(0.2)
-        inquiry = FailureDiagnosis(
-            Silent({0: post(pid=process.pid, born=born(process.pid))}, True), (0,), patience=60.0
+        diagnosis = FailureDiagnosis(
+            Silent({0: post(pid=process.pid, start_time=process_start_time(process.pid))}, True), (0,), patience=60.0
         )
-        inquiry.failed(0.01)
+        diagnosis.find_failed(0.01)
         time.sleep(0.1)
-        assert "is stopped" in inquiry.failed(0.01)[0]
+        assert "is stopped" in diagnosis.find_failed(0.01)[0]
     finally:
         process.kill()
         process.join()
@@ -195,13 +195,13 @@ def test_stopped_process_is_diagnosed_as_failed(pool: Pool) -> None:
 
 def test_diagnoses_of_other_ranks_are_adopted() -> None:
     """Whoever ended because of a failure does not stand in for it, with or without a store."""
-    dead = {"pid": 2**22 + 1, "born": 1}
-    told = Silent({0: post(**dead, failed={"3": "rank 3 died"}), 2: post(**dead)}, answers=False)
-    assert FailureDiagnosis(told, (2,), 0.0).failed(0.0) == {3: "rank 3 died"}
+    dead = {"pid": 2**22 + 1, "start_time": 1}
+    told = Silent({0: post(**dead, failures={"3": "rank 3 died"}), 2: post(**dead)}, answers=False)
+    assert FailureDiagnosis(told, (2,), 0.0).find_failed(0.0) == {3: "rank 3 died"}
     untold = Silent({0: post(**dead), 2: post(**dead)}, answers=False)
-    assert list(FailureDiagnosis(untold, (2,), 0.0).failed(0.0)) == [0]
-    hidden = Silent({2: post(failed={"3": "rank 3 died"}), 3: post(home="elsewhere")}, answers=True)
-    assert FailureDiagnosis(hidden, (2,), 10.0).failed(10.0) == {3: "rank 3 died"}
+    assert list(FailureDiagnosis(untold, (2,), 0.0).find_failed(0.0)) == [0]
+    hidden = Silent({2: post(failures={"3": "rank 3 died"}), 3: post(pid_namespace="elsewhere")}, answers=True)
+    assert FailureDiagnosis(hidden, (2,), 10.0).find_failed(10.0) == {3: "rank 3 died"}
 
 
 def test_training_script_names_a_killed_rank(tmp_path: Path, seed: int) -> None:
@@ -219,6 +219,7 @@ def test_training_script_names_a_killed_rank(tmp_path: Path, seed: int) -> None:
 
 def test_end_of_classifies_the_output_of_a_rank() -> None:
     named = "[rank1]: oslo_models.distributed.watchdog.RankFailedError: rank 2 (host n1, pid 3) died\n"
+    named += "[rank1]: rank 1 waited 1 s\n"
     assert end_of(1, named, 2) == "named"
     assert end_of(1, named, 3) == end_of(0, named, 2) == end_of(1, "RuntimeError", 2) == "other"
     assert end_of(1, named.replace("died", "died\n[rank1]: rank 0 (host n1, pid 4) died"), 2) == "other"

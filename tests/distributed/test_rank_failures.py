@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 
 from oslo_models import GPT2LMHeadModel, RankFailedError
-from oslo_models.distributed import collectives
-from oslo_models.distributed import failure_diagnosis as inquiry
-from oslo_models.distributed import watchdog as watch
+from oslo_models.distributed import collectives, failure_diagnosis, watchdog
 
 from support import pipelines
 from support.pool import Pool
@@ -89,7 +87,7 @@ def live(rank: int, fault: Fault, store: str, port: int, saved: Path, folder: Pa
     wait = timedelta(seconds=40)
     dist.init_process_group("gloo", store=kind, rank=rank, world_size=fault.ranks, timeout=wait)
     if fault.hosts:
-        watch.home = inquiry.home = lambda: f"host {rank}"
+        watchdog.pid_namespace = failure_diagnosis.pid_namespace = lambda: f"host {rank}"
     if rank == fault.victim:
         arm(fault, lambda: (folder / "struck").write_text(str(time.time())))
     try:
@@ -104,12 +102,12 @@ def live(rank: int, fault: Fault, store: str, port: int, saved: Path, folder: Pa
 
 def arm(fault: Fault, before: Callable[[], object]) -> None:
     """Let the fault happen before a collective at its place: before a wait, or before memory is shared without one."""
-    wait, share = collectives.waiting.__init__, collectives._shared_memory
+    wait, share = collectives.waiting.__init__, collectives.shared_memory_of
 
     def strike(axis: Any) -> None:
-        own = axis.watch
-        if fault.where in own._at(own.place[0]):
-            time.sleep(1.5 * own.beat)  # so that the others have heard where it is
+        own = axis.watchdog
+        if fault.where in own._with_step(own.phase[0]):
+            time.sleep(1.5 * own.interval)  # so that the others have heard where it is
             before()
             fault.strike()
 
@@ -122,7 +120,7 @@ def arm(fault: Fault, before: Callable[[], object]) -> None:
         return share(axis, *args)
 
     collectives.waiting.__init__ = waiting  # type: ignore[method-assign]
-    collectives._shared_memory = sharing
+    collectives.shared_memory_of = sharing
 
 
 @dataclass

@@ -17,14 +17,15 @@ from torch import Tensor
 from oslo_kernels import build
 from oslo_kernels.shared_memory import DTYPES, SLOT, PeerError, SharedMemory
 from oslo_models.distributed import collectives
-from oslo_models.distributed.collectives import all_reduce, gather_from
+from oslo_models.distributed.autograd_collectives import gather_from
+from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh
 
 from support.pool import Pool
 
 
 def memory_of(n: int) -> SharedMemory:
-    memory = collectives._shared_memory(ParallelMesh(n).tp)
+    memory = collectives.shared_memory_of(ParallelMesh(n).tp)
     assert memory is not None
     return memory
 
@@ -68,7 +69,7 @@ def check_as_gloo(seed: int) -> None:
     shared = compute()
     assert isinstance(vars(axis)["memory"], SharedMemory)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_shared_memory", lambda axis: None)
+        patch.setattr(collectives, "shared_memory_of", lambda axis: None)
         for ours, gloos in zip(shared, compute(), strict=True):
             torch.testing.assert_close(ours, gloos, rtol=1e-6, atol=1e-6)
 

@@ -18,7 +18,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
 from oslo_models import registry
-from oslo_models.distributed.collectives import gather_objects
+from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.fusion import apex
 from oslo_models.fusion import modules as fused_layers
 from oslo_models.fusion.rules import fusion_candidates
@@ -296,9 +296,9 @@ def test_gelu_in_the_matmul_epilogue_on_a_gpu(dtype: torch.dtype, approximate: s
 
 WRONG_LABEL = """
 import torch
-from oslo_models.fusion.linear_cross_entropy import Words, linear_cross_entropy
+from oslo_models.fusion.linear_cross_entropy import VocabShard, linear_cross_entropy
 from oslo_models.distributed.mesh import Axis
-words = Words(Axis("tp", 0, (0,), None), (0, 9), 9)
+words = VocabShard(Axis("tp", 0, (0,), None), (0, 9), 9)
 x, w = torch.randn(4, 8, device="cuda"), torch.randn(9, 8, device="cuda")
 linear_cross_entropy(x, w, None, torch.tensor([1, -100, 8, 0], device="cuda"), words).item()
 print("right ones are taken", flush=True)

@@ -25,11 +25,11 @@ def divided(full: Tensor, tp: Any) -> tuple[Tensor, VocabParallelLogits]:
     words = Layout.divided((VOCAB, 1), 0, (EvenSplit(VOCAB),), tp.size)
     ((start, stop),) = words.ranges[tp.rank]
     leaf = full[..., start:stop].clone().requires_grad_()
-    return leaf, VocabParallelLogits.wrap(leaf * 1, tp, words)
+    return leaf, VocabParallelLogits.from_local(leaf * 1, tp, words)
 
 
 def part_of(full: Tensor, logits: VocabParallelLogits) -> Tensor:
-    ((start, stop),) = logits.words.ranges[logits.tp.rank]
+    ((start, stop),) = logits.vocab.ranges[logits.tp.rank]
     return full[..., start:stop]
 
 

@@ -93,7 +93,7 @@ class IdleModel(nn.Module):
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.blocks = nn.ModuleList()
         self.received = placeholder(nn.Embedding(1, 2), self.mesh.device)
-        stack = Stack("", "blocks", 0, STAGES - 1, here=True, received=self.received)
+        stack = Stack("", "blocks", 0, STAGES - 1, is_local=True, receiver=self.received)
         stage = Stage(self.mesh.pp.rank, STAGES, [stack], ranges=tuple((i, i + 1) for i in range(STAGES)))
         self.pipeline = Pipeline(self, stage, IdleModel.run)
 

@@ -56,7 +56,7 @@ def train_in_half_precision(given: Case, tp: int, dtype: torch.dtype) -> tuple[l
         losses.append(sum(loss.item() for loss in made))
         scales.append(scaler.get_scale())
     own = {name: param.detach().clone() for name, param in stage_parameters(model).items()}
-    tied = model.stage.tied
+    tied = model.stage.tied_names
     everything: dict[tuple[str, int], list[Tensor]] = {}
     for tp_rank, held in gather_from_all_ranks((model.mesh.tp.rank, own)):
         for name, value in held.items():

@@ -19,7 +19,7 @@ from oslo_models import registry
 from oslo_models.distributed.mesh import Axis
 from oslo_models.modeling.apply_plan import divide, layouts_of
 from oslo_models.pipeline.partition import partition
-from oslo_models.pipeline.split import cut
+from oslo_models.pipeline.split import split_stage
 from oslo_models.pipeline.stage import Stage
 
 from support import pipelines, zoo
@@ -108,7 +108,7 @@ def make_stage(name: str, config: Any, index: int, count: int, **options: Any) -
     model = on_meta(name, config)
     plan, prefix = model.plan(config), model._prefix()
     layouts = layouts_of(model, plan, prefix, model.head_plan, 1)
-    return model, cut(model, plan, prefix, model.head_plan, layouts, index, count, **options)
+    return model, split_stage(model, plan, prefix, model.head_plan, layouts, index, count, **options)
 
 
 @lru_cache(maxsize=256)
@@ -172,21 +172,23 @@ def test_each_parameter_is_on_the_stages_that_use_it(variant: str, name: str) ->
             }
             assert here.keys() == {full for full in shapes if index in expected_stages(model, full, ranges)}
             assert {full: tuple(param.shape) for full, param in here.items()} == {full: shapes[full] for full in here}
-            assert stage.shared == {root: tuple(sorted(on)) for root, on in owners.items() if len(on) > 1}
+            assert stage.shared_parameters == {root: tuple(sorted(on)) for root, on in owners.items() if len(on) > 1}
             for full, param in here.items():  # names that are tied are one parameter, and transformers is told so
                 same = {other for other in here if tied.get(other, other) == tied.get(full, full)}
                 assert all(here[other] is param for other in same)
             local_names = [local for local, _ in part.named_parameters(remove_duplicate=False)]
             by_root: dict[str, list[str]] = {}
             for local in local_names:
-                by_root.setdefault(stage.root(local), []).append(local)
+                by_root.setdefault(stage.canonical_name(local), []).append(local)
             sources = {local: part.all_tied_weights_keys.get(local, local) for local in local_names}
             assert all(len({sources[local] for local in group}) == 1 for group in by_root.values())
             assert set(part.all_tied_weights_keys) | set(part.all_tied_weights_keys.values()) <= set(local_names)
         counted = [
             root
             for part, stage in parts
-            for root in {stage.root(local) for local, _ in part.named_parameters() if stage.counts(local)}
+            for root in {
+                stage.canonical_name(local) for local, _ in part.named_parameters() if stage.is_first_holder(local)
+            }
         ]
         assert sorted(counted) == sorted(owners)
 
@@ -266,5 +268,5 @@ def test_partition_is_equal_on_ranks_with_uneven_shards(variant: str, vocab: int
             layouts = layouts_of(model, plan, prefix, model.head_plan, 4)
             mesh: Any = SimpleNamespace(tp=Axis("tp", tp_rank, (0, 1, 2, 3), None), device=torch.device("cpu"))
             divide(model, plan, prefix, model.head_plan, mesh, layouts)
-            found.add(cut(model, plan, prefix, model.head_plan, layouts, 0, count).ranges)
+            found.add(split_stage(model, plan, prefix, model.head_plan, layouts, 0, count).ranges)
         assert len(found) == 1, found

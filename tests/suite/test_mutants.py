@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import BaseTorchFunctionMode
 
-from oslo_models.distributed import collectives
+from oslo_models.distributed import autograd_collectives, collectives
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.layers import cross_entropy, linear
 from oslo_models.layers import vocab_parallel as vocab
@@ -64,7 +64,7 @@ def bias_before_the_sum(patch: Patch) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.stream is not None:
             self.stream.leave()
-        return collectives.reduce_from(self.tp, F.linear(x, self.weight, self.bias))
+        return autograd_collectives.reduce_from(self.tp, F.linear(x, self.weight, self.bias))
 
     patch.setattr(linear.RowParallelLinear, "forward", forward)
 
@@ -79,13 +79,13 @@ def key_values_without_sum_over_copies(patch: Patch) -> None:
 
 
 def gathered_gradient_summed(patch: Patch) -> None:
-    right = collectives._GatherFrom.backward
+    right = autograd_collectives._GatherFrom.backward
 
     def backward(ctx: Any, grad: Tensor) -> Any:
         dist.all_reduce(grad := grad.clone())
         return right(ctx, grad)
 
-    patch.setattr(collectives._GatherFrom, "backward", staticmethod(backward))
+    patch.setattr(autograd_collectives._GatherFrom, "backward", staticmethod(backward))
 
 
 def cross_entropy_without_common_maximum(patch: Patch) -> None:
@@ -100,7 +100,7 @@ def gathered_logits_in_the_loss(patch: Patch) -> None:
 
 
 def a_copy_for_each_reader(patch: Patch) -> None:
-    patch.setattr(linear, "copy_to", lambda axis, x: collectives._CopyTo.apply(x, axis))
+    patch.setattr(linear, "copy_to", lambda axis, x: autograd_collectives._CopyTo.apply(x, axis))
 
 
 def same_masks_on_divided_activations(patch: Patch) -> None:
@@ -128,7 +128,7 @@ def norm_counts_copies(patch: Patch) -> None:
 
 
 def overflow_kept_to_oneself(patch: Patch) -> None:
-    patch.setattr(calls, "share_overflow", lambda *_: None)
+    patch.setattr(calls, "propagate_overflow_after_backward", lambda *_: None)
 
 
 def every_rank_samples_for_itself(patch: Patch) -> None:
@@ -166,19 +166,19 @@ def after_start(patch: Patch, change: Callable[[Any], None]) -> None:
 
 
 def replicas_that_average_each_micro_batch(patch: Patch) -> None:
-    after_start(patch, lambda loop: setattr(loop, "_quietly", None))
+    after_start(patch, lambda loop: setattr(loop, "_bypass_ddp", None))
 
 
 def one_micro_batch_more(patch: Patch) -> None:
-    after_start(patch, lambda loop: setattr(loop, "ahead", min(loop.number, loop.ahead + 1)))
+    after_start(patch, lambda loop: setattr(loop, "num_warmup", min(loop.num_micro_batches, loop.num_warmup + 1)))
 
 
 def one_micro_batch_after_another(patch: Patch) -> None:
-    after_start(patch, lambda loop: setattr(loop, "ahead", 0))
+    after_start(patch, lambda loop: setattr(loop, "num_warmup", 0))
 
 
 def norm_counts_tied_copies(patch: Patch) -> None:
-    patch.setattr(stages.Stage, "counts", lambda self, name: True)
+    patch.setattr(stages.Stage, "is_first_holder", lambda self, name: True)
 
 
 def dropout_at_both_ends(patch: Patch) -> None:

@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from oslo_models.checkpoint import CheckpointReader, open_checkpoint, save_checkpoint, verify_checkpoint
 from oslo_models.checkpoint import gather as merging
-from oslo_models.distributed.collectives import agree
 from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.distributed.object_exchange import agree
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout
 
 HEADS = GroupedHeads(6, 2, 2)

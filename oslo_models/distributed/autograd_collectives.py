@@ -1,0 +1,114 @@
+"""Collectives with a backward pass: Megatron's conjugate pairs as autograd functions.
+
+Source: Shoeybi et al., "Megatron-LM", 2019, figure 3 (``f`` is `copy_to`, ``g`` is `reduce_from`). On an axis of size
+one all of them return their input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_models.distributed.collectives import all_gather, all_reduce, has_dispatch_mode, reduce_fresh
+from oslo_models.distributed.mesh import Axis
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.detach()  # not a view: a view would keep its base alive, and the base keeps this copy (see `copy_to`)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # The autograd engine may pass the same gradient to others, so it is not summed in place.
+        return reduce_fresh(ctx.axis, grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        if not has_dispatch_mode():
+            ctx.mark_dirty(x)
+        return reduce_fresh(axis, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.dim, ctx.start, ctx.size = dim, sum(sizes[: axis.rank]), sizes[axis.rank]
+        return all_gather(axis, x, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.narrow(ctx.dim, ctx.start, ctx.size).contiguous(), None, None, None
+
+
+class _ScatterTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
+        return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_gather(ctx.axis, grad, ctx.dim, ctx.sizes), None, None, None
+
+
+def copy_to(axis: Axis, x: Tensor) -> Tensor:
+    """Pass a replicated tensor to sharded layers: identity forward, all-reduce of the gradient backward.
+
+    Sibling layers that read the same tensor (query, key and value; attention and MLP of a parallel residual; the
+    cross-attentions of all decoder blocks) share one copy: their gradients are added up locally and all-reduced once.
+    The copy is cached on the tensor, unless the tensor is a leaf: its graph would then never be freed.
+    """
+    if axis.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    if torch.compiler.is_compiling() or x.is_leaf:
+        return _CopyTo.apply(x, axis)
+    cached: tuple[Tensor, Axis, int] | None = getattr(x, "_oslo_copy", None)
+    if cached is not None and cached[1] is axis and cached[2] == x._version:
+        return cached[0]
+    copy = _CopyTo.apply(x, axis)
+    x._oslo_copy = (copy, axis, x._version)  # type: ignore[attr-defined]
+    return copy
+
+
+def reduce_from(axis: Axis, x: Tensor) -> Tensor:
+    """Sum partial results over the axis forward, identity backward.
+
+    Args:
+        x: a temporary that the caller does not use again: the sum overwrites it.
+    """
+    if axis.size == 1:
+        return x
+    if not torch.is_grad_enabled():  # nothing is kept for backward; decoding also saves the checks of `reduce_fresh`
+        return all_reduce(axis, x)
+    if not x.requires_grad:
+        return reduce_fresh(axis, x)
+    return _ReduceFrom.apply(x, axis)
+
+
+def gather_from(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Concatenate the shards of all ranks along ``dim`` forward; take the local shard of the gradient backward.
+
+    Args:
+        sizes: the size of each rank's shard along ``dim``; they may differ.
+    """
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim % x.dim(), sizes)
+
+
+def scatter_to(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Take the local shard of a replicated tensor forward; concatenate the gradients of all ranks backward.
+
+    Args:
+        sizes: the size of each rank's shard along ``dim``; they may differ.
+    """
+    return x if axis.size == 1 else _ScatterTo.apply(x, axis, dim % x.dim(), sizes)

@@ -1,0 +1,104 @@
+"""Small Python objects exchanged between ranks, and the agreement that builds on it: on failures and on arguments.
+
+The objects are pickled. Tensors go through `collectives`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.watchdog import waiting
+
+
+def gather_objects(axis: Axis, value: Any) -> list[Any]:
+    """Gather one object from every rank of the axis, in the order of the axis. Values are pickled: keep them small.
+
+    Ranks that load or save files arrive at different times, so a rank that is alive is waited for longer than within
+    a training step.
+    """
+    if axis.size == 1:
+        return [value]
+    if axis.threads is not None:
+        return axis.threads.all_gather(axis.rank, value)
+    on_cpu = "cpu:" in dist.get_backend_config(axis.group)
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    data = data if on_cpu else data.cuda()
+    with waiting(axis, "an exchange", slow=True):
+        sizes = torch.cat(_all_gather(axis, data.new_tensor([len(data)], dtype=torch.int64))).tolist()
+        padded = torch.cat((data, data.new_zeros(max(sizes) - len(data))))
+        parts = _all_gather(axis, padded)
+    return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:
+    """All-gather within the timeout of the axis: the world's process group keeps torch's own, longer timeout."""
+    parts = [torch.empty_like(x) for _ in axis.ranks]
+    assert axis.group is not None
+    axis.group.allgather(parts, x, timedelta(seconds=axis.timeout)).wait()
+    return parts
+
+
+def broadcast_object(axis: Axis, value: Any, src: int = 0) -> Any:
+    """Return the object that position ``src`` on the axis passed. Values on other ranks are ignored."""
+    return gather_objects(axis, value if axis.rank == src else None)[src]
+
+
+@contextmanager
+def agree(axis: Axis, doing: str) -> Iterator[None]:
+    """Run the block on every rank; if it raises on any rank, raise on all, so that no rank waits for one that gave up.
+
+    The rank that failed raises its own exception; the others raise one of the same type that names the rank. The block
+    must not contain a collective: a rank that raises before it would leave the others waiting in it.
+
+    Args:
+        doing: what the block does, for the message: ``"loading /path"``.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as exc:  # noqa: BLE001  every failure has to reach the peers
+        error = exc
+    reports = gather_objects(axis, None if error is None else (_constructible_type(type(error)), str(error)))
+    if error is not None:
+        raise error
+    for rank, report in zip(axis.ranks, reports, strict=True):
+        if report is not None:
+            raise report[0](f"{doing}: rank {rank} failed: {report[1]}")
+
+
+def _constructible_type(error_type: type[Exception]) -> type[Exception]:
+    """The nearest ancestor of an exception type that every rank can construct from a message alone."""
+    for ancestor in error_type.__mro__:
+        try:
+            if isinstance(ancestor("message"), Exception):
+                return ancestor
+        except TypeError:
+            continue
+    return RuntimeError
+
+
+def require_equal(axis: Axis, values: Mapping[str, Any], what: str) -> None:
+    """Raise ``ValueError`` on every rank, naming keys and values, unless all ranks passed equal values.
+
+    Args:
+        values: what has to be equal; compared by ``repr``.
+        what: what the values are, for the message: ``"arguments of from_pretrained_with_parallel"``.
+    """
+    reprs_by_rank = gather_objects(axis, {key: repr(value) for key, value in values.items()})
+    keys = {key: None for reprs in reprs_by_rank for key in reprs}
+    lines = []
+    for key in keys:
+        seen = [reprs.get(key, "(not given)") for reprs in reprs_by_rank]
+        if len(set(seen)) > 1:
+            lines.append(f"{key}: " + ", ".join(f"rank {r} has {v}" for r, v in zip(axis.ranks, seen, strict=True)))
+    if lines:
+        raise ValueError(f"ranks were given different {what}:\n  " + "\n  ".join(lines))
