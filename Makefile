@@ -49,8 +49,8 @@ format: $(READY)
 
 # the README's table of architectures
 table: $(READY)
-	$(BIN)/python -c "from pathlib import Path; from oslo_models import support; \
-		readme = Path('README.md'); readme.write_text(support.renewed(readme.read_text()))"
+	$(BIN)/python -c "from pathlib import Path; from oslo_models.cli import support_table; \
+		readme = Path('README.md'); readme.write_text(support_table.renewed(readme.read_text()))"
 
 bench: $(READY)
 	$(PIP) --no-build-isolation --editable '.[bench]'

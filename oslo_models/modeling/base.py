@@ -14,7 +14,7 @@ from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
 from oslo_models.distributed.watchdog import TIMEOUT
-from oslo_models.modeling.apply_plan import divide, layouts_of
+from oslo_models.modeling.apply_plan import apply_plan, layouts_of
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.forward import with_full_outputs, with_full_stage_outputs, with_synchronized_rng
 from oslo_models.modeling.fusing import FusableModel
@@ -93,7 +93,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         plan, prefix, head = self.plan(self.config), self._prefix(), type(self).head_plan
         self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
         if mesh.tp.size > 1:
-            divide(self, plan, prefix, head, mesh, self.layouts)
+            apply_plan(self, plan, prefix, head, mesh, self.layouts)
         if mesh.pp.size > 1:
             pp = mesh.pp
             self.stage = cut(self, plan, prefix, head, self.layouts, pp.rank, pp.size, blocks_per_stage, mesh.device)

@@ -27,8 +27,11 @@ def part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapping[str,
     return replace(
         plan,
         head={**plan.head, **{f"{name}.{key}": entry for key, entry in cls.head_plan.items()}},
-        whole=[given for own, given in outputs.items() if own in plan.whole or plan.limit() is None],
-        one_stage=plan.one_stage or ("one of its parts has blocks of several types" if types else ""),
+        replicated_attentions=[
+            given for own, given in outputs.items() if own in plan.replicated_attentions or plan.limit() is None
+        ],
+        single_stage_reason=plan.single_stage_reason
+        or ("one of its parts has blocks of several types" if types else ""),
     )
 
 

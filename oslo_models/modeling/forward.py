@@ -162,13 +162,13 @@ def _resolve(model: ParallelModel, output: ModelOutput, given: Mapping[str, Any]
     loss = output.get("loss")
     omit = loss is not None and (loss.requires_grad if model.gather_logits is None else not model.gather_logits)
     plan = model.plan(model.config)
-    whole = plan.limit() is None
+    replicated = output.keys() if plan.limit() is None else plan.replicated_attentions
     fields = {}
     for name, value in output.items():
         if isinstance(value, (VocabParallelLogits, LazyLogits)):
             labels = model.labels_of.get(name)  # without them, there was no loss that these logits spared
             value = None if omit and (labels is None or given.get(labels) is not None) else value.full()
-        elif name.endswith("attentions") and value and model.mesh is not None and not (whole or name in plan.whole):
+        elif name.endswith("attentions") and value and model.mesh is not None and name not in replicated:
             value = tree_map_only(Tensor, partial(_all_heads, model.mesh.tp), tuple(value))
         fields[name] = value
     return fields

@@ -9,7 +9,7 @@ from oslo_models.sharding.plan import Norm, Replicated, VocabParallel
 
 
 class FlaubertParallel(XLMParallel):
-    """How every model of the FlauBERT family divides."""
+    """Sharding plan of the FlauBERT family."""
 
 
 class FlaubertModel(FlaubertParallel, hf.FlaubertModel):

@@ -1,4 +1,4 @@
-"""Megatron-BERT: BERT with norms before attention and MLP."""
+"""Megatron-BERT: BERT with pre-layer norms."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ CLASSIFIER: Entries = {"classifier": Replicated()}
 
 
 class MegatronBertParallel(BertParallel):
-    """How every model of the Megatron-BERT family divides."""
+    """Sharding plan of the Megatron-BERT family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

@@ -1,4 +1,4 @@
-"""XLNet: a decoder of words in any order."""
+"""XLNet: permutation language modelling with attention to relative positions."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ SUMMARY: Entries = {"sequence_summary.summary": Replicated(), "logits_proj": Rep
 
 
 class XLNetParallel(ParallelModel):
-    """How every model of the XLNet family divides."""
+    """Sharding plan of the XLNet family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -38,7 +38,7 @@ class XLNetParallel(ParallelModel):
             embed={"word_embedding": VocabParallel(), "mask_emb": Replicated()},
             blocks={"layer": block},
             head={},
-            one_stage="one dropout serves the embeddings, the positions and what the last block made",
+            single_stage_reason="one dropout is applied to the embeddings, the positions and the last hidden state",
         )
 
 

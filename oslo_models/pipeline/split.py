@@ -67,7 +67,7 @@ def cut(
         stages = [stage_of[block] for block in blocks if block[0] == stack]
         container = (prefix + _container(stack, plan)).rstrip(".")
         before = sum(stage < index for stage in stages)
-        positions = plan.positions.get(stack)
+        positions = plan.input_positions.get(stack)
         stacks.append(
             Stack(container, prefix + stack, stages[0], stages[-1], index in stages, before, positions=positions)
         )
@@ -81,7 +81,7 @@ def cut(
             del model.get_submodule(prefix + stack)._modules[name]
     _renumber(model, plan, prefix)
     stage.config = _own_layer_types(model, ranges[index])
-    stage.returned = {prefix + key: width for key, width in plan.returned.items()}
+    stage.returned = {prefix + key: width for key, width in plan.early_outputs.items()}
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
     model.all_tied_weights_keys = _tied_here(model, stage.tied)
     return stage
@@ -161,11 +161,11 @@ def _stages_of(
     for stack in plan.blocks:
         if name.startswith(f"{prefix}{stack}."):
             block, _, inner = name.removeprefix(f"{prefix}{stack}.").partition(".")
-            if inner.rpartition(".")[0] in plan.carried:
+            if inner.rpartition(".")[0] in plan.copied_from_first_block:
                 return {stage for (other, _), stage in stage_of.items() if other == stack}
             return {stage_of[stack, block]}
     inner = name.removeprefix(prefix)
-    if entry_of(inner, plan.beside):
+    if entry_of(inner, plan.on_every_stage):
         return set(stage_of.values())
     if entry := entry_of(inner, plan.embed):
         return {stack_of(entry, prefix, stacks, 0).first}
@@ -176,7 +176,7 @@ def _carry(model: nn.Module, plan: Plan, prefix: str, stage: Stage, stage_of: Ma
     """Give the first block here what only the first block of the stack has and all blocks of a stage need."""
     for stack in plan.blocks:
         names = [name for (other, name), owner in stage_of.items() if other == stack and owner == stage.index]
-        for path in plan.carried:
+        for path in plan.copied_from_first_block:
             if not names or names[0] == "0":
                 continue
             owner, _, leaf = path.rpartition(".")
