@@ -37,7 +37,7 @@ class XLMParallel(ParallelModel):
             },
             head={},
             optional=("lang_embeddings",),
-            single_stage_reason="a dropout after its embeddings shares its rate with the blocks, and could not be disabled alone",
+            single_stage_reason="its embeddings and blocks share a dropout rate, which could not be disabled for one",
         )
 
 
