@@ -1,4 +1,4 @@
-"""From arguments and a checkpoint or a configuration to this rank's part of a model."""
+"""Constructs this rank's part of a model from a checkpoint or a configuration."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arguments, kwargs: dict[str, Any]) -> Any:
-    """What the constructors of `ParallelModel` do; ``method`` is the name of the one that was called."""
+    """Implements the constructors of `ParallelModel`; ``method`` is the name of the one that was called."""
     if arguments.deploy or kwargs.get("deployment"):
         return deploy(cls, method, source, arguments, kwargs)
-    timeout = arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT  # what is wrong is told later
+    timeout = arguments.timeout if is_timeout(arguments.timeout) else TIMEOUT  # validated below
     start_process_group(timeout=timeout)
     world = world_axis(timeout)
     world.at(f"construction of {cls.__name__}")
@@ -42,7 +42,7 @@ def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arg
 
 
 def start(model: ParallelModel, arguments: Arguments, are_random: bool = False) -> None:
-    """What is left to do when this rank's part of a model has its weights; a collective of all ranks."""
+    """Finish construction when this rank's part of a model has its weights; a collective of all ranks."""
     assert model.mesh is not None
     model.gather_logits = arguments.gather_logits
     model.micro_batch_size = arguments.micro_batch_size
@@ -91,7 +91,7 @@ def _from_pretrained(
 ) -> tuple[ParallelModel, dict[str, Any]]:
     options = {key: value for key, value in kwargs.items() if key != "deployment"}
     ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)
-    for fixed in ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info"):  # always so here
+    for fixed in ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info"):  # not optional here
         options.pop(fixed, None)
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
@@ -102,17 +102,17 @@ def _from_pretrained(
     mesh, init_seed = join(arguments, config, {**kwargs, "pretrained_model_name_or_path": str(name)}, call)
     with agree(world, f"opening {directory}"):
         key_mapping = options.pop("key_mapping", None)
-        template = WeightMapping(cls, config, options, mesh, arguments.blocks_per_stage)
+        mapping = WeightMapping(cls, config, options, mesh, arguments.blocks_per_stage)
         reader = checkpoint.open_checkpoint(
             directory,
             variant=variant,
-            fallback_layout=template.layout_of_old_files,
-            owner_stage=template.stage_of_old_files,
+            fallback_layout=mapping.layout_of_old_files,
+            owner_stage=mapping.stage_of_old_files,
         )
     try:
         checkpoint.verify_checkpoint(reader, world)
         with agree(world, f"reading {directory}"), ExitStack() as stack:
-            slices = template.slices(reader, old_vocab, ignore_mismatched_sizes, key_mapping)
+            slices = mapping.slices(reader, old_vocab, ignore_mismatched_sizes, key_mapping)
             if world.rank > 0 and is_progress_bar_enabled():  # one rank shows its progress
                 disable_progress_bar()
                 stack.callback(enable_progress_bar)
@@ -139,7 +139,7 @@ def _from_pretrained(
 def join(
     arguments: Arguments, config: PreTrainedConfig, kwargs: Mapping[str, Any], call: str
 ) -> tuple[ParallelMesh, int]:
-    """Make the mesh, once it is sure that all ranks want the same; and the seed of random weights, equal everywhere."""
+    """Check that all ranks passed the same arguments; return the mesh, and the common seed of random weights."""
     own = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
     attributes = {f"config.{key}": value for key, value in config.to_dict().items()}
     require_equal(world_axis(arguments.timeout), {**own, **kwargs, **attributes}, f"arguments of {call}")

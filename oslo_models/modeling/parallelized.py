@@ -1,4 +1,4 @@
-"""`ParallelizedModel`: the methods that OSLO 2 gives to a model, which save and load split files."""
+"""`ParallelizedModel`: OSLO 2's methods for saving and loading split files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oslo_models.modeling.weight_mapping import WeightMapping
 
 
 class ParallelizedModel(SavableModel):
-    """The methods that OSLO 2 gives to a model."""
+    """OSLO 2's methods for saving and loading split files."""
 
     def save_parallelized(
         self,
@@ -29,37 +29,37 @@ class ParallelizedModel(SavableModel):
         merge_checkpoints: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`save_pretrained_with_parallel` under OSLO 2's names: split files are ``pytorch_model_tp_?_pp_?.bin``."""
+        """`save_pretrained_with_parallel` with OSLO 2's file names: ``pytorch_model_tp_?_pp_?.bin``."""
         options = {"save_config": save_config, **kwargs}
         self._save(save_directory, merge_checkpoints, state_dict, save_function, "_", **options)
 
     @torch.no_grad()
     def from_parallelized(self, directory: str | Path) -> Any:
-        """Take the weights of a checkpoint, split at any sizes or merged, into this model; a collective.
+        """Load the weights of a checkpoint, split at any sizes or merged, into this model; a collective.
 
         Returns:
             The model itself.
 
         Raises:
-            ValueError: the checkpoint lacks weights of this model, or has them in other shapes.
-            OSError: there is no checkpoint, or it is damaged (``CheckpointError``, which names the file).
+            ValueError: weights of this model are missing in the checkpoint, or have other shapes.
+            OSError: the checkpoint does not exist, or is damaged (``CheckpointError``, which names the file).
         """
         mesh = self.mesh or ParallelMesh()
         mesh.world.at(f"loading {directory}")
         blocks = None if self.stage is None else [stop - first for first, stop in self.stage.ranges]
         own = self.state_dict(keep_vars=True)
         with agree(mesh.world, f"opening {directory}"):
-            template = WeightMapping(type(self), self.full_config(), {}, mesh, blocks)
+            mapping = WeightMapping(type(self), self.full_config(), {}, mesh, blocks)
             reader = checkpoint.open_checkpoint(
-                Path(directory), fallback_layout=template.layout_of_old_files, owner_stage=template.stage_of_old_files
+                Path(directory), fallback_layout=mapping.layout_of_old_files, owner_stage=mapping.stage_of_old_files
             )
         try:
             checkpoint.verify_checkpoint(reader, mesh.world)
             with agree(mesh.world, f"reading {directory}"):
-                slices = template.slices(reader, None, False, None)
-                given = {id(own[name]) for name in slices.keys() & own.keys()}  # tied ones are there once
+                slices = mapping.slices(reader, None, False, None)
+                given = {id(own[name]) for name in slices.keys() & own.keys()}  # tied weights are saved once
                 missing = [name for name, tensor in own.items() if id(tensor) not in given]
-                # Some weights are computed when a model is made (Marian's positions), and never saved.
+                # Some weights are computed by constructors (Marian's positions), and never saved.
                 computed = [*(self._keys_to_ignore_on_save or ()), *(self._keys_to_ignore_on_load_missing or ())]
                 if missing := [name for name in missing if not any(re.search(key, name) for key in computed)]:
                     raise ValueError(f"{directory} lacks {missing} of this {type(self).__name__}")

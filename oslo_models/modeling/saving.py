@@ -1,4 +1,4 @@
-"""`SavableModel`: the methods of a model that write it to files."""
+"""`SavableModel`: the methods that save a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oslo_models.sharding.layout import Layout
 
 
 class SavableModel(PreTrainedModel):
-    """What `ParallelModel` does in place of transformers' ``save_pretrained``."""
+    """The methods of `ParallelModel` that save it."""
 
     mesh: ParallelMesh | None = None
     stage: Stage | None = None
@@ -33,26 +33,26 @@ class SavableModel(PreTrainedModel):
         save_function: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Save the model; collective: every rank calls it, and it returns when all data are on the disk.
+        """Save the model. A collective: every rank calls it, and it returns when all data are on disk.
 
-        What ``save_directory`` held before stays until everything is written, and is then replaced at once: a process
-        killed, or a disk full, at any point leaves the old checkpoint or the new one. Other files in it stay.
+        A previous checkpoint in ``save_directory`` is replaced atomically once everything is written: a killed process
+        or a full disk leaves the old checkpoint or the new one. Other files in the directory stay.
 
         Args:
             save_config: write ``config.json`` and ``generation_config.json`` too.
-            save_with_merging: write what transformers' own ``from_pretrained`` loads, instead of one file per rank,
-                ``pytorch_model_tp=?_pp=?.bin``. ``save_with_merge`` is another name of it. Tensors are merged one at a
+            save_with_merging: write a checkpoint for transformers' own ``from_pretrained``, instead of one file per
+                rank, ``pytorch_model_tp=?_pp=?.bin``. ``save_with_merge`` is an alias. Tensors are merged one at a
                 time.
             safe_serialization: ``True``: safetensors; ``False``: ``.bin``; ``None``: ``.bin`` when split, and when
                 merged as transformers does, safetensors.
-            state_dict: this rank's tensors, if not those of ``self.state_dict()``.
+            state_dict: this rank's tensors; default: ``self.state_dict()``.
             save_function: writes one ``.bin`` file, as ``torch.save`` does.
             **kwargs: ``max_shard_size`` and ``variant`` of merged files.
 
         Raises:
-            ValueError: contradictory arguments, or ranks that were given different ones.
-            OSError: the directory cannot be written (no permission, no space, a file in its place); on every rank, and
-                the old checkpoint is intact.
+            ValueError: arguments contradict each other, or differ between ranks.
+            OSError: the directory cannot be written (no permission, no space, a file of that name); raised on every
+                rank, with the old checkpoint intact.
         """
         merging = kwargs.pop("save_with_merge", save_with_merging)
         options = {"save_config": save_config, "safe_serialization": safe_serialization, **kwargs}
@@ -69,7 +69,7 @@ class SavableModel(PreTrainedModel):
         safe_serialization: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """`save_pretrained_with_parallel`; ``sign`` is that of the names of split files."""
+        """`save_pretrained_with_parallel`; ``sign`` separates name and number in the names of split files."""
         mesh = self.mesh or ParallelMesh()
         mesh.world.at(f"saving to {save_directory}")
         with agree(mesh.world, "checking arguments of saving"):
@@ -103,9 +103,9 @@ class SavableModel(PreTrainedModel):
         mesh.world.at("after saving")
 
     def full_config(self) -> PreTrainedConfig:
-        """The configuration of the whole model, of which a stage has another."""
-        whole = {} if self.stage is None else self.stage.config
-        return type(self.config).from_dict({**self.config.to_dict(), **whole})
+        """The configuration of the full model; that of a stage counts its own blocks."""
+        full = {} if self.stage is None else self.stage.config
+        return type(self.config).from_dict({**self.config.to_dict(), **full})
 
     def _write_config(self, directory: Path) -> None:
         config = self.full_config()
@@ -115,7 +115,7 @@ class SavableModel(PreTrainedModel):
             self.generation_config.save_pretrained(directory)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method; refused for a part of a model, of which it would write a broken checkpoint."""
+        """transformers' method. Raises ``RuntimeError`` for a part of a model, whose checkpoint would be incomplete."""
         if self.is_model_parallelized():
             raise RuntimeError(
                 "this rank holds a part of the model only: call save_pretrained_with_parallel(directory) on every "

@@ -1,4 +1,4 @@
-"""What of a checkpoint belongs where in this rank's part of a model."""
+"""Maps the tensors of a checkpoint to the parameters of this rank's part of a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WeightMapping:
-    """The whole model and this rank's part, both without memory: which tensor becomes which parameter, and how."""
+    """Which tensor of a checkpoint is loaded into which parameter, by the full model and this rank's part on meta."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class WeightMapping:
         ignore_mismatched_sizes: bool,
         key_mapping: dict[str, str] | None,
     ) -> dict[str, Any]:
-        """This rank's part of every tensor that it needs, to be read when transformers' loader asks for it.
+        """This rank's slice of every tensor that it needs, read when transformers' loader requests it.
 
-        Names that the model does not know are among them, so that the loader can report them.
+        Names unknown to the model are included, so that the loader can report them.
 
         Raises:
-            ValueError: shapes in the checkpoint are not those of the model.
-            CheckpointError: the same of sharded tensors in split files without a manifest.
+            ValueError: shapes in the checkpoint differ from those of the model.
+            CheckpointError: the same for sharded tensors in split files without a manifest.
         """
         targets = list(self.target_names(reader.tensors, key_mapping))
         slices: dict[str, Any] = {
@@ -86,8 +86,8 @@ class WeightMapping:
         for local, name in self.names.items():
             root = tied.get(name, name)
             if name not in found and root in self.names:
-                continue  # tied to what is loaded, or missing
-            # On a stage without the parameter that this one is tied to, any of its names will do.
+                continue  # tied to a loaded parameter, or missing
+            # On a stage without the parameter that this one is tied to, any of its names is as good.
             names = (name, root, *(other for other, source in tied.items() if source == root))
             source = next((found[other] for other in names if other in found), None)
             if source is None:
@@ -119,14 +119,14 @@ class WeightMapping:
         return slices
 
     def layout_of_old_files(self, name: str, local_shapes: list[tuple[int, ...]]) -> Layout | None:
-        """How files without a manifest, whose shapes are ``local_shapes``, shard the tensor ``name``.
+        """The layout of the tensor ``name`` in split files without a manifest, where its shapes are ``local_shapes``.
 
-        As the plan shards it over as many ranks, if the shapes are those: only the plan knows which key-value heads
-        were replicated, and how fused heads are interleaved. Otherwise each file holds the next rows or columns, as
-        many as it has: OSLO 1.x cut uneven sizes in another way, and a vocabulary may have grown since.
+        If the shapes fit, it is the layout of the plan, which knows the replicated key-value heads and interleaved
+        matrices. Otherwise the files hold consecutive rows or columns: OSLO 1.x split uneven sizes differently, and
+        the vocabulary may have been resized since.
 
         Returns:
-            The layout; ``None`` if neither can be.
+            The layout; ``None`` if the shapes fit neither.
         """
         target = next(target for _, target in self.target_names([name], None))
         n, full = len(local_shapes), self.layouts.get(target)
@@ -136,9 +136,9 @@ class WeightMapping:
         if full is None or full.dim is None or all(shape == full.shape for shape in local_shapes):
             return Layout(local_shapes[0])
         pieces = self._layouts_over(1)[target].ranges[0]
-        parts = len(pieces)  # matrices side by side in this one, such as query, key and value
-        alike = len({stop - start for start, stop in pieces}) == 1
-        if parts > 1 and not (alike and planned is not None and all(len(own) == parts for own in planned.ranges)):
+        parts = len(pieces)  # concatenated matrices, such as query, key and value
+        equal_sizes = len({stop - start for start, stop in pieces}) == 1
+        if parts > 1 and not (equal_sizes and planned is not None and all(len(own) == parts for own in planned.ranges)):
             return None
         edges = [0, *accumulate(shape[full.dim] // parts for shape in local_shapes)]
         starts = [part * edges[-1] for part in range(parts)]
@@ -147,7 +147,7 @@ class WeightMapping:
         return Layout((*first[: full.dim], edges[-1] * parts, *first[full.dim + 1 :]), full.dim, ranges)
 
     def _misfit(self, reader: checkpoint.CheckpointReader, source: str, name: str) -> str:
-        """What files without a manifest hold of a sharded parameter, and what they should."""
+        """The shapes of a sharded parameter in split files without a manifest, and those expected."""
         holders, n = reader.tensors[source].files, (reader.split or (1, 1))[0]
         found = ", ".join(f"{tuple(file.views[source].shape)} in {file.path.name}" for file in holders)
         planned = self._layouts_over(n).get(name)
@@ -157,7 +157,7 @@ class WeightMapping:
         return f"{name}: {found}; in the model its shape is {tuple(self.state[name].shape)}, and {over}"
 
     def _layouts_over(self, n: int) -> dict[str, Layout]:
-        """The layouts over ``n`` ranks; none where the model cannot be sharded over so many."""
+        """The layouts over ``n`` ranks; empty if the model cannot be sharded over that many."""
         if n not in self._layouts:
             model, plan = self.model, self.model.plan(self.model.config)
             limit = 1 if plan.single_rank_reason else plan.limit()
@@ -166,9 +166,9 @@ class WeightMapping:
         return self._layouts[n]
 
     def stage_of_old_files(self, name: str, pp: int) -> int:
-        """The stage of ``pp`` on which files of OSLO 1.x, which hold all layers on every stage, hold the live ``name``.
+        """The stage of ``pp`` whose file holds the trained ``name``, in files of OSLO 1.x, which hold all layers.
 
-        There, each stage had the same number of blocks, and the last one what was left over as well.
+        There, all stages had the same number of blocks, and the last one also the remainder.
         """
         target = next(target for _, target in self.target_names([name], None))
         plan, prefix = self.model.plan(self.model.config), self.model._prefix()
@@ -181,7 +181,7 @@ class WeightMapping:
 
 
 class ResizedSlice(checkpoint.LazySlice):
-    """A part of a vocabulary that has grown since it was saved; new words are the mean of the old ones.
+    """A slice of a vocabulary larger than in the checkpoint; new rows are the mean of the old ones.
 
     Source: Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021.
     """
@@ -201,7 +201,7 @@ class ResizedSlice(checkpoint.LazySlice):
 
 
 class LengthenedSlice(checkpoint.LazySlice):
-    """What is added to the logits of a vocabulary that has grown since it was saved; nothing is for new words."""
+    """A bias of the logits of a vocabulary larger than in the checkpoint; it is zero for new tokens."""
 
     def read(self) -> Tensor:
         old = self.reader.read(self.name, Layout(self.reader.tensors[self.name].shape), 0)

@@ -53,10 +53,7 @@ class AlbertModel(AlbertParallel, hf.AlbertModel):
 
 class AlbertForPreTraining(AlbertParallel, hf.AlbertForPreTraining):
     head_plan = {
-        "predictions.dense": Replicated(),
-        "predictions.LayerNorm": Norm(),
-        "predictions.decoder": VocabParallel(),
-        "predictions.bias": VocabParallel(),
+        **LM_HEAD,
         "sop_classifier.classifier": Replicated(),
     }
 

@@ -63,10 +63,4 @@ class BigBirdForQuestionAnswering(BigBirdParallel, hf.BigBirdForQuestionAnswerin
 
 
 class BigBirdForPreTraining(BigBirdParallel, hf.BigBirdForPreTraining):
-    head_plan = {
-        "cls.predictions.transform.dense": Replicated(),
-        "cls.predictions.transform.LayerNorm": Norm(),
-        "cls.predictions.decoder": VocabParallel(),
-        "cls.predictions.bias": VocabParallel(),
-        "cls.seq_relationship": Replicated(),
-    }
+    head_plan = {**LM_HEAD, "cls.seq_relationship": Replicated()}

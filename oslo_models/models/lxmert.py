@@ -20,8 +20,11 @@ from oslo_models.sharding.plan import (
     VocabParallel,
 )
 
-ANSWER: Entries = {"answer_head.logit_fc.0": Replicated(), "answer_head.logit_fc.2": Norm()}
-ANSWER = {**ANSWER, "answer_head.logit_fc.3": Replicated()}
+ANSWER: Entries = {
+    "answer_head.logit_fc.0": Replicated(),
+    "answer_head.logit_fc.2": Norm(),
+    "answer_head.logit_fc.3": Replicated(),
+}
 OBJECTS: Entries = {
     "obj_predict_head.transform.dense": Replicated(),
     "obj_predict_head.transform.LayerNorm": Norm(),
@@ -71,14 +74,8 @@ class LxmertForPreTraining(LxmertParallel, hf.LxmertForPreTraining):
         "cls.predictions.decoder": VocabParallel(),
         "cls.predictions.bias": Replicated(),
         "cls.seq_relationship": Replicated(),
-        "obj_predict_head.transform.dense": Replicated(),
-        "obj_predict_head.transform.LayerNorm": Norm(),
-        "obj_predict_head.decoder_dict.obj": Replicated(),
-        "obj_predict_head.decoder_dict.attr": Replicated(),
-        "obj_predict_head.decoder_dict.feat": Replicated(),
-        "answer_head.logit_fc.0": Replicated(),
-        "answer_head.logit_fc.2": Norm(),
-        "answer_head.logit_fc.3": Replicated(),
+        **OBJECTS,
+        **ANSWER,
     }
 
 

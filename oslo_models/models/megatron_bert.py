@@ -32,13 +32,7 @@ class MegatronBertModel(MegatronBertParallel, hf.MegatronBertModel):
 
 
 class MegatronBertForPreTraining(MegatronBertParallel, hf.MegatronBertForPreTraining):
-    head_plan = {
-        "cls.predictions.transform.dense": Replicated(),
-        "cls.predictions.transform.LayerNorm": Norm(),
-        "cls.predictions.decoder": VocabParallel(),
-        "cls.predictions.bias": VocabParallel(),
-        "cls.seq_relationship": Replicated(),
-    }
+    head_plan = {**LM_HEAD, "cls.seq_relationship": Replicated()}
 
 
 class MegatronBertForCausalLM(MegatronBertParallel, hf.MegatronBertForCausalLM):

@@ -60,14 +60,7 @@ class MobileBertModel(MobileBertParallel, hf.MobileBertModel):
 
 
 class MobileBertForPreTraining(MobileBertParallel, hf.MobileBertForPreTraining):
-    head_plan = {
-        "cls.predictions.transform.dense": Replicated(),
-        "cls.predictions.transform.LayerNorm": Norm(),
-        "cls.predictions.dense": Replicated(),
-        "cls.predictions.decoder": Replicated(),
-        "cls.predictions.bias": Replicated(),
-        "cls.seq_relationship": Replicated(),
-    }
+    head_plan = {**LM_HEAD, "cls.seq_relationship": Replicated()}
 
 
 class MobileBertForMaskedLM(MobileBertParallel, hf.MobileBertForMaskedLM):

@@ -7,7 +7,7 @@ from transformers.models.rag import modeling_rag as hf
 
 from oslo_models.auto import AutoModel, AutoModelForSeq2SeqLM
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.composite import part
+from oslo_models.modeling.composite import plan_of_part
 from oslo_models.sharding.plan import Plan
 
 ENCODED = {"attentions": "question_enc_attentions"}
@@ -26,8 +26,8 @@ class RagParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         question_encoder, generator = config.question_encoder, config.generator
-        plan = part("question_encoder", AutoModel.class_for(question_encoder), question_encoder, ENCODED)
-        plan |= part("generator", AutoModelForSeq2SeqLM.class_for(generator), generator, GENERATED)
+        plan = plan_of_part("question_encoder", AutoModel.class_for(question_encoder), question_encoder, ENCODED)
+        plan |= plan_of_part("generator", AutoModelForSeq2SeqLM.class_for(generator), generator, GENERATED)
         return plan | Plan(
             {}, {}, {}, single_stage_reason="documents are retrieved between its parts, and their scores enter the loss"
         )

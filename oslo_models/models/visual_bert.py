@@ -46,11 +46,7 @@ class VisualBertForVisualReasoning(VisualBertParallel, hf.VisualBertForVisualRea
 
 class VisualBertForRegionToPhraseAlignment(VisualBertParallel, hf.VisualBertForRegionToPhraseAlignment):
     head_plan = {
-        "cls.predictions.transform.dense": Replicated(),
-        "cls.predictions.transform.LayerNorm": Norm(),
-        "cls.predictions.decoder": VocabParallel(),
-        "cls.predictions.bias": VocabParallel(),
-        "cls.seq_relationship": Replicated(),
+        **PRETRAINING,
         "attention.query": Replicated(),
         "attention.key": Replicated(),
         "attention.value": Replicated(),

@@ -7,7 +7,7 @@ from transformers.models.xlm import modeling_xlm as hf
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of
-from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
@@ -66,11 +66,4 @@ class XLMForQuestionAnsweringSimple(XLMParallel, hf.XLMForQuestionAnsweringSimpl
 
 
 class XLMForQuestionAnswering(XLMParallel, hf.XLMForQuestionAnswering):
-    head_plan = {
-        "qa_outputs.start_logits.dense": Replicated(),
-        "qa_outputs.end_logits.dense_0": Replicated(),
-        "qa_outputs.end_logits.dense_1": Replicated(),
-        "qa_outputs.answer_class.dense_0": Replicated(),
-        "qa_outputs.answer_class.dense_1": Replicated(),
-        "qa_outputs.end_logits.LayerNorm": Norm(),
-    }
+    head_plan = {f"qa_outputs.{name}": entry for name, entry in SPAN_PREDICTION.items()}

@@ -6,7 +6,7 @@ from transformers import XLNetConfig
 from transformers.models.xlnet import modeling_xlnet as hf
 
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import (
     ColumnParallel,
@@ -67,11 +67,4 @@ class XLNetForQuestionAnsweringSimple(XLNetParallel, hf.XLNetForQuestionAnswerin
 
 
 class XLNetForQuestionAnswering(XLNetParallel, hf.XLNetForQuestionAnswering):
-    head_plan = {
-        "start_logits.dense": Replicated(),
-        "end_logits.dense_0": Replicated(),
-        "end_logits.dense_1": Replicated(),
-        "answer_class.dense_0": Replicated(),
-        "answer_class.dense_1": Replicated(),
-        "end_logits.LayerNorm": Norm(),
-    }
+    head_plan = SPAN_PREDICTION
