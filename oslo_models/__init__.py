@@ -1,4 +1,4 @@
-"""A model zoo of pre-parallelized Hugging Face classes: transformers' classes under their own names, divided.
+"""A model zoo of pre-parallelized Hugging Face classes: transformers' classes, sharded, under their own names.
 
 >>> from oslo_models import GPT2LMHeadModel
 >>> model = GPT2LMHeadModel.from_pretrained_with_parallel("gpt2", tensor_parallel_size=2)
@@ -33,7 +33,7 @@ _OWN = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when it is first asked for: the zoo is large, and torch is slow to import."""
+    """Import a class on first access: the zoo is large, and torch is slow to import."""
     import importlib
 
     if name == "__all__":

@@ -1,4 +1,4 @@
-"""Auto classes: pick the zoo class for a configuration, by transformers' own mappings."""
+"""Auto classes: select the zoo class for a configuration by transformers' own mappings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oslo_models import registry
 
 
 class _Auto:
-    """One task: which class of each model type does it."""
+    """The base of the auto classes, each of which stands for one task."""
 
     mapping: ClassVar[str]
 
@@ -24,7 +24,7 @@ class _Auto:
         """The zoo class for ``config``.
 
         Raises:
-            ValueError: the zoo has none; the message lists the model types that it has for this task.
+            ValueError: the zoo has none; the message lists its model types for this task.
         """
         classes = getattr(modeling_auto, cls.mapping)
         found = classes.get(config.model_type)
@@ -36,7 +36,7 @@ class _Auto:
 
     @classmethod
     def from_pretrained_with_parallel(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
-        """`ParallelModel.from_pretrained_with_parallel` of the class that the checkpoint's configuration asks for."""
+        """`ParallelModel.from_pretrained_with_parallel` of the class for the checkpoint's configuration."""
         hub = ("cache_dir", "force_download", "local_files_only", "revision", "token", "subfolder")
         known = {key: kwargs[key] for key in hub if key in kwargs}
         config = kwargs.get("config") or AutoConfig.from_pretrained(pretrained_model_name_or_path, **known)

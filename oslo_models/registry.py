@@ -1,4 +1,4 @@
-"""The architectures of the zoo: one line each. Everything that lists, exports or picks classes starts here."""
+"""The architectures of the zoo, one line each, and how to find their classes by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from types import ModuleType
 
 ARCHITECTURES = {
-    # transformers' model type: what the names of its classes begin with
+    # transformers' model type: the prefix of its class names
     "albert": "Albert",
     "arcee": "Arcee",
     "bart": "Bart",
@@ -110,7 +110,7 @@ ARCHITECTURES = {
 
 
 def load(model_type: str) -> ModuleType:
-    """The file of an architecture."""
+    """Import the module of an architecture."""
     return importlib.import_module(f"oslo_models.models.{model_type.replace('-', '_')}")
 
 
@@ -129,10 +129,10 @@ def model_classes(model_type: str) -> dict[str, type]:
 
 
 def find(name: str) -> object:
-    """What the zoo exports as ``name``.
+    """The object that the zoo exports as ``name``.
 
     Raises:
-        AttributeError: nothing; the message lists the architectures.
+        AttributeError: there is none; the message lists the architectures.
     """
     fitting = [kind for kind, prefix in ARCHITECTURES.items() if name.startswith(prefix)]
     for model_type in sorted(fitting, key=lambda kind: -len(ARCHITECTURES[kind])):

@@ -44,7 +44,7 @@ def _row(model_type: str) -> list[str]:
     names = {name.removeprefix(prefix): cls for name, cls in classes.items()}
     heads = [f"**{name}**" if _predicts_words(cls) else name for name, cls in names.items()]
     plans = {name: _plan(cls) for name, cls in names.items()}
-    reasons = {name: plan.one_stage for name, plan in plans.items() if plan.one_stage}
+    reasons = {name: plan.single_stage_reason for name, plan in plans.items() if plan.single_stage_reason}
     first = next((cls for cls in classes.values() if _predicts_words(cls)), next(iter(classes.values())))
     notes = _first_sentence(model_type)
     for reason in dict.fromkeys(reasons.values()):

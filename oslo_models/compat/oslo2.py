@@ -1,4 +1,4 @@
-"""The front door of OSLO 2: `initialize` shards a model that exists already."""
+"""OSLO 2's API: `initialize` shards an existing model in place."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy
 def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -> Any:
     """Turn a transformers model, in place, into this rank's part of the zoo class of the same name. A collective.
 
-    All ranks get the weights of rank 0. Parameters stay the objects that they are, so an optimizer made before goes on
-    to work, if it has taken no step yet; those of other pipeline stages are emptied.
+    All ranks get the weights of rank 0. Parameters stay the same objects, so an existing optimizer keeps working, if it
+    has taken no step yet; parameters of other pipeline stages are emptied.
 
     Args:
-        model: a whole model of a class of which the zoo has one, with weights.
-        config: ``{"model_parallelism": {"tensor_parallel_size": 2}}``, or the path of a JSON file that says so. Beside
-            the sizes there may be what `ParallelModel.from_config_with_parallel` takes too (``micro_batch_size``,
-            ``seed``, ...), and ``"enable": False``, by which all sizes are one.
+        model: a full model with weights, of a class that the zoo has.
+        config: ``{"model_parallelism": {"tensor_parallel_size": 2}}``, or the path of such a JSON file. Other keys are
+            arguments of `ParallelModel.from_config_with_parallel` (``micro_batch_size``, ``seed``, ...), and
+            ``"enable": False``, which sets all sizes to one.
 
     Returns:
         The same object, in the mode (training or evaluation) in which it was.
 
     Raises:
-        ValueError: an argument does not fit, or the models of the ranks differ; on every rank, and nothing is changed.
-        RuntimeError: the model is divided already; or several processes are needed and no launcher was used.
-        OSError: there is no such JSON file.
+        ValueError: an argument is invalid, or the models of the ranks differ; on every rank, with the model unchanged.
+        RuntimeError: the model is divided already; or several processes are needed, and no launcher started them.
+        OSError: the JSON file cannot be read.
     """
     start_process_group()
     world = world_axis()
@@ -54,18 +54,18 @@ def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -
         cls = zoo_class(model)
         arguments.check({})
         arguments.check_config(cls, model.config)
-        whole = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
-    mesh, _ = join(arguments, model.config, whole, "initialize")
-    with agree(world, "dividing the model"):  # one without memory, so that what does not fit changes nothing
-        template = WeightMapping(cls, model.config, {}, mesh, arguments.blocks_per_stage)
-        if differing := sorted(whole.keys() ^ template.state.keys()):
+        tensors = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
+    mesh, _ = join(arguments, model.config, tensors, "initialize")
+    with agree(world, "dividing the model"):  # on the meta device first, so that an error leaves the model unchanged
+        mapping = WeightMapping(cls, model.config, {}, mesh, arguments.blocks_per_stage)
+        if differing := sorted(tensors.keys() ^ mapping.state.keys()):
             raise ValueError(f"the model is not as its configuration makes one; it differs in: {differing}")
-    _divide(model, cls, mesh, arguments)
+    _shard(model, cls, mesh, arguments)
     return model
 
 
 def _arguments(config: Mapping[str, Any] | str | Path) -> Arguments:
-    """What the configuration says."""
+    """The arguments in the configuration."""
     given = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else config
     section = given.get(_SECTION, {}) if isinstance(given, Mapping) else None
     if not isinstance(section, Mapping):
@@ -81,13 +81,13 @@ def _arguments(config: Mapping[str, Any] | str | Path) -> Arguments:
 
 
 def zoo_class(model: PreTrainedModel, may_be_empty: bool = False) -> Any:
-    """The class of the zoo for a transformers model that is whole.
+    """The zoo class for a full transformers model.
 
     Args:
         may_be_empty: its parameters may be on the meta device.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the zoo has none.
         RuntimeError: the model is divided already.
     """
     if getattr(model, "mesh", None) is not None:
@@ -106,21 +106,21 @@ def zoo_class(model: PreTrainedModel, may_be_empty: bool = False) -> Any:
 
 
 @torch.no_grad()
-def _divide(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> None:
-    """Let the model be this rank's part, with the weights of rank 0."""
+def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> None:
+    """Turn the model into this rank's part of it, with the weights of rank 0."""
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     if mesh.world.size > 1:
         tensors = [*model.parameters(), *model.buffers()]
         prints = gather_objects(mesh.world, [tensor_checksum(tensor) for tensor in tensors])
         for tensor, *seen in zip(tensors, *prints, strict=True):
-            if len(set(seen)) > 1:  # what is not written to may stay where others see it too, in a file
+            if len(set(seen)) > 1:  # equal tensors are not written to, and may stay in shared memory
                 tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))
     model.__class__ = cls
     with local_torch_dtype(model.dtype, cls.__name__):
         model.shard_(mesh, arguments.blocks_per_stage)
     aliases: dict[str, str] = {} if model.stage is None else model.stage.aliases
     parts: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    for name, param in parts.items():  # the old objects, which an optimizer may know
+    for name, param in parts.items():  # keep the objects that an optimizer may refer to
         owner, _, leaf = name.rpartition(".")
         old = before[aliases.get(name, name)]
         old.data, old.grad = param.data, None

@@ -1,4 +1,4 @@
-"""The front door of parallelformers: `parallelize` serves a model that exists already, from worker processes."""
+"""parallelformers' API: `parallelize` serves an existing model from worker processes."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def parallelize(
     seed: int | None = None,
     **options: Any,
 ) -> Any:
-    """Let worker processes of this host compute what a transformers model computes, each with its part of the weights.
+    """Serve a transformers model from worker processes of this host, each with its part of the weights.
 
-    In place: the object becomes one like those that ``deploy=True`` returns. Its weights move to memory of the host, of
-    which the workers read their parts; ``model.cpu()``, ``.cuda()`` and ``.to()`` end the workers and bring them back.
+    In place: the object becomes like one that ``deploy=True`` returns. Its weights move to host memory, from which the
+    workers read their parts; ``model.cpu()``, ``.cuda()`` and ``.to()`` end the workers and restore the weights.
 
     Args:
-        model: a whole model of a class of which the zoo has one, with weights, best on the CPU.
-        num_gpus: over how many workers each layer is divided, ``tensor_parallel_size``.
+        model: a full model with weights, of a class that the zoo has, preferably on the CPU.
+        num_gpus: the number of workers over which each layer is sharded, ``tensor_parallel_size``.
         fp16: compute in float16.
         verbose: ``"simple"`` or ``"detail"`` prints memory by device.
         seed: as with ``deploy=True``.
-        **options: what ``deploy=True`` takes too: ``pipeline_parallel_size``, ``timeout``, ``max_batch_size``, ...
+        **options: as with ``deploy=True``: ``pipeline_parallel_size``, ``timeout``, ``max_batch_size``, ...
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: an argument does not fit, or the zoo has no such class; the model is as it was.
-        EngineError: a worker died while it loaded; the model is as it was.
+        ValueError: an argument is invalid, or the zoo has no such class; the model is unchanged.
+        EngineError: a worker died while loading; the model is unchanged.
     """
     cls = zoo_class(model)
     if unknown := options.keys() - {*_ARGUMENTS, *_SERVING}:
@@ -65,7 +65,7 @@ def parallelize(
 
 
 class Weights:
-    """The weights of a model in memory without a name in a file system, which processes of this user can open."""
+    """The weights of a model in an anonymous memory file, which processes of the same user can open."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.cls = type(model)
@@ -81,17 +81,17 @@ class Weights:
     def load(self, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> Any:
         """This rank's part of the model."""
         weights = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
-        whole = self.cls.from_pretrained(None, config=copy.deepcopy(config), state_dict=weights, dtype=dtype)
+        full = self.cls.from_pretrained(None, config=copy.deepcopy(config), state_dict=weights, dtype=dtype)
         known = {key: value for key, value in arguments.items() if value is not None and key != "deploy"}
-        return initialize(whole, {"model_parallelism": known})
+        return initialize(full, {"model_parallelism": known})
 
 
 class ServedInPlace(Deployment):
-    """A deployed model that was another object before, and can be it again."""
+    """A deployed model that was a transformers model before, and can become one again."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Deployment.to`, but this object becomes the whole model."""
-        whole = super().to(*args, **kwargs)
-        self.__class__ = type(whole)
-        self.__dict__ = vars(whole)
+        """As `Deployment.to`, but this object becomes the full model."""
+        full = super().to(*args, **kwargs)
+        self.__class__ = type(full)
+        self.__dict__ = vars(full)
         return self

@@ -1,9 +1,9 @@
-"""Applies a plan to a module tree: parameters become this rank's part, layers the classes that work with it."""
+"""Applies a plan to a module tree: parameters become shards, and layers get the parallel class of their kind."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -38,8 +38,11 @@ from oslo_models.sharding.plan import (
     GlobalMinMax,
     HeadNorm,
     HeadNorms,
+    LocalModule,
+    LocalValue,
     Plan,
     Replicated,
+    ReplicatedDropout,
     RowParallel,
     VocabParallel,
     WidthNorm,
@@ -49,10 +52,7 @@ from oslo_models.sharding.plan import (
 _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (ColumnParallel, nn.Linear): ColumnParallelLinear,
     (ColumnParallel, Conv1D): ColumnParallelConv1D,
-    (
-        ColumnParallel,
-        nn.Embedding,
-    ): nn.Embedding,  # a table of which each rank needs its own columns (T5's relative bias)
+    (ColumnParallel, nn.Embedding): nn.Embedding,  # T5's relative bias, of which a rank needs the columns of its heads
     (RowParallel, nn.Linear): RowParallelLinear,
     (RowParallel, Conv1D): RowParallelConv1D,
     (VocabParallel, nn.Embedding): VocabParallelEmbedding,
@@ -61,7 +61,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (HeadNorms, nn.Module): HeadParallelNorms,
     (WidthNorm, nn.Module): WidthParallelNorm,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
-    # layers of an architecture's own
+    # layers that an architecture defines itself
     (ColumnParallel, nn.Module): ColumnParallelModule,
     (RowParallel, nn.Module): RowParallelModule,
     (VocabParallel, nn.Module): VocabParallelModule,
@@ -70,10 +70,10 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
 
 
 def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int) -> dict[str, Layout]:
-    """The layout over ``n`` ranks of every parameter of ``model``, which is still whole.
+    """The layout over ``n`` ranks of every parameter of ``model``, which still has full parameters.
 
     Args:
-        prefix: where the plan's base model sits in ``model``: ``"transformer."``, or ``""`` when it is the model.
+        prefix: the path of the plan's base model in ``model``: ``"transformer."``, or ``""`` when it is the model.
         head: the entries of the head that ``model`` adds, by their full names.
 
     Raises:
@@ -87,8 +87,9 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
             used.add(key)
             layouts[name] = entries[key].layout(name.rpartition(".")[2], tuple(param.shape), n)
     unnamed = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in layouts]
-    bare = {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
-    unused = [key for key in entries if key not in used | bare and not key.endswith(tuple(plan.optional))]
+    used |= {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
+    used |= {name for name, _ in model.named_modules() if isinstance(entries.get(name), LocalModule)}
+    unused = [key for key in entries if key not in used and not key.endswith(tuple(plan.optional))]
     if unnamed or unused:
         raise ValueError(
             f"the plan of {type(model).__name__} does not fit its parameters.\n"
@@ -97,7 +98,7 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
     return layouts
 
 
-def divide(
+def apply_plan(
     model: PreTrainedModel, plan: Plan, prefix: str, head: Entries, mesh: ParallelMesh, layouts: Mapping[str, Layout]
 ) -> None:
     """Turn ``model`` into this rank's part of it, in place; on the meta device or with weights alike."""
@@ -107,12 +108,18 @@ def divide(
         module = _find(model, key)
         if module is None or isinstance(module, nn.Parameter):
             continue
-        parts = {leaf: layouts[f"{key}.{leaf}"] for leaf, _ in module.named_parameters(recurse=False)}
+        shards = {leaf: layouts[f"{key}.{leaf}"] for leaf, _ in module.named_parameters(recurse=False)}
         if type(entry) in {kind for kind, _ in _CLASSES}:
-            _swap_class(module, key, entry, parts, tp.rank)
-            module.tp, module.stream, module.layouts = tp, stream, parts  # type: ignore[assignment]
-            if isinstance(entry, HeadNorms):
-                module.heads = entry.heads  # type: ignore[assignment]
+            _swap_class(module, key, entry, shards, tp.rank)
+            module.tp, module.stream, module.layouts = tp, stream, shards  # type: ignore[assignment]
+        if isinstance(entry, HeadNorms):
+            module.heads = entry.heads  # type: ignore[assignment]
+        elif isinstance(entry, EinsumHeads):
+            _set_local_attributes(module, entry.attributes, tp)
+        elif isinstance(entry, LocalModule):
+            _localize(module, entry, tp)
+        elif isinstance(entry, ReplicatedDropout) and stream is not None:
+            _draw_outside(stream, module)
     for name, layout in layouts.items():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -121,47 +128,44 @@ def divide(
             local = layout.shard(full.detach(), tp.rank).clone()
             setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
             _set_local_sizes(module)
-    for stack, block in _blocks(model, plan, prefix):
-        _set_local_attributes(stack, block, plan, tp)
     if stream is not None:
-        for _, block in _blocks(model, plan, prefix):
-            # However a block ends, the streams are in order.
+        for block in (block for stack in plan.blocks for block in model.get_submodule(prefix + stack).children()):
+            # However a block ends, the replicated random stream is active again.
             block.register_forward_hook(lambda *_: stream.leave(), always_call=True)
-            for path in plan.whole_dropout:
-                if isinstance(dropout := _find(block, path), nn.Module):
-                    dropout.register_forward_pre_hook(lambda *_: stream.leave())
-                    dropout.register_forward_hook(lambda module, *_: stream.enter() if module.training else None)
 
 
-def _set_local_attributes(stack: str, block: nn.Module, plan: Plan, tp: Axis) -> None:
-    """Let the attributes and arguments of a block's modules that count heads count what this rank has."""
-    for path, value in plan.local.items():
-        owner, _, attribute = path.removeprefix(f"{stack}.").rpartition(".")
-        module: Any = _find(block, owner.removesuffix(".config"))
-        if module is not None and owner.endswith(".config"):
-            module.config = LocalConfig(module.config, **{attribute: value(tp.size, tp.rank)})
-        elif hasattr(module, attribute):
-            setattr(module, attribute, value(tp.size, tp.rank))
-    for path, heads in plan.per_head.items():  # before the widths, whose module has no arguments of its own
-        owner, _, argument = path.removeprefix(f"{stack}.").rpartition(".")
-        module = _find(block, owner)
-        if not isinstance(module, nn.Module):
-            continue
+def _localize(module: Any, entry: LocalModule, tp: Axis) -> None:
+    """Let the attributes, arguments and shapes of a module that count heads count those of this rank."""
+    _set_local_attributes(module, entry.attributes, tp)
+    for argument, heads in entry.per_head.items():  # before the width, whose class hides the signature
         position = list(inspect.signature(module.forward).parameters).index(argument)
         module.register_forward_pre_hook(
             partial(_slice_per_head_arguments, argument, position, heads, tp), with_kwargs=True
         )
-    for path, heads in plan.widths.items():
-        module = _find(block, path.removeprefix(f"{stack}."))
-        if module is not None:
-            module.__class__ = _joined(LocalWidthModule, type(module))  # type: ignore[arg-type]
-            module.widths = heads.extent(), heads.local_extent(tp.size, tp.rank)
+    if entry.width is not None:
+        module.__class__ = _joined(LocalWidthModule, type(module))  # type: ignore[arg-type]
+        module.widths = entry.width.extent(), entry.width.local_extent(tp.size, tp.rank)
+
+
+def _set_local_attributes(module: Any, attributes: Mapping[str, LocalValue], tp: Axis) -> None:
+    for path, value in attributes.items():
+        owner, _, attribute = path.rpartition(".")
+        if owner == "config":
+            module.config = LocalConfig(module.config, **{attribute: value(tp.size, tp.rank)})
+        elif hasattr(module, attribute):
+            setattr(module, attribute, value(tp.size, tp.rank))
+
+
+def _draw_outside(stream: ShardedRngStream, dropout: nn.Module) -> None:
+    """Let a dropout between sharded layers draw from the replicated random stream."""
+    dropout.register_forward_pre_hook(lambda *_: stream.leave())
+    dropout.register_forward_hook(lambda module, *_: stream.enter() if module.training else None)
 
 
 def _slice_per_head_arguments(
     name: str, position: int, heads: EvenSplit, tp: Axis, module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The arguments of a call, of one of them only the entries of the heads that this rank has."""
+    """The arguments of a call, with one of them reduced to the entries of this rank's heads."""
     value = kwargs.get(name, args[position] if position < len(args) else None)
     if value is None:
         return args, kwargs
@@ -176,20 +180,20 @@ def _slice_per_head_arguments(
 
 
 class LocalConfig:
-    """A configuration as a module of one rank should see it: some numbers are local, the rest is as in the model's."""
+    """A configuration with some numbers replaced by those of one rank; the rest is read from the model's."""
 
-    def __init__(self, whole: Any, **local: int) -> None:
-        self._whole = whole
+    def __init__(self, full: Any, **local: int) -> None:
+        self._full = full
         vars(self).update(local)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_whole" or name.startswith("__"):
+        if name == "_full" or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._whole, name)
+        return getattr(self._full, name)
 
 
 def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[str, Layout], rank: int) -> None:
-    """Give ``module`` the parallel class of its kind, with its sizes told anew."""
+    """Give ``module`` the parallel class of its kind."""
     known = [kind for e, kind in _CLASSES if e is type(entry)]
     if isinstance(entry, (ColumnParallel, VocabParallel)) and type(module).__module__.startswith("torch."):
         known.remove(nn.Module)  # torch's other layers (convolutions) apply other functions
@@ -208,17 +212,17 @@ def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[st
 
 @cache
 def _joined(new: type[nn.Module], old: type[nn.Module]) -> type[nn.Module]:
-    """A parallel class of a class of the architecture's own.
+    """The parallel class of a layer class that an architecture defines itself.
 
-    What an embedding does beside looking up (a scale) goes around the parallel lookup; a parallel linear layer or norm
-    goes around the architecture's. transformers initialises by the names of classes, so the name stays.
+    An embedding's own additions (a scale) wrap the parallel lookup; a parallel linear layer or norm wraps the
+    architecture's. transformers initialises by the names of classes, so the name stays.
     """
     bases = (old, new) if issubclass(old, nn.Embedding) else (new, old)
     return type(old.__name__, bases, {"__module__": old.__module__})
 
 
 def _set_local_sizes(module: nn.Module) -> None:
-    """Let the attributes of a layer that name its sizes say what it holds."""
+    """Set the size attributes of a layer to those of its shard."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, Conv1D):
@@ -227,23 +231,18 @@ def _set_local_sizes(module: nn.Module) -> None:
         module.num_embeddings, module.embedding_dim = module.weight.shape
 
 
-def _blocks(model: nn.Module, plan: Plan, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for stack in plan.blocks:
-        yield from ((stack, block) for block in model.get_submodule(prefix + stack).children())
-
-
 def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:
     """The plan's entries under the full names that they have in ``model``."""
     named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
     for stack, entries in plan.blocks.items():
         for index, _ in enumerate(model.get_submodule(prefix + stack).children()):
             named |= {f"{prefix}{stack}.{index}.{key}".removesuffix("."): entry for key, entry in entries.items()}
-    named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.beside.items())}
+    named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.on_every_stage.items())}
     return named | dict(head)
 
 
 def _find(root: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
-    """What ``path`` names under ``root``, if anything."""
+    """The module or parameter at ``path`` under ``root``, if there is one."""
     found: object = root
     for part in path.split(".") if path else ():
         found = getattr(found, part, None)
@@ -251,7 +250,7 @@ def _find(root: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
 
 
 def _uses_dropout(model: PreTrainedModel) -> bool:
-    """Whether some dropout of the model, or of a model in it, can fire: switching streams costs time, if little."""
+    """Whether any dropout of the model, or of a model in it, is active: switching random streams costs some time."""
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     rates = [value for config in configs for key, value in config.to_dict().items() if "drop" in key]
     return any(isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 for rate in rates)

@@ -1,4 +1,4 @@
-"""`ParallelModel`: what a zoo class is beside its transformers class. Once for all architectures."""
+"""`ParallelModel`: the base class of all model classes of the zoo, beside their transformers class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
 from oslo_models.distributed.watchdog import TIMEOUT
-from oslo_models.modeling.apply_plan import divide, layouts_of
+from oslo_models.modeling.apply_plan import apply_plan, layouts_of
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.forward import with_full_outputs, with_full_stage_outputs, with_synchronized_rng
 from oslo_models.modeling.fusing import FusableModel
@@ -28,21 +28,23 @@ from oslo_models.sharding.plan import Entries, Plan
 
 
 class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
-    """The half of a zoo class that is ours; the other half is the transformers class of the same name.
+    """The parallel base class of a zoo class; its other base is the transformers class of the same name.
 
-    An architecture states a `plan`, and each of its classes a `head`. Made by `from_pretrained_with_parallel` or
-    `from_config_with_parallel`, an instance is this rank's part of the model; made in transformers' own ways it is the
-    whole model, as there.
+    An architecture states a `plan`, and each of its classes a `head_plan`. Constructed by
+    `from_pretrained_with_parallel` or `from_config_with_parallel`, an instance is this rank's part of the model;
+    constructed by transformers' own methods it is the full model, as there.
 
     Attributes:
-        mesh: the axes of the model; ``None`` when made in transformers' own ways.
+        head_plan: the entries of the head that the class adds to the base model, by their full names.
+        mesh: the axes of the model; ``None`` when constructed by transformers' own methods.
         mpu: the mesh under Megatron's names.
         layouts: the layout over the tp axis of every parameter that this rank holds.
-        gather_logits: what to return for divided logits beside a loss: ``None`` as the constructors tell.
-        loss_inputs: arguments that ask for a loss beside those that are called labels.
-        labels_of: of models with several logits, the argument with the labels for each.
-        loss_of_whole_logits: whether a loss is computed in a way that needs the logits of all words.
-        has_loss_of_rows: whether the loss of a batch is a mean over its labels or rows, which micro-batches can share.
+        gather_logits: whether sharded logits are gathered beside a loss; see `from_pretrained_with_parallel`.
+        loss_inputs: arguments that request a loss, beside those named labels.
+        labels_of: for models with several logits, the argument with the labels of each.
+        loss_needs_full_logits: whether the loss is computed from the logits of the full vocabulary.
+        loss_is_mean: whether the loss is a mean over labels or rows, which can be split into micro-batches.
+        check_inputs: compares the inputs of the ranks; ``None``: never.
     """
 
     head_plan: ClassVar[Entries] = {}
@@ -59,7 +61,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
 
     @classmethod
     def plan(cls, config: PreTrainedConfig) -> Plan:
-        """How the architecture divides."""
+        """The sharding plan of the architecture."""
         raise TypeError(f"{cls.__name__} states no plan")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -83,17 +85,17 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         if mesh is None:
             return
         self._init_seed = init_seed
-        for param in self.parameters():  # some of XLNet's and DeBERTa's are float32, whatever is asked for
+        for param in self.parameters():  # some of XLNet's and DeBERTa's are always created in float32
             param.data = param.data.to(torch.get_default_dtype())
         self.shard_(mesh, blocks_per_stage)
 
     def shard_(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
-        """Turn the whole model, with weights or on the meta device, into this rank's part of it."""
+        """Turn the full model, with weights or on the meta device, into this rank's part of it."""
         self.mesh, self.mpu = mesh, MPU(mesh)
         plan, prefix, head = self.plan(self.config), self._prefix(), type(self).head_plan
         self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
         if mesh.tp.size > 1:
-            divide(self, plan, prefix, head, mesh, self.layouts)
+            apply_plan(self, plan, prefix, head, mesh, self.layouts)
         if mesh.pp.size > 1:
             pp = mesh.pp
             self.stage = split_stage(
@@ -103,17 +105,17 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
             self.layouts = {name: self.layouts[self.stage.aliases.get(name, name)] for name in names}
 
     def start_pipeline(self, are_random: bool) -> None:
-        """Make what several stages share, once the model has its weights; a collective of all ranks.
+        """Create the pipeline, once the model has its weights; a collective of all ranks.
 
         Args:
-            are_random: whether the weights were drawn, by each stage for what it holds, and not read.
+            are_random: whether each stage initialised its weights randomly: tied weights are then broadcast.
         """
         if self.stage is not None:
             self.pipeline = Pipeline(self, self.stage, with_full_stage_outputs(type(self).forward.__wrapped__))
             self.pipeline.broadcast_tied() if are_random else self.pipeline.check_tied()
 
     def _prefix(self) -> str:
-        """Where the base model that the plan speaks of sits in this one."""
+        """The path of the plan's base model in this model."""
         return f"{self.base_model_prefix}." if hasattr(self, self.base_model_prefix) else ""
 
     # Construction -----------------------------------------------------------------------------------------------------
@@ -139,37 +141,38 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         Args:
             pretrained_model_name_or_path: a name on the Hugging Face hub, or a directory that holds
                 ``model.safetensors`` or ``pytorch_model.bin`` (in one or several files), or split files
-                ``pytorch_model_tp=?_pp=?.bin`` written at any sizes: other sizes than asked for are resharded. A rank
+                ``pytorch_model_tp=?_pp=?.bin`` written at any sizes: other sizes than requested are resharded. A rank
                 reads only its part.
-            tensor_parallel_size: over how many ranks each layer is divided; 1 to the number of attention heads.
-            pipeline_parallel_size: into how many stages the blocks are divided.
+            tensor_parallel_size: the number of ranks over which each layer is sharded, up to the number of attention
+                heads.
+            pipeline_parallel_size: the number of pipeline stages into which the blocks are split.
             micro_batch_size: rows of a batch per micro-batch under pipeline parallelism.
-            resize_token_embeddings: the size that the vocabulary should have; new words start as the mean of the old.
-            seed: given to all random generators before anything random happens.
-            deploy: serve from a plain Python script. ``deployment`` is another name of it.
-            gather_logits: with labels, gradients on and ``tensor_parallel_size > 1``, the loss is computed from divided
+            resize_token_embeddings: the new size of the vocabulary; new embeddings start as the mean of the old ones.
+            seed: set in all random generators before anything is drawn.
+            deploy: serve the model from a plain Python script. ``deployment`` is an alias.
+            gather_logits: with labels, gradients on and ``tensor_parallel_size > 1``, the loss is computed from sharded
                 logits and ``output.logits`` is ``None``. ``True`` returns full logits always, ``False`` never beside
                 a loss.
-            timeout: seconds that this rank waits for others in one collective of the model before it raises a
-                `RankFailedError` that names those that died, stopped or stayed away. While models are constructed,
-                loaded and saved, a rank that is alive is waited for longer, up to half an hour.
-            blocks_per_stage: how many blocks each pipeline stage gets, ``[3, 5, 4]``; of an encoder-decoder, the blocks
-                of the encoder come first and those of the decoder after them. By default blocks and head are divided by
-                their numbers of parameters.
-            check_inputs: compare the batches of the ranks that share a model, which have to be the same: in the first
+            timeout: seconds that this rank waits in one collective of the model before it raises a `RankFailedError`
+                that names the ranks that died, hang or never arrived. During construction, loading and saving, it
+                waits up to half an hour for a rank that is alive.
+            blocks_per_stage: the number of blocks of each pipeline stage, ``[3, 5, 4]``; in an encoder-decoder, the
+                blocks of the encoder come before those of the decoder. By default, stages are balanced by their
+                numbers of parameters.
+            check_inputs: compare the batches of the ranks that share a model, which have to be equal: in the first
                 three calls and every hundredth (``True``), every n-th (an integer), ``"always"`` or never (``False``).
                 A call of ``generate`` counts once.
-            **kwargs: what transformers' ``from_pretrained`` takes (``dtype``, ``attn_implementation``, ``cache_dir``,
+            **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``, ``cache_dir``,
                 ``revision``, ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the
                 configuration (``pad_token_id``, ...).
 
         Returns:
-            The model in evaluation mode, as transformers does.
+            The model in evaluation mode, as from transformers.
 
         Raises:
-            ValueError: an argument does not fit; on every rank, before anything is read.
-            RuntimeError: several processes are needed and no launcher was used.
-            OSError: no such checkpoint, or one that is damaged (``CheckpointError``, which names the file).
+            ValueError: an argument is invalid; raised on every rank, before anything is read.
+            RuntimeError: several processes are needed, and no launcher started them.
+            OSError: the checkpoint does not exist, or is damaged (``CheckpointError``, which names the file).
         """
         given = Arguments.of(locals())
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
@@ -190,24 +193,24 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         check_inputs: bool | int | str = True,
         **kwargs: Any,
     ) -> Any:
-        """Make this rank's part of a randomly initialised model. Every rank calls it with the same arguments.
+        """Construct this rank's part of a randomly initialised model. Every rank calls it with the same arguments.
 
         The same ``seed`` gives the same weights at all parallel sizes. ``config`` is not changed. Arguments and errors
         are those of `from_pretrained_with_parallel`; ``**kwargs``: ``dtype``, ``attn_implementation`` and attributes of
         the configuration.
 
         Returns:
-            The model in training mode, as a transformers model made from a configuration is.
+            The model in training mode, as a transformers model constructed from a configuration.
         """
         return construct(cls, "from_config_with_parallel", config, Arguments.of(locals()), kwargs)
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """transformers' own code, as it is: otherwise it would skip initialisations that a parent module repeats."""
+        """Always false, as for transformers' own classes: for custom code, it would skip some initialisations."""
         return False
 
     def initialize_weights(self) -> None:
-        """transformers' initialisation; of a parallel model, the same for all parallel sizes."""
+        """transformers' initialisation; for a parallel model, its result does not depend on the parallel sizes."""
         if self._init_seed is None or self.mesh is None:
             super().initialize_weights()
             return
@@ -219,26 +222,26 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         initialize_computed(self, self._init_seed)
 
     def initialize_constructed(self) -> None:
-        """Initialize the parameters that transformers fills in constructors only, which run without memory here."""
+        """Initialise parameters that transformers fills only in constructors, which run on the meta device here."""
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method; refused once the vocabulary is divided."""
+        """transformers' method. Raises ``RuntimeError`` once the vocabulary is sharded."""
         if new_num_tokens is None or not self.is_model_parallelized():
             return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         raise RuntimeError(
-            f"the vocabulary is already divided over {self._size('tp')} ranks: pass "
+            f"the vocabulary is already sharded over {self._size('tp')} ranks: pass "
             f"resize_token_embeddings={new_num_tokens} to from_pretrained_with_parallel or from_config_with_parallel"
         )
 
-    # What is where ----------------------------------------------------------------------------------------------------
+    # Parallel state --------------------------------------------------------------------------------------------------
 
     def _at(self, phase: str, steps: int = 0) -> None:
-        """Note what this process is about to do with the model; ``generate`` is one phase."""
+        """Report the phase of this rank, for the diagnosis of failures; ``generate`` is one phase."""
         if self.mesh is not None and not self._generates:
             self.mesh.world.at(phase, steps)
 
     def _compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare the arguments of a call over the ranks that hold one copy of the model, from time to time."""
+        """Compare the arguments of a call over the ranks of one replica, if ``check_inputs`` says so for this call."""
         if self.check_inputs is not None and self.mesh is not None:
             named = {f"argument {position}": value for position, value in enumerate(args)}
             self.check_inputs(self.mesh.model, {**named, **kwargs})
@@ -247,11 +250,11 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         return 1 if self.mesh is None else getattr(self.mesh, axis).size
 
     def is_tensor_parallelized(self) -> bool:
-        """Whether layers are divided over several ranks."""
+        """Whether layers are sharded over several ranks."""
         return self._size("tp") > 1
 
     def is_pipeline_parallelized(self) -> bool:
-        """Whether blocks are divided over several stages."""
+        """Whether blocks are split over several stages."""
         return self._size("pp") > 1
 
     def is_data_parallelized(self) -> bool:
@@ -259,5 +262,5 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         return self._size("dp") > 1
 
     def is_model_parallelized(self) -> bool:
-        """Whether this rank holds a part of the model only."""
+        """Whether this rank holds only a part of the model."""
         return self.is_tensor_parallelized() or self.is_pipeline_parallelized()

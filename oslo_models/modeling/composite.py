@@ -1,4 +1,4 @@
-"""What models that are made of others need: the plan of a part, which is made like a class of the zoo."""
+"""Plans of models composed of other models of the zoo."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from oslo_models.modeling.base import ParallelModel
 from oslo_models.sharding.plan import Plan
 
 
-def part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapping[str, str]) -> Plan:
-    """The plan of a model's part, its head included.
+def plan_of_part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapping[str, str]) -> Plan:
+    """The plan of one model inside a composite model, its head included.
 
     Args:
-        name: what the part is called in the model.
-        cls: the zoo class that is made like it.
+        name: its attribute in the composite model.
+        cls: its zoo class.
         config: its configuration.
-        outputs: how the model's output calls the attention weights that the part gives, by how its own calls them.
+        outputs: the names of its attention outputs: its own, and those that the composite model gives them.
     """
     plan = cls.plan(config).under(f"{name}.{_prefix_of(cls)}")  # type: ignore[arg-type]
-    types = getattr(config, "layer_types", None)  # of which a stage keeps its own, in the configuration of a model
+    # A stage reduces layer_types to those of its own blocks, but only in the configuration of the composite model.
+    types = getattr(config, "layer_types", None)
     return replace(
         plan,
         head={**plan.head, **{f"{name}.{key}": entry for key, entry in cls.head_plan.items()}},
-        whole=[given for own, given in outputs.items() if own in plan.whole or plan.limit() is None],
-        one_stage=plan.one_stage or ("one of its parts has blocks of several types" if types else ""),
+        replicated_attentions=[
+            given for own, given in outputs.items() if own in plan.replicated_attentions or plan.limit() is None
+        ],
+        single_stage_reason=plan.single_stage_reason
+        or ("one of its parts has blocks of several types" if types else ""),
     )
 
 
 @cache
 def _prefix_of(cls: type[ParallelModel]) -> str:
-    """Where the base model sits in the models of a class; it takes one to see."""
+    """The path of the base model in the models of a class, as found in an instance on the meta device."""
     with torch.device("meta"):
         return cls._from_config(cls.config_class())._prefix()

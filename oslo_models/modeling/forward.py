@@ -1,9 +1,10 @@
-"""What happens around transformers' ``forward`` and ``generate`` of a divided model."""
+"""Wraps transformers' ``forward`` and ``generate`` of a parallel model."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,86 +25,111 @@ if TYPE_CHECKING:
     from oslo_models.modeling.base import ParallelModel
 
 
+class ForwardMode(Enum):
+    """Which way a call of a parallel model's ``forward`` takes."""
+
+    DIRECT = auto()
+    """transformers' forward: nothing is sharded, or compiled code decodes, whose heads return full logits."""
+    PIPELINE = auto()
+    """All stages compute the batch in micro-batches."""
+    GATHERED = auto()
+    """transformers' forward, whose sharded or lazy outputs are then gathered."""
+
+
 def with_full_outputs(forward: Any) -> Any:
-    """``forward`` with its divided outputs resolved. The signature stays: ``generate`` looks at it."""
+    """``forward`` with its sharded outputs gathered. It keeps its signature, which ``generate`` inspects."""
 
     @functools.wraps(forward)
-    def resolving(model: ParallelModel, /, *args: Any, **kwargs: Any) -> Any:
+    def full_forward(model: ParallelModel, /, *args: Any, **kwargs: Any) -> Any:
         if model.mesh is not None:
             args, kwargs = _on_device(model.mesh.device, args, kwargs)
             if not model._generates and not (model.pipeline and model.pipeline.runner.is_running):
                 model._compare(args, kwargs)
-        if model.pipeline is not None:
-            return model.pipeline(args, kwargs)
-        looked_at = kwargs.get("labels") is not None or kwargs.get("output_attentions")
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled() and not looked_at:
-            return forward(model, *args, **kwargs)  # decoding: heads give whole logits, and nothing else is to be done
-        deferring = model.use_lazy_logits()
-        if not model.is_tensor_parallelized() and not deferring:
+        mode = _forward_mode(model, kwargs)
+        if mode is ForwardMode.PIPELINE:
+            return model.pipeline(args, kwargs)  # type: ignore[misc]
+        if mode is ForwardMode.DIRECT:
             return forward(model, *args, **kwargs)
-        as_tuple = not (model.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"])
-        if as_tuple:  # the names of the outputs tell what is divided
-            kwargs["return_dict"] = True
-        model._at("forward" if torch.is_grad_enabled() else "forward without gradients", steps=1)
-        output = forward(model, *args, **kwargs)
-        if not isinstance(output, ModelOutput):
-            return output
-        fields = _resolve(model, output, kwargs)
-        model._at("after forward")
-        _note_backward(fields.values(), model._at)
-        if fields.get("loss") is not None and model.mesh is not None:
-            propagate_overflow_after_backward(fields["loss"], model.parameters, model.mesh.tp)
-        # A tuple keeps the place of logits that are left out: what comes after them is found where it always is.
-        return tuple(fields.values()) if as_tuple else type(output)(**fields)
+        return _gathered_forward(forward, model, args, kwargs)
 
-    return resolving
+    return full_forward
+
+
+def _forward_mode(model: ParallelModel, kwargs: Mapping[str, Any]) -> ForwardMode:
+    """The mode of a call with these arguments; heads are told whether their logits may be lazy in it."""
+    if model.pipeline is not None:
+        return ForwardMode.PIPELINE
+    gathers = kwargs.get("labels") is not None or kwargs.get("output_attentions")
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled() and not gathers:
+        return ForwardMode.DIRECT
+    lazy = model.use_lazy_logits()
+    return ForwardMode.GATHERED if lazy or model.is_tensor_parallelized() else ForwardMode.DIRECT
+
+
+def _gathered_forward(forward: Any, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    as_tuple = not (model.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"])
+    if as_tuple:  # the names of the outputs tell which of them are sharded
+        kwargs["return_dict"] = True
+    model._at("forward" if torch.is_grad_enabled() else "forward without gradients", steps=1)
+    output = forward(model, *args, **kwargs)
+    if not isinstance(output, ModelOutput):
+        return output
+    fields = _gather_fields(model, output, kwargs)
+    model._at("after forward")
+    _note_backward(fields.values(), model._at)
+    if fields.get("loss") is not None and model.mesh is not None:
+        propagate_overflow_after_backward(fields["loss"], model.parameters, model.mesh.tp)
+    # In a tuple, omitted logits stay as None, so that the outputs after them keep their positions.
+    return tuple(fields.values()) if as_tuple else type(output)(**fields)
 
 
 def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
-    """Let the phase be the backward pass while there is one, of the first of these that has a graph."""
+    """Report the backward pass as a phase of the rank, by a hook on the first of these outputs that has a graph."""
 
-    def when_it_begins(grad: Tensor) -> None:
+    def on_backward(grad: Tensor) -> None:
         at("backward")
         torch.autograd.Variable._execution_engine.queue_callback(lambda: at("after backward"))
 
     for output in outputs:
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(when_it_begins)
+            output.register_hook(on_backward)
             return
 
 
 def with_full_stage_outputs(forward: Any) -> Any:
-    """``forward`` on a pipeline stage, with its divided outputs resolved."""
+    """``forward`` on a pipeline stage, with its sharded outputs gathered."""
 
     @functools.wraps(forward)
-    def resolving(model: ParallelModel, /, **kwargs: Any) -> Any:
+    def stage_forward(model: ParallelModel, /, **kwargs: Any) -> Any:
         if "return_dict" in kwargs or not model.config.return_dict:
-            kwargs["return_dict"] = True  # the loop needs its loss by name
+            kwargs["return_dict"] = True  # the pipeline needs the loss by name
         wanted = kwargs.get("output_hidden_states")
-        if not isinstance(wanted, bool) and wanted is not None:  # some of them, by their numbers in the full model
+        if not isinstance(wanted, bool) and wanted is not None:  # only some, by their indices in the full model
             kwargs["output_hidden_states"] = True
         model.use_lazy_logits()
         output = forward(model, **kwargs)
         if not isinstance(output, ModelOutput):
             return output
-        fields, stage = _resolve(model, output, kwargs), model.stage
+        fields, stage = _gather_fields(model, output, kwargs), model.stage
         assert stage is not None
         return type(output)(**{name: _of_all_blocks(stage, name, value, wanted) for name, value in fields.items()})
 
-    return resolving
+    return stage_forward
 
 
 def _of_all_blocks(stage: Stage, name: str, value: Any, wanted: bool | int | list[int] | None) -> Any:
-    """A field of the last stage's output, with ``None`` in the places of blocks that other stages have.
+    """A field of the last stage's output, with ``None`` at the indices of blocks on other stages.
 
     Args:
-        wanted: which hidden states were asked for, if not all: the others are ``None``, too.
+        wanted: the indices of the requested hidden states, if not all: the others are ``None`` too.
     """
     side = name.partition("_")[0]
     stack = stage.stacks[0 if side in ("encoder", "vision") else -1]
-    if isinstance(value, ModelOutput):  # of one of several stacks
-        own = Stage(stage.index, stage.count, [stack], stage.ranges)
-        return type(value)(**{inner: _of_all_blocks(own, inner, each, wanted) for inner, each in value.items()})
+    if isinstance(value, ModelOutput):  # the output of one of several stacks
+        stage_of_stack = Stage(stage.index, stage.count, [stack], stage.ranges)
+        return type(value)(
+            **{inner: _of_all_blocks(stage_of_stack, inner, each, wanted) for inner, each in value.items()}
+        )
     if not isinstance(value, tuple) or not name.endswith(("hidden_states", "attentions")):
         return value
     if not stack.is_local:
@@ -116,7 +142,7 @@ def _of_all_blocks(stage: Stage, name: str, value: Any, wanted: bool | int | lis
 
 
 def _on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call with their tensors on the model's device; a batch without rows is refused."""
+    """The arguments of a call with their tensors on the model's device. Raises ``ValueError`` for an empty batch."""
 
     def moved(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -132,10 +158,10 @@ def _on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def with_synchronized_rng(generate: Any) -> Any:
-    """``generate`` with the ranks of the tp axis drawing from the same random state, so that they sample alike."""
+    """``generate`` with the random state synchronized over the ranks, so that they sample the same tokens."""
 
     @functools.wraps(generate)
-    def generating(
+    def synchronized_generate(
         model: ParallelModel, /, *args: Any, fused_no_repeat_ngram_blocking: bool | None = None, **kwargs: Any
     ) -> Any:
         model.fuse_ngram_blocking(fused_no_repeat_ngram_blocking)
@@ -154,29 +180,29 @@ def with_synchronized_rng(generate: Any) -> Any:
             model._generates = False
             model._at("after generate")
 
-    return generating
+    return synchronized_generate
 
 
-def _resolve(model: ParallelModel, output: ModelOutput, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the output of a forward that was ``given`` these arguments, as transformers would return them."""
+def _gather_fields(model: ParallelModel, output: ModelOutput, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a forward's output as transformers returns them: logits and attention weights are gathered."""
     loss = output.get("loss")
-    omit = loss is not None and (loss.requires_grad if model.gather_logits is None else not model.gather_logits)
+    omit_logits = loss is not None and (loss.requires_grad if model.gather_logits is None else not model.gather_logits)
     plan = model.plan(model.config)
-    whole = plan.limit() is None
+    replicated = output.keys() if plan.limit() is None else plan.replicated_attentions
     fields = {}
     for name, value in output.items():
         if isinstance(value, (VocabParallelLogits, LazyLogits)):
-            labels = model.labels_of.get(name)  # without them, there was no loss that these logits spared
-            value = None if omit and (labels is None or given.get(labels) is not None) else value.full()
-        elif name.endswith("attentions") and value and model.mesh is not None and not (whole or name in plan.whole):
+            labels = model.labels_of.get(name)  # without them, no loss was computed from these logits
+            value = None if omit_logits and (labels is None or given.get(labels) is not None) else value.full()
+        elif name.endswith("attentions") and value and model.mesh is not None and name not in replicated:
             value = tree_map_only(Tensor, partial(_all_heads, model.mesh.tp), tuple(value))
         fields[name] = value
     return fields
 
 
 def _all_heads(tp: Axis, weights_BHQK: Tensor) -> Tensor:
-    """Attention weights of all heads; ranks may hold different numbers of them."""
+    """Attention weights of all heads, of which ranks may have different numbers."""
     if tp.size == 1:
         return weights_BHQK
-    own = torch.tensor([weights_BHQK.shape[1]], device=weights_BHQK.device)
-    return gather_from(tp, weights_BHQK, 1, gather_from(tp, own, 0, [1] * tp.size).tolist())
+    count = torch.tensor([weights_BHQK.shape[1]], device=weights_BHQK.device)
+    return gather_from(tp, weights_BHQK, 1, gather_from(tp, count, 0, [1] * tp.size).tolist())

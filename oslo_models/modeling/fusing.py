@@ -1,4 +1,4 @@
-"""`FusableModel`: the methods of a model that are about fusion."""
+"""`FusableModel`: the methods for fusing a model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choos
 from oslo_models.fusion.timing import decide
 
 _STEPWISE = ("greedy_search", "sample", "beam_search", "beam_sample")
-"""The ways to generate that decode one token a step, by the values of transformers' ``GenerationMode``."""
+"""The values of transformers' ``GenerationMode`` that decode one token per step."""
 
 
 class FusableModel(PreTrainedModel):
-    """What `ParallelModel` can do to be faster than transformers' code as it is."""
+    """The methods of `ParallelModel` that replace modules and steps of generation by faster ones."""
 
     mesh: ParallelMesh | None = None
     gather_logits: bool | None = None
@@ -29,26 +29,25 @@ class FusableModel(PreTrainedModel):
     _decodes_in_graphs: bool = False
 
     def fuse(self, modules: list[type] | None = None, backend: str = "auto") -> Any:
-        """Swap modules of this model, in place, for faster ones that compute the same but for rounding.
+        """Swap modules of this model, in place, for faster ones that compute the same up to rounding.
 
-        Only what gains on this device is swapped; `fusion_report` says what that was. On a CPU the products of linear
-        layers are timed against torch's, with the number of threads that torch has then: with another number torch
-        computes them, until ``unfuse`` and ``fuse`` are called again. Names and values of parameters
-        stay, and `unfuse` brings everything back. In training with labels, ``output.logits`` is then ``None`` (as with
-        tensor parallelism) unless ``gather_logits=True``: the loss is computed without them. Under ``torch.compile``
-        plain expressions run instead, which it fuses by itself. On GPUs ``generate`` then has a static cache and
-        decodes in CUDA graphs, which its first call compiles; ``cache_implementation="dynamic"`` does without. Every
-        rank of the model calls it.
+        Only modules that become faster on this device are swapped; `fusion_report` lists them. On a CPU, linear layers
+        are timed against torch's with its current number of threads: with another number they run torch's, until
+        ``unfuse`` and ``fuse`` are called again. Names and values of parameters stay, and `unfuse` undoes everything.
+        In training with labels, ``output.logits`` is then ``None`` (as with tensor parallelism) unless
+        ``gather_logits=True``: the loss is computed without them. Under ``torch.compile``, plain expressions run
+        instead, which the compiler fuses. On GPUs, ``generate`` then uses a static cache and CUDA graphs, which its
+        first call compiles; ``cache_implementation="dynamic"`` avoids both. Every rank of the model calls it.
 
         Args:
-            modules: classes of layers, such as ``[GPT2MLP, GPT2Attention]``, in which to swap; ``None``: everywhere.
-            backend: ``"triton"``, ``"apex"`` (NVIDIA's), ``"torch"``, or ``"auto"``: the fastest that is there.
+            modules: the layer classes in which to swap, such as ``[GPT2MLP, GPT2Attention]``; ``None``: everywhere.
+            backend: ``"triton"``, ``"apex"`` (NVIDIA's), ``"torch"``, or ``"auto"``: the fastest one available.
 
         Returns:
             The model itself.
 
         Raises:
-            ValueError: the model has no such class, or the backend cannot be used; nothing is changed then.
+            ValueError: the model has no such class, or the backend is not available; the model is unchanged.
         """
         if modules is not None and not (isinstance(modules, list) and all(isinstance(cls, type) for cls in modules)):
             raise ValueError(f"modules must be a list of classes such as [GPT2MLP], or None, got {modules!r}")
@@ -72,14 +71,14 @@ class FusableModel(PreTrainedModel):
         return self
 
     def unfuse(self) -> Any:
-        """Undo `fuse`: from here on results are those from before it, bit for bit. Returns the model itself."""
+        """Undo `fuse`: results are again bit for bit those from before it. Returns the model itself."""
         if self._fusion is not None:
             self._fusion.undo()
             self._fusion = None
         return self
 
     def fusion_report(self) -> FusionReport:
-        """What `fuse` swapped or left as it is, and why; before `fuse`, what it would find. ``print`` shows a table."""
+        """What `fuse` swapped or skipped, and why; before `fuse`, what it would find. ``print`` shows a table."""
         fusion = self._fusion
         if fusion is None:
             fusion = Fusion(choose_backend("auto", self.device))
@@ -92,7 +91,7 @@ class FusableModel(PreTrainedModel):
         return fusion_candidates(self, backend)
 
     def fused_adamw(self, **options: Any) -> torch.optim.AdamW:
-        """``torch.optim.AdamW`` over this rank's parameters in torch's fused form: one pass instead of a dozen.
+        """torch's fused ``AdamW`` over this rank's parameters: one pass over them instead of a dozen.
 
         Args:
             **options: those of ``torch.optim.AdamW``.
@@ -100,28 +99,28 @@ class FusableModel(PreTrainedModel):
         return torch.optim.AdamW(self.parameters(), fused=True, **options)
 
     def use_lazy_logits(self) -> bool:
-        """Say to heads whether logits are asked for in the forward that begins, or a loss without them."""
+        """Tell fused heads whether the forward that begins may return lazy logits, because only its loss is needed."""
         heads = self._fusion.heads() if self._fusion is not None else ()
-        deferring = torch.is_grad_enabled() if self.gather_logits is None else not self.gather_logits
+        lazy = torch.is_grad_enabled() if self.gather_logits is None else not self.gather_logits
         for head in heads:
-            head.deferring = deferring
-        return deferring and bool(heads)
+            head.deferring = lazy
+        return lazy and bool(heads)
 
     def _layer_names(self, here: set[str]) -> set[str]:
-        """The names of all classes by which modules of the model can be selected, whatever is on this rank."""
+        """The names of all layer classes that ``fuse(modules)`` accepts, on whichever rank they are."""
         exported = registry.names(self.config.model_type) if self.config.model_type in registry.ARCHITECTURES else []
         layers = {name for name in exported if name.endswith(("Attention", "MLP", "Block", "Layer"))}
         everywhere = [here] if self.mesh is None else gather_objects(self.mesh.model, sorted(here))
         return layers.union(*everywhere)
 
     def _with_own_classes(self, modules: set[type]) -> set[type]:
-        """``modules``, and this model's own class if they name the one of transformers that it is made from."""
+        """``modules``, and this model's own class if they contain the transformers class that it derives from."""
         return modules | {type(self)} if modules.intersection(type(self).__mro__) else modules
 
     # Generation -------------------------------------------------------------------------------------------------------
 
     def fuse_ngram_blocking(self, wanted: bool | None) -> None:
-        """Whether the ``generate`` that begins blocks repeated n-grams by `oslo_kernels.ngrams`."""
+        """Set whether the ``generate`` that begins blocks repeated n-grams with `oslo_kernels.ngrams`."""
         if wanted is None:
             wanted = getattr(self.config, "fused_no_repeat_ngram_blocking", False)
         self._fuses_ngrams = bool(wanted)
@@ -135,7 +134,7 @@ class FusableModel(PreTrainedModel):
         max_cache_length: int,
         *args: Any,
     ) -> Any:
-        """transformers' method; a static cache, whose decoding it compiles, where that gains and none is asked for."""
+        """transformers' method; selects a static cache, whose decoding it compiles, where that is faster."""
         plain = generation_config.cache_implementation is None and model_kwargs.get("past_key_values") is None
         plain = plain and generation_config.use_cache is not False and not generation_config.disable_compile
         if self._decodes_in_graphs and plain and getattr(generation_mode, "value", generation_mode) in _STEPWISE:
@@ -147,12 +146,12 @@ class FusableModel(PreTrainedModel):
         )
 
     def _cache_is_small(self, rows: int, length: int) -> bool:
-        """Whether reading a whole cache, as every step does of a static one, takes less than reading the weights."""
+        """Whether reading a full static cache, as every step does, is cheaper than reading the weights."""
         config = self.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads) // heads
-        whole = 2 * config.num_hidden_layers * rows * length * width
-        return whole <= sum(param.numel() for param in self.parameters()) * (
+        cached = 2 * config.num_hidden_layers * rows * length * width
+        return cached <= sum(param.numel() for param in self.parameters()) * (
             1 if self.mesh is None else self.mesh.tp.size
         )
 

@@ -1,8 +1,8 @@
-"""Heads that many transformers classes share: the modules after the blocks, and how each is sharded."""
+"""Entries of the heads that several architectures share: the modules after the base model."""
 
 from __future__ import annotations
 
-from oslo_models.sharding.plan import Entries, Replicated, VocabParallel
+from oslo_models.sharding.plan import Entries, Norm, Replicated, VocabParallel
 
 LM_HEAD: Entries = {"lm_head": VocabParallel()}
 SCORE: Entries = {"score": Replicated()}
@@ -10,3 +10,11 @@ CLASSIFIER: Entries = {"classifier": Replicated()}
 QA_OUTPUTS: Entries = {"qa_outputs": Replicated()}
 DENSE_CLASSIFIER: Entries = {"classifier.dense": Replicated(), "classifier.out_proj": Replicated()}
 CLASSIFICATION_HEAD: Entries = {"classification_head.dense": Replicated(), "classification_head.out_proj": Replicated()}
+SPAN_PREDICTION: Entries = {
+    "start_logits.dense": Replicated(),
+    "end_logits.dense_0": Replicated(),
+    "end_logits.dense_1": Replicated(),
+    "answer_class.dense_0": Replicated(),
+    "answer_class.dense_1": Replicated(),
+    "end_logits.LayerNorm": Norm(),
+}

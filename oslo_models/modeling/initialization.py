@@ -1,4 +1,4 @@
-"""Random weights that do not depend on how a model is divided: every parameter has its own seed, made from its name."""
+"""Random weights that do not depend on the parallel sizes: each parameter has its own seed, derived from its name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from oslo_models.sharding.layout import Layout
 
 
 class SeededByName(TorchDispatchMode):
-    """While active, a random in-place operation on a parameter fills it as the full tensor of its name would be filled.
+    """While active, a random in-place operation on a parameter fills it with its shard of the full random tensor.
 
-    The full tensor is made, filled from ``(seed, name)`` and cut; one at a time. Which parameters a rank holds, and in
-    which order they are initialised, changes nothing. What is drawn after that in the shape of the parameter is drawn
-    for it: ``trunc_normal_`` does so until no element of its part is out of bounds.
+    The full tensor is filled from ``(seed, name)`` and sharded, one parameter at a time: which parameters a rank holds
+    and in which order they are initialised makes no difference. Later draws in the shape of the parameter belong to
+    it: ``trunc_normal_`` redraws until no element is out of bounds.
 
     Args:
-        root: the name by which the full model knows the parameter of a name, that of what it is tied to if it is.
+        root: maps a parameter name to its name in the full model, or to that of the parameter that it is tied to.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class SeededByName(TorchDispatchMode):
 
 @torch.no_grad()
 def initialize_computed(model: nn.Module, seed: int) -> None:
-    """Fill what the weight of a layer is computed from (``weight_norm``) as torch does when it makes the layer.
+    """Initialise the tensors from which a weight is computed (``weight_norm``), as torch does in the constructor.
 
-    transformers fills the weight itself, which changes nothing.
+    transformers initialises the computed weight, which has no effect.
     """
     for name, module in model.named_modules():
         if not isinstance(module, nn.modules.conv._ConvNd) or not is_parametrized(module, "weight"):
             continue
         computed: Any = module.parametrizations
         origin = next(iter(computed["weight"].parameters(recurse=False)), None)
-        if origin is None or getattr(origin, "_is_hf_initialized", False):  # of another stage; loaded
+        if origin is None or getattr(origin, "_is_hf_initialized", False):  # on another stage, or loaded
             continue
         generator = torch.Generator(origin.device).manual_seed(stable_hash(seed, f"{name}.weight"))
         weight = torch.empty_like(module.weight)

@@ -1,4 +1,4 @@
-"""`TrainableModel`: the methods of a model that are about training."""
+"""`TrainableModel`: the methods for training a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from oslo_models.sharding.layout import Layout
 
 
 class TrainableModel(PreTrainedModel):
-    """What `ParallelModel` can do beside a loop of the user's."""
+    """The methods of `ParallelModel` for training."""
 
     mesh: ParallelMesh | None = None
     pipeline: Pipeline | None = None
@@ -32,11 +32,11 @@ class TrainableModel(PreTrainedModel):
     layouts: dict[str, Layout]
 
     def gpu_modules(self) -> nn.Module:
-        """The module that holds what this rank computes: what DDP, FSDP and DeepSpeed should wrap."""
+        """The module with this rank's part of the model, to be wrapped by DDP, FSDP or DeepSpeed."""
         return self
 
     def gpu_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters on this rank: what an optimizer should get."""
+        """The parameters on this rank, for the optimizer."""
         return self.gpu_modules().parameters()
 
     def named_modules(
@@ -45,23 +45,23 @@ class TrainableModel(PreTrainedModel):
         """As of any module.
 
         Raises:
-            ValueError: ``DistributedDataParallel`` asks, of the model or of what holds it, before it overwrites the
-                shards of this rank with those of another one: its group contains other ranks than the replicas.
+            ValueError: called by the constructor of a ``DistributedDataParallel`` whose group contains ranks with other
+                shards, which it would overwrite with those of its first rank.
         """
         if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.model.size > 1:
             _require_replicas(self, self.mesh, prefix)
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def set_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the rows of a batch per micro-batch (pipeline parallelism only)."""
+        """Set the number of rows per micro-batch (pipeline parallelism only)."""
         check_size("micro_batch_size", micro_batch_size)
         self.micro_batch_size = micro_batch_size
 
     def train_batch(self, **batch: Any) -> Tensor:
-        """Forward and backward of a batch, in micro-batches where there are stages.
+        """Forward and backward pass of a batch, in micro-batches under pipeline parallelism.
 
         Returns:
-            The loss of the whole batch, without its graph, on every rank.
+            The detached loss of the whole batch, on every rank.
         """
         if self.pipeline is None:
             loss = self(**batch).loss
@@ -75,13 +75,13 @@ class TrainableModel(PreTrainedModel):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over the whole model is at most ``max_norm``; collective.
+        """Scale all gradients so that their norm over the full model is at most ``max_norm``. A collective.
 
-        Divided parameters count once each whole, replicated ones once, as in an undivided model. Gradients that FSDP2
-        divides over replicas are included.
+        Each element of the full model counts once, whether sharded or replicated. Gradients that FSDP2 shards over
+        replicas are included.
 
         Returns:
-            The norm before clipping, the same on every rank that holds the model.
+            The norm before clipping, the same on all ranks of the model.
         """
         grads = {name: param.grad for name, param in self.named_parameters() if param.grad is not None}
         local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads.values()]
@@ -103,9 +103,9 @@ class TrainableModel(PreTrainedModel):
         return norm.to(local[0].dtype) if local else norm
 
     def mark_parameters(self) -> None:
-        """Say on each parameter, by the attributes that DeepSpeed looks at, whether norms of gradients count it here.
+        """Set the attributes of parameters by which DeepSpeed decides which of them count in gradient norms here.
 
-        As in `clip_grad_norm_`, but only whole: of key-value heads that ranks share in part, it counts too many.
+        As in `clip_grad_norm_`, but for full parameters only: partly shared key-value heads are counted repeatedly.
         """
         assert self.mesh is not None
         for name, param in self.named_parameters():
@@ -114,7 +114,7 @@ class TrainableModel(PreTrainedModel):
             param.model_parallel = counts and bool(self.layouts[name].owned(self.mesh.tp.rank))
 
     def _counted(self, name: str, grad: Tensor) -> list[Tensor]:
-        """The parts of a gradient that this rank counts when norms are summed over all ranks: each element once."""
+        """The slices of a gradient that this rank contributes to a norm in which each element counts once."""
         if self.mesh is None:
             return [grad]
         if self.stage is not None and not self.stage.is_first_holder(name):
@@ -122,7 +122,7 @@ class TrainableModel(PreTrainedModel):
         layout, rank = self.layouts[name], self.mesh.tp.rank
         if isinstance(grad, DTensor):
             sharded = any(placement.is_shard() for placement in grad.placements)
-            if sharded and not layout.overlaps:  # each replica has its own part, wholly counted or not at all
+            if sharded and not layout.overlaps:  # each replica's shard counts in full or not at all
                 return [grad.to_local()] if layout.owned(rank) else []
             grad = grad.full_tensor()
             if self.mesh.dp.rank:
@@ -130,17 +130,17 @@ class TrainableModel(PreTrainedModel):
         return [grad[here] for _, here in layout.owned(rank)]
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, save_directory: str | Path, **state: Any) -> None:
-        """Save what training needs beside the weights: the optimizer and the random states of all ranks; collective.
+        """Save the optimizer and the random states of all ranks. A collective.
 
-        The directory may be that of the model's checkpoint; then save the model first. As with the model, what was
-        there stays until everything is written.
+        The directory may be that of the model's checkpoint; then save the model first. Like a checkpoint, it is
+        replaced atomically.
 
         Args:
-            state: what else `load_optimizer` is to return: ``step=100``, ``scheduler=scheduler.state_dict()``; numbers,
-                strings, tensors, and lists and dictionaries of them. Each rank gets its own back.
+            state: further values for `load_optimizer` to return: ``step=100``, ``scheduler=scheduler.state_dict()``;
+                numbers, strings, tensors, and lists and dictionaries of them. Each rank gets back its own.
 
         Raises:
-            ValueError: ``state`` holds what cannot be read back.
+            ValueError: ``state`` holds values of other types.
             OSError: the directory cannot be written.
         """
         mesh = self.mesh or ParallelMesh()
@@ -149,14 +149,14 @@ class TrainableModel(PreTrainedModel):
         mesh.world.at("after saving")
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str | Path) -> dict[str, Any]:
-        """Go on where `save_optimizer` was called, with the same sizes; collective. The last call before training.
+        """Resume from `save_optimizer` at the same parallel sizes. A collective, and the last call before training.
 
         Returns:
-            The ``state`` that was saved.
+            The saved ``state``.
 
         Raises:
-            FileNotFoundError: there is no optimizer state.
-            ValueError: it is of other parallel sizes, or of another optimizer.
+            FileNotFoundError: the directory has no optimizer state.
+            ValueError: it was saved at other parallel sizes, or by another optimizer.
             OSError: a file of it is damaged (``CheckpointError``, which names it).
         """
         mesh = self.mesh or ParallelMesh()
@@ -169,8 +169,8 @@ class TrainableModel(PreTrainedModel):
 def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) -> None:
     """Raise ``ValueError`` if ``DistributedDataParallel`` is being constructed over ranks that hold other shards.
 
-    Its constructor tells a module nothing of its process group, but it lists the modules inside what it wraps before
-    it broadcasts their parameters: then it is on the call stack, with its group.
+    Its constructor does not pass its process group to the module, but it calls ``named_modules`` before it broadcasts
+    parameters: at that moment it is on the call stack, with its group.
     """
     ddp = _ddp_under_construction()
     if ddp is None or mesh.device_mesh is None:
@@ -192,7 +192,7 @@ def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) ->
 
 
 def _ddp_under_construction() -> Any:
-    """The ``DistributedDataParallel`` whose constructor is on the call stack, if there is one; it has its group."""
+    """The ``DistributedDataParallel`` whose constructor is on the call stack and has set its group, if there is one."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -255,7 +255,7 @@ class WeightMapping:
         """The layouts over ``n`` ranks; empty if the model cannot be sharded over that many."""
         if n not in self._layouts:
             model, plan = self.model, self.model.plan(self.model.config)
-            limit = 1 if plan.one_rank else plan.limit()
+            limit = 1 if plan.single_rank_reason else plan.limit()
             fits = limit is None or n <= limit
             self._layouts[n] = layouts_of(model, plan, model._prefix(), type(model).head_plan, n) if fits else {}
         return self._layouts[n]

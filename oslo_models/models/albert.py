@@ -1,4 +1,4 @@
-"""ALBERT: BERT whose blocks share their weights, with embeddings that are narrower than the blocks."""
+"""ALBERT: BERT whose blocks share their weights, with factorised embeddings."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AlbertConfig
 from transformers.models.albert import modeling_albert as hf
 
+from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
 from oslo_models.modeling.heads import QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.layout import EvenSplit
@@ -21,14 +22,14 @@ CLASSIFIER: Entries = {"classifier": Replicated()}
 
 
 class AlbertParallel(BertParallel):
-    """How every model of the ALBERT family divides."""
+    """Sharding plan of the ALBERT family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = heads_of(config)
         layer = {
-            **{f"attention.{name}": ColumnParallel(heads) for name in ("query", "key", "value")},
+            **qkv("attention", heads, QUERY_KEY_VALUE),
             "attention.dense": RowParallel(heads),
             "attention.LayerNorm": Norm(),
             "ffn": ColumnParallel(),
@@ -41,9 +42,8 @@ class AlbertParallel(BertParallel):
             embed={**plan.embed, "encoder.embedding_hidden_mapping_in": Replicated()},
             blocks={"encoder.albert_layer_groups": block},
             head={"pooler": Replicated()},
-            local={},
             optional=("pooler",),
-            one_stage="its blocks share their weights, of which every stage would hold all",
+            single_stage_reason="its blocks share their weights, so every stage would hold all of them",
         )
 
 
@@ -53,10 +53,7 @@ class AlbertModel(AlbertParallel, hf.AlbertModel):
 
 class AlbertForPreTraining(AlbertParallel, hf.AlbertForPreTraining):
     head_plan = {
-        "predictions.dense": Replicated(),
-        "predictions.LayerNorm": Norm(),
-        "predictions.decoder": VocabParallel(),
-        "predictions.bias": VocabParallel(),
+        **LM_HEAD,
         "sop_classifier.classifier": Replicated(),
     }
 

@@ -1,4 +1,4 @@
-"""Arcee: Llama with an MLP that has no gate."""
+"""Arcee: Llama with an MLP without a gate."""
 
 from transformers import ArceeConfig
 from transformers.models.arcee import modeling_arcee as hf
@@ -9,7 +9,7 @@ from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class ArceeParallel(LlamaParallel):
-    """How every model of the Arcee family divides."""
+    """Sharding plan of the Arcee family."""
 
     mlp = {"mlp.up_proj": ColumnParallel(), "mlp.down_proj": RowParallel()}
 

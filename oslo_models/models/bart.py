@@ -1,4 +1,4 @@
-"""BART: encoder and decoder with learned positions, norms after the residuals."""
+"""BART: encoder-decoder with learned positions and post-layer norms."""
 
 from typing import Any, ClassVar
 
@@ -6,38 +6,39 @@ from transformers import BartConfig
 from transformers.models.bart import modeling_bart as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class BartParallel(ParallelModel):
-    """How every model of the BART family divides, and those of the families that differ from it by norms.
+    """Sharding plan of the BART family, and the base of those that differ from it in norms and positions.
 
     Attributes:
-        stacks: what the model has of encoder and decoder.
-        before: norms of a stack before its blocks.
-        after: norms of a stack after its blocks.
-        neutral: see `Plan`; of each stack.
+        stacks: the stacks of the model: encoder, decoder or both.
+        embedding_norms: norms of a stack before its blocks.
+        final_norms: norms of a stack after its blocks.
+        embedding_changes: `Plan.disabled_after_first_stage` of each stack.
     """
 
     stacks: tuple[str, ...] = ("encoder", "decoder")
-    before: ClassVar[tuple[str, ...]] = ("layernorm_embedding",)
-    after: ClassVar[tuple[str, ...]] = ()
-    neutral: ClassVar[dict[str, float]] = {"dropout": 0.0}
+    embedding_norms: ClassVar[tuple[str, ...]] = ("layernorm_embedding",)
+    final_norms: ClassVar[tuple[str, ...]] = ()
+    embedding_changes: ClassVar[dict[str, float]] = {"dropout": 0.0}
 
     @classmethod
     def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
-        """The layers of a block with these attentions."""
-        block = {"fc1": ColumnParallel(), "fc2": RowParallel(), "final_layer_norm": Norm()}
+        """The entries of a block with these attentions."""
+        block: dict[str, Replicated] = {"fc1": ColumnParallel(), "fc2": RowParallel(), "final_layer_norm": Norm()}
         for name in attentions:
-            block |= {f"{name}.{side}_proj": ColumnParallel(heads) for side in "qkv"}
+            block |= qkv(name, heads)
             block |= {f"{name}.out_proj": RowParallel(heads), f"{name}_layer_norm": Norm()}
         return block
 
     @staticmethod
     def heads(config: Any, stack: str) -> EvenSplit:
-        """The heads of an attention of the encoder or the decoder."""
+        """The attention heads of the encoder or the decoder."""
         count = getattr(config, f"{stack}_attention_heads")
         return EvenSplit(count, config.d_model // count)
 
@@ -47,20 +48,22 @@ class BartParallel(ParallelModel):
             "encoder": cls.block(cls.heads(config, "encoder"), "self_attn"),
             "decoder": cls.block(cls.heads(config, "decoder"), "self_attn", "encoder_attn"),
         }
-        before = {
+        embedding = {
             "embed_tokens": VocabParallel(),
             "embed_positions": Replicated(),
-            **{name: Norm() for name in cls.before},
+            **{name: Norm() for name in cls.embedding_norms},
         }
         return Plan(
             embed={
                 **({"shared": VocabParallel()} if len(cls.stacks) > 1 else {}),
-                **{f"{stack}.{name}": entry for stack in cls.stacks for name, entry in before.items()},
+                **{f"{stack}.{name}": entry for stack in cls.stacks for name, entry in embedding.items()},
             },
             blocks={f"{stack}.layers": blocks[stack] for stack in cls.stacks},
-            head={f"{stack}.{name}": Norm() for stack in cls.stacks for name in cls.after},
+            head={f"{stack}.{name}": Norm() for stack in cls.stacks for name in cls.final_norms},
             optional=("shared",),
-            neutral={f"{stack}.{name}": value for stack in cls.stacks for name, value in cls.neutral.items()},
+            disabled_after_first_stage={
+                f"{stack}.{name}": value for stack in cls.stacks for name, value in cls.embedding_changes.items()
+            },
         )
 
 

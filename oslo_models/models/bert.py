@@ -1,4 +1,4 @@
-"""BERT: an encoder (or, so configured, a decoder) with norms after the residuals and many heads."""
+"""BERT: bidirectional encoder with post-layer norms; configured with `is_decoder`, a decoder."""
 
 from __future__ import annotations
 
@@ -8,31 +8,36 @@ from transformers import BertConfig
 from transformers.models.bert import modeling_bert as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class BertParallel(ParallelModel):
-    """How every model of the BERT family divides, and those of the families that differ from it by names."""
+    """Sharding plan of the BERT family, and the base of those that differ from it in names."""
 
-    tables: ClassVar[tuple[str, ...]] = ("position", "token_type")  # the embeddings that are added to those of words
+    added_embeddings: ClassVar[tuple[str, ...]] = ("position", "token_type")  # beside those of tokens
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
-        block = {"intermediate.dense": ColumnParallel(), "output.dense": RowParallel(), "output.LayerNorm": Norm()}
+        heads = heads_of(config)
+        block: dict[str, Replicated] = {
+            "intermediate.dense": ColumnParallel(),
+            "output.dense": RowParallel(),
+            "output.LayerNorm": Norm(),
+        }
         crossed = getattr(config, "add_cross_attention", False)
         for attention in ("attention", "crossattention") if crossed else ("attention",):
-            block |= {f"{attention}.self.{name}": ColumnParallel(heads) for name in ("query", "key", "value")}
+            block |= {f"{attention}.self": LocalModule({"all_head_size": heads.local_extent})}
+            block |= qkv(f"{attention}.self", heads, QUERY_KEY_VALUE)
             block |= {f"{attention}.output.dense": RowParallel(heads), f"{attention}.output.LayerNorm": Norm()}
-        tables = {f"embeddings.{name}_embeddings": Replicated() for name in cls.tables}
+        tables = {f"embeddings.{name}_embeddings": Replicated() for name in cls.added_embeddings}
         return Plan(
             embed={"embeddings.word_embeddings": VocabParallel(), **tables, "embeddings.LayerNorm": Norm()},
             blocks={"encoder.layer": block},
             head={"pooler.dense": Replicated()},
-            local={f"{name}.self.all_head_size": heads.local_extent for name in ("attention", "crossattention")},
             optional=("pooler.dense",),
-            dropout=("embeddings.dropout",),
+            embedding_dropouts=("embeddings.dropout",),
         )
 
 

@@ -1,4 +1,4 @@
-"""BERT generation: BERT without types of tokens, as an encoder or a decoder."""
+"""BERT generation: BERT without token types, as an encoder or a decoder."""
 
 from transformers import BertGenerationConfig
 from transformers.models.bert_generation import modeling_bert_generation as hf
@@ -8,9 +8,9 @@ from oslo_models.sharding.plan import VocabParallel
 
 
 class BertGenerationParallel(BertParallel):
-    """How every model of the BERT generation family divides."""
+    """Sharding plan of the BERT generation family."""
 
-    tables = ("position",)
+    added_embeddings = ("position",)
 
 
 class BertGenerationEncoder(BertGenerationParallel, hf.BertGenerationEncoder):

@@ -1,4 +1,4 @@
-"""BigBird: BERT that attends to windows and to blocks drawn for all heads together, with which attention is whole."""
+"""BigBird: BERT with block-sparse attention, whose random blocks are shared by all heads; it is then replicated."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,23 +6,27 @@ from typing import Any
 from transformers import BigBirdConfig
 from transformers.models.big_bird import modeling_big_bird as hf
 
-from oslo_models.modeling.family import replicated_attention
+from oslo_models.modeling.blocks import replicated_attention
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER
 from oslo_models.models.bert import LM_HEAD, BertParallel
 from oslo_models.sharding.plan import Norm, Plan, Replicated, VocabParallel
 
 
 class BigBirdParallel(BertParallel):
-    """How every model of the BigBird family divides."""
+    """Sharding plan of the BigBird family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        neutral = {"embeddings.rescale_embeddings": False}
-        plan = replace(super().plan(config), head={"pooler": Replicated()}, neutral=neutral, optional=("pooler",))
+        plan = replace(
+            super().plan(config),
+            head={"pooler": Replicated()},
+            disabled_after_first_stage={"embeddings.rescale_embeddings": False},
+            optional=("pooler",),
+        )
         if config.attention_type == "original_full":
             return plan
-        reason = "with attention_type='block_sparse', it lengthens its input to whole blocks"
-        return replace(replicated_attention(plan), one_stage=reason)
+        reason = "with attention_type='block_sparse', it pads its input to full blocks"
+        return replace(replicated_attention(plan), single_stage_reason=reason)
 
 
 class BigBirdModel(BigBirdParallel, hf.BigBirdModel):
@@ -59,10 +63,4 @@ class BigBirdForQuestionAnswering(BigBirdParallel, hf.BigBirdForQuestionAnswerin
 
 
 class BigBirdForPreTraining(BigBirdParallel, hf.BigBirdForPreTraining):
-    head_plan = {
-        "cls.predictions.transform.dense": Replicated(),
-        "cls.predictions.transform.LayerNorm": Norm(),
-        "cls.predictions.decoder": VocabParallel(),
-        "cls.predictions.bias": VocabParallel(),
-        "cls.seq_relationship": Replicated(),
-    }
+    head_plan = {**LM_HEAD, "cls.seq_relationship": Replicated()}

@@ -1,4 +1,6 @@
-"""BigBird-Pegasus: BART whose encoder attends to blocks drawn for all heads together; with these it is not divided."""
+"""BigBird-Pegasus: BART with a block-sparse encoder, whose random blocks are shared by all heads; its attention is
+then replicated.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -6,16 +8,17 @@ from typing import Any
 from transformers import BigBirdPegasusConfig
 from transformers.models.bigbird_pegasus import modeling_bigbird_pegasus as hf
 
+from oslo_models.modeling.blocks import QUERY_KEY_VALUE, qkv
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
-from oslo_models.sharding.plan import ColumnParallel, Plan, Replicated, RowParallel
+from oslo_models.sharding.plan import LocalModule, Plan, Replicated, RowParallel
 
 
 class BigBirdPegasusParallel(BartParallel):
-    """How every model of the BigBird-Pegasus family divides."""
+    """Sharding plan of the BigBird-Pegasus family."""
 
-    before = ()
-    after = ("layernorm_embedding",)
+    embedding_norms = ()
+    final_norms = ("layernorm_embedding",)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -23,16 +26,19 @@ class BigBirdPegasusParallel(BartParallel):
         if "encoder" not in cls.stacks:
             return plan
         block = plan.blocks["encoder.layers"]
-        heads, whole = cls.heads(config, "encoder"), config.attention_type == "block_sparse"
-        names = [f"self_attn.self.{name}" for name in ("query", "key", "value")]
-        encoder = {
-            **{name: Replicated() if whole else ColumnParallel(heads) for name in names},
-            "self_attn.output": Replicated() if whole else RowParallel(heads),
-            **{name: entry for name, entry in block.items() if not name.startswith("self_attn.")},
-        }
-        local = {} if whole else {"self_attn.self.all_head_size": heads.local_extent}
-        blocks = {**plan.blocks, "encoder.layers": encoder}
-        return replace(plan, blocks=blocks, local=local, whole=("encoder_attentions",) if whole else ())
+        heads, replicated = cls.heads(config, "encoder"), config.attention_type == "block_sparse"
+        projections = qkv("self_attn.self", heads, QUERY_KEY_VALUE)
+        attention: dict[str, Replicated] = {**projections, "self_attn.output": RowParallel(heads)}
+        if replicated:
+            attention = dict.fromkeys(attention, Replicated())
+        else:
+            attention["self_attn.self"] = LocalModule({"all_head_size": heads.local_extent})
+        rest = {name: entry for name, entry in block.items() if not name.startswith("self_attn.")}
+        return replace(
+            plan,
+            blocks={**plan.blocks, "encoder.layers": {**attention, **rest}},
+            replicated_attentions=("encoder_attentions",) if replicated else (),
+        )
 
 
 class BigBirdPegasusModel(BigBirdPegasusParallel, hf.BigBirdPegasusModel):

@@ -1,4 +1,4 @@
-"""Blenderbot: BART with norms before attention and MLP."""
+"""Blenderbot: BART with pre-layer norms."""
 
 from transformers import BlenderbotConfig
 from transformers.models.blenderbot import modeling_blenderbot as hf
@@ -8,10 +8,10 @@ from oslo_models.models.bart import BartParallel
 
 
 class BlenderbotParallel(BartParallel):
-    """How every model of the Blenderbot family divides."""
+    """Sharding plan of the Blenderbot family."""
 
-    before = ()
-    after = ("layer_norm",)
+    embedding_norms = ()
+    final_norms = ("layer_norm",)
 
 
 class BlenderbotModel(BlenderbotParallel, hf.BlenderbotModel):

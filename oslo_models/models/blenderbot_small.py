@@ -1,4 +1,4 @@
-"""Blenderbot, the small one: BART."""
+"""Blenderbot-small: BART."""
 
 from transformers import BlenderbotSmallConfig
 from transformers.models.blenderbot_small import modeling_blenderbot_small as hf
@@ -8,7 +8,7 @@ from oslo_models.models.bart import BartParallel
 
 
 class BlenderbotSmallParallel(BartParallel):
-    """How every model of the Blenderbot-small family divides."""
+    """Sharding plan of the Blenderbot-small family."""
 
 
 class BlenderbotSmallModel(BlenderbotSmallParallel, hf.BlenderbotSmallModel):

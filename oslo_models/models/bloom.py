@@ -1,4 +1,4 @@
-"""BLOOM: query, key and value of a head side by side, biases of ALiBi in place of positions."""
+"""BLOOM: ALiBi, with the query, key and value of each head adjacent in one matrix."""
 
 from typing import Any
 
@@ -6,18 +6,23 @@ from transformers import BloomConfig
 from transformers.models.bloom import modeling_bloom as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 
 
 class BloomParallel(ParallelModel):
-    """How every model of the BLOOM family divides."""
+    """Sharding plan of the BLOOM family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.n_head, config.hidden_size // config.n_head)
+        heads = heads_of(config)
+        # With slow_but_exact, the products of slices are summed in order; here, the ranks are the slices.
+        local = {"num_heads": heads.local_count, "pretraining_tp": lambda n, rank: 1}
         block = {
+            "self_attention": LocalModule(local, per_head={"alibi": heads}),
+            "mlp": LocalModule({"pretraining_tp": lambda n, rank: 1}),
             "input_layernorm": Norm(),
             "self_attention.query_key_value": ColumnParallel(EvenSplit(config.n_head, 3 * heads.width)),
             "self_attention.dense": RowParallel(heads),
@@ -25,14 +30,10 @@ class BloomParallel(ParallelModel):
             "mlp.dense_h_to_4h": ColumnParallel(),
             "mlp.dense_4h_to_h": RowParallel(),
         }
-        # What slow_but_exact adds up slice by slice, the ranks add up.
-        slices = {f"{module}.pretraining_tp": lambda n, rank: 1 for module in ("self_attention", "mlp")}
         return Plan(
             embed={"word_embeddings": VocabParallel(), "word_embeddings_layernorm": Norm()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            local={"self_attention.num_heads": heads.local_count, **slices},
-            per_head={"self_attention.alibi": heads},
         )
 
 

@@ -8,7 +8,7 @@ from oslo_models.models.roberta import LM_HEAD, RobertaParallel
 
 
 class CamembertParallel(RobertaParallel):
-    """How every model of the CamemBERT family divides."""
+    """Sharding plan of the CamemBERT family."""
 
 
 class CamembertModel(CamembertParallel, hf.CamembertModel):

@@ -1,4 +1,4 @@
-"""CLIP: an encoder of images and one of texts. The convolution that embeds patches is whole on every rank."""
+"""CLIP: an image encoder and a text encoder. The patch embedding is replicated on every rank."""
 
 from typing import Any, ClassVar
 
@@ -7,6 +7,7 @@ from transformers import initialization as init
 from transformers.models.clip import modeling_clip as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
 
@@ -15,13 +16,13 @@ VISUAL: Entries = {f"{VISION}.post_layernorm": Norm(), "visual_projection": Repl
 
 
 class CLIPParallel(ParallelModel):
-    """How every model of the CLIP family divides.
+    """Sharding plan of the CLIP family.
 
     Attributes:
-        towers: the encoders of the model, and how the names of their modules begin.
+        encoders: the encoders of the model, with the prefix of their module names.
     """
 
-    towers: ClassVar[dict[str, str]] = {VISION: f"{VISION}.", TEXT: f"{TEXT}."}
+    encoders: ClassVar[dict[str, str]] = {VISION: f"{VISION}.", TEXT: f"{TEXT}."}
     loss_inputs = ("return_loss",)
 
     def initialize_constructed(self) -> None:
@@ -32,26 +33,26 @@ class CLIPParallel(ParallelModel):
     def plan(cls, config: Any) -> Plan:
         embed: dict[str, Replicated] = {}
         blocks, head, positions = {}, {}, {}
-        for tower, path in cls.towers.items():
-            own = getattr(config, tower.replace("model", "config"), config)
-            heads = EvenSplit(own.num_attention_heads, own.hidden_size // own.num_attention_heads)
+        for encoder, path in cls.encoders.items():
+            own = getattr(config, encoder.replace("model", "config"), config)
+            heads = heads_of(own)
             stack = f"{path}encoder.layers"
             blocks[stack] = {
                 "layer_norm1": Norm(),
-                **{f"self_attn.{name}_proj": ColumnParallel(heads) for name in "qkv"},
+                **qkv("self_attn", heads),
                 "self_attn.out_proj": RowParallel(heads),
                 "layer_norm2": Norm(),
                 "mlp.fc1": ColumnParallel(),
                 "mlp.fc2": RowParallel(),
             }
-            if tower == TEXT:
+            if encoder == TEXT:
                 tables = {"token_embedding": VocabParallel(), "position_embedding": Replicated()}
                 embed |= {f"{path}embeddings.{name}": entry for name, entry in tables.items()}
                 head[f"{path}final_layer_norm"] = Norm()
             else:
                 embed |= {f"{path}embeddings": Replicated(), f"{path}pre_layrnorm": Norm()}
                 positions[stack] = lambda batch, side=own.patch_size: _patches(batch["pixel_values"].shape, side)
-        return Plan(embed=embed, blocks=blocks, head=head, positions=positions)
+        return Plan(embed=embed, blocks=blocks, head=head, input_positions=positions)
 
 
 def _patches(shape: Any, side: int) -> tuple[int, int]:
@@ -71,24 +72,24 @@ class CLIPModel(CLIPParallel, hf.CLIPModel):
 
 
 class CLIPTextModel(CLIPParallel, hf.CLIPTextModel):
-    towers = {"text_model": ""}
+    encoders = {"text_model": ""}
 
 
 class CLIPTextModelWithProjection(CLIPParallel, hf.CLIPTextModelWithProjection):
     head_plan = {"text_projection": Replicated()}
-    towers = {"text_model": ""}
+    encoders = {"text_model": ""}
 
 
 class CLIPVisionModel(CLIPParallel, hf.CLIPVisionModel):
     head_plan = {"post_layernorm": Norm()}
-    towers = {"vision_model": ""}
+    encoders = {"vision_model": ""}
 
 
 class CLIPVisionModelWithProjection(CLIPParallel, hf.CLIPVisionModelWithProjection):
     head_plan = VISUAL
-    towers = {"vision_model": ""}
+    encoders = {"vision_model": ""}
 
 
 class CLIPForImageClassification(CLIPParallel, hf.CLIPForImageClassification):
     head_plan = {"vision_model.post_layernorm": Norm(), "classifier": Replicated()}
-    towers = {"vision_model": "vision_model."}
+    encoders = {"vision_model": "vision_model."}

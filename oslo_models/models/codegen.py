@@ -1,4 +1,4 @@
-"""CodeGen: GPT-J whose query, value and key lie side by side in four parts, as it was trained on four chips."""
+"""CodeGen: GPT-J with query, value and key in one matrix of four parts, as it was trained on four chips."""
 
 from typing import Any
 
@@ -8,17 +8,18 @@ from transformers.models.codegen import modeling_codegen as hf
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 
 
 class CodeGenParallel(ParallelModel):
-    """How every model of the CodeGen family divides."""
+    """Sharding plan of the CodeGen family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.n_head // 4, config.n_embd // config.n_head)  # of each part
+        heads = EvenSplit(config.n_head // 4, config.n_embd // config.n_head)  # of each of the four parts
         block = {
             "ln_1": Norm(),
+            "attn": LocalModule({"num_attention_heads": lambda n, rank: 4 * heads.local_count(n, rank)}),
             "attn.qkv_proj": ColumnParallel(*[heads] * 12),
             "attn.out_proj": RowParallel(*[heads] * 4),
             "mlp.fc_in": ColumnParallel(),
@@ -28,8 +29,7 @@ class CodeGenParallel(ParallelModel):
             embed={"wte": VocabParallel()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            local={"attn.num_attention_heads": lambda n, rank: 4 * heads.local_count(n, rank)},
-            dropout=("drop",),
+            embedding_dropouts=("drop",),
         )
 
 

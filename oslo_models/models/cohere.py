@@ -1,4 +1,4 @@
-"""Cohere: attention and MLP side by side after one norm, norms of heads that each have their weights."""
+"""Cohere: Llama with parallel attention and MLP, and query and key norms with weights for each head."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from oslo_models.sharding.plan import Entries, HeadNorm
 
 
 class CohereParallel(LlamaParallel):
-    """How every model of the Cohere family divides."""
+    """Sharding plan of the Cohere family."""
 
     norms = ("input_layernorm",)
 

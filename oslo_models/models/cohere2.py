@@ -1,4 +1,4 @@
-"""Cohere 2: Cohere of which most blocks attend to a window."""
+"""Cohere 2: Cohere with sliding-window attention in most blocks."""
 
 from transformers import Cohere2Config
 from transformers.models.cohere2 import modeling_cohere2 as hf
@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class Cohere2Parallel(LlamaParallel):
-    """How every model of the Cohere 2 family divides."""
+    """Sharding plan of the Cohere 2 family."""
 
     norms = ("input_layernorm",)
 

@@ -1,4 +1,4 @@
-"""ConvBERT: BERT whose attention convolves too, with kernels made from all heads: attention is whole on every rank."""
+"""ConvBERT: BERT with attention mixed with dynamic convolutions, whose kernels need all heads: it is replicated."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from transformers import ConvBertConfig
 from transformers.models.convbert import modeling_convbert as hf
 
-from oslo_models.modeling.family import replicated_attention
+from oslo_models.modeling.blocks import replicated_attention
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.electra import LM_HEAD, ElectraParallel
 from oslo_models.sharding.plan import Plan, Replicated
@@ -15,7 +15,7 @@ CONVOLUTION = ("key_conv_attn_layer", "key_conv_attn_layer.depthwise", "key_conv
 
 
 class ConvBertParallel(ElectraParallel):
-    """How every model of the ConvBERT family divides: its MLPs, unless their layers are grouped."""
+    """Sharding plan of the ConvBERT family: its MLPs are sharded, unless their layers are grouped."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

@@ -1,4 +1,4 @@
-"""CTRL: a decoder with positions of sines, told the kind of text by its first token."""
+"""CTRL: a decoder with sinusoidal positions, conditioned on control codes."""
 
 from typing import Any
 
@@ -6,19 +6,20 @@ from transformers import CTRLConfig
 from transformers.models.ctrl import modeling_ctrl as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class CTRLParallel(ParallelModel):
-    """How every model of the CTRL family divides."""
+    """Sharding plan of the CTRL family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.n_head, config.n_embd // config.n_head)
+        heads = heads_of(config)
         block = {
-            **{f"multi_head_attention.{name}": ColumnParallel(heads) for name in ("Wq", "Wk", "Wv")},
+            **qkv("multi_head_attention", heads, ("Wq", "Wk", "Wv")),
             "multi_head_attention.dense": RowParallel(heads),
             "ffn.0": ColumnParallel(),
             "ffn.2": RowParallel(),
@@ -30,8 +31,8 @@ class CTRLParallel(ParallelModel):
             blocks={"h": block},
             head={"layernorm": Norm()},
             optional=("pos_encoding",),  # a buffer
-            neutral={"d_model_size": 1},
-            dropout=("dropout",),
+            disabled_after_first_stage={"d_model_size": 1},
+            embedding_dropouts=("dropout",),
         )
 
 

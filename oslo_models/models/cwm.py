@@ -1,4 +1,4 @@
-"""CWM: Llama of which most blocks attend to a window."""
+"""CWM: Llama with sliding-window attention in most blocks."""
 
 from transformers import CwmConfig
 from transformers.models.cwm import modeling_cwm as hf
@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class CwmParallel(LlamaParallel):
-    """How every model of the CWM family divides."""
+    """Sharding plan of the CWM family."""
 
 
 class CwmModel(CwmParallel, hf.CwmModel):

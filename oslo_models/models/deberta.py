@@ -1,4 +1,4 @@
-"""DeBERTa: BERT with attention to relative positions. Not with `talking_head`, nor the head of `legacy=False`."""
+"""DeBERTa: BERT with disentangled attention. Without `talking_head` and the head of `legacy=False`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,19 +7,22 @@ from typing import Any
 from transformers import DebertaConfig
 from transformers.models.deberta import modeling_deberta as hf
 
+from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD, BertParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Plan, Replicated
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Plan, Replicated, ReplicatedDropout
 
 
 class DebertaParallel(BertParallel):
-    """How every model of the DeBERTa families divides."""
+    """Sharding plan of the DeBERTa families."""
 
     @classmethod
     def projections(cls, heads: EvenSplit) -> Mapping[str, ColumnParallel]:
-        """What is divided inside an attention."""
-        fused = ColumnParallel(EvenSplit(heads.count, 3 * heads.width))  # query, key and value of a head side by side
+        """The sharded projections of an attention."""
+        fused = ColumnParallel(
+            EvenSplit(heads.count, 3 * heads.width)
+        )  # query, key and value of each head are adjacent
         return {
             "in_proj": fused,
             **dict.fromkeys(("q_bias", "v_bias", "pos_proj", "pos_q_proj"), ColumnParallel(heads)),
@@ -28,21 +31,23 @@ class DebertaParallel(BertParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = heads_of(config)
         (block,) = plan.blocks.values()
         rest = {name: entry for name, entry in block.items() if not name.startswith("attention.self.")}
-        own = {f"attention.self.{name}": entry for name, entry in cls.projections(heads).items()}
+        own: dict[str, Replicated] = {f"attention.self.{name}": entry for name, entry in cls.projections(heads).items()}
+        local = {
+            "attention.self": LocalModule({"num_attention_heads": heads.local_count}),
+            "attention.self.pos_dropout": ReplicatedDropout(),
+        }
         tables = ("position_embeddings", "token_type_embeddings", "embed_proj", "rel_embeddings")
         return replace(
             plan,
             embed={**plan.embed, "embeddings.embed_proj": Replicated()},
-            blocks={"encoder.layer": {**own, **rest}},
+            blocks={"encoder.layer": {**own, **rest, **local}},
             head={},
-            beside={"encoder.rel_embeddings": Replicated()},
-            local={"attention.self.num_attention_heads": heads.local_count},
-            neutral={"embeddings.mask": None},
-            optional=(*tables, *(name for name in own if ".pos_" in name)),
-            whole_dropout=("attention.self.pos_dropout",),
+            on_every_stage={"encoder.rel_embeddings": Replicated()},
+            disabled_after_first_stage={"embeddings.mask": None},
+            optional=(*tables, *(name for name in (*own, *local) if ".pos_" in name)),
         )
 
 

@@ -1,4 +1,4 @@
-"""DeBERTa-v2 and v3: DeBERTa with buckets of positions and a convolution. Not with the head of `legacy=False`."""
+"""DeBERTa-v2 and v3: DeBERTa with bucketed positions and a convolution. Without the head of `legacy=False`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated
 
 
 class DebertaV2Parallel(DebertaParallel):
-    """How every model of the DeBERTa-v2 family divides."""
+    """Sharding plan of the DeBERTa-v2 family."""
 
     @classmethod
     def projections(cls, heads: EvenSplit) -> Mapping[str, ColumnParallel]:
@@ -25,12 +25,15 @@ class DebertaV2Parallel(DebertaParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        convolution = {"encoder.conv.conv": Replicated(), "encoder.conv.LayerNorm": Norm()}  # after the first block
+        convolution = {
+            "encoder.conv.conv": Replicated(),
+            "encoder.conv.LayerNorm": Norm(),
+        }  # applied after the first block
         return replace(
             plan,
             embed={**plan.embed, **convolution},
-            beside={**plan.beside, "encoder.LayerNorm": Norm()},
-            neutral={**plan.neutral, "encoder.conv": None},
+            on_every_stage={**plan.on_every_stage, "encoder.LayerNorm": Norm()},
+            disabled_after_first_stage={**plan.disabled_after_first_stage, "encoder.conv": None},
             optional=(*plan.optional, *convolution, "encoder.LayerNorm"),
         )
 

@@ -1,4 +1,4 @@
-"""DeiT: ViT with a second position that stands for the image, by which it learns from a teacher."""
+"""DeiT: ViT with a distillation token."""
 
 from transformers import DeiTConfig
 from transformers.models.deit import modeling_deit as hf
@@ -9,9 +9,9 @@ from oslo_models.sharding.plan import Replicated
 
 
 class DeiTParallel(ViTParallel):
-    """How every model of the DeiT family divides."""
+    """Sharding plan of the DeiT family."""
 
-    extra = 2
+    extra_positions = 2
 
 
 class DeiTModel(DeiTParallel, hf.DeiTModel):

@@ -1,4 +1,4 @@
-"""DETR: encoder and decoder over a convolutional backbone, which is whole on every rank. Its loss needs scipy."""
+"""DETR: encoder-decoder over a convolutional backbone, replicated on every rank. Its loss needs scipy."""
 
 from typing import Any
 
@@ -6,19 +6,24 @@ from transformers import DetrConfig
 from transformers.models.detr import modeling_detr as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import qkv
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel
 
 
 class DetrParallel(ParallelModel):
-    """How every model of the DETR family divides."""
+    """Sharding plan of the DETR family."""
 
     @staticmethod
     def block(heads: EvenSplit, *attentions: str) -> Entries:
-        """The layers of a block with these attentions."""
-        block = {"mlp.fc1": ColumnParallel(), "mlp.fc2": RowParallel(), "final_layer_norm": Norm()}
+        """The entries of a block with these attentions."""
+        block: dict[str, Replicated] = {
+            "mlp.fc1": ColumnParallel(),
+            "mlp.fc2": RowParallel(),
+            "final_layer_norm": Norm(),
+        }
         for name in attentions:
-            block |= {f"{name}.{side}_proj": ColumnParallel(heads) for side in "qkv"}
+            block |= qkv(name, heads)
             block |= {f"{name}.o_proj": RowParallel(heads), f"{name}_layer_norm": Norm()}
         return block
 
@@ -36,7 +41,7 @@ class DetrParallel(ParallelModel):
                 "decoder.layers": cls.block(decoder, "self_attn", "encoder_attn"),
             },
             head={"decoder.layernorm": Norm()},
-            one_stage="its backbone also makes the mask that all blocks need",
+            single_stage_reason="its backbone also computes the mask that all blocks need",
         )
 
 
@@ -57,4 +62,4 @@ class DetrForSegmentation(DetrParallel, hf.DetrForSegmentation):
     }
 
     def _prefix(self) -> str:
-        return "detr.model."  # around the model that detects
+        return "detr.model."  # inside the detection model

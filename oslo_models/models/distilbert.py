@@ -1,4 +1,4 @@
-"""DistilBERT: BERT with half of the blocks and other names."""
+"""DistilBERT: BERT with half of the blocks and without token types."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ from transformers import DistilBertConfig
 from transformers.models.distilbert import modeling_distilbert as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
@@ -14,13 +15,13 @@ CLASSIFIER: Entries = {"pre_classifier": Replicated(), "classifier": Replicated(
 
 
 class DistilBertParallel(ParallelModel):
-    """How every model of the DistilBERT family divides."""
+    """Sharding plan of the DistilBERT family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.n_heads, config.dim // config.n_heads)
+        heads = heads_of(config)
         block = {
-            **{f"attention.{name}_lin": ColumnParallel(heads) for name in "qkv"},
+            **qkv("attention", heads, ("q_lin", "k_lin", "v_lin")),
             "attention.out_lin": RowParallel(heads),
             "sa_layer_norm": Norm(),
             "ffn.lin1": ColumnParallel(),
@@ -32,7 +33,7 @@ class DistilBertParallel(ParallelModel):
             embed={**tables, "embeddings.LayerNorm": Norm()},
             blocks={"transformer.layer": block},
             head={},
-            dropout=("embeddings.dropout",),
+            embedding_dropouts=("embeddings.dropout",),
         )
 
 

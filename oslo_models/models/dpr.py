@@ -1,4 +1,4 @@
-"""DPR: BERT as an encoder of questions and of passages, and as a reader of these."""
+"""DPR: BERT as a question encoder, a passage encoder and a reader."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,26 +11,26 @@ from oslo_models.sharding.plan import Plan, Replicated
 
 
 class DPRParallel(BertParallel):
-    """How every model of the DPR family divides."""
+    """Sharding plan of the DPR family."""
 
-    where: ClassVar[str]
+    base_path: ClassVar[str]
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         return replace(super().plan(config), optional=("pooler.dense", "encode_proj"))
 
     def _prefix(self) -> str:
-        return f"{self.where}.bert_model."
+        return f"{self.base_path}.bert_model."
 
 
 class DPRContextEncoder(DPRParallel, hf.DPRContextEncoder):
     head_plan = {"ctx_encoder.encode_proj": Replicated()}
-    where = "ctx_encoder"
+    base_path = "ctx_encoder"
 
 
 class DPRQuestionEncoder(DPRParallel, hf.DPRQuestionEncoder):
     head_plan = {"question_encoder.encode_proj": Replicated()}
-    where = "question_encoder"
+    base_path = "question_encoder"
 
 
 class DPRReader(DPRParallel, hf.DPRReader):
@@ -39,4 +39,4 @@ class DPRReader(DPRParallel, hf.DPRReader):
         "span_predictor.qa_outputs": Replicated(),
         "span_predictor.qa_classifier": Replicated(),
     }
-    where = "span_predictor.encoder"
+    base_path = "span_predictor.encoder"

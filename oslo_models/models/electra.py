@@ -1,4 +1,4 @@
-"""ELECTRA: BERT with embeddings that may be narrower than the blocks."""
+"""ELECTRA: BERT with factorised embeddings."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ LM_HEAD: Entries = {
 
 
 class ElectraParallel(BertParallel):
-    """How every model of the ELECTRA family divides."""
+    """Sharding plan of the ELECTRA family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

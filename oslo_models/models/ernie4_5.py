@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class Ernie4_5Parallel(LlamaParallel):
-    """How every model of the ERNIE 4.5 family divides."""
+    """Sharding plan of the ERNIE 4.5 family."""
 
 
 class Ernie4_5Model(Ernie4_5Parallel, hf.Ernie4_5Model):

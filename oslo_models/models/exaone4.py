@@ -1,4 +1,4 @@
-"""EXAONE 4: norms after attention and MLP, and of each query and key head."""
+"""EXAONE 4: Llama with post-layer norms, and query and key norms for each head."""
 
 from transformers import Exaone4Config
 from transformers.models.exaone4 import modeling_exaone4 as hf
@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class Exaone4Parallel(LlamaParallel):
-    """How every model of the EXAONE 4 family divides."""
+    """Sharding plan of the EXAONE 4 family."""
 
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
     head_norms = ("self_attn.q_norm", "self_attn.k_norm")

@@ -1,4 +1,4 @@
-"""Falcon: one key-value head for all queries, for each group, or for each; rotary positions or ALiBi."""
+"""Falcon: multi-query, grouped-query or multi-head attention, with rotary positions or ALiBi."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from transformers.models.falcon import modeling_falcon as hf
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 
 
 class FalconParallel(ParallelModel):
-    """How every model of the Falcon family divides."""
+    """Sharding plan of the Falcon family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -26,6 +26,10 @@ class FalconParallel(ParallelModel):
         norms = ("input_layernorm", "post_attention_layernorm", "ln_attn", "ln_mlp")
         block = {
             **{name: Norm() for name in norms},
+            "self_attention": LocalModule(
+                {"num_heads": heads.query.local_count, "num_kv_heads": heads.key_value.local_count},
+                per_head={"alibi": heads.query, "attention_mask": heads.query},
+            ),
             "self_attention.query_key_value": qkv,
             "self_attention.dense": RowParallel(heads.query),
             "mlp.dense_h_to_4h": ColumnParallel(),
@@ -35,11 +39,6 @@ class FalconParallel(ParallelModel):
             embed={"word_embeddings": VocabParallel()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            local={
-                "self_attention.num_heads": heads.query.local_count,
-                "self_attention.num_kv_heads": heads.key_value.local_count,
-            },
-            per_head={f"self_attention.{name}": heads.query for name in ("alibi", "attention_mask")},
             optional=norms,
         )
 

@@ -3,13 +3,13 @@
 from transformers import FlaubertConfig
 from transformers.models.flaubert import modeling_flaubert as hf
 
-from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
 from oslo_models.models.xlm import XLMParallel
 from oslo_models.sharding.plan import Norm, Replicated, VocabParallel
 
 
 class FlaubertParallel(XLMParallel):
-    """How every model of the FlauBERT family divides."""
+    """Sharding plan of the FlauBERT family."""
 
 
 class FlaubertModel(FlaubertParallel, hf.FlaubertModel):
@@ -37,11 +37,4 @@ class FlaubertForQuestionAnsweringSimple(FlaubertParallel, hf.FlaubertForQuestio
 
 
 class FlaubertForQuestionAnswering(FlaubertParallel, hf.FlaubertForQuestionAnswering):
-    head_plan = {
-        "qa_outputs.start_logits.dense": Replicated(),
-        "qa_outputs.end_logits.dense_0": Replicated(),
-        "qa_outputs.end_logits.dense_1": Replicated(),
-        "qa_outputs.answer_class.dense_0": Replicated(),
-        "qa_outputs.answer_class.dense_1": Replicated(),
-        "qa_outputs.end_logits.LayerNorm": Norm(),
-    }
+    head_plan = {f"qa_outputs.{name}": entry for name, entry in SPAN_PREDICTION.items()}

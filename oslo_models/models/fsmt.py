@@ -1,4 +1,4 @@
-"""FSMT: BART with positions of sines, two vocabularies, and its head inside the decoder."""
+"""FSMT: BART with sinusoidal positions, two vocabularies and the head inside the decoder."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,25 +7,24 @@ from transformers import FSMTConfig
 from transformers.models.fsmt import modeling_fsmt as hf
 
 from oslo_models.models.bart import BartParallel
-from oslo_models.sharding.plan import Plan, VocabParallel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import LocalModule, Plan, Replicated, VocabParallel
 
 
 class FSMTParallel(BartParallel):
-    """How every model of the FSMT family divides."""
+    """Sharding plan of the FSMT family."""
 
-    before = ()
-    neutral = {"dropout": 0.0, "embed_scale": 1.0}
+    embedding_norms = ()
+    embedding_changes = {"dropout": 0.0, "embed_scale": 1.0}
+
+    @classmethod
+    def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
+        local = LocalModule({"num_heads": heads.local_count}, width=heads)
+        return super().block(heads, *attentions) | dict.fromkeys(attentions, local)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        plan = super().plan(config)
-        widths = {
-            f"{stack}.layers.{attention}": cls.heads(config, stack)
-            for stack in cls.stacks
-            for attention in ("self_attn", "encoder_attn")
-        }
-        local = {f"{path}.num_heads": heads.local_count for path, heads in widths.items()}
-        return replace(plan, head={"decoder.output_projection": VocabParallel()}, local=local, widths=widths)
+        return replace(super().plan(config), head={"decoder.output_projection": VocabParallel()})
 
 
 class FSMTModel(FSMTParallel, hf.FSMTModel):

@@ -1,4 +1,4 @@
-"""Funnel: blocks that shorten the sequence, a decoder that lengthens it again, attention to relative positions."""
+"""Funnel: blocks that pool the sequence, a decoder that upsamples it, attention to relative positions."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ from transformers import FunnelConfig
 from transformers.models.funnel import modeling_funnel as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import (
@@ -23,7 +24,7 @@ CLASSIFIER: Entries = {"classifier.linear_hidden": Replicated(), "classifier.lin
 
 
 class FunnelParallel(ParallelModel):
-    """How every model of the Funnel family divides."""
+    """Sharding plan of the Funnel family."""
 
     decodes: bool = True
 
@@ -31,23 +32,21 @@ class FunnelParallel(ParallelModel):
     def plan(cls, config: Any) -> Plan:
         heads, count = EvenSplit(config.n_head, config.d_head), EvenSplit(config.n_head)
         layer = {
-            **{f"attention.{name}_head": ColumnParallel(heads) for name in "qkv"},
-            "attention": EinsumHeads(count),
+            **qkv("attention", heads, ("q_head", "k_head", "v_head")),
+            "attention": EinsumHeads(count, {"config.n_head": count.local_count}),
             "attention.post_proj": RowParallel(heads),
             "attention.layer_norm": Norm(),
             "ffn.linear_1": ColumnParallel(),
             "ffn.linear_2": RowParallel(),
             "ffn.layer_norm": Norm(),
         }
-        indices = range(max(config.block_sizes))
-        block = {f"{i}.{name}": entry for i in indices for name, entry in layer.items()}
+        block = {f"{i}.{name}": entry for i in range(max(config.block_sizes)) for name, entry in layer.items()}
         return Plan(
             embed={"embeddings.word_embeddings": VocabParallel(), "embeddings.layer_norm": Norm()},
             blocks={"encoder.blocks": block, **({"decoder.layers": layer} if cls.decodes else {})},
             head={},
-            local={f"{i}attention.config.n_head": count.local_count for i in ("", *(f"{i}." for i in indices))},
             optional=[name for name in block if int(name.partition(".")[0]) >= min(config.block_sizes)],
-            one_stage="the sequence shortens from block to block, and the decoder adds what the first block made",
+            single_stage_reason="the sequence is pooled between blocks, and the decoder adds the output of the first",
         )
 
 

@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class GemmaParallel(LlamaParallel):
-    """How every model of the Gemma family divides."""
+    """Sharding plan of the Gemma family."""
 
 
 class GemmaModel(GemmaParallel, hf.GemmaModel):

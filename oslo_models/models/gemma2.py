@@ -1,4 +1,4 @@
-"""Gemma 2: four norms in a block, caps on attention scores and logits, every other block local."""
+"""Gemma 2: Llama with four norms per block, soft caps on scores and logits, sliding windows in every other block."""
 
 from transformers import Gemma2Config
 from transformers.models.gemma2 import modeling_gemma2 as hf
@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class Gemma2Parallel(LlamaParallel):
-    """How every model of the Gemma 2 family divides."""
+    """Sharding plan of the Gemma 2 family."""
 
     norms = (
         "input_layernorm",

@@ -1,4 +1,4 @@
-"""Gemma 3, its text model: Gemma 2 with norms of each query and key head in place of the caps."""
+"""Gemma 3, its text model: Gemma 2 with query and key norms in place of the soft caps."""
 
 from transformers import Gemma3TextConfig
 from transformers.models.gemma3 import modeling_gemma3 as hf
@@ -8,7 +8,7 @@ from oslo_models.models.gemma2 import Gemma2Parallel
 
 
 class Gemma3Parallel(Gemma2Parallel):
-    """How every model of the Gemma 3 family divides."""
+    """Sharding plan of the Gemma 3 family."""
 
     head_norms = ("self_attn.q_norm", "self_attn.k_norm")
 

@@ -1,4 +1,4 @@
-"""GLM: Llama with gate and up in one matrix."""
+"""GLM: Llama with gate and up projection in one matrix."""
 
 from transformers import GlmConfig
 from transformers.models.glm import modeling_glm as hf
@@ -9,7 +9,7 @@ from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class GlmParallel(LlamaParallel):
-    """How every model of the GLM family divides."""
+    """Sharding plan of the GLM family."""
 
     mlp = {"mlp.gate_up_proj": ColumnParallel(parts=2), "mlp.down_proj": RowParallel()}
 

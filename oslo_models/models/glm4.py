@@ -1,4 +1,4 @@
-"""GLM-4: Llama with norms before and after attention and MLP, gate and up in one matrix."""
+"""GLM-4: Llama with pre- and post-layer norms, and gate and up projection in one matrix."""
 
 from transformers import Glm4Config
 from transformers.models.glm4 import modeling_glm4 as hf
@@ -9,7 +9,7 @@ from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class Glm4Parallel(LlamaParallel):
-    """How every model of the GLM-4 family divides."""
+    """Sharding plan of the GLM-4 family."""
 
     norms = ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
     mlp = {"mlp.gate_up_proj": ColumnParallel(parts=2), "mlp.down_proj": RowParallel()}

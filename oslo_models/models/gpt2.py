@@ -1,4 +1,4 @@
-"""GPT-2: fused, transposed query-key-value projections, and a head tied to the embedding."""
+"""GPT-2: query, key and value in one transposed matrix, and a head tied to the embedding."""
 
 from __future__ import annotations
 
@@ -7,39 +7,41 @@ from transformers.models.gpt2 import modeling_gpt2 as hf
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of
+from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class GPT2Parallel(ParallelModel):
-    """How every model of the GPT-2 family divides."""
+    """Sharding plan of the GPT-2 family."""
 
     @classmethod
     def plan(cls, config: GPT2Config) -> Plan:
-        heads = EvenSplit(config.n_head, config.n_embd // config.n_head)
+        heads = heads_of(config)
+        local = LocalModule({"split_size": heads.local_extent, "num_heads": heads.local_count})
         block = {
             "ln_1": Norm(),
-            "attn.c_attn": ColumnParallel(heads, heads, heads, transposed=True),  # query, key and value side by side
+            "attn": local,
+            "attn.c_attn": ColumnParallel(heads, heads, heads, transposed=True),  # query, key and value concatenated
             "attn.c_proj": RowParallel(heads, transposed=True),
             "ln_2": Norm(),
             "mlp.c_fc": ColumnParallel(transposed=True),
             "mlp.c_proj": RowParallel(transposed=True),
         }
-        local = {"attn.split_size": heads.local_extent, "attn.num_heads": heads.local_count}
         if config.add_cross_attention:
             block |= {
                 "ln_cross_attn": Norm(),
+                "crossattention": local,
                 "crossattention.q_attn": ColumnParallel(heads, transposed=True),
                 "crossattention.c_attn": ColumnParallel(heads, heads, transposed=True),
                 "crossattention.c_proj": RowParallel(heads, transposed=True),
             }
-            local |= {"crossattention.split_size": heads.local_extent, "crossattention.num_heads": heads.local_count}
         return Plan(
             embed={"wte": VocabParallel(), "wpe": Replicated()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            local=local,
-            dropout=("drop",),
+            embedding_dropouts=("drop",),
         )
 
 
@@ -48,7 +50,7 @@ class GPT2Model(GPT2Parallel, hf.GPT2Model):
 
 
 class GPT2LMHeadModel(GPT2Parallel, hf.GPT2LMHeadModel):
-    head_plan = {"lm_head": VocabParallel()}
+    head_plan = LM_HEAD
 
 
 class GPT2DoubleHeadsModel(GPT2Parallel, hf.GPT2DoubleHeadsModel):

@@ -1,4 +1,4 @@
-"""GPT-BigCode (StarCoder): GPT-2 with one key-value head for all queries."""
+"""GPT-BigCode (StarCoder): GPT-2 with multi-query attention."""
 
 from typing import Any
 
@@ -8,19 +8,25 @@ from transformers.models.gpt_bigcode import modeling_gpt_bigcode as hf
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, SCORE
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class GPTBigCodeParallel(ParallelModel):
-    """How every model of the GPT-BigCode family divides."""
+    """Sharding plan of the GPT-BigCode family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         count = config.n_head
         heads = GroupedHeads(count, 1 if config.multi_query else count, config.n_embd // count)
         one = ColumnParallel(heads.query, heads.key_value, heads.key_value)
+        local = {
+            "num_heads": heads.query.local_count,
+            "embed_dim": heads.query.local_extent,
+            "num_key_value_groups": heads.local_ratio,
+        }
         block = {
             "ln_1": Norm(),
+            "attn": LocalModule(local),
             "attn.c_attn": one if config.multi_query else ColumnParallel(*heads.interleaved),
             "attn.c_proj": RowParallel(heads.query),
             "ln_2": Norm(),
@@ -31,12 +37,7 @@ class GPTBigCodeParallel(ParallelModel):
             embed={"wte": VocabParallel(), "wpe": Replicated()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            local={
-                "attn.num_heads": heads.query.local_count,
-                "attn.embed_dim": heads.query.local_extent,
-                "attn.num_key_value_groups": heads.local_ratio,
-            },
-            dropout=("drop",),
+            embedding_dropouts=("drop",),
         )
 
 

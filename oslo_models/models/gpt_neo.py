@@ -1,4 +1,4 @@
-"""GPT-Neo: GPT-2 with separate projections and, in every other block, attention to a local window."""
+"""GPT-Neo: GPT-2 with separate projections, and local attention in every other block."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from transformers.models.gpt_neo import modeling_gpt_neo as hf
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoAttention, GPTNeoBlock, GPTNeoMLP, GPTNeoSelfAttention
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
+from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class GPTNeoParallel(ParallelModel):
-    """How every model of the GPT-Neo family divides."""
+    """Sharding plan of the GPT-Neo family."""
 
     @classmethod
     def plan(cls, config: GPTNeoConfig) -> Plan:
-        heads = EvenSplit(config.num_heads, config.hidden_size // config.num_heads)
+        heads = heads_of(config)
         block = {
             "ln_1": Norm(),
-            "attn.attention.q_proj": ColumnParallel(heads),
-            "attn.attention.k_proj": ColumnParallel(heads),
-            "attn.attention.v_proj": ColumnParallel(heads),
+            "attn.attention": LocalModule({"num_heads": heads.local_count}),
+            **qkv("attn.attention", heads),
             "attn.attention.out_proj": RowParallel(heads),
             "ln_2": Norm(),
             "mlp.c_fc": ColumnParallel(),
@@ -31,8 +32,7 @@ class GPTNeoParallel(ParallelModel):
             embed={"wte": VocabParallel(), "wpe": Replicated()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            dropout=("drop",),
-            local={"attn.attention.num_heads": heads.local_count},
+            embedding_dropouts=("drop",),
         )
 
 
@@ -41,7 +41,7 @@ class GPTNeoModel(GPTNeoParallel, hf.GPTNeoModel):
 
 
 class GPTNeoForCausalLM(GPTNeoParallel, hf.GPTNeoForCausalLM):
-    head_plan = {"lm_head": VocabParallel()}
+    head_plan = LM_HEAD
 
 
 class GPTNeoForSequenceClassification(GPTNeoParallel, hf.GPTNeoForSequenceClassification):

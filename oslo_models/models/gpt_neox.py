@@ -1,4 +1,4 @@
-"""GPT-NeoX: query, key and value of a head side by side, attention and MLP side by side or in turn."""
+"""GPT-NeoX: rotary positions, parallel or sequential attention and MLP, query, key and value of each head adjacent."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel, V
 
 
 class GPTNeoXParallel(ParallelModel):
-    """How every model of the GPT-NeoX family divides."""
+    """Sharding plan of the GPT-NeoX family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -29,7 +29,7 @@ class GPTNeoXParallel(ParallelModel):
             embed={"embed_in": VocabParallel()},
             blocks={"layers": block},
             head={"final_layer_norm": Norm()},
-            dropout=("emb_dropout",),
+            embedding_dropouts=("emb_dropout",),
         )
 
 

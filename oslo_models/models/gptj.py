@@ -1,4 +1,4 @@
-"""GPT-J: rotary positions, attention and MLP side by side on one norm, a head of its own with a bias."""
+"""GPT-J: rotary positions, parallel attention and MLP after one norm, and an untied head with a bias."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from transformers.models.gptj import modeling_gptj as hf
 from transformers.models.gptj.modeling_gptj import GPTJMLP, GPTJAttention, GPTJBlock
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
+from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class GPTJParallel(ParallelModel):
-    """How every model of the GPT-J family divides."""
+    """Sharding plan of the GPT-J family."""
 
     @classmethod
     def plan(cls, config: GPTJConfig) -> Plan:
-        heads = EvenSplit(config.n_head, config.n_embd // config.n_head)
+        heads = heads_of(config)
         block = {
             "ln_1": Norm(),
-            "attn.q_proj": ColumnParallel(heads),
-            "attn.k_proj": ColumnParallel(heads),
-            "attn.v_proj": ColumnParallel(heads),
+            "attn": LocalModule({"num_attention_heads": heads.local_count}),
+            **qkv("attn", heads),
             "attn.out_proj": RowParallel(heads),
             "mlp.fc_in": ColumnParallel(),
             "mlp.fc_out": RowParallel(),
@@ -30,8 +31,7 @@ class GPTJParallel(ParallelModel):
             embed={"wte": VocabParallel()},
             blocks={"h": block},
             head={"ln_f": Norm()},
-            dropout=("drop",),
-            local={"attn.num_attention_heads": heads.local_count},
+            embedding_dropouts=("drop",),
         )
 
 
@@ -40,7 +40,7 @@ class GPTJModel(GPTJParallel, hf.GPTJModel):
 
 
 class GPTJForCausalLM(GPTJParallel, hf.GPTJForCausalLM):
-    head_plan = {"lm_head": VocabParallel()}
+    head_plan = LM_HEAD
 
 
 class GPTJForSequenceClassification(GPTJParallel, hf.GPTJForSequenceClassification):

@@ -1,4 +1,4 @@
-"""Granite: Llama with multipliers of embeddings, residuals, scores and logits."""
+"""Granite: Llama with multipliers of embeddings, residuals, attention scores and logits."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,11 +12,11 @@ from oslo_models.sharding.plan import Plan
 
 
 class GraniteParallel(LlamaParallel):
-    """How every model of the Granite family divides."""
+    """Sharding plan of the Granite family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), neutral={"embedding_multiplier": 1.0})
+        return replace(super().plan(config), disabled_after_first_stage={"embedding_multiplier": 1.0})
 
 
 class GraniteModel(GraniteParallel, hf.GraniteModel):

@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class HeliumParallel(LlamaParallel):
-    """How every model of the Helium family divides."""
+    """Sharding plan of the Helium family."""
 
 
 class HeliumModel(HeliumParallel, hf.HeliumModel):

@@ -1,4 +1,4 @@
-"""HuBERT: Wav2Vec2, trained otherwise."""
+"""HuBERT: Wav2Vec2 with another training objective."""
 
 from transformers import HubertConfig
 from transformers.models.hubert import modeling_hubert as hf
@@ -8,7 +8,7 @@ from oslo_models.sharding.plan import Replicated
 
 
 class HubertParallel(Wav2Vec2Parallel):
-    """How every model of the HuBERT family divides."""
+    """Sharding plan of the HuBERT family."""
 
 
 class HubertModel(HubertParallel, hf.HubertModel):

@@ -1,4 +1,4 @@
-"""HunYuan dense: Llama with norms of each query and key head, after their rotation."""
+"""HunYuan dense: Llama with query and key norms for each head, after the rotation."""
 
 from transformers import HunYuanDenseV1Config
 from transformers.models.hunyuan_v1_dense import modeling_hunyuan_v1_dense as hf
@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class HunYuanDenseV1Parallel(LlamaParallel):
-    """How every model of the HunYuan dense family divides."""
+    """Sharding plan of the HunYuan dense family."""
 
     head_norms = ("self_attn.query_layernorm", "self_attn.key_layernorm")
 

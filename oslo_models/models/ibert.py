@@ -1,4 +1,4 @@
-"""I-BERT: RoBERTa that learns the ranges of its activations, to compute in integers; with `quant_mode`, on one rank."""
+"""I-BERT: RoBERTa that learns activation ranges for integer inference; with `quant_mode`, on one rank."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,18 +18,20 @@ RANGES = (
 
 
 class IBertParallel(BertParallel):
-    """How every model of the I-BERT family divides."""
+    """Sharding plan of the I-BERT family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
         (block,) = plan.blocks.values()
-        reason = "with quant_mode=True it rounds down what it computes, and sums of parts are not exactly those of all"
+        reason = (
+            "with quant_mode=True it rounds activations, and rounded partial outputs do not add up to the rounded sum"
+        )
         return replace(
             plan,
             blocks={"encoder.layer": {**block, **{name: GlobalMinMax() for name in RANGES}}},
-            one_stage="its layers hand on the scale of their integers too, and stages exchange hidden states only",
-            one_rank=reason if config.quant_mode else "",
+            single_stage_reason="its layers also pass on a quantisation scale, and stages exchange hidden states only",
+            single_rank_reason=reason if config.quant_mode else "",
         )
 
 

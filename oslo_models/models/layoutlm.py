@@ -1,4 +1,4 @@
-"""LayoutLM: BERT that also embeds where on the page a word is."""
+"""LayoutLM: BERT with embeddings of the position of each token on the page."""
 
 from transformers import LayoutLMConfig
 from transformers.models.layoutlm import modeling_layoutlm as hf
@@ -8,9 +8,9 @@ from oslo_models.models.bert import LM_HEAD, BertParallel
 
 
 class LayoutLMParallel(BertParallel):
-    """How every model of the LayoutLM family divides."""
+    """Sharding plan of the LayoutLM family."""
 
-    tables = ("position", "x_position", "y_position", "h_position", "w_position", "token_type")
+    added_embeddings = ("position", "x_position", "y_position", "h_position", "w_position", "token_type")
 
 
 class LayoutLMModel(LayoutLMParallel, hf.LayoutLMModel):

@@ -1,4 +1,4 @@
-"""LED: BART whose encoder attends to windows, and from some positions to all."""
+"""LED: BART with sliding-window and global attention in the encoder."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,11 +9,11 @@ from transformers.models.led import modeling_led as hf
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Plan, RowParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Plan, RowParallel
 
 
 class LEDParallel(BartParallel):
-    """How every model of the LED family divides."""
+    """Sharding plan of the LED family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -22,6 +22,7 @@ class LEDParallel(BartParallel):
         heads, own = (cls.heads(config, stack) for stack in cls.stacks)
         inner = "self_attn.longformer_self_attn"
         encoder = {
+            inner: LocalModule({"num_heads": heads.local_count}, width=heads),
             **{
                 f"{inner}.{name}{kind}": ColumnParallel(heads)
                 for name in ("query", "key", "value")
@@ -30,14 +31,9 @@ class LEDParallel(BartParallel):
             "self_attn.output": RowParallel(heads),
             **{name: entry for name, entry in encoder.items() if not name.startswith("self_attn.")},
         }
-        widths = {f"encoder.layers.{inner}": heads}
-        widths |= {f"decoder.layers.{name}": own for name in ("self_attn", "encoder_attn")}
-        return replace(
-            plan,
-            blocks={"encoder.layers": encoder, "decoder.layers": decoder},
-            local={f"{path}.num_heads": units.local_count for path, units in widths.items()},
-            widths=widths,
-        )
+        local = LocalModule({"num_heads": own.local_count}, width=own)
+        decoder = {**decoder, "self_attn": local, "encoder_attn": local}
+        return replace(plan, blocks={"encoder.layers": encoder, "decoder.layers": decoder})
 
 
 class LEDModel(LEDParallel, hf.LEDModel):

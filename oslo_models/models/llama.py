@@ -9,11 +9,14 @@ from transformers.models.llama import modeling_llama as hf
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import GroupedHeads
 from oslo_models.sharding.plan import (
     ColumnParallel,
     Entries,
     HeadNorm,
+    LocalModule,
+    LocalValue,
     Norm,
     Plan,
     Replicated,
@@ -23,12 +26,12 @@ from oslo_models.sharding.plan import (
 
 
 class LlamaParallel(ParallelModel):
-    """How every model of the Llama family divides, and those of the families that differ from it by names or norms.
+    """Sharding plan of the Llama family, and the base of those that differ from it in names or norms.
 
     Attributes:
         norms: the norms of a block.
-        head_norms: norms of each query or key head by itself.
-        mlp: the layers of a block after the attention.
+        head_norms: norms of each query or key head.
+        mlp: the MLP of a block.
     """
 
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
@@ -41,14 +44,24 @@ class LlamaParallel(ParallelModel):
 
     @classmethod
     def heads(cls, config: Any) -> GroupedHeads:
-        """The heads of an attention."""
+        """The attention heads."""
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return GroupedHeads(config.num_attention_heads, config.num_key_value_heads, head_dim)
 
+    @staticmethod
+    def local_attributes(heads: GroupedHeads) -> dict[str, LocalValue]:
+        """The attributes by which an attention counts its heads."""
+        return {
+            "num_heads": heads.query.local_count,
+            "num_key_value_heads": heads.key_value.local_count,
+            "num_key_value_groups": heads.local_ratio,
+        }
+
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
-        """The layers of an attention."""
+        """The entries of an attention."""
         return {
+            "self_attn": LocalModule(cls.local_attributes(heads)),
             "self_attn.q_proj": ColumnParallel(heads.query),
             "self_attn.k_proj": ColumnParallel(heads.key_value),
             "self_attn.v_proj": ColumnParallel(heads.key_value),
@@ -63,11 +76,6 @@ class LlamaParallel(ParallelModel):
             embed={"embed_tokens": VocabParallel()},
             blocks={"layers": {**cls.attention(config, heads), **cls.mlp, **norms}},
             head={"norm": Norm()},
-            local={
-                "self_attn.num_heads": heads.query.local_count,
-                "self_attn.num_key_value_heads": heads.key_value.local_count,
-                "self_attn.num_key_value_groups": heads.local_ratio,
-            },
         )
 
 
@@ -76,7 +84,7 @@ class LlamaModel(LlamaParallel, hf.LlamaModel):
 
 
 class LlamaForCausalLM(LlamaParallel, hf.LlamaForCausalLM):
-    head_plan = {"lm_head": VocabParallel()}
+    head_plan = LM_HEAD
 
 
 class LlamaForSequenceClassification(LlamaParallel, hf.LlamaForSequenceClassification):

@@ -1,4 +1,4 @@
-"""Longformer: RoBERTa that attends to windows; its attention counts on the width of all heads and is not divided."""
+"""Longformer: RoBERTa with sliding-window attention, which is replicated: its code depends on the full hidden size."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ from transformers import LongformerConfig
 from transformers import initialization as init
 from transformers.models.longformer import modeling_longformer as hf
 
-from oslo_models.modeling.family import replicated_attention
+from oslo_models.modeling.blocks import replicated_attention
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.models.roberta import LM_HEAD
@@ -15,7 +15,7 @@ from oslo_models.sharding.plan import Plan
 
 
 class LongformerParallel(BertParallel):
-    """How every model of the Longformer family divides."""
+    """Sharding plan of the Longformer family."""
 
     def initialize_constructed(self) -> None:
         if hasattr(self, "lm_head"):
@@ -24,7 +24,9 @@ class LongformerParallel(BertParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = replicated_attention(super().plan(config), ("query_global", "key_global", "value_global"))
-        return replace(plan, one_stage="it lengthens its input to whole windows, and shortens what it made of it")
+        return replace(
+            plan, single_stage_reason="it pads its input to full windows, and removes the padding from its output"
+        )
 
 
 class LongformerModel(LongformerParallel, hf.LongformerModel):

@@ -1,4 +1,4 @@
-"""LUKE: RoBERTa that reads entities beside words, and attends from either to either with a query of its own."""
+"""LUKE: RoBERTa with entities beside tokens, and a separate query projection for each pair of the two."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,16 +7,17 @@ from transformers import LukeConfig
 from transformers import initialization as init
 from transformers.models.luke import modeling_luke as hf
 
+from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, VocabParallel
 
 QUERIES = tuple(f"attention.self.{name}_query" for name in ("w2e", "e2w", "e2e"))
 
 
 class LukeParallel(BertParallel):
-    """How every model of the LUKE family divides."""
+    """Sharding plan of the LUKE family."""
 
     labels_of = {"logits": "labels", "entity_logits": "entity_labels"}
 
@@ -27,7 +28,7 @@ class LukeParallel(BertParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = heads_of(config)
         tables = {f"entity_embeddings.{name}_embeddings": Replicated() for name in ("position", "token_type")}
         (block,) = plan.blocks.values()
         return replace(
@@ -39,10 +40,17 @@ class LukeParallel(BertParallel):
                 **tables,
                 "entity_embeddings.LayerNorm": Norm(),
             },
-            blocks={"encoder.layer": {**block, **dict.fromkeys(QUERIES, ColumnParallel(heads))}},
-            local={**plan.local, "attention.self.num_attention_heads": heads.local_count},
+            blocks={
+                "encoder.layer": {
+                    **block,
+                    "attention.self": LocalModule(
+                        {"all_head_size": heads.local_extent, "num_attention_heads": heads.local_count}
+                    ),
+                    **dict.fromkeys(QUERIES, ColumnParallel(heads)),
+                }
+            },
             optional=(*plan.optional, *QUERIES, "entity_embedding_dense"),
-            one_stage="words and entities pass its blocks side by side, and stages hand on one sequence",
+            single_stage_reason="its blocks process tokens and entities together, and stages exchange one sequence",
         )
 
 

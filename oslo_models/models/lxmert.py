@@ -1,4 +1,4 @@
-"""LXMERT: blocks of BERT for words and for regions of an image, and then blocks in which these attend to each other."""
+"""LXMERT: BERT blocks for text and for image regions, followed by cross-modality blocks."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,12 +6,25 @@ from typing import Any
 from transformers import LxmertConfig
 from transformers.models.lxmert import modeling_lxmert as hf
 
+from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import (
+    ColumnParallel,
+    Entries,
+    LocalModule,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 
-ANSWER: Entries = {"answer_head.logit_fc.0": Replicated(), "answer_head.logit_fc.2": Norm()}
-ANSWER = {**ANSWER, "answer_head.logit_fc.3": Replicated()}
+ANSWER: Entries = {
+    "answer_head.logit_fc.0": Replicated(),
+    "answer_head.logit_fc.2": Norm(),
+    "answer_head.logit_fc.3": Replicated(),
+}
 OBJECTS: Entries = {
     "obj_predict_head.transform.dense": Replicated(),
     "obj_predict_head.transform.LayerNorm": Norm(),
@@ -21,34 +34,32 @@ ATTENTIONS = {"visual_attention": "att", "lang_self_att": "self", "visn_self_att
 
 
 class LxmertParallel(BertParallel):
-    """How every model of the LXMERT family divides."""
+    """Sharding plan of the LXMERT family."""
 
     labels_of = {"prediction_logits": "labels"}
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = heads_of(config)
+        local = LocalModule({"head_size": heads.local_extent})
         (layer,) = plan.blocks.values()
+        layer = {**layer, "attention.self": local}
         crossing: dict[str, Replicated] = {}
         for name, inner in ATTENTIONS.items():
-            crossing |= {
-                f"{name}.{inner}.{projection}": ColumnParallel(heads) for projection in ("query", "key", "value")
-            }
+            crossing |= {f"{name}.{inner}": local, **qkv(f"{name}.{inner}", heads, QUERY_KEY_VALUE)}
             crossing |= {f"{name}.output.dense": RowParallel(heads), f"{name}.output.LayerNorm": Norm()}
         for name in ("lang", "visn"):
             crossing |= {f"{name}_inter.dense": ColumnParallel(), f"{name}_output.dense": RowParallel()}
             crossing |= {f"{name}_output.LayerNorm": Norm()}
         visual = {f"encoder.visn_fc.{name}_fc": Replicated() for name in ("visn", "box")}
         norms = {f"encoder.visn_fc.{name}_layer_norm": Norm() for name in ("visn", "box")}
-        places = ("attention.self", *(f"{name}.{inner}" for name, inner in ATTENTIONS.items()))
         return replace(
             plan,
             embed={**plan.embed, **visual, **norms},
             blocks={"encoder.layer": layer, "encoder.r_layers": layer, "encoder.x_layers": crossing},
-            local={f"{place}.head_size": heads.local_extent for place in places},
             optional=(*plan.optional, *OBJECTS, *ANSWER),
-            one_stage="words and regions pass its blocks side by side, and stages hand on one sequence",
+            single_stage_reason="its blocks process tokens and regions together, and stages exchange one sequence",
         )
 
 
@@ -63,14 +74,8 @@ class LxmertForPreTraining(LxmertParallel, hf.LxmertForPreTraining):
         "cls.predictions.decoder": VocabParallel(),
         "cls.predictions.bias": Replicated(),
         "cls.seq_relationship": Replicated(),
-        "obj_predict_head.transform.dense": Replicated(),
-        "obj_predict_head.transform.LayerNorm": Norm(),
-        "obj_predict_head.decoder_dict.obj": Replicated(),
-        "obj_predict_head.decoder_dict.attr": Replicated(),
-        "obj_predict_head.decoder_dict.feat": Replicated(),
-        "answer_head.logit_fc.0": Replicated(),
-        "answer_head.logit_fc.2": Norm(),
-        "answer_head.logit_fc.3": Replicated(),
+        **OBJECTS,
+        **ANSWER,
     }
 
 

@@ -1,4 +1,4 @@
-"""M2M100: mBART with positions of sines that count the padding out."""
+"""M2M100: mBART with sinusoidal positions that skip padding."""
 
 from transformers import M2M100Config
 from transformers.models.m2m_100 import modeling_m2m_100 as hf
@@ -8,10 +8,10 @@ from oslo_models.models.bart import BartParallel
 
 
 class M2M100Parallel(BartParallel):
-    """How every model of the M2M100 family divides."""
+    """Sharding plan of the M2M100 family."""
 
-    before = ()
-    after = ("layer_norm",)
+    embedding_norms = ()
+    final_norms = ("layer_norm",)
 
 
 class M2M100Model(M2M100Parallel, hf.M2M100Model):

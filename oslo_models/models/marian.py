@@ -1,4 +1,4 @@
-"""Marian: BART with positions of sines."""
+"""Marian: BART with sinusoidal positions."""
 
 from transformers import MarianConfig
 from transformers.models.marian import modeling_marian as hf
@@ -8,10 +8,10 @@ from oslo_models.models.bart import BartParallel
 
 
 class MarianParallel(BartParallel):
-    """How every model of the Marian family divides."""
+    """Sharding plan of the Marian family."""
 
-    before = ()
-    neutral = {"dropout": 0.0, "embed_scale": 1.0}
+    embedding_norms = ()
+    embedding_changes = {"dropout": 0.0, "embed_scale": 1.0}
 
 
 class MarianModel(MarianParallel, hf.MarianModel):

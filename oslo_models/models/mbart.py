@@ -1,4 +1,4 @@
-"""mBART: BART with norms before attention and MLP."""
+"""mBART: BART with pre-layer norms."""
 
 from transformers import MBartConfig
 from transformers.models.mbart import modeling_mbart as hf
@@ -8,9 +8,9 @@ from oslo_models.models.bart import BartParallel
 
 
 class MBartParallel(BartParallel):
-    """How every model of the mBART family divides."""
+    """Sharding plan of the mBART family."""
 
-    after = ("layer_norm",)
+    final_norms = ("layer_norm",)
 
 
 class MBartModel(MBartParallel, hf.MBartModel):

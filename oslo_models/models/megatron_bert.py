@@ -1,4 +1,4 @@
-"""Megatron-BERT: BERT with norms before attention and MLP."""
+"""Megatron-BERT: BERT with pre-layer norms."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ CLASSIFIER: Entries = {"classifier": Replicated()}
 
 
 class MegatronBertParallel(BertParallel):
-    """How every model of the Megatron-BERT family divides."""
+    """Sharding plan of the Megatron-BERT family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -32,13 +32,7 @@ class MegatronBertModel(MegatronBertParallel, hf.MegatronBertModel):
 
 
 class MegatronBertForPreTraining(MegatronBertParallel, hf.MegatronBertForPreTraining):
-    head_plan = {
-        "cls.predictions.transform.dense": Replicated(),
-        "cls.predictions.transform.LayerNorm": Norm(),
-        "cls.predictions.decoder": VocabParallel(),
-        "cls.predictions.bias": VocabParallel(),
-        "cls.seq_relationship": Replicated(),
-    }
+    head_plan = {**LM_HEAD, "cls.seq_relationship": Replicated()}
 
 
 class MegatronBertForCausalLM(MegatronBertParallel, hf.MegatronBertForCausalLM):

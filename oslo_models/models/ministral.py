@@ -1,4 +1,4 @@
-"""Ministral: Llama of which some blocks attend to a window."""
+"""Ministral: Llama with sliding-window attention in some blocks."""
 
 from transformers import MinistralConfig
 from transformers.models.ministral import modeling_ministral as hf
@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class MinistralParallel(LlamaParallel):
-    """How every model of the Ministral family divides."""
+    """Sharding plan of the Ministral family."""
 
 
 class MinistralModel(MinistralParallel, hf.MinistralModel):

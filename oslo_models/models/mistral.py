@@ -1,4 +1,4 @@
-"""Mistral: Llama that attends to a window."""
+"""Mistral: Llama with sliding-window attention."""
 
 from transformers import MistralConfig
 from transformers.models.mistral import modeling_mistral as hf
@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class MistralParallel(LlamaParallel):
-    """How every model of the Mistral family divides."""
+    """Sharding plan of the Mistral family."""
 
 
 class MistralModel(MistralParallel, hf.MistralModel):

@@ -1,4 +1,4 @@
-"""MobileBERT: BERT with narrow blocks between bottlenecks. Its vocabulary, of which the head adds a part, is whole."""
+"""MobileBERT: BERT with bottleneck blocks. Its vocabulary is replicated, since the head extends it."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from transformers import MobileBertConfig
 from transformers.models.mobilebert import modeling_mobilebert as hf
 
+from oslo_models.modeling.blocks import QUERY_KEY_VALUE, qkv
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.layout import EvenSplit
@@ -22,14 +23,14 @@ BOTTLENECKS = ("bottleneck.input", "bottleneck.attention", "output.bottleneck")
 
 
 class MobileBertParallel(BertParallel):
-    """How every model of the MobileBERT family divides."""
+    """Sharding plan of the MobileBERT family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
         heads = EvenSplit(config.num_attention_heads, config.true_hidden_size // config.num_attention_heads)
         block: dict[str, Replicated] = {
-            **{f"attention.self.{name}": ColumnParallel(heads) for name in ("query", "key", "value")},
+            **qkv("attention.self", heads, QUERY_KEY_VALUE),
             "attention.output.dense": RowParallel(heads),
             "attention.output.LayerNorm": Norm(),
         }
@@ -49,8 +50,7 @@ class MobileBertParallel(BertParallel):
             plan,
             embed={**plan.embed, **words},
             blocks={"encoder.layer": block},
-            local={},
-            neutral={"embeddings.trigram_input": False},
+            disabled_after_first_stage={"embeddings.trigram_input": False},
             optional=("pooler.dense", *(f"{name}.{layer}" for name in BOTTLENECKS for layer in ("dense", "LayerNorm"))),
         )
 
@@ -60,14 +60,7 @@ class MobileBertModel(MobileBertParallel, hf.MobileBertModel):
 
 
 class MobileBertForPreTraining(MobileBertParallel, hf.MobileBertForPreTraining):
-    head_plan = {
-        "cls.predictions.transform.dense": Replicated(),
-        "cls.predictions.transform.LayerNorm": Norm(),
-        "cls.predictions.dense": Replicated(),
-        "cls.predictions.decoder": Replicated(),
-        "cls.predictions.bias": Replicated(),
-        "cls.seq_relationship": Replicated(),
-    }
+    head_plan = {**LM_HEAD, "cls.seq_relationship": Replicated()}
 
 
 class MobileBertForMaskedLM(MobileBertParallel, hf.MobileBertForMaskedLM):

@@ -1,4 +1,4 @@
-"""ModernBERT: rotary positions, gated MLPs, norms before attention and MLP, blocks that attend to a window."""
+"""ModernBERT: rotary positions, gated MLPs, pre-layer norms, sliding-window attention in most blocks."""
 
 from typing import Any
 
@@ -6,16 +6,17 @@ from transformers import ModernBertConfig
 from transformers.models.modernbert import modeling_modernbert as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class ModernBertParallel(ParallelModel):
-    """How every model of the ModernBERT family divides."""
+    """Sharding plan of the ModernBERT family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = heads_of(config)
         block = {
             "attn_norm": Norm(),
             "attn.Wqkv": ColumnParallel(heads, heads, heads),
@@ -28,7 +29,7 @@ class ModernBertParallel(ParallelModel):
             embed={"embeddings.tok_embeddings": VocabParallel(), "embeddings.norm": Norm()},
             blocks={"layers": block},
             head={"final_norm": Norm()},
-            dropout=("embeddings.drop",),
+            embedding_dropouts=("embeddings.drop",),
         )
 
 

@@ -1,4 +1,4 @@
-"""MPNet: BERT with a bias of each head for the distance of two tokens, which all blocks share."""
+"""MPNet: BERT with relative position biases for each head, shared by all blocks."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,33 +6,33 @@ from typing import Any
 from transformers import MPNetConfig
 from transformers.models.mpnet import modeling_mpnet as hf
 
+from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel
 from oslo_models.models.roberta import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, RowParallel
 
 
 class MPNetParallel(BertParallel):
-    """How every model of the MPNet family divides."""
+    """Sharding plan of the MPNet family."""
 
-    tables = ("position",)
+    added_embeddings = ("position",)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        plan, count = super().plan(config), config.num_attention_heads
-        heads = EvenSplit(count, config.hidden_size // count)
+        plan, heads = super().plan(config), heads_of(config)
         (block,) = plan.blocks.values()
         mlp = {name: entry for name, entry in block.items() if not name.startswith("attention.")}
         attention = {
-            **{f"attention.attn.{name}": ColumnParallel(heads) for name in "qkv"},
+            "attention.attn": LocalModule({"all_head_size": heads.local_extent}),
+            **qkv("attention.attn", heads, "qkv"),
             "attention.attn.o": RowParallel(heads),
         }
         return replace(
             plan,
             blocks={"encoder.layer": {**attention, "attention.LayerNorm": Norm(), **mlp}},
-            beside={"encoder.relative_attention_bias": ColumnParallel(EvenSplit(count), transposed=True)},
-            local={"attention.attn.all_head_size": heads.local_extent},
+            on_every_stage={"encoder.relative_attention_bias": ColumnParallel(EvenSplit(heads.count), transposed=True)},
         )
 
 

@@ -1,4 +1,4 @@
-"""MPT: query, key and value side by side, biases of ALiBi in place of positions."""
+"""MPT: ALiBi, with query, key and value in one matrix."""
 
 from typing import Any
 
@@ -6,19 +6,21 @@ from transformers import MptConfig
 from transformers.models.mpt import modeling_mpt as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, RowParallel, VocabParallel
 
 
 class MptParallel(ParallelModel):
-    """How every model of the MPT family divides."""
+    """Sharding plan of the MPT family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.n_heads, config.d_model // config.n_heads)
+        heads = heads_of(config)
         block = {
             "norm_1": Norm(),
+            "attn": LocalModule({"n_heads": heads.local_count}, per_head={"position_bias": heads}),
             "attn.Wqkv": ColumnParallel(heads, heads, heads),
             "attn.out_proj": RowParallel(heads),
             "norm_2": Norm(),
@@ -29,8 +31,6 @@ class MptParallel(ParallelModel):
             embed={"wte": VocabParallel()},
             blocks={"blocks": block},
             head={"norm_f": Norm()},
-            local={"attn.n_heads": heads.local_count},
-            per_head={"attn.position_bias": heads},
         )
 
 

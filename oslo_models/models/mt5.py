@@ -8,7 +8,7 @@ from oslo_models.models.t5 import T5Parallel
 
 
 class MT5Parallel(T5Parallel):
-    """How every model of the mT5 family divides."""
+    """Sharding plan of the mT5 family."""
 
 
 class MT5Model(MT5Parallel, hf.MT5Model):

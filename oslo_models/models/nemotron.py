@@ -1,4 +1,4 @@
-"""Nemotron: Llama with an MLP that has no gate."""
+"""Nemotron: Llama with an MLP without a gate."""
 
 from transformers import NemotronConfig
 from transformers.models.nemotron import modeling_nemotron as hf
@@ -9,7 +9,7 @@ from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class NemotronParallel(LlamaParallel):
-    """How every model of the Nemotron family divides."""
+    """Sharding plan of the Nemotron family."""
 
     mlp = {"mlp.up_proj": ColumnParallel(), "mlp.down_proj": RowParallel()}
 

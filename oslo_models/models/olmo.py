@@ -1,4 +1,4 @@
-"""OLMo: Llama with norms that have no weights."""
+"""OLMo: Llama with norms without weights."""
 
 from transformers import OlmoConfig
 from transformers.models.olmo import modeling_olmo as hf
@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class OlmoParallel(LlamaParallel):
-    """How every model of the OLMo family divides."""
+    """Sharding plan of the OLMo family."""
 
 
 class OlmoModel(OlmoParallel, hf.OlmoModel):

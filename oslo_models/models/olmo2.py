@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and MLP, and of all query and key heads together."""
+"""OLMo 2: Llama with post-layer norms, and query and key norms over all heads."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from oslo_models.sharding.plan import Entries, WidthNorm
 
 
 class Olmo2Parallel(LlamaParallel):
-    """How every model of the OLMo 2 family divides."""
+    """Sharding plan of the OLMo 2 family."""
 
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
 

@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 of which some blocks attend to a window."""
+"""OLMo 3: OLMo 2 with sliding-window attention in some blocks."""
 
 from transformers import Olmo3Config
 from transformers.models.olmo3 import modeling_olmo3 as hf
@@ -8,7 +8,7 @@ from oslo_models.models.olmo2 import Olmo2Parallel
 
 
 class Olmo3Parallel(Olmo2Parallel):
-    """How every model of the OLMo 3 family divides."""
+    """Sharding plan of the OLMo 3 family."""
 
 
 class Olmo3Model(Olmo3Parallel, hf.Olmo3Model):

@@ -1,4 +1,4 @@
-"""GPT, the first: GPT-2 with norms after the residuals and without a cache."""
+"""GPT, the first: GPT-2 with post-layer norms and without a cache."""
 
 from typing import Any
 
@@ -8,13 +8,14 @@ from transformers.models.openai import modeling_openai as hf
 from transformers.pytorch_utils import Conv1D
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class OpenAIGPTParallel(ParallelModel):
-    """How every model of the GPT family divides."""
+    """Sharding plan of the GPT family."""
 
     def initialize_constructed(self) -> None:
         for module in self.modules():
@@ -24,8 +25,9 @@ class OpenAIGPTParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.n_head, config.n_embd // config.n_head)
+        heads = heads_of(config)
         block = {
+            "attn": LocalModule({"split_size": heads.local_extent, "n_head": heads.local_count}),
             "attn.c_attn": ColumnParallel(heads, heads, heads, transposed=True),
             "attn.c_proj": RowParallel(heads, transposed=True),
             "ln_1": Norm(),
@@ -37,8 +39,7 @@ class OpenAIGPTParallel(ParallelModel):
             embed={"tokens_embed": VocabParallel(), "positions_embed": Replicated()},
             blocks={"h": block},
             head={},
-            local={"attn.split_size": heads.local_extent, "attn.n_head": heads.local_count},
-            dropout=("drop",),
+            embedding_dropouts=("drop",),
         )
 
 

@@ -1,4 +1,4 @@
-"""OPT: learned positions that count the padding out, embeddings that may be narrower than the blocks."""
+"""OPT: learned positions that skip padding, optionally factorised embeddings."""
 
 from typing import Any
 
@@ -6,19 +6,21 @@ from transformers import OPTConfig
 from transformers.models.opt import modeling_opt as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class OPTParallel(ParallelModel):
-    """How every model of the OPT family divides."""
+    """Sharding plan of the OPT family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = heads_of(config)
         block = {
-            **{f"self_attn.{name}_proj": ColumnParallel(heads) for name in "qkv"},
+            "self_attn": LocalModule({"num_heads": heads.local_count}),
+            **qkv("self_attn", heads),
             "self_attn.out_proj": RowParallel(heads),
             "self_attn_layer_norm": Norm(),
             "fc1": ColumnParallel(),
@@ -31,7 +33,6 @@ class OPTParallel(ParallelModel):
             embed={f"decoder.{name}": entry for name, entry in embed.items()},
             blocks={"decoder.layers": block},
             head={f"decoder.{name}": entry for name, entry in head.items()},
-            local={"self_attn.num_heads": heads.local_count},
             optional=("decoder.project_in", "decoder.project_out", "final_layer_norm"),
         )
 

@@ -1,4 +1,4 @@
-"""Pegasus: BART with norms before attention and MLP, and positions of sines."""
+"""Pegasus: BART with pre-layer norms and sinusoidal positions."""
 
 from transformers import PegasusConfig
 from transformers.models.pegasus import modeling_pegasus as hf
@@ -8,11 +8,11 @@ from oslo_models.models.bart import BartParallel
 
 
 class PegasusParallel(BartParallel):
-    """How every model of the Pegasus family divides."""
+    """Sharding plan of the Pegasus family."""
 
-    before = ()
-    after = ("layer_norm",)
-    neutral = {"dropout": 0.0, "embed_scale": 1.0}
+    embedding_norms = ()
+    final_norms = ("layer_norm",)
+    embedding_changes = {"dropout": 0.0, "embed_scale": 1.0}
 
 
 class PegasusModel(PegasusParallel, hf.PegasusModel):

@@ -1,4 +1,4 @@
-"""Phi: attention and MLP side by side after one norm, rotary positions of a part of each head."""
+"""Phi: parallel attention and MLP after one norm, partial rotary positions."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from oslo_models.sharding.plan import ColumnParallel, Entries, HeadNorm, Norm, P
 
 
 class PhiParallel(LlamaParallel):
-    """How every model of the Phi family divides."""
+    """Sharding plan of the Phi family."""
 
     norms = ("input_layernorm",)
     mlp = {"mlp.fc1": ColumnParallel(), "mlp.fc2": RowParallel()}
@@ -26,7 +26,7 @@ class PhiParallel(LlamaParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), head={"final_layernorm": Norm()}, dropout=("embed_dropout",))
+        return replace(super().plan(config), head={"final_layernorm": Norm()}, embedding_dropouts=("embed_dropout",))
 
 
 class PhiModel(PhiParallel, hf.PhiModel):

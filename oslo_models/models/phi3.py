@@ -1,6 +1,5 @@
-"""Phi-3: Llama with query, key and value in one matrix, gate and up in another."""
+"""Phi-3: Llama with query, key and value in one matrix, gate and up projection in another."""
 
-from dataclasses import replace
 from typing import Any
 
 from transformers import Phi3Config
@@ -9,24 +8,23 @@ from transformers.models.phi3 import modeling_phi3 as hf
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, Plan, RowParallel
+from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, RowParallel
 
 
 class Phi3Parallel(LlamaParallel):
-    """How every model of the Phi-3 family divides."""
+    """Sharding plan of the Phi-3 family."""
 
     mlp = {"mlp.gate_up_proj": ColumnParallel(parts=2), "mlp.down_proj": RowParallel()}
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
         qkv = ColumnParallel(heads.query, heads.key_value, heads.key_value)
-        return {"self_attn.qkv_proj": qkv, "self_attn.o_proj": RowParallel(heads.query)}
-
-    @classmethod
-    def plan(cls, config: Any) -> Plan:
-        plan = super().plan(config)
-        local = {"self_attn.config.num_attention_heads": cls.heads(config).query.local_count}
-        return replace(plan, local={**plan.local, **local})
+        local = {**cls.local_attributes(heads), "config.num_attention_heads": heads.query.local_count}
+        return {
+            "self_attn": LocalModule(local),
+            "self_attn.qkv_proj": qkv,
+            "self_attn.o_proj": RowParallel(heads.query),
+        }
 
 
 class Phi3Model(Phi3Parallel, hf.Phi3Model):

@@ -1,4 +1,4 @@
-"""PLBART: BART for programs."""
+"""PLBART: BART for source code."""
 
 from transformers import PLBartConfig
 from transformers.models.plbart import modeling_plbart as hf
@@ -8,7 +8,7 @@ from oslo_models.models.bart import BartParallel
 
 
 class PLBartParallel(BartParallel):
-    """How every model of the PLBART family divides."""
+    """Sharding plan of the PLBART family."""
 
 
 class PLBartModel(PLBartParallel, hf.PLBartModel):

@@ -1,7 +1,7 @@
-"""ProphetNet: an encoder, and a decoder of several streams, whose attention to itself is whole on every rank.
+"""ProphetNet: an encoder, and a decoder with several prediction streams, whose self-attention is replicated.
 
-There, transformers gives biases of positions to other heads than those that they were made for. Whole are also the
-logits before a loss, which is one of all streams together.
+In that attention, transformers applies position biases to other heads than those they were computed for. The logits
+are gathered before the loss, which is computed over all streams together.
 """
 
 from typing import Any, ClassVar
@@ -10,16 +10,17 @@ from transformers import ProphetNetConfig
 from transformers.models.prophetnet import modeling_prophetnet as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class ProphetNetParallel(ParallelModel):
-    """How every model of the ProphetNet family divides.
+    """Sharding plan of the ProphetNet family.
 
     Attributes:
-        stacks: what the model has of encoder and decoder, and how the names of their modules begin.
+        stacks: the stacks of the model, with the prefix of their module names.
     """
 
     stacks: ClassVar[dict[str, str]] = {"encoder": "encoder.", "decoder": "decoder."}
@@ -28,7 +29,7 @@ class ProphetNetParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         embed: dict[str, Replicated] = {"word_embeddings": VocabParallel()} if all(cls.stacks.values()) else {}
-        blocks, heads = {}, {}
+        blocks = {}
         for stack, path in cls.stacks.items():
             embed |= {f"{path}word_embeddings": VocabParallel(), f"{path}position_embeddings": Replicated()}
             embed |= {f"{path}embeddings_layer_norm": Norm()}
@@ -37,26 +38,29 @@ class ProphetNetParallel(ParallelModel):
                 "feed_forward.output": RowParallel(),
             }
             block |= {"self_attn_layer_norm": Norm(), "feed_forward_layer_norm": Norm()}
-            divided = "self_attn" if stack == "encoder" else "cross_attn"
+            sharded = "self_attn" if stack == "encoder" else "cross_attn"
             if stack == "decoder":
                 embed[f"{path}ngram_embeddings"] = Replicated()
                 block["self_attn"] = Replicated()
             if stack == "encoder" or config.add_cross_attention:
                 count = getattr(config, f"num_{stack}_attention_heads")
-                own = heads[f"{path}layers.{divided}"] = EvenSplit(count, config.hidden_size // count)
-                block |= {f"{divided}.{name}_proj": ColumnParallel(own) for name in ("query", "key", "value")}
-                block |= {f"{divided}.out_proj": RowParallel(own), f"{divided}_layer_norm": Norm()}
+                heads = EvenSplit(count, config.hidden_size // count)
+                block |= {
+                    sharded: LocalModule(
+                        {"num_attn_heads": heads.local_count}, per_head={"attention_mask": heads}, width=heads
+                    ),
+                    **qkv(sharded, heads, ("query_proj", "key_proj", "value_proj")),
+                    f"{sharded}.out_proj": RowParallel(heads),
+                    f"{sharded}_layer_norm": Norm(),
+                }
             blocks[f"{path}layers"] = block
         side = "decoder_" if len(cls.stacks) > 1 else ""
         return Plan(
             embed=embed,
             blocks=blocks,
             head={},
-            local={f"{path}.num_attn_heads": own.local_count for path, own in heads.items()},
-            per_head={f"{path}.attention_mask": EvenSplit(own.count) for path, own in heads.items()},
-            widths=heads,
-            whole=(f"{side}attentions", f"{side}ngram_attentions") if "decoder" in cls.stacks else (),
-            one_stage="its streams begin after the words are embedded, and its embedding of positions counts these too",
+            replicated_attentions=(f"{side}attentions", f"{side}ngram_attentions") if "decoder" in cls.stacks else (),
+            single_stage_reason="its position embedding also reads the token ids, and its streams start after it",
         )
 
 

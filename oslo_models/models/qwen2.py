@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class Qwen2Parallel(LlamaParallel):
-    """How every model of the Qwen2 family divides."""
+    """Sharding plan of the Qwen2 family."""
 
 
 class Qwen2Model(Qwen2Parallel, hf.Qwen2Model):

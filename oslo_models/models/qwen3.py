@@ -1,4 +1,4 @@
-"""Qwen3: Llama with norms of each query and key head."""
+"""Qwen3: Llama with query and key norms for each head."""
 
 from transformers import Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3 as hf
@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class Qwen3Parallel(LlamaParallel):
-    """How every model of the Qwen3 family divides."""
+    """Sharding plan of the Qwen3 family."""
 
     head_norms = ("self_attn.q_norm", "self_attn.k_norm")
 

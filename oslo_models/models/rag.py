@@ -1,4 +1,4 @@
-"""RAG: an encoder of questions and a generator, both of this table; `set_retriever` gives each rank its retriever."""
+"""RAG: a question encoder and a generator, both of this table; `set_retriever` gives each rank its retriever."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from transformers.models.rag import modeling_rag as hf
 
 from oslo_models.auto import AutoModel, AutoModelForSeq2SeqLM
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.composite import part
+from oslo_models.modeling.composite import plan_of_part
 from oslo_models.sharding.plan import Plan
 
 ENCODED = {"attentions": "question_enc_attentions"}
@@ -19,17 +19,17 @@ GENERATED = {
 
 
 class RagParallel(ParallelModel):
-    """How every model of the RAG family divides: as its encoder of questions and its generator do."""
+    """Sharding plan of the RAG family: that of its question encoder and that of its generator."""
 
     loss_needs_full_logits = True
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        asks, answers = config.question_encoder, config.generator
-        plan = part("question_encoder", AutoModel.class_for(asks), asks, ENCODED)
-        plan |= part("generator", AutoModelForSeq2SeqLM.class_for(answers), answers, GENERATED)
+        question_encoder, generator = config.question_encoder, config.generator
+        plan = plan_of_part("question_encoder", AutoModel.class_for(question_encoder), question_encoder, ENCODED)
+        plan |= plan_of_part("generator", AutoModelForSeq2SeqLM.class_for(generator), generator, GENERATED)
         return plan | Plan(
-            {}, {}, {}, one_stage="documents are found between its parts, and their scores count in the loss"
+            {}, {}, {}, single_stage_reason="documents are retrieved between its parts, and their scores enter the loss"
         )
 
 

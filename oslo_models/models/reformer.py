@@ -1,4 +1,4 @@
-"""Reformer: reversible blocks that attend to neighbours or, by hashes, to likes; a rank hashes for its own heads."""
+"""Reformer: reversible blocks with local and LSH attention; each rank computes the hashes of its own heads."""
 
 from typing import Any
 
@@ -13,31 +13,40 @@ from oslo_models.layers.custom_layers import Overridden
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import (
+    ColumnParallel,
+    Entries,
+    LocalModule,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 
 LM_HEAD: Entries = {"lm_head.decoder": VocabParallel(), "lm_head.bias": VocabParallel()}
 
 
-class OwnHashes(hf.LSHSelfAttention):
-    """Attention that hashes for its heads by their part of the rotations which one process draws for all."""
+class ShardedLSHSelfAttention(hf.LSHSelfAttention):
+    """LSH attention with the slice for its heads of the rotations that a single process would draw."""
 
     def _hash_vectors(self, vectors: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layout, width = self.query_key.layouts["weight"], self.attention_head_size
         ((start, stop),) = layout.ranges[self.query_key.tp.rank]
 
-        def own(shape: tuple[int, ...], **options: Any) -> Tensor:
+        def local_rotations(shape: tuple[int, ...], **options: Any) -> Tensor:
             return torch.randn(layout.shape[0] // width, *shape[1:], **options)[start // width : stop // width]
 
         before = (generator := default_generator(vectors.device)).get_state()
-        with Overridden({torch.randn: own}):
+        with Overridden({torch.randn: local_rotations}):
             hashes = super()._hash_vectors(vectors, *args, **kwargs)
-        if self.training:  # so that dropouts draw alike in the backward pass, which takes these hashes
+        if self.training:  # the backward pass reuses these hashes and has to draw the same dropout masks
             generator.set_state(before)
         return hashes
 
 
-class SeededAlike(hf.ReformerLayer):
-    """A block that takes the seeds of its dropouts from the generator that ranks keep in step, not from the system."""
+class SynchronizedReformerLayer(hf.ReformerLayer):
+    """A block that seeds its dropouts from the generator that is synchronized over the ranks, not from the system."""
 
     def _init_attention_seed(self) -> None:
         self.attention_seed = torch.manual_seed(int(torch.randint(2**62, ()))).initial_seed()
@@ -47,7 +56,7 @@ class SeededAlike(hf.ReformerLayer):
 
 
 class ReformerParallel(ParallelModel):
-    """How every model of the Reformer family divides."""
+    """Sharding plan of the Reformer family."""
 
     def initialize_constructed(self) -> None:
         if hasattr(self, "lm_head"):
@@ -55,24 +64,24 @@ class ReformerParallel(ParallelModel):
 
     def shard_(self, *args: Any) -> None:
         super().shard_(*args)
-        own = {hf.LSHSelfAttention: OwnHashes, hf.ReformerLayer: SeededAlike}
+        classes = {hf.LSHSelfAttention: ShardedLSHSelfAttention, hf.ReformerLayer: SynchronizedReformerLayer}
         for module in self.modules() if self.is_tensor_parallelized() else ():
-            module.__class__ = own.get(type(module), type(module))
+            module.__class__ = classes.get(type(module), type(module))
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = EvenSplit(config.num_attention_heads, config.attention_head_size)
         projections = [f"attention.self_attention.{name}" for name in ("query", "key", "query_key", "value")]
         block: dict[str, Replicated] = {name: ColumnParallel(heads) for name in projections}
+        block["attention.self_attention"] = LocalModule({"num_attention_heads": heads.local_count})
         block |= {name: Norm() for name in ("attention.layer_norm", "feed_forward.layer_norm")}
         block |= {"attention.output.dense": RowParallel(heads), "feed_forward.dense.dense": ColumnParallel()}
         return Plan(
             embed={"embeddings.word_embeddings": VocabParallel(), "embeddings.position_embeddings": Replicated()},
             blocks={"encoder.layers": {**block, "feed_forward.output.dense": RowParallel()}},
             head={"encoder.layer_norm": Norm()},
-            local={"attention.self_attention.num_attention_heads": heads.local_count},
-            optional=projections,  # where a block hashes, keys are queries
-            one_stage="its backward pass undoes all blocks in one function of autograd",
+            optional=projections,  # blocks that hash share queries and keys
+            single_stage_reason="the backward pass of all its reversible blocks is one autograd function",
         )
 
 

@@ -1,4 +1,4 @@
-"""RoBERTa: BERT with positions that count the padding out."""
+"""RoBERTa: BERT with positions that skip padding."""
 
 from transformers import RobertaConfig
 from transformers.models.roberta import modeling_roberta as hf
@@ -16,7 +16,7 @@ LM_HEAD: Entries = {
 
 
 class RobertaParallel(BertParallel):
-    """How every model of the RoBERTa family divides."""
+    """Sharding plan of the RoBERTa family."""
 
 
 class RobertaModel(RobertaParallel, hf.RobertaModel):

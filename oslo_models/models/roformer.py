@@ -1,4 +1,4 @@
-"""RoFormer: BERT with rotary positions, and embeddings that may be narrower than the blocks."""
+"""RoFormer: BERT with rotary positions and factorised embeddings."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,13 +13,13 @@ from oslo_models.sharding.plan import Plan, Replicated
 
 
 class RoFormerParallel(ElectraParallel):
-    """How every model of the RoFormer family divides."""
+    """Sharding plan of the RoFormer family."""
 
-    tables = ("token_type",)
+    added_embeddings = ("token_type",)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), beside={"encoder.embed_positions": Replicated()})
+        return replace(super().plan(config), on_every_stage={"encoder.embed_positions": Replicated()})
 
 
 class RoFormerModel(RoFormerParallel, hf.RoFormerModel):

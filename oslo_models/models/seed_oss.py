@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class SeedOssParallel(LlamaParallel):
-    """How every model of the Seed-OSS family divides."""
+    """Sharding plan of the Seed-OSS family."""
 
 
 class SeedOssModel(SeedOssParallel, hf.SeedOssModel):

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with some blocks that have no positions."""
+"""SmolLM3: Llama with some blocks without positions."""
 
 from transformers import SmolLM3Config
 from transformers.models.smollm3 import modeling_smollm3 as hf
@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class SmolLM3Parallel(LlamaParallel):
-    """How every model of the SmolLM3 family divides."""
+    """Sharding plan of the SmolLM3 family."""
 
 
 class SmolLM3Model(SmolLM3Parallel, hf.SmolLM3Model):

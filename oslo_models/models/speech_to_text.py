@@ -1,4 +1,4 @@
-"""Speech2Text: BART whose encoder hears, with positions of sines. Its convolutions are whole on every rank."""
+"""Speech2Text: BART with a convolutional audio front end, replicated on every rank, and sinusoidal positions."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from oslo_models.models.whisper import WhisperParallel
 
 
 class Speech2TextParallel(WhisperParallel):
-    """How every model of the Speech2Text family divides."""
+    """Sharding plan of the Speech2Text family."""
 
-    ears = ("conv", "embed_positions")
-    neutral = {"dropout": 0.0, "embed_scale": 1.0}
+    audio_layers = ("conv", "embed_positions")
+    embedding_changes = {"dropout": 0.0, "embed_scale": 1.0}
 
     @staticmethod
     def positions(config: Any, batch: Any) -> tuple[int, int]:

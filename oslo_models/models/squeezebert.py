@@ -1,4 +1,4 @@
-"""SqueezeBERT: BERT with grouped convolutions in place of linear layers: blocks are whole on every rank."""
+"""SqueezeBERT: BERT with grouped convolutions in place of linear layers; its blocks are replicated on every rank."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,9 +15,9 @@ LAYERS = ("attention.query", "attention.key", "attention.value")
 
 
 class SqueezeBertParallel(BertParallel):
-    """How every model of the SqueezeBERT family divides: over its vocabulary.
+    """Sharding plan of the SqueezeBERT family: only its vocabulary is sharded.
 
-    A group of a convolution reads its own part of what the layer before made, and heads lie across the groups.
+    Each group of a convolution reads a slice of the previous layer's output, and heads extend across the groups.
     """
 
     @classmethod
@@ -28,7 +28,7 @@ class SqueezeBertParallel(BertParallel):
             "post_attention.layernorm": Norm(),
             "output.layernorm": Norm(),
         }
-        return replace(super().plan(config), blocks={"encoder.layers": block}, local={})
+        return replace(super().plan(config), blocks={"encoder.layers": block})
 
 
 class SqueezeBertModel(SqueezeBertParallel, hf.SqueezeBertModel):

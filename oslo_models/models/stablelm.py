@@ -1,4 +1,4 @@
-"""StableLM: Llama with layer norms, of which parallel residuals share one; some have one for each head."""
+"""StableLM: Llama with layer norms and optionally parallel residuals, with norms for each head."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from oslo_models.sharding.plan import Entries, HeadNorms, Plan
 
 
 class StableLmParallel(LlamaParallel):
-    """How every model of the StableLM family divides."""
+    """Sharding plan of the StableLM family."""
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:

@@ -1,4 +1,4 @@
-"""StarCoder2: Llama with layer norms and an MLP that has no gate."""
+"""StarCoder2: Llama with layer norms and an MLP without a gate."""
 
 from transformers import Starcoder2Config
 from transformers.models.starcoder2 import modeling_starcoder2 as hf
@@ -9,7 +9,7 @@ from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class Starcoder2Parallel(LlamaParallel):
-    """How every model of the StarCoder2 family divides."""
+    """Sharding plan of the StarCoder2 family."""
 
     mlp = {"mlp.c_fc": ColumnParallel(), "mlp.c_proj": RowParallel()}
 

@@ -1,4 +1,4 @@
-"""T5: encoder and decoder with relative position biases, kept per head in the first block of each stack."""
+"""T5: encoder-decoder with relative position biases, held by the first block of each stack."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from transformers import T5Config
 from transformers.models.t5 import modeling_t5 as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, CLASSIFIER, LM_HEAD, QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class T5Parallel(ParallelModel):
-    """How every model of the T5 family divides."""
+    """Sharding plan of the T5 family."""
 
     stacks: tuple[str, ...] = ("encoder", "decoder")
 
@@ -23,8 +24,9 @@ class T5Parallel(ParallelModel):
         heads = EvenSplit(config.num_heads, config.d_kv)
         bias = "layer.0.SelfAttention.relative_attention_bias"
 
-        def attention(path: str) -> dict[str, ColumnParallel]:
-            return {f"{path}.{name}": ColumnParallel(heads) for name in "qkv"} | {f"{path}.o": RowParallel(heads)}
+        def attention(path: str) -> dict[str, Replicated]:
+            local = LocalModule({"n_heads": heads.local_count})
+            return {path: local, **qkv(path, heads, "qkv"), f"{path}.o": RowParallel(heads)}
 
         def block(layers: int) -> dict[str, Replicated]:
             mlp = f"layer.{layers - 1}.DenseReluDense"
@@ -39,10 +41,9 @@ class T5Parallel(ParallelModel):
             embed={"shared": VocabParallel(), **{f"{stack}.embed_tokens": VocabParallel() for stack in cls.stacks}},
             blocks={f"{stack}.block": blocks[stack] for stack in cls.stacks},
             head={f"{stack}.final_layer_norm": Norm() for stack in cls.stacks},
-            local={f"layer.{path}.n_heads": heads.local_count for path in ("0.SelfAttention", "1.EncDecAttention")},
             optional=(bias,),
-            dropout=[f"{stack}.dropout" for stack in cls.stacks],  # after the final norm too
-            carried=(bias,),
+            embedding_dropouts=[f"{stack}.dropout" for stack in cls.stacks],  # also applied after the final norm
+            copied_from_first_block=(bias,),
         )
 
 

@@ -1,4 +1,4 @@
-"""TAPAS: BERT that also embeds where in a table a word is."""
+"""TAPAS: BERT with embeddings of the position of each token in a table."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,17 +12,17 @@ from oslo_models.sharding.plan import Plan, Replicated
 
 
 class TapasParallel(BertParallel):
-    """How every model of the TAPAS family divides."""
+    """Sharding plan of the TAPAS family."""
 
-    tables = ("position",)
-    one_stage = ""
+    added_embeddings = ("position",)
+    reason = ""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
         types = {f"embeddings.token_type_embeddings_{i}": Replicated() for i in range(len(config.type_vocab_sizes))}
         optional = (*plan.optional, "aggregation_classifier")
-        return replace(plan, embed={**plan.embed, **types}, optional=optional, one_stage=cls.one_stage)
+        return replace(plan, embed={**plan.embed, **types}, optional=optional, single_stage_reason=cls.reason)
 
 
 class TapasModel(TapasParallel, hf.TapasModel):
@@ -45,4 +45,4 @@ class TapasForQuestionAnswering(TapasParallel, hf.TapasForQuestionAnswering):
         "column_output_bias": Replicated(),
         "aggregation_classifier": Replicated(),
     }
-    one_stage = "its loss is no mean over labels, which micro-batches could share"
+    reason = "its loss is not a mean over labels, and cannot be split into micro-batches"

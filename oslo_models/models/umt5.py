@@ -12,11 +12,11 @@ from oslo_models.sharding.plan import Plan
 
 
 class UMT5Parallel(T5Parallel):
-    """How every model of the UMT5 family divides."""
+    """Sharding plan of the UMT5 family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), carried=())
+        return replace(super().plan(config), copied_from_first_block=())
 
 
 class UMT5Model(UMT5Parallel, hf.UMT5Model):

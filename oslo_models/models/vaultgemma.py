@@ -1,4 +1,4 @@
-"""VaultGemma: Gemma 2 with norms before attention and MLP only."""
+"""VaultGemma: Gemma 2 with pre-layer norms only."""
 
 from transformers import VaultGemmaConfig
 from transformers.models.vaultgemma import modeling_vaultgemma as hf
@@ -8,7 +8,7 @@ from oslo_models.models.llama import LlamaParallel
 
 
 class VaultGemmaParallel(LlamaParallel):
-    """How every model of the VaultGemma family divides."""
+    """Sharding plan of the VaultGemma family."""
 
     norms = ("input_layernorm", "pre_feedforward_layernorm")
 

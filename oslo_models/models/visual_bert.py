@@ -1,4 +1,4 @@
-"""VisualBERT: BERT that reads regions of an image after the words."""
+"""VisualBERT: BERT that reads image regions after the text."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,15 +13,15 @@ PRETRAINING: Entries = {**LM_HEAD, "cls.seq_relationship": Replicated()}
 
 
 class VisualBertParallel(BertParallel):
-    """How every model of the VisualBERT family divides. Not with `bypass_transformer`."""
+    """Sharding plan of the VisualBERT family. `bypass_transformer` is not supported."""
 
-    tables = ("position", "token_type", "visual_position", "visual_token_type")
+    added_embeddings = ("position", "token_type", "visual_position", "visual_token_type")
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
         embed = {**plan.embed, "embeddings.visual_projection": Replicated()}
-        return replace(plan, embed=embed, one_stage="the regions join the words after these are embedded")
+        return replace(plan, embed=embed, single_stage_reason="image regions are appended to the embedded tokens")
 
 
 class VisualBertModel(VisualBertParallel, hf.VisualBertModel):
@@ -46,11 +46,7 @@ class VisualBertForVisualReasoning(VisualBertParallel, hf.VisualBertForVisualRea
 
 class VisualBertForRegionToPhraseAlignment(VisualBertParallel, hf.VisualBertForRegionToPhraseAlignment):
     head_plan = {
-        "cls.predictions.transform.dense": Replicated(),
-        "cls.predictions.transform.LayerNorm": Norm(),
-        "cls.predictions.decoder": VocabParallel(),
-        "cls.predictions.bias": VocabParallel(),
-        "cls.seq_relationship": Replicated(),
+        **PRETRAINING,
         "attention.query": Replicated(),
         "attention.key": Replicated(),
         "attention.value": Replicated(),

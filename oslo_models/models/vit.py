@@ -1,4 +1,4 @@
-"""ViT: an encoder of patches of images. The convolution that embeds them is whole on every rank."""
+"""ViT: an encoder of image patches. The patch embedding is replicated on every rank."""
 
 from math import prod
 from typing import Any, ClassVar
@@ -7,26 +7,27 @@ from transformers import ViTConfig
 from transformers.models.vit import modeling_vit as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel
 
 
 class ViTParallel(ParallelModel):
-    """How every model of the ViT family divides.
+    """Sharding plan of the ViT family.
 
     Attributes:
-        extra: how many positions there are beside those of the patches.
+        extra_positions: the number of positions beside those of the patches.
     """
 
-    extra: ClassVar[int] = 1
+    extra_positions: ClassVar[int] = 1
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = heads_of(config)
         block = {
             "layernorm_before": Norm(),
-            **{f"attention.{name}_proj": ColumnParallel(heads) for name in "qkv"},
+            **qkv("attention", heads),
             "attention.o_proj": RowParallel(heads),
             "layernorm_after": Norm(),
             "mlp.fc1": ColumnParallel(),
@@ -36,14 +37,14 @@ class ViTParallel(ParallelModel):
 
         def positions(batch: Any) -> tuple[int, int]:
             rows, _, *sizes = batch["pixel_values"].shape
-            return rows, cls.extra + prod(size // side for size, side in zip(sizes, patch, strict=True))
+            return rows, cls.extra_positions + prod(size // side for size, side in zip(sizes, patch, strict=True))
 
         return Plan(
             embed={"embeddings": Replicated()},
             blocks={"layers": block},
             head={"layernorm": Norm(), "pooler": Replicated()},
             optional=("pooler",),
-            positions={"layers": positions},
+            input_positions={"layers": positions},
         )
 
 

@@ -1,4 +1,4 @@
-"""Wav2Vec2: an encoder of sounds. Its convolutions, before the blocks and of positions, are whole on every rank."""
+"""Wav2Vec2: an audio encoder. Its convolutions (features, positions) are replicated on every rank."""
 
 from typing import Any, ClassVar
 
@@ -7,18 +7,19 @@ from transformers import initialization as init
 from transformers.models.wav2vec2 import modeling_wav2vec2 as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel
 
-SUMMED = "with use_weighted_layer_sum=True, its head sums up what all blocks made"
+WEIGHTED_SUM = "with use_weighted_layer_sum=True, its head needs the outputs of all blocks"
 FEATURES = "feature_projection.layer_norm"
 
 
 class Wav2Vec2Parallel(ParallelModel):
-    """How every model of the Wav2Vec2 family divides.
+    """Sharding plan of the Wav2Vec2 family.
 
     Attributes:
-        returns_features: whether the model returns or needs, beside what its blocks make, the features before them.
+        returns_features: whether the model also returns or uses the features before its blocks.
     """
 
     returns_features: ClassVar[bool] = False
@@ -29,9 +30,9 @@ class Wav2Vec2Parallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+        heads = heads_of(config)
         block = {
-            **{f"attention.{name}_proj": ColumnParallel(heads) for name in "qkv"},
+            **qkv("attention", heads),
             "attention.out_proj": RowParallel(heads),
             "layer_norm": Norm(),
             "feed_forward.intermediate_dense": ColumnParallel(),
@@ -59,10 +60,12 @@ class Wav2Vec2Parallel(ParallelModel):
             blocks={"encoder.layers": block},
             head={**(norm if config.do_stable_layer_norm else {}), "adapter": Replicated()},
             optional=("adapter_layer", "adapter", "masked_spec_embed", "layer_weights", FEATURES),
-            dropout=("encoder.dropout",),
-            positions={"encoder.layers": positions},
-            returned={FEATURES: config.conv_dim[-1]} if cls.returns_features else {},
-            one_stage=SUMMED if "layer_weights" in cls.head_plan and config.use_weighted_layer_sum else "",
+            embedding_dropouts=("encoder.dropout",),
+            input_positions={"encoder.layers": positions},
+            early_outputs={FEATURES: config.conv_dim[-1]} if cls.returns_features else {},
+            single_stage_reason=WEIGHTED_SUM
+            if "layer_weights" in cls.head_plan and config.use_weighted_layer_sum
+            else "",
         )
 
 

@@ -1,4 +1,4 @@
-"""Whisper: BART whose encoder hears. The convolutions that embed the sound are whole on every rank."""
+"""Whisper: BART with a convolutional audio front end, replicated on every rank."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -7,42 +7,43 @@ from transformers import WhisperConfig
 from transformers.models.whisper import modeling_whisper as hf
 
 from oslo_models.models.bart import BartParallel
-from oslo_models.models.wav2vec2 import SUMMED
-from oslo_models.sharding.plan import Plan, Replicated, VocabParallel
+from oslo_models.models.wav2vec2 import WEIGHTED_SUM
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import LocalModule, Plan, Replicated, VocabParallel
 
 
 class WhisperParallel(BartParallel):
-    """How every model of the Whisper family divides.
+    """Sharding plan of the Whisper family.
 
     Attributes:
-        ears: the modules of the encoder that embed.
+        audio_layers: the modules of the encoder that embed the audio.
     """
 
-    before = ()
-    after = ("layer_norm",)
-    ears: ClassVar[tuple[str, ...]] = ("conv1", "conv2", "embed_positions")
+    embedding_norms = ()
+    final_norms = ("layer_norm",)
+    audio_layers: ClassVar[tuple[str, ...]] = ("conv1", "conv2", "embed_positions")
 
     @staticmethod
     def positions(config: Any, batch: Any) -> tuple[int, int]:
-        """How many rows and positions of the encoder a batch leads to."""
+        """The rows and positions of a batch in the encoder."""
         rows, _, frames = batch["input_features"].shape
         return rows, (frames + 1) // 2
 
     @classmethod
+    def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
+        local = LocalModule({"num_heads": heads.local_count})
+        return super().block(heads, *attentions) | dict.fromkeys(attentions, local)
+
+    @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        ears = {f"encoder.{name}": Replicated() for name in cls.ears if "encoder" in cls.stacks}
-        words = {name: entry for name, entry in plan.embed.items() if name.startswith("decoder.")}
-        local = {
-            f"{stack}.layers.{attention}.num_heads": cls.heads(config, stack).local_count
-            for stack in cls.stacks
-            for attention in ("self_attn", "encoder_attn")
-        }
+        audio = {f"encoder.{name}": Replicated() for name in cls.audio_layers if "encoder" in cls.stacks}
+        tokens = {name: entry for name, entry in plan.embed.items() if name.startswith("decoder.")}
         positions = {"encoder.layers": lambda batch: cls.positions(config, batch)}
         optional = (*plan.optional, "layer_weights")
-        summed = SUMMED if "layer_weights" in cls.head_plan and config.use_weighted_layer_sum else ""
+        summed = WEIGHTED_SUM if "layer_weights" in cls.head_plan and config.use_weighted_layer_sum else ""
         return replace(
-            plan, embed={**ears, **words}, local=local, positions=positions, optional=optional, one_stage=summed
+            plan, embed={**audio, **tokens}, input_positions=positions, optional=optional, single_stage_reason=summed
         )
 
 

@@ -1,4 +1,4 @@
-"""XGLM: BART's decoder by itself, with positions of sines."""
+"""XGLM: the decoder of BART, with sinusoidal positions."""
 
 from typing import Any
 
@@ -6,28 +6,28 @@ from transformers import XGLMConfig
 from transformers.models.xglm import modeling_xglm as hf
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class XGLMParallel(ParallelModel):
-    """How every model of the XGLM family divides."""
+    """Sharding plan of the XGLM family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = EvenSplit(config.attention_heads, config.d_model // config.attention_heads)
-        block = {"fc1": ColumnParallel(), "fc2": RowParallel(), "final_layer_norm": Norm()}
+        local = LocalModule({"num_heads": heads.local_count, "embed_dim": heads.local_extent})
+        block: dict[str, Replicated] = {"fc1": ColumnParallel(), "fc2": RowParallel(), "final_layer_norm": Norm()}
         for attention in ("self_attn", "encoder_attn") if config.add_cross_attention else ("self_attn",):
-            block |= {f"{attention}.{name}_proj": ColumnParallel(heads) for name in "qkv"}
+            block |= {attention: local, **qkv(attention, heads)}
             block |= {f"{attention}.out_proj": RowParallel(heads), f"{attention}_layer_norm": Norm()}
-        numbers = {"num_heads": heads.local_count, "embed_dim": heads.local_extent}
         return Plan(
             embed={"embed_tokens": VocabParallel(), "embed_positions": Replicated()},
             blocks={"layers": block},
             head={"layer_norm": Norm()},
-            local={f"{module}.{name}": n for module in ("self_attn", "encoder_attn") for name, n in numbers.items()},
-            neutral={"dropout": 0.0},
+            disabled_after_first_stage={"dropout": 0.0},
         )
 
 

@@ -1,4 +1,4 @@
-"""XLM: an encoder with embeddings of languages, whose parts of blocks are kept in four lists. Not with `asm`."""
+"""XLM: an encoder with language embeddings, whose blocks are stored in four lists. Without `asm`."""
 
 from typing import Any
 
@@ -6,17 +6,18 @@ from transformers import XLMConfig
 from transformers.models.xlm import modeling_xlm as hf
 
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
+from oslo_models.modeling.blocks import heads_of
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
 
 
 class XLMParallel(ParallelModel):
-    """How every model of the XLM families divides."""
+    """Sharding plan of the XLM families."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.n_heads, config.emb_dim // config.n_heads)
+        heads = heads_of(config)
         return Plan(
             embed={
                 "embeddings": VocabParallel(),
@@ -26,6 +27,7 @@ class XLMParallel(ParallelModel):
             },
             blocks={
                 "attentions": {
+                    "": LocalModule({"n_heads": heads.local_count}),
                     **{f"{name}_lin": ColumnParallel(heads) for name in "qkv"},
                     "out_lin": RowParallel(heads),
                 },
@@ -34,9 +36,8 @@ class XLMParallel(ParallelModel):
                 "layer_norm2": {"": Norm()},
             },
             head={},
-            local={"n_heads": heads.local_count},
             optional=("lang_embeddings",),
-            one_stage="the dropout after its embeddings is that of its blocks, which a later stage could not leave out",
+            single_stage_reason="its embeddings and blocks share a dropout rate, which could not be disabled for one",
         )
 
 
@@ -65,11 +66,4 @@ class XLMForQuestionAnsweringSimple(XLMParallel, hf.XLMForQuestionAnsweringSimpl
 
 
 class XLMForQuestionAnswering(XLMParallel, hf.XLMForQuestionAnswering):
-    head_plan = {
-        "qa_outputs.start_logits.dense": Replicated(),
-        "qa_outputs.end_logits.dense_0": Replicated(),
-        "qa_outputs.end_logits.dense_1": Replicated(),
-        "qa_outputs.answer_class.dense_0": Replicated(),
-        "qa_outputs.answer_class.dense_1": Replicated(),
-        "qa_outputs.end_logits.LayerNorm": Norm(),
-    }
+    head_plan = {f"qa_outputs.{name}": entry for name, entry in SPAN_PREDICTION.items()}

@@ -8,7 +8,7 @@ from oslo_models.models.roberta import LM_HEAD, RobertaParallel
 
 
 class XLMRobertaParallel(RobertaParallel):
-    """How every model of the XLM-RoBERTa family divides."""
+    """Sharding plan of the XLM-RoBERTa family."""
 
 
 class XLMRobertaModel(XLMRobertaParallel, hf.XLMRobertaModel):

@@ -1,4 +1,4 @@
-"""XLNet: a decoder of words in any order."""
+"""XLNet: permutation language modelling with attention to relative positions."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from transformers import XLNetConfig
 from transformers.models.xlnet import modeling_xlnet as hf
 
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS
+from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import (
     ColumnParallel,
@@ -23,7 +23,7 @@ SUMMARY: Entries = {"sequence_summary.summary": Replicated(), "logits_proj": Rep
 
 
 class XLNetParallel(ParallelModel):
-    """How every model of the XLNet family divides."""
+    """Sharding plan of the XLNet family."""
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -38,7 +38,7 @@ class XLNetParallel(ParallelModel):
             embed={"word_embedding": VocabParallel(), "mask_emb": Replicated()},
             blocks={"layer": block},
             head={},
-            one_stage="one dropout serves the embeddings, the positions and what the last block made",
+            single_stage_reason="one dropout is applied to the embeddings, the positions and the last hidden state",
         )
 
 
@@ -67,11 +67,4 @@ class XLNetForQuestionAnsweringSimple(XLNetParallel, hf.XLNetForQuestionAnswerin
 
 
 class XLNetForQuestionAnswering(XLNetParallel, hf.XLNetForQuestionAnswering):
-    head_plan = {
-        "start_logits.dense": Replicated(),
-        "end_logits.dense_0": Replicated(),
-        "end_logits.dense_1": Replicated(),
-        "answer_class.dense_0": Replicated(),
-        "answer_class.dense_1": Replicated(),
-        "end_logits.LayerNorm": Norm(),
-    }
+    head_plan = SPAN_PREDICTION

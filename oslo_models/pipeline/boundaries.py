@@ -34,7 +34,7 @@ def place_boundaries(
         is_stacks_own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
         if is_stacks_own and replacement is not None and output is Output.ZEROS:
             stack.receiver = replacement  # of several, the last: its output is the input of the blocks
-    for key, value in plan.neutral.items():
+    for key, value in plan.disabled_after_first_stage.items():
         if stage.index != stack_of(key, prefix, stage.stacks, 0).first:
             owner, _, name = (prefix + key).rpartition(".")
             module = model.get_submodule(owner)
@@ -42,7 +42,7 @@ def place_boundaries(
                 setattr(module, name, value)
             else:
                 module.register_forward_pre_hook(partial(_with_argument, name, value), with_kwargs=True)
-    for key in plan.dropout:
+    for key in plan.embedding_dropouts:
         stack = stack_of(key, prefix, stage.stacks, 0)
         dropout = _find(model, prefix + key)
         if dropout is None:

@@ -64,7 +64,7 @@ def split_stage(
             del model.get_submodule(prefix + stack)._modules[name]
     _renumber_layers(model, plan, prefix)
     stage.full_config = _restrict_layer_types(model, ranges[index])
-    stage.returned = {prefix + key: width for key, width in plan.returned.items()}
+    stage.returned = {prefix + key: width for key, width in plan.early_outputs.items()}
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
     model.all_tied_weights_keys = _local_tied_keys(model, stage.tied_names)
     return stage
@@ -101,7 +101,7 @@ def _stacks(
         stages = [stage_of[block] for block in blocks if block[0] == stack]
         module = (prefix + _stack_module(stack, plan)).rstrip(".")
         before = sum(stage < index for stage in stages)
-        positions = plan.positions.get(stack)
+        positions = plan.input_positions.get(stack)
         stacks.append(
             Stack(module, prefix + stack, stages[0], stages[-1], index in stages, before, positions=positions)
         )
@@ -187,11 +187,11 @@ def _stages_of(
     for stack in plan.blocks:
         if name.startswith(f"{prefix}{stack}."):
             block, _, inner = name.removeprefix(f"{prefix}{stack}.").partition(".")
-            if inner.rpartition(".")[0] in plan.carried:
+            if inner.rpartition(".")[0] in plan.copied_from_first_block:
                 return {stage for (other, _), stage in stage_of.items() if other == stack}
             return {stage_of[stack, block]}
     inner = name.removeprefix(prefix)
-    if entry_of(inner, plan.beside):
+    if entry_of(inner, plan.on_every_stage):
         return set(stage_of.values())
     if entry := entry_of(inner, plan.embed):
         return {stack_of(entry, prefix, stacks, 0).first}
@@ -204,7 +204,7 @@ def _copy_first_block_modules(
     """Give the first block of this stage the modules that only the first block of its stack has, but all blocks use."""
     for stack in plan.blocks:
         names = [name for (other, name), owner in stage_of.items() if other == stack and owner == stage.index]
-        for path in plan.carried:
+        for path in plan.copied_from_first_block:
             if not names or names[0] == "0":
                 continue
             owner, _, leaf = path.rpartition(".")

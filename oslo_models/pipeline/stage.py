@@ -8,7 +8,7 @@ from typing import Any
 
 from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.sharding.layout import Range
-from oslo_models.sharding.plan import Positions
+from oslo_models.sharding.plan import InputPositions
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Stack:
     is_local: bool
     blocks_before: int = 0
     receiver: Placeholder | None = None
-    positions: Positions | None = None
+    positions: InputPositions | None = None
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The parallelization plan that each architecture states: how every module is sharded. Data only."""
+"""The sharding plan of an architecture: how each of its modules is sharded. Data only, without communication."""
 
 from __future__ import annotations
 
@@ -8,37 +8,35 @@ from typing import Any
 
 from oslo_models.sharding.layout import EvenSplit, Layout
 
+LocalValue = Callable[[int, int], int]
+"""``(number of ranks, rank) -> value`` of an attribute that counts the heads or elements of one rank."""
+
 
 @dataclass(frozen=True)
 class Replicated:
-    """A module that every rank holds in full, with all its submodules; all ranks compute the same."""
+    """Every rank holds the full module, including its submodules, and computes the same with it."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        """The layout of a parameter over ``n`` ranks.
-
-        Args:
-            leaf: the last part of the parameter's name, such as ``"weight"``.
-            shape: its full shape.
-        """
+        """The layout over ``n`` ranks of the parameter ``leaf`` (its last name, such as ``"weight"``)."""
         return Layout(shape)
 
     def limit(self) -> int | None:
-        """The largest number of ranks that the module can be sharded over; ``None`` if there is no limit."""
+        """The largest number of ranks that the entry allows; ``None``: any."""
         return None
 
 
 @dataclass(frozen=True)
 class Norm(Replicated):
-    """A normalization. Replicated; an entry of its own, so that sequence parallelism could shard it."""
+    """A normalisation, replicated. A separate entry, so that sequence parallelism can shard it."""
 
 
 @dataclass(frozen=True)
 class HeadNorm(Norm):
-    """A normalization of each attention head by itself, inside a sharded region.
+    """A normalisation of each attention head by itself, applied to the heads of this rank.
 
     Args:
-        split: how the rows of the weight are split among the heads. Without it all heads share the full weight, whose
-            gradient is then summed over the ranks.
+        split: which rows of the weight belong to which heads; without it, all heads share the full weight, and its
+            gradient is summed over the ranks.
     """
 
     split: EvenSplit | None = None
@@ -49,15 +47,15 @@ class HeadNorm(Norm):
 
 @dataclass(frozen=True)
 class WidthNorm(HeadNorm):
-    """An RMS normalization over all features of a sharded activation: the mean square is taken over all ranks."""
+    """A root-mean-square normalisation over a sharded dimension: the mean is taken over all ranks."""
 
 
 @dataclass(frozen=True)
 class HeadNorms(Norm):
-    """A module with a list ``norms`` of one normalization per head; ranks hold all and apply those of their heads.
+    """A list ``norms`` with one normalisation per head. Every rank holds all of them and applies those of its heads.
 
     Args:
-        heads: how the heads are split.
+        heads: how the heads are split over the ranks.
     """
 
     heads: EvenSplit
@@ -65,12 +63,12 @@ class HeadNorms(Norm):
 
 @dataclass(frozen=True)
 class ColumnParallel(Replicated):
-    """A linear layer with sharded outputs: ``y_local = x @ W_local``. Its input is replicated.
+    """Shard the outputs of a linear layer: ``y_local = x @ W_local``. Its input is replicated.
 
     Args:
-        splits: one for each matrix that the weight concatenates; without any, the output features are split evenly.
-        parts: without splits, the number of equally large matrices that the weight concatenates.
-        transposed: the weight is ``[in, out]`` (``Conv1D``) instead of ``[out, in]`` (``nn.Linear``).
+        splits: one split per matrix that the weight concatenates; without any, the output features are split evenly.
+        parts: without splits, how many matrices of equal size the weight concatenates.
+        transposed: the weight is stored ``[in, out]`` (``Conv1D``) rather than ``[out, in]`` (``nn.Linear``).
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
@@ -95,7 +93,7 @@ class ColumnParallel(Replicated):
 
 
 class RowParallel(ColumnParallel):
-    """A linear layer with sharded inputs. Its partial outputs are summed over the ranks, then the bias is added.
+    """Shard the inputs of a linear layer; its partial outputs are all-reduced, then the bias is added.
 
     Args and source: as for ``ColumnParallel``.
     """
@@ -106,13 +104,15 @@ class RowParallel(ColumnParallel):
 
 @dataclass(frozen=True)
 class EinsumHeads(Replicated):
-    """An attention whose weights are parameters ``[..., heads, width]`` of its own, applied with ``einsum``.
+    """An attention whose weights are parameters ``[..., heads, head_dim]`` of its own, applied by ``einsum``.
 
     Args:
-        heads: how the heads are split; of width 1.
+        heads: its heads, of width 1.
+        attributes: as of `LocalModule`.
     """
 
     heads: EvenSplit
+    attributes: Mapping[str, LocalValue] = field(default_factory=dict)
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         return Layout.divided(shape, len(shape) - 2, (self.heads,), n)
@@ -123,7 +123,7 @@ class EinsumHeads(Replicated):
 
 @dataclass(frozen=True)
 class VocabParallel(Replicated):
-    """An embedding, a language-model head or its bias, with the vocabulary sharded: one row per token."""
+    """Shard the rows of an embedding, of a language-model head or of its bias: one row per token of the vocabulary."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         return Layout.divided(shape, 0, (EvenSplit(shape[0]),), n)
@@ -131,26 +131,48 @@ class VocabParallel(Replicated):
 
 @dataclass(frozen=True)
 class ReplicatedEmbedding(Replicated):
-    """A token embedding that every rank holds in full."""
+    """A replicated token embedding."""
 
 
 @dataclass(frozen=True)
 class GlobalMinMax(Replicated):
-    """A module that takes the minimum and maximum of a sharded activation: they are taken over all ranks."""
+    """A module that takes the minimum and maximum of a sharded activation, which are reduced over the ranks."""
+
+
+@dataclass(frozen=True)
+class ReplicatedDropout(Replicated):
+    """A dropout between sharded layers whose input is replicated: all ranks have to draw the same mask."""
+
+
+@dataclass(frozen=True)
+class LocalModule(Replicated):
+    """A module whose code counts heads or elements: on each rank, it has to count those of that rank.
+
+    Its parameters need entries of their own.
+
+    Args:
+        attributes: integer attributes of the module, or of its ``config`` (``"config.num_heads"``). Those that the
+            module lacks are ignored.
+        per_head: arguments of its forward that have an entry for each head, such as ALiBi biases. Shape
+            ``[heads, ...]`` or ``[rows * heads, ...]``, with four dimensions ``[rows, heads, ...]``.
+        width: the heads of an attention that reshapes their outputs to the hidden size.
+    """
+
+    attributes: Mapping[str, LocalValue] = field(default_factory=dict)
+    per_head: Mapping[str, EvenSplit] = field(default_factory=dict)
+    width: EvenSplit | None = None
 
 
 Entries = Mapping[str, Replicated]
-Positions = Callable[[Mapping[str, Any]], tuple[int, int]]
-"""``arguments of a forward -> (rows, length)`` of the hidden states that it computes."""
-LocalValue = Callable[[int, int], int]
-"""``(number of ranks, rank) -> value`` of an attribute that counts local heads or local features."""
+InputPositions = Callable[[Mapping[str, Any]], tuple[int, int]]
+"""``arguments of a forward -> (rows, positions)`` of the hidden states that they are embedded into."""
 
 
 def entry_of(parameter: str, entries: Entries) -> str | None:
-    """The entry of a parameter: under its own name, that of its module, or that of a replicated module around it."""
+    """The name of the entry for a parameter: its own, that of its module, or of a replicated module around it."""
     module = parameter.rpartition(".")[0]
     for name in (parameter, module):
-        if name in entries:
+        if name in entries and not isinstance(entries[name], LocalModule):
             return name
     while module := module.rpartition(".")[0]:
         if type(entries.get(module)) in (Replicated, HeadNorms):
@@ -160,54 +182,46 @@ def entry_of(parameter: str, entries: Entries) -> str | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one architecture is parallelized. Names are those of transformers' base model.
+    """How one architecture is sharded. Module names are those of transformers' base model.
 
     Attributes:
         embed: the modules before the blocks.
-        blocks: for each ``ModuleList`` of blocks (a stack), the modules of one block by their names inside it.
+        blocks: for each stack of blocks (its ``ModuleList``), the modules of one block, by their name inside it.
         head: the modules after the blocks.
-        beside: modules outside the blocks that every pipeline stage needs.
-        local: integer attributes of modules inside a block, or of their ``config``, that have to count local heads or
-            features. Keys are names inside the block, prefixed with the stack where stacks have different numbers of
-            heads; modules without the attribute are skipped.
-        per_head: arguments of modules inside a block with one element per head, such as ALiBi biases, by name inside
-            the block (``"attention.alibi"``). Shape ``[heads, ...]`` or ``[rows * heads, ...]``, with four
-            dimensions ``[rows, heads, ...]``.
-        neutral: attributes of the base model or its modules (``"decoder.dropout"``), or arguments of its modules, that
-            change the embeddings, and the values that disable this on later pipeline stages.
-        optional: names of entries whose modules exist only with some heads, configurations or blocks.
-        dropout: the dropouts between the embeddings and the first block.
-        carried: names of entries that only the first block has, and that the first block of every pipeline stage needs.
-        whole_dropout: dropouts inside a sharded region, by name inside the block, whose input is replicated.
-        one_stage: the reason why the blocks cannot be split into pipeline stages, if they cannot.
-        one_rank: the reason why no layer can be sharded, if none can.
-        widths: attentions that reshape their output to the full hidden size, and their heads; named as in ``local``.
-        whole: names of attention weights among the outputs that are replicated; those of other attentions are sharded.
-        positions: for each stack that embeds images or audio instead of tokens, the size of its hidden states.
-        returned: modules before the blocks whose output the model returns too, with its width: it is sent on to the
-            last pipeline stage.
+        on_every_stage: modules outside the blocks that every pipeline stage needs.
+        optional: names among the entries whose modules only some heads, configurations or blocks have.
+        replicated_attentions: the outputs of the model that are attention weights of all heads on every rank; other
+            attention weights are gathered.
+        single_rank_reason: why no layer can be sharded, if none can.
+        embedding_dropouts: the dropouts between the embeddings and the first block.
+        disabled_after_first_stage: attributes by which the base model (or, ``"decoder.dropout"``, a module of it)
+            changes the embedded tokens, or arguments by which it has them changed, with the values that disable this.
+        copied_from_first_block: names among the entries of a block that only the first block has, and of which the
+            first block of every pipeline stage needs a copy.
+        input_positions: for each stack that embeds images or audio, the size that these have when embedded.
+        early_outputs: modules before the blocks whose output the model returns too, with the width of it: it is sent
+            to the last pipeline stage.
+        single_stage_reason: why the blocks cannot be split into pipeline stages, if they cannot.
     """
 
     embed: Entries
     blocks: Mapping[str, Entries]
     head: Entries
-    beside: Entries = field(default_factory=dict)
-    local: Mapping[str, LocalValue] = field(default_factory=dict)
-    per_head: Mapping[str, EvenSplit] = field(default_factory=dict)
-    neutral: Mapping[str, Any] = field(default_factory=dict)
+    on_every_stage: Entries = field(default_factory=dict)
     optional: Collection[str] = ()
-    dropout: Collection[str] = ()
-    carried: Collection[str] = ()
-    whole_dropout: Collection[str] = ()
-    one_stage: str = ""
-    one_rank: str = ""
-    widths: Mapping[str, EvenSplit] = field(default_factory=dict)
-    whole: Collection[str] = ()
-    positions: Mapping[str, Positions] = field(default_factory=dict)
-    returned: Mapping[str, int] = field(default_factory=dict)
+    # tensor parallelism
+    replicated_attentions: Collection[str] = ()
+    single_rank_reason: str = ""
+    # pipeline parallelism
+    embedding_dropouts: Collection[str] = ()
+    disabled_after_first_stage: Mapping[str, Any] = field(default_factory=dict)
+    copied_from_first_block: Collection[str] = ()
+    input_positions: Mapping[str, InputPositions] = field(default_factory=dict)
+    early_outputs: Mapping[str, int] = field(default_factory=dict)
+    single_stage_reason: str = ""
 
     def limit(self) -> int | None:
-        """The largest tensor_parallel_size that every entry allows; ``None`` if there is no limit."""
+        """The largest tensor_parallel_size that every entry allows; ``None``: any."""
         entries = [entry for stack in self.blocks.values() for entry in stack.values()]
         limits = [entry.limit() for entry in entries]
         return min((limit for limit in limits if limit is not None), default=None)
@@ -215,26 +229,29 @@ class Plan:
     def check_ranks(self, name: str, config: str, count: int) -> None:
         """Raise ``ValueError`` if the model ``name``, with a ``config``, cannot be sharded over ``count`` ranks."""
         limit, more = self.limit(), f"tensor_parallel_size={count} is more than"
-        if count > 1 and self.one_rank:
-            raise ValueError(f"{more} 1, all that {name} allows: {self.one_rank}")
+        if count > 1 and self.single_rank_reason:
+            raise ValueError(f"{more} 1, all that {name} allows: {self.single_rank_reason}")
         if limit is not None and count > limit:
             raise ValueError(f"{more} num_attention_heads={limit} of {config}; use 1 to {limit}")
 
+    def check_stages(self, name: str, count: int) -> None:
+        """Raise ``ValueError`` if the model ``name`` cannot be split into ``count`` pipeline stages at all."""
+        if count > 1 and self.single_stage_reason:
+            raise ValueError(
+                f"pipeline_parallel_size={count} is more than 1, all that {name} allows: {self.single_stage_reason}"
+            )
+
     def under(self, prefix: str) -> Plan:
-        """The same plan with ``prefix`` in front of the names of the base model's modules."""
-
-        def inside(values: Mapping[str, Any]) -> dict[str, Any]:
-            """Prefix names inside a block with the name of each stack."""
-            stacks, own = self.blocks, values.items()
-            return {f"{prefix}{stack}.{key.removeprefix(f'{stack}.')}": value for stack in stacks for key, value in own}
-
-        renamed: dict[str, Any] = {name: inside(getattr(self, name)) for name in ("local", "per_head", "widths")}
-        for name in ("embed", "blocks", "head", "beside", "neutral", "positions", "returned"):
-            renamed[name] = {prefix + key: value for key, value in getattr(self, name).items()}
-        return replace(self, **renamed, dropout=[prefix + key for key in self.dropout])
+        """The plan of a model in which the names of the base model's modules begin with ``prefix``."""
+        by_name = ["embed", "blocks", "head", "on_every_stage"]
+        by_name += ["disabled_after_first_stage", "input_positions", "early_outputs"]
+        renamed: dict[str, Any] = {
+            name: {prefix + key: value for key, value in getattr(self, name).items()} for name in by_name
+        }
+        return replace(self, **renamed, embedding_dropouts=[prefix + key for key in self.embedding_dropouts])
 
     def __or__(self, other: Plan) -> Plan:
-        """The plan of a model that runs the blocks of this plan and then those of ``other``."""
+        """The plan of a model that runs the blocks of this plan and then those of another."""
         both: dict[str, Any] = {}
         for each in fields(self):
             one, two = getattr(self, each.name), getattr(other, each.name)
@@ -243,8 +260,3 @@ class Plan:
             else:
                 both[each.name] = one or two if isinstance(one, str) else (*one, *two)
         return Plan(**both)
-
-    def check_stages(self, name: str, count: int) -> None:
-        """Raise ``ValueError`` if the model ``name`` cannot be split into ``count`` pipeline stages at all."""
-        if count > 1 and self.one_stage:
-            raise ValueError(f"pipeline_parallel_size={count} is more than 1, all that {name} allows: {self.one_stage}")

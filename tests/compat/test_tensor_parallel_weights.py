@@ -102,7 +102,7 @@ def test_mismatched_weights_are_rejected() -> None:
     layouts = other.tensor_parallel_config
     with pytest.raises(ValueError, match=r"the shape \[5, 5\] instead of"):
         oslo_models.convert_state_dict({"lm_head.weight": torch.ones(5, 5)}, layouts, 2)
-    with pytest.raises(ValueError, match="world_size=3, but the model is divided over 2"):
+    with pytest.raises(ValueError, match="world_size=3, but the model is sharded over 2"):
         oslo_models.convert_state_dict({"lm_head.weight": torch.ones(5, 5)}, layouts, 3)
     with pytest.raises(RuntimeError, match=r"size mismatch for parts\.1\.lm_head\.weight"):
         other.load_state_dict({"lm_head.weight": torch.ones(5, 5)}, strict=False)

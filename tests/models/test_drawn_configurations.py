@@ -30,8 +30,8 @@ def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path
     """Outputs or loss, every gradient and greedy tokens; or the refusal that the plan states."""
     cls: Any = registry.find(step.name)
     plan = cls.plan(step.config)
-    limit = 1 if plan.one_rank else plan.limit() or tp
-    if tp > limit or (pp > 1 and plan.one_stage):
+    limit = 1 if plan.single_rank_reason else plan.limit() or tp
+    if tp > limit or (pp > 1 and plan.single_stage_reason):
         with pytest.raises(ValueError, match=r"parallel_size=\d is more than"):
             cls.from_pretrained_with_parallel(folder, tp, pp, **options)
         return
@@ -47,7 +47,7 @@ def reference(name: str, drawn: draws.Draw, seed: int, folder: Path) -> tuple[St
     """What transformers' own class computes; it raises where that cannot do what was drawn."""
     config = drawn.config
     plan = registry.find(name).plan(config)  # type: ignore[attr-defined]
-    batch = (zoo if plan.one_stage else pipelines).batch(name, config, seed)
+    batch = (zoo if plan.single_stage_reason else pipelines).batch(name, config, seed)
     batch = draws.kind_of_labels(name, config, batch, seed)
     step = saved_step(name, config, seed, batch, folder)
     if not all(value.isfinite().all() for value in (step.value, *step.gradients.values()) if value is not None):

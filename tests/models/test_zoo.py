@@ -56,7 +56,7 @@ def check_stages(
 ) -> None:
     """Loaded from those parts: loss and gradients of two micro-batches, the tokens; then saved as one."""
     cls: Any = registry.find(step.name)
-    if cls.plan(step.config).one_stage:
+    if cls.plan(step.config).single_stage_reason:
         with pytest.raises(ValueError, match="pipeline_parallel_size=2 is more than 1"):
             cls.from_pretrained_with_parallel(source, 1, pp)
         pp = 1

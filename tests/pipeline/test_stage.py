@@ -17,7 +17,7 @@ from torch import nn
 
 from oslo_models import registry
 from oslo_models.distributed.mesh import Axis
-from oslo_models.modeling.apply_plan import divide, layouts_of
+from oslo_models.modeling.apply_plan import apply_plan, layouts_of
 from oslo_models.pipeline.partition import partition
 from oslo_models.pipeline.split import split_stage
 from oslo_models.pipeline.stage import Stage
@@ -267,6 +267,6 @@ def test_partition_is_equal_on_ranks_with_uneven_shards(variant: str, vocab: int
             plan, prefix = model.plan(config), model._prefix()
             layouts = layouts_of(model, plan, prefix, model.head_plan, 4)
             mesh: Any = SimpleNamespace(tp=Axis("tp", tp_rank, (0, 1, 2, 3), None), device=torch.device("cpu"))
-            divide(model, plan, prefix, model.head_plan, mesh, layouts)
+            apply_plan(model, plan, prefix, model.head_plan, mesh, layouts)
             found.add(split_stage(model, plan, prefix, model.head_plan, layouts, 0, count).ranges)
         assert len(found) == 1, found

@@ -1,1 +1,1 @@
-"""The front door of tensor_parallel: every rank is a thread of one process."""
+"""tensor_parallel's API: tensor parallelism in one process, with a thread for each rank."""

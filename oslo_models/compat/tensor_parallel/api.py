@@ -1,4 +1,4 @@
-"""The front door of tensor_parallel: `tensor_parallel` divides a model over devices of one process, in a notebook."""
+"""tensor_parallel's API: `tensor_parallel` shards a model over the devices of one process, such as a notebook."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from oslo_models.sharding.layout import Layout
 Device = torch.device | str | int
 
 _REFUSED = {
-    "tensor_parallel_config": "the plan of the architecture says how it is divided: `oslo-models list`",
-    "delay_init": "pass a model made under accelerate.init_empty_weights(), whose parts wait for their weights",
+    "tensor_parallel_config": "the sharding plan of the architecture is used: `oslo-models list`",
+    "delay_init": "pass a model made under accelerate.init_empty_weights(), and load its weights afterwards",
 }
-"""What the original took and this does not, and what to do instead."""
+"""Arguments of the original that are not supported, and what to do instead."""
 
 
 def tensor_parallel(
@@ -42,26 +42,27 @@ def tensor_parallel(
     gather_logits: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Divide a transformers model over devices of this process, without a launcher, to train and to generate.
+    """Shard a transformers model over devices of this process, without a launcher, for training and generation.
 
-    What is returned is a model of the same transformers class, with the shares of all devices as its parameters;
-    parameters that are not divided are on each device once. Its ``state_dict`` and ``save_pretrained`` are those of an
-    undivided model. Ranks are threads of this process that take turns (`oslo_models.distributed.thread_group`).
+    The returned model has the same transformers class, and the shards of all devices as its parameters; replicated
+    parameters are on each device. Its ``state_dict`` and ``save_pretrained`` are those of the full model. Ranks are
+    threads of this process that take turns (`oslo_models.distributed.thread_group`).
 
     Args:
-        model: a whole model of a class of which the zoo has one, best on the CPU. It stays as it is. Parts of one made
-            under ``accelerate.init_empty_weights()`` have no weights until ``load_state_dict(..., assign=True)``, or
-            `convert_state_dict` and accelerate, bring them; then call ``tie_weights()``.
-        device_ids: a device for each rank: ``["cuda:0", "cuda:1"]``, ``[0, 1]``, ``["cpu", "cpu"]``; default: all GPUs.
-        distributed: ``True``: each process, started by ``torchrun``, is a rank; returns what `initialize` does.
-        sharded: what is trained and would be on each device, as norms are, is divided, too, and put together while it
-            is used (ZeRO's stage 3): slower, with each parameter, its gradient and its optimizer's state in one place.
-        sharded_param_names: the parameters of which that is to be done; default: all.
-        output_device: where outputs are; by default on the first device.
+        model: a full model of a class that the zoo has, preferably on the CPU. It is not changed. If it was made under
+            ``accelerate.init_empty_weights()``, load the weights of the result with ``load_state_dict(...,
+            assign=True)``, or `convert_state_dict` and accelerate; then call ``tie_weights()``.
+        device_ids: the device of each rank: ``["cuda:0", "cuda:1"]``, ``[0, 1]``, ``["cpu", "cpu"]``; default: all
+            GPUs.
+        distributed: ``True``: each process, started by ``torchrun``, is a rank, as with `initialize`.
+        sharded: also shard trained parameters that would be replicated, such as norms, and gather them for their use
+            (ZeRO stage 3): slower, but each parameter, gradient and optimizer state is stored once.
+        sharded_param_names: the parameters to shard so; default: all.
+        output_device: the device of the outputs; default: the first device.
         gather_logits: as with `ParallelModel.from_pretrained_with_parallel`.
 
     Raises:
-        ValueError: an argument does not fit, or the zoo has no such class.
+        ValueError: an argument is invalid, or the zoo has no such class.
         RuntimeError: the model is divided already.
     """
     given = {"tensor_parallel_config": tensor_parallel_config, **options}
@@ -89,15 +90,17 @@ def tensor_parallel(
     arguments.check({})
     arguments.check_config(cls, model.config)
     threads = ThreadGroup(devices, _has_numpy(model))
-    config = copy.deepcopy(model.config)  # of all parts: what is changed in it is changed for all
+    config = copy.deepcopy(model.config)  # shared by all parts
     parts = [_part(model, cls, config, threads, rank) for rank in range(threads.size)]
     for part in parts:
         part.gather_logits = gather_logits
     if sharded or sharded_param_names:
         shard_replicated(parts, sharded_param_names)
-    divided = _of_parts(model, cls, parts, threads, devices[0] if output_device is None else _device(output_device))
-    divided.config = config
-    return divided
+    sharded_model = _join_parts(
+        model, cls, parts, threads, devices[0] if output_device is None else _device(output_device)
+    )
+    sharded_model.config = config
+    return sharded_model
 
 
 def _device(device: Device) -> torch.device:
@@ -124,26 +127,26 @@ def _has_numpy(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _part(model: Any, cls: type, config: PreTrainedConfig, threads: ThreadGroup, rank: int) -> Any:
-    """The share of one rank, on its device, made without a copy of the whole model."""
+    """The part of one rank, on its device, created without a copy of the full model."""
     part: Any = copy.deepcopy(model, {id(model.config): config, **{id(param): param for param in model.parameters()}})
     part.__class__ = cls
     before = dict(part.named_parameters(remove_duplicate=False))
     part.shard_(ParallelMesh.of_thread(threads, rank), None)
     device, made = threads.devices[rank], {}
     for name, param in list(part.named_parameters(remove_duplicate=False)):
-        whole = before[name]
-        if id(whole) not in made:  # tied parameters are one
-            own = param.detach() if param.is_meta else param.to(device, copy=param is whole)
-            made[id(whole)] = nn.Parameter(own, whole.requires_grad)
+        full = before[name]
+        if id(full) not in made:  # tied parameters are one object
+            own = param.detach() if param.is_meta else param.to(device, copy=param is full)
+            made[id(full)] = nn.Parameter(own, full.requires_grad)
         owner, _, leaf = name.rpartition(".")
-        part.get_submodule(owner)._parameters[leaf] = made[id(whole)]
-    return part._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # those wait for their weights
+        part.get_submodule(owner)._parameters[leaf] = made[id(full)]
+    return part._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # meta tensors are loaded later
 
 
-def _of_parts(
+def _join_parts(
     model: PreTrainedModel, cls: type, parts: list[Any], threads: ThreadGroup, output_device: torch.device
 ) -> Any:
-    """A model of the class of transformers, made of these parts and what is no part of ``model`` as a module."""
+    """A model of the transformers class, with these parts as its modules and the other attributes of ``model``."""
     original: Any = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
     joined: Any = type(original.__name__, (TensorParallelModel, original), {"__module__": original.__module__})
     joined.forward = functools.wraps(original.forward)(TensorParallelModel.forward)
@@ -152,20 +155,20 @@ def _of_parts(
     own = vars(divided).keys()
     vars(divided).update({name: copy.copy(value) for name, value in vars(model).items() if name not in own})
     divided.parts, divided.threads, divided.output_device = nn.ModuleList(parts), threads, output_device
-    if threads.devices[0].type == "cuda":  # by which transformers' Trainer sees that it is not to be moved
+    if threads.devices[0].type == "cuda":  # tells transformers' Trainer not to move it
         divided.hf_device_map = {f"parts.{rank}": device.index for rank, device in enumerate(threads.devices)}
-    divided.register_state_dict_post_hook(_merge)
-    divided.register_load_state_dict_pre_hook(_divide)
+    divided.register_state_dict_post_hook(_merge_state)
+    divided.register_load_state_dict_pre_hook(_shard_state)
     return divided.train(model.training)
 
 
 class TensorParallelModel(PreTrainedModel):
-    """What `tensor_parallel` returns is this and a class of transformers.
+    """The base class, beside the transformers class, of the models that `tensor_parallel` returns.
 
     Attributes:
         parts: the models of the ranks, each of the class of the zoo.
         threads: the group of the ranks.
-        output_device: where outputs are.
+        output_device: the device of the outputs.
     """
 
     parts: nn.ModuleList
@@ -173,14 +176,14 @@ class TensorParallelModel(PreTrainedModel):
     output_device: torch.device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of the class of transformers; what it raises, too. One call has one backward pass."""
+        """As that of the transformers class, with the same errors. One call allows one backward pass."""
         return run_on_threads(self.parts, self.threads, self.output_device, *args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch's, with each parameter of the undivided model counted once: torch's sees replicated ones repeatedly.
+        """As torch's, but each parameter of the full model counts once: torch would count replicated ones repeatedly.
 
         Returns:
-            The norm before.
+            The norm before clipping.
         """
         parts: Any = self.parts
         return self.threads.run(lambda rank: parts[rank].clip_grad_norm_(max_norm, norm_type))[0].to(self.output_device)
@@ -191,53 +194,53 @@ class TensorParallelModel(PreTrainedModel):
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where the parts are, by rank."""
+        """The device of each rank."""
         return self.threads.devices
 
     @property
     def tensor_parallel_config(self) -> dict[str, Layout]:
-        """How the parameters are divided, by their names in the undivided model: for `convert_state_dict`."""
+        """The layouts of the parameters, by their names in the full model: for `convert_state_dict`."""
         part: Any = self.parts[0]
         return dict(part.layouts)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Make one of what is tied, in each part: needed after weights were brought one by one."""
+        """Tie the weights in each part again: needed after weights were loaded one by one."""
         parts: Any = self.parts
         for part in parts:
             for names in part.all_tied_weights_keys.items():
                 places = [(part.get_submodule(owner), leaf) for owner, _, leaf in (n.rpartition(".") for n in names)]
                 params = [module._parameters[leaf] for module, leaf in places]
-                brought = min(params[::-1], key=lambda param: param.is_meta)  # the source, if both were
+                loaded = min(params[::-1], key=lambda param: param.is_meta)  # the source, if both are loaded
                 for module, leaf in places:
-                    module._parameters[leaf] = brought
+                    module._parameters[leaf] = loaded
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """The encoders of all parts as one."""
+        """The encoders of all parts as one module."""
         parts: Any = self.parts
         return ThreadShards([part.get_encoder(*args, **kwargs) for part in parts], self.threads, self.output_device)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Refused, as transformers expects of models without: each part has its own."""
+        """Raises ``NotImplementedError``, as transformers expects of models without: each part has its own."""
         raise NotImplementedError(
-            "the embeddings are divided: model.parts[0].get_input_embeddings() has the first part"
+            "the embeddings are sharded: model.parts[0].get_input_embeddings() has the first part"
         )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: the vocabulary is divided."""
-        raise RuntimeError("the vocabulary is divided: resize it before tensor_parallel")
+        """Raises ``RuntimeError``: the vocabulary is sharded."""
+        raise RuntimeError("the vocabulary is sharded: resize it before tensor_parallel")
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What ``to``, ``half`` and so on do. Each part stays on its device."""
+        """Implements ``to``, ``half`` and so on. Each part stays on its device."""
         moved = [device for device in set(self.threads.devices) if fn(torch.empty(0, device=device)).device != device]
         if moved:
             raise ValueError(
                 f"the parts of this model stay on {[*map(str, self.threads.devices)]}, and inputs are moved there; "
-                "for a whole model on one device, load its state_dict() into one"
+                "for a full model on one device, load its state_dict() into one"
             )
         return super()._apply(fn, recurse)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        return False  # a graph has one thread
+        return False  # a CUDA graph is captured by one thread
 
     def _get_static_cache_init_shape(self) -> None:
         return None  # ranks have different numbers of heads
@@ -245,13 +248,13 @@ class TensorParallelModel(PreTrainedModel):
 
 @contextmanager
 def save_tensor_parallel(model: nn.Module) -> Iterator[nn.Module]:
-    """For scripts written for the original, around what saves a model: here it is saved whole anyway."""
+    """For compatibility with the original: models are always saved in full here."""
     yield model
 
 
-def _merge(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """The state of the parts becomes that of the whole model, in memory of the host; tied tensors are one."""
-    parts = [_taken(state, f"{prefix}parts.{rank}.") for rank in range(len(model.parts))]
+def _merge_state(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Merge the state of the parts into that of the full model, in host memory; tied tensors share memory."""
+    parts = [_pop_prefixed(state, f"{prefix}parts.{rank}.") for rank in range(len(model.parts))]
     params = dict(model.parts[0].named_parameters(remove_duplicate=False))
     made: dict[int, Tensor] = {}
     for name, first in parts[0].items():
@@ -266,15 +269,15 @@ def _merge(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> Non
         state[prefix + name] = made[key]
 
 
-def _divide(model: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """The state of a whole model becomes that of the parts; what `convert_state_dict` has made is that already."""
-    layouts, given = model.tensor_parallel_config, _taken(state, prefix)
+def _shard_state(model: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """Shard the state of a full model for the parts; that of `convert_state_dict` is sharded already."""
+    layouts, given = model.tensor_parallel_config, _pop_prefixed(state, prefix)
     fits = [name for name, tensor in given.items() if name in layouts and layouts[name].shape == tensor.shape]
     fitting = {name: given.pop(name) for name in fits}
-    for name in [name for name in given if not name.startswith("parts.")]:  # torch says what is wrong with it
+    for name in [name for name in given if not name.startswith("parts.")]:  # torch reports unexpected names
         tensor = given.pop(name)
         given |= {f"parts.{rank}.{name}": tensor for rank in range(len(model.parts))}
-    for name, tensor in {**given, **_shares(fitting, layouts, len(model.parts))}.items():
+    for name, tensor in {**given, **_shards_of(fitting, layouts, len(model.parts))}.items():
         if metadata.get("assign_to_params_buffers"):  # it becomes the parameter
             tensor = tensor.to(model.devices[int(name.split(".")[1])], copy=True)
         state[prefix + name] = tensor
@@ -286,48 +289,48 @@ def convert_state_dict(
     world_size: int,
     for_pretrained: bool = False,
 ) -> dict[str, Tensor]:
-    """The shares of all ranks of weights, named as in a model that `tensor_parallel` has made.
+    """The shards of all ranks, named as in a model that `tensor_parallel` returns.
 
-    For models that are too large to be read at once: file by file, each share goes to the device that
+    For models too large to be read at once: file by file, each shard goes to the device that
     `infer_sharded_device_map` names.
 
     Args:
-        input_state_dict: weights of the undivided model, or some of them.
+        input_state_dict: weights of the full model, or some of them.
         tensor_parallel_config: ``model.tensor_parallel_config``.
-        world_size: over how many devices the model is divided.
-        for_pretrained: the original wanted to know; names are the same here.
+        world_size: the number of devices over which the model is sharded.
+        for_pretrained: accepted for compatibility, without effect.
 
     Raises:
-        ValueError: a weight has another shape, or the model is divided over another number of devices.
+        ValueError: a weight has another shape, or the model is sharded over another number of devices.
     """
-    shares = _shares(input_state_dict, tensor_parallel_config, world_size)
-    return {name: tensor.clone() for name, tensor in shares.items()}  # of views, all that they view would stay
+    shards = _shards_of(input_state_dict, tensor_parallel_config, world_size)
+    return {name: tensor.clone() for name, tensor in shards.items()}  # views would keep the full weights in memory
 
 
-def _shares(state: Mapping[str, Tensor], layouts: Mapping[str, Layout], ranks: int) -> dict[str, Tensor]:
-    shares = {}
+def _shards_of(state: Mapping[str, Tensor], layouts: Mapping[str, Layout], ranks: int) -> dict[str, Tensor]:
+    shards = {}
     for name, tensor in state.items():
         layout = layouts.get(name)
         if layout is not None and layout.dim is not None:
             if len(layout.ranges) != ranks:
-                raise ValueError(f"world_size={ranks}, but the model is divided over {len(layout.ranges)} devices")
+                raise ValueError(f"world_size={ranks}, but the model is sharded over {len(layout.ranges)} devices")
             if tuple(tensor.shape) != layout.shape:
                 raise ValueError(f"{name} has the shape {list(tensor.shape)} instead of {list(layout.shape)}")
         for rank in range(ranks):
-            shares[f"parts.{rank}.{name}"] = tensor if layout is None else layout.shard(tensor, rank)
-    return shares
+            shards[f"parts.{rank}.{name}"] = tensor if layout is None else layout.shard(tensor, rank)
+    return shards
 
 
 def infer_sharded_device_map(model: Any) -> dict[str, torch.device]:
-    """On which device each part of a model that `tensor_parallel` has made is to be, by the name of the part."""
+    """The device of each part of a model that `tensor_parallel` returned, by the name of the part."""
     return {f"parts.{rank}": device for rank, device in enumerate(model.devices)}
 
 
 TensorParallel = tensor_parallel
-"""What the original's class made is made by `tensor_parallel`, too."""
+"""The class of the original, whose constructor took the same arguments."""
 
 
-def _taken(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """What is named so, out of the state and without the prefix."""
+def _pop_prefixed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Remove the entries with this prefix from the state; returned without it."""
     names = [name for name in state if name.startswith(prefix)]
     return {name.removeprefix(prefix): state.pop(name) for name in names}

@@ -1,4 +1,4 @@
-"""Calls the parts of a model that the threads of one process hold as one module: for autograd, one node."""
+"""Calls the parts of all threads of a process as one module, which is one node for autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oslo_models.distributed.thread_group import ThreadGroup
 
 
 class ThreadShards(nn.Module):
-    """The parts of one module. Its ``forward`` has their signature, at which ``generate`` looks."""
+    """The parts of one module. Its ``forward`` has their signature, which ``generate`` inspects."""
 
     def __init__(self, parts: Sequence[nn.Module], threads: ThreadGroup, output_device: torch.device) -> None:
         super().__init__()
@@ -29,28 +29,28 @@ class ThreadShards(nn.Module):
 def run_on_threads(
     parts: nn.ModuleList, threads: ThreadGroup, output_device: torch.device, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call each part with the same arguments; what they return, which is the same, is given once.
+    """Call each part with the same arguments; returns the output of rank 0, which all parts share.
 
     Raises:
-        Exception: what the first part that failed raised.
+        Exception: the exception of the first part that failed.
     """
     call = _Call(parts, threads, (args, kwargs))
     if torch.is_grad_enabled():
-        handle = torch.empty(0, requires_grad=True)  # the parameters are not among the arguments of the node
-        learning = iter(_Node.apply(call, handle, *call.inputs))
+        handle = torch.empty(0, requires_grad=True)  # since parameters are not among the arguments of the node
+        differentiable = iter(_Node.apply(call, handle, *call.inputs))
     else:
-        learning = iter(call.forward(grad=False))
-    leaves, structure = call.given
-    leaves = [next(learning) if _learns(leaf) else leaf for leaf in leaves]
+        differentiable = iter(call.forward(grad=False))
+    leaves, structure = call.output
+    leaves = [next(differentiable) if _requires_grad(leaf) else leaf for leaf in leaves]
     output = tree_unflatten(leaves, structure)
     return tree_map_only(Tensor, lambda tensor: tensor.to(output_device), output)
 
 
 class _Node(torch.autograd.Function):
-    """The forward and the backward pass of all ranks, each with a graph of its own.
+    """The forward and backward pass of all ranks, each with its own graph.
 
-    Source: reentrant activation checkpointing in ``torch.utils.checkpoint``, whose backward differentiates, too. Rank 0
-    does so in the thread of this node, since that is the only one in which autograd works for the GPU of rank 0.
+    Source: reentrant activation checkpointing in ``torch.utils.checkpoint``, whose backward also calls autograd. Rank 0
+    runs in the thread of this node, the only one in which autograd works for the GPU of rank 0.
     """
 
     @staticmethod
@@ -70,20 +70,20 @@ class _Node(torch.autograd.Function):
 
 
 class _Call:
-    """One call of all parts, and what its backward pass needs.
+    """One call of all parts, with the state for its backward pass.
 
     Attributes:
-        inputs: the arguments that get a gradient.
-        given: what rank 0 returned, flat, and its structure. Caches in it are those of all ranks.
+        inputs: the arguments that require a gradient.
+        output: the output of rank 0, flattened, and its structure. Caches in it hold those of all ranks.
     """
 
-    given: tuple[list[Any], Any]
+    output: tuple[list[Any], Any]
 
     def __init__(self, parts: nn.ModuleList, threads: ThreadGroup, arguments: Any) -> None:
         self._parts, self._threads = parts, threads
         leaves, self._structure = tree_flatten(arguments)
-        self.inputs = [leaf for leaf in leaves if torch.is_grad_enabled() and _learns(leaf)]
-        # Before any of them runs: what a model changes in place is changed for its rank only.
+        self.inputs = [leaf for leaf in leaves if torch.is_grad_enabled() and _requires_grad(leaf)]
+        # Before any of them runs: in-place changes to arguments stay local to the rank.
         self._arguments = [[self._of_rank(leaf, rank) for leaf in leaves] for rank in range(threads.size)]
         self._graphs: list[tuple[list[Tensor], list[Tensor]]] = []
 
@@ -96,7 +96,7 @@ class _Call:
         return own.requires_grad_(torch.is_grad_enabled() and leaf.requires_grad)
 
     def forward(self, grad: bool) -> tuple[Tensor, ...]:
-        """Call the parts; returns the outputs that get a gradient, of rank 0 and without its graph."""
+        """Call the parts; returns the outputs of rank 0 that require a gradient, detached."""
         arguments, self._arguments = self._arguments, []
 
         def of_rank(rank: int) -> Any:
@@ -106,15 +106,15 @@ class _Call:
 
         flat = [tree_flatten(output) for output in self._threads.run(of_rank)]
         of_ranks = zip(*(leaves for leaves, _ in flat), strict=True)
-        self.given = [join_caches(own) if isinstance(own[0], Cache) else own[0] for own in of_ranks], flat[0][1]
-        outputs = [[leaf for leaf in leaves if _learns(leaf)] for leaves, _ in flat]
+        self.output = [join_caches(own) if isinstance(own[0], Cache) else own[0] for own in of_ranks], flat[0][1]
+        outputs = [[leaf for leaf in leaves if _requires_grad(leaf)] for leaves, _ in flat]
         if grad:
-            inputs = [[leaf for leaf in own if _learns(leaf)] for own in arguments]
+            inputs = [[leaf for leaf in own if _requires_grad(leaf)] for own in arguments]
             self._graphs = list(zip(inputs, outputs, strict=True))
         return tuple(output.detach() for output in outputs[0])
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Give each rank the same gradients of what it returned; returns those of `inputs`."""
+        """Backpropagate the same output gradients on each rank; returns the gradients of `inputs`."""
         graphs, self._graphs = self._graphs, []
         if not graphs:
             raise RuntimeError("the graph of this call is gone: one call has one backward pass, without retain_graph")
@@ -129,7 +129,7 @@ class _Call:
         return [None if grad is None else grad.to(x.device) for x, grad in zip(self.inputs, own, strict=True)]
 
 
-def _learns(leaf: Any) -> bool:
+def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
@@ -137,7 +137,7 @@ def _learns(leaf: Any) -> bool:
 
 
 class CacheOfRanks(Cache):
-    """The cache of rank 0, which holds those of the others, and lets them follow where ``generate`` changes it."""
+    """The cache of rank 0, which holds those of the other ranks and applies the changes of ``generate`` to all."""
 
     others: list[Cache]
 
@@ -168,7 +168,7 @@ def _joined(kind: type[Cache]) -> type[Cache]:
 
 
 def join_caches(caches: Sequence[Any]) -> Cache:
-    """The cache of rank 0, which is from now on that of all ranks."""
+    """Turn the cache of rank 0, in place, into one that holds those of all ranks."""
     first, *others = caches
     if not isinstance(first, CacheOfRanks):
         kind: Any = type(first)
@@ -178,10 +178,10 @@ def join_caches(caches: Sequence[Any]) -> Cache:
 
 
 def caches_of_ranks(cache: Any, ranks: int) -> list[Cache]:
-    """The cache of each rank; one that is empty, as ``generate`` makes it, becomes that of all.
+    """The cache of each rank; an empty one, as ``generate`` creates it, is copied for each rank.
 
     Raises:
-        ValueError: it holds what another model made.
+        ValueError: it was filled by another model.
     """
     if not isinstance(cache, CacheOfRanks):
         if cache.get_seq_length() > 0:

@@ -1,4 +1,4 @@
-"""What tensor parallelism leaves whole, divided too: among threads of one process, put together when it is used.
+"""Shards parameters that tensor parallelism replicates over the threads of one process, and gathers them for use.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 3.
 """
@@ -16,44 +16,44 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 
 
 def shard_replicated(parts: Sequence[Any], names: Collection[str] | None) -> None:
-    """Divide parameters that all parts have whole, by rows: of each the ranks have one part, and so has an optimizer.
+    """Shard replicated parameters by rows, and with them their gradients and optimizer states.
 
-    Layers read the whole parameter still, which exists for as long as they use it.
+    Layers read the full parameter, which exists only while they use it.
 
     Args:
         parts: the models of the ranks, whose ``layouts`` follow.
-        names: of the parameters; ``None``: all that are trained and have a row for each rank.
+        names: the names of the parameters; ``None``: all that are trained and have a row for each rank.
 
     Raises:
-        ValueError: one of the names is none, or its parameter cannot be divided so.
+        ValueError: a name is unknown, or its parameter cannot be sharded by rows.
     """
     params = dict(parts[0].named_parameters(remove_duplicate=False))
     for name in names or ():
-        if why := _why_not(parts[0].layouts.get(name), len(parts)):
+        if why := _reason_against(parts[0].layouts.get(name), len(parts)):
             raise ValueError(f"sharded_param_names has {name!r}, which {why}")
     chosen = {
         id(param)
         for name, param in params.items()
         if (name in names if names is not None else param.requires_grad)
-        and not _why_not(parts[0].layouts.get(name), len(parts))
+        and not _reason_against(parts[0].layouts.get(name), len(parts))
     }
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for name in [name for name, param in params.items() if id(param) in chosen]:  # tied ones by all their names
+    for name in [name for name, param in params.items() if id(param) in chosen]:  # tied parameters by all their names
         shape = parts[0].layouts[name].shape
         layout = Layout.divided(shape, 0, (EvenSplit(shape[0]),), len(parts))
         owner, _, leaf = name.rpartition(".")
         modules = tuple(part.get_submodule(owner) for part in parts)
         for rank, (part, module) in enumerate(zip(parts, modules, strict=True)):
-            whole: Any = module._parameters[leaf]
-            if whole not in made:
-                made[whole] = nn.Parameter(layout.shard(whole.detach(), rank).clone(), whole.requires_grad)
-            part.layouts[name], module._parameters[leaf] = layout, made[whole]
+            full: Any = module._parameters[leaf]
+            if full not in made:
+                made[full] = nn.Parameter(layout.shard(full.detach(), rank).clone(), full.requires_grad)
+            part.layouts[name], module._parameters[leaf] = layout, made[full]
             vars(module)["_of_ranks"] = modules
             cls: Any = type(module)
-            module.__class__ = _reading_whole(cls, leaf, rank)
+            module.__class__ = _gathering_class(cls, leaf, rank)
 
 
-def _why_not(layout: Layout | None, ranks: int) -> str | None:
+def _reason_against(layout: Layout | None, ranks: int) -> str | None:
     if layout is None:
         return "is no parameter of the model"
     if layout.dim is not None:
@@ -64,17 +64,17 @@ def _why_not(layout: Layout | None, ranks: int) -> str | None:
 
 
 @cache
-def _reading_whole(cls: Any, leaf: str, rank: int) -> type:
-    """``cls`` whose attribute ``leaf`` is the whole parameter, with a gradient for the part of this rank."""
+def _gathering_class(cls: Any, leaf: str, rank: int) -> type:
+    """A subclass whose attribute ``leaf`` gathers the full parameter, with a gradient for this rank's shard."""
 
     def read(module: nn.Module) -> Any:
-        if leaf in vars(module):  # put there by a layer, for as long as it computes
+        if leaf in vars(module):  # set by a layer while it computes
             return vars(module)[leaf]
         shards: list[Any] = [other._parameters[leaf] for other in vars(module)["_of_ranks"]]
         own = shards[rank]
-        if own.is_meta:  # it waits for its weights: who brings them looks at what there is
+        if own.is_meta:  # not loaded yet: loaders inspect the shard
             return own
-        # Each rank has the gradient of the whole: its own part is all that it needs.
+        # Each rank has the gradient of the full parameter, and needs only that of its shard.
         return torch.cat([shard if shard is own else shard.detach().to(own.device) for shard in shards])
 
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, leaf: property(read)})

@@ -1,0 +1,48 @@
+"""Entries that recur in the blocks of many architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated
+
+QUERY_KEY_VALUE = ("query", "key", "value")
+
+
+def heads_of(config: Any) -> EvenSplit:
+    """The attention heads of a configuration, which together are as wide as the hidden states."""
+    return EvenSplit(config.num_attention_heads, config.hidden_size // config.num_attention_heads)
+
+
+def qkv(
+    attention: str, heads: EvenSplit, names: Collection[str] = ("q_proj", "k_proj", "v_proj")
+) -> dict[str, ColumnParallel]:
+    """Separate query, key and value projections of an attention with as many key-value heads as query heads.
+
+    Args:
+        attention: the name of the attention inside the block.
+        heads: its heads.
+        names: the names of the projections inside it.
+    """
+    return {f"{attention}.{name}": ColumnParallel(heads) for name in names}
+
+
+def replicated_attention(plan: Plan, additional: Collection[str] = ()) -> Plan:
+    """A BERT's plan with the attention of its blocks replicated on every rank.
+
+    Args:
+        additional: modules of the attention beside query, key and value.
+    """
+    (stack, block), *_ = plan.blocks.items()
+    entries = {
+        name: Replicated() if "attention." in name and not isinstance(entry, Norm) else entry
+        for name, entry in block.items()
+        if not isinstance(entry, LocalModule)
+    }
+    for name in block:
+        if name.endswith(".self.query"):
+            entries |= {f"{name.removesuffix('query')}{other}": Replicated() for other in additional}
+    return replace(plan, blocks={stack: entries})
