@@ -286,9 +286,9 @@ def test_gelu_in_the_epilogue_of_a_product(dtype: torch.dtype, approximate: str,
 
 WRONG_LABEL = """
 import torch
-from oslo_models.fusion.linear_cross_entropy import Words, linear_cross_entropy
+from oslo_models.fusion.linear_cross_entropy import VocabShard, linear_cross_entropy
 from oslo_models.distributed.mesh import Axis
-words = Words(Axis("tp", 0, (0,), None), (0, 9), 9)
+words = VocabShard(Axis("tp", 0, (0,), None), (0, 9), 9)
 x, w = torch.randn(4, 8, device="cuda"), torch.randn(9, 8, device="cuda")
 linear_cross_entropy(x, w, None, torch.tensor([1, -100, 8, 0], device="cuda"), words).item()
 print("right ones are taken", flush=True)

@@ -264,6 +264,23 @@ class FusedT5FeedForward(nn.Module):
         return dropout_add(made, hidden_states, self.dropout.p, self.training)
 
 
+class FusedBloomMLP(nn.Module):
+    """BLOOM's MLP, which adds the residual itself: dropout and residual in one pass."""
+
+    dense_h_to_4h: nn.Module
+    gelu_impl: nn.Module
+    dense_4h_to_h: nn.Module
+    pretraining_tp: int
+    slow_but_exact: bool
+    hidden_dropout: float
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or (self.pretraining_tp > 1 and self.slow_but_exact):
+            return super().forward(hidden_states, residual)
+        projected = self.dense_4h_to_h(self.gelu_impl(self.dense_h_to_4h(hidden_states)))
+        return dropout_add(projected, residual, self.hidden_dropout, self.training)
+
+
 def dropout_add(x: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
     """``residual + dropout(x)``, as BLOOM's and Falcon's function of this name."""
     alike = x.dtype == residual.dtype and x.shape == residual.shape
