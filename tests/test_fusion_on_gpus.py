@@ -307,4 +307,4 @@ def test_a_label_outside_the_vocabulary_on_a_gpu() -> None:
 def test_apex_takes_no_bias_in_a_mask(value: float, taken: bool) -> None:
     mask = torch.zeros(1, 1, 2, 3, dtype=torch.float16)
     mask[..., 0] = value
-    assert apex._takes(torch.zeros(1, 2, 2, 4, dtype=torch.float16), mask, None) == taken
+    assert apex._is_supported(torch.zeros(1, 2, 2, 4, dtype=torch.float16), mask, None) == taken

@@ -179,7 +179,7 @@ def _lm_head(s: Subject) -> Iterator[FusionCandidate]:
         yield from _linear(s)
         return
     cls: type = LazyVocabParallelHead
-    attributes: dict[str, Any] = {"deferring": False}
+    attributes: dict[str, Any] = {"lazy": False}
     if not isinstance(s.module, VocabParallelHead):
         vocab, hidden = s.module.weight.shape
         layout = Layout.divided((vocab, hidden), 0, (EvenSplit(vocab),), 1)
