@@ -70,7 +70,7 @@ def test_neither_threads_nor_other_rows_change_a_bit(
     form: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(seed)
-    monkeypatch.setattr(kernel, "OF_A_THREAD", 1)
+    monkeypatch.setattr(kernel, "WEIGHTS_PER_THREAD", 1)
     x, weight, bias = operands(7, 300, 70, dtype, form == "in x out")
     before, found = torch.get_num_threads(), []
     with torch.no_grad(), emulated():

@@ -1,8 +1,8 @@
-"""Layers of transformers that compute the same under different names, as `fuse()` has to know them.
+"""Which layers of transformers are copies of each other.
 
-transformers repeats the code of a layer in every model that has it. A layer is listed here as ``model.Class`` if its
-``forward`` is a copy of that of the first class which the table's comment names. tests/test_fusion_tables.py compares
-the sources, so that a release of transformers that changes a copy, or adds one, fails there.
+transformers repeats the code of a layer in every model that uses it. Each table lists, as ``model.Class``, the layers
+whose ``forward`` is a copy of that of the named class. tests/test_fusion_tables.py compares them with the installed
+transformers and fails when a release changes a copy or adds one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def layer_name(module: nn.Module) -> str:
-    """``"llama.LlamaRMSNorm"`` for a layer whose forward is that of this class of transformers, ``""`` for others."""
+    """The transformers class whose forward a layer has, such as ``"llama.LlamaRMSNorm"``; ``""`` for other layers."""
     defining = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
     package, _, model = defining.__module__.rpartition(".")[0].rpartition(".")
     return f"{model}.{defining.__name__}" if package == "transformers.models" else ""
@@ -27,10 +27,9 @@ RMS_NORMS = _names("""
     arcee.ArceeRMSNorm cwm.CwmRMSNorm ernie4_5.Ernie4_5RMSNorm exaone4.Exaone4RMSNorm glm.GlmRMSNorm
     glm4.Glm4RMSNorm granite.GraniteRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm llama.LlamaRMSNorm
     ministral.MinistralRMSNorm mistral.MistralRMSNorm phi3.Phi3RMSNorm qwen2.Qwen2RMSNorm qwen3.Qwen3RMSNorm
-    seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm
-    t5.T5LayerNorm
+    seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm t5.T5LayerNorm
 """)
-"""Copies of LlamaRMSNorm; T5's differs in the order of two casts only."""
+"""Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
 
 # MLPs -----------------------------------------------------------------------------------------------------------------
 
