@@ -1,6 +1,6 @@
 """The rules by which `fuse()` finds the modules that it can replace, and why it skips others.
 
-`RULES` is ordered: a module is the concern of the first rule that matches it, and of no other.
+The first of the ordered `RULES` that matches a module decides; modules without a matching rule are not reported.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Subject:
     def on_gpu(
         self, operation: str, *, reason: str = "", attributes: Any = None, **by_backend: type
     ) -> FusionCandidate:
-        """This module with the class of its backend in front, if there is one; the kernels exist for GPUs only."""
+        """This module with the fused class of its backend mixed in; unfused where the backend has none."""
         if self.backend in by_backend:
             cls = _mixed(by_backend[self.backend], self.cls)
             return self.candidate(operation, cls, reason or _one_pass(self.backend), attributes=attributes or {})
@@ -87,7 +87,7 @@ class FusionRule:
 
     Attributes:
         match: whether a module is of this kind.
-        build: the candidates that it becomes: one, or a second one for what the first leaves as it is.
+        build: makes its candidates: one, except for a head whose loss cannot be fused but whose product can.
     """
 
     match: Callable[[Subject], bool]
@@ -95,7 +95,7 @@ class FusionRule:
 
 
 def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
-    """Every module of a model for which there is a rule, and the model itself for its decoding."""
+    """The candidates of a model: its modules that match a rule, and the model itself for its decoding."""
     yield from _decoding(model)
     for subject in _subjects(model, backend):
         rule = next((rule for rule in RULES if rule.match(subject)), None)
@@ -104,7 +104,7 @@ def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
 
 
 def _subjects(model: Any, backend: str) -> Iterator[Subject]:
-    """The modules of this rank's stage; placeholders stand for those of other stages."""
+    """The modules of this rank's stage; placeholders, which stand for modules of other stages, are left out."""
     entries = {**model.plan(model.config).under(model._prefix()).head, **type(model).head_plan}
     lm_heads = {name for name, entry in entries.items() if isinstance(entry, VocabParallel)}
     layers = {name: layer_name(module) for name, module in model.named_modules()}
