@@ -1,1 +1,1 @@
-"""What oslo_models costs and gains beside its peers: ``python -m benchmarks --help``."""
+"""Benchmarks of oslo_models and its peers: ``python -m benchmarks --help``."""

@@ -1,37 +1,28 @@
-"""Run benchmark cases, show what they give, and append it to ``benchmarks/results.csv``."""
+"""Run benchmark cases, print their results and append them to ``benchmarks/results.csv``."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import importlib.metadata
 import math
 import os
-import platform
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-from contextlib import suppress
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import oslo_models
 from benchmarks.cases import CASES, Case
-from benchmarks.launch import ROOT, MeasurementError, launch
-from benchmarks.measure import UNITS, Result
+from benchmarks.definitions import UNITS, Result
+from benchmarks.launch import MeasurementError, launch
 from benchmarks.peers import PEERS
-from benchmarks.table import FIELDS, RESULTS, number
-
-CHANGES = ("--", ".", ":!benchmarks/results.csv", ":!docs/benchmarks.md")  # what makes a measurement one of no commit
+from benchmarks.records import RESULTS, append, number, stamp
 
 
 def main() -> int:
-    """Run what the command line asks for; the exit code is 1 when a case failed."""
+    """Run the cases of the command line; the exit code is 1 when one failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--list", action="store_true", help="show the cases and end")
+    parser.add_argument("--list", action="store_true", help="show the cases and exit")
     parser.add_argument("--only", metavar="NAME", action="append", default=[], help="run only this case (repeatable)")
     parser.add_argument("--repeat", metavar="N", type=int, default=3, help="runs of each peer, in turn (default: 3)")
     parser.add_argument("--out", metavar="FILE", type=Path, default=RESULTS, help="where rows are appended")
@@ -46,8 +37,8 @@ def main() -> int:
     load = os.getloadavg()[0]
     if load > 0.5 and not args.smoke:
         print(f"the machine is not quiet (load {load:.1f}): timings will not be worth much", file=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and checkpoints go with this one
-    stamp, failed = _stamp(), 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes and checkpoints are removed
+    header, failed = stamp(), 0
     with tempfile.TemporaryDirectory() as folder:
         for case in [CASES[name] for name in args.only or CASES]:
             try:
@@ -57,12 +48,12 @@ def main() -> int:
                 failed = 1
                 continue
             if not args.smoke:
-                _append(args.out, [{**stamp, **row} for row in rows])
+                append(args.out, [{**header, **row} for row in rows])
     return failed
 
 
 def _measure(case: Case, folder: Path, repeat: int, smoke: bool) -> dict[str, list[Result]]:
-    """The results of every peer by repetition, the peers in turn (A B A B), so that drift of the machine cancels."""
+    """The results of every peer, one per repetition; peers alternate, so that drift of the machine cancels."""
     print(f"{case.name}: {case.what}", flush=True)
     case.prepare(folder, smoke)
     results: dict[str, list[Result]] = {}
@@ -83,7 +74,7 @@ def _measure(case: Case, folder: Path, repeat: int, smoke: bool) -> dict[str, li
 
 
 def _rows(case: Case, results: dict[str, list[Result]]) -> list[dict[str, Any]]:
-    """A row for every peer and metric; the references that runners compute are peers without processes."""
+    """A row of the CSV for every peer and metric; computed references count as peers without processes."""
     runs = {peer: [result.values for result in found] for peer, found in results.items()}
     for found in results.values():
         runs |= {name: [values] * len(found) for name, values in found[0].references.items()}
@@ -92,7 +83,7 @@ def _rows(case: Case, results: dict[str, list[Result]]) -> list[dict[str, Any]]:
         values, shape = [run[metric] for run in runs[peer]], ""
         if peer in PEERS:
             shape = f"{PEERS[peer].processes}x{PEERS[peer].threads}"
-        # of each repetition by itself, since the machine may drift
+        # formed within each repetition, since the machine may drift between them
         pairs = zip(values, [run.get(metric) for run in runs.get(case.baseline, [])], strict=False)
         ratios = [mine / theirs for mine, theirs in pairs if theirs]
         row = {
@@ -104,35 +95,6 @@ def _rows(case: Case, results: dict[str, list[Result]]) -> list[dict[str, Any]]:
         ratio = f"{rows[-1]['ratio']} x {case.baseline}" if ratios else ""
         print(f"  {peer:24}{metric:30}{rows[-1]['value']:>8} {row['unit']:10}{ratio}", flush=True)
     return rows
-
-
-def _stamp() -> dict[str, str]:
-    """When, where and with what."""
-    versions = [f"python {platform.python_version()}, oslo_models {oslo_models.__version__}"]
-    for package in ("torch", "transformers", "deepspeed"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-    cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), ":?")
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
-        "commit": _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git("status", "--porcelain", *CHANGES) else ""),
-        "machine": f"{cpu.split(':')[1].strip()}, {os.cpu_count()} cores",
-        "versions": ", ".join(versions),
-    }
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def _append(path: Path, rows: list[dict[str, Any]]) -> None:
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The registry: what is measured, with which model, by which peers. Everything else goes by this table."""
+"""The registry of cases: what is measured, with which model, by which peers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import data, deploying, fusing, measure
-from benchmarks.measure import Result
-from benchmarks.peers import Peer
+from benchmarks.definitions import Peer, Result
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
 OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_models"
@@ -23,12 +22,12 @@ class Case:
     """One comparison.
 
     Attributes:
-        what: the row of the README's table.
+        what: the label of its row in the documentation's tables.
         runner: called in every process: ``runner(peer, cls, checkpoint, tiny_checkpoint, **options)``.
         model: one of ``MODELS``, or none.
-        baseline: the peer, or the reference that the runner computes, to which ratios are formed.
-        tolerance: how far, relatively, the peers' results may differ; 0 for token ids.
-        smoke: what replaces ``options`` in a smoke run.
+        baseline: the peer, or the runner's reference, to which the ratios in the CSV are formed.
+        tolerance: how far the peers' results may differ, relatively; 0 for token ids.
+        smoke: replaces ``options`` in a smoke run.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Case:
     smoke: dict[str, Any] = field(default_factory=dict)
 
     def prepare(self, folder: Path, smoke: bool) -> None:
-        """Write the checkpoints that the peers load: a tiny one, and unless this is a smoke run that of the model."""
+        """Write the checkpoints that the peers load: a tiny one and, except in a smoke run, that of the model."""
         import torch
         import transformers as hf
 
@@ -68,7 +67,7 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int) -> tuple[str
     return "LlamaForCausalLM", {**sizes, "num_attention_heads": heads, "vocab_size": 32000}
 
 
-# Random float32 weights. Without dropout losses can be compared, and nothing ends a text early.
+# Random float32 weights. No dropout, so that losses can be compared; no end token, so that all texts are equally long.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-100m": _llama(768, 2048, 12, 12),
     "llama-20m": _llama(256, 688, 4, 8),
@@ -80,7 +79,7 @@ ENDLESS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def _cases_of(model: str, label: str, peers: tuple[str, ...]) -> list[Case]:
-    """Generation and training of one model; ratios are to the first peer. Native tensor parallelism has no GPT-2."""
+    """Generation and training of one model; the first peer is the baseline. transformers-tp2 does not support GPT-2."""
     few = {"batch": 2, "length": 8, "timed": 1}
     counted = tuple(peer for peer in (NATIVE, OURS) if peer in peers)
     return [
@@ -110,7 +109,7 @@ def _cases_of(model: str, label: str, peers: tuple[str, ...]) -> list[Case]:
 
 
 def _stages_of(model: str, label: str, peers: tuple[str, ...]) -> Case:
-    """Two pipeline stages, eight micro-batches. transformers' own pipeline cannot train, so its other way does."""
+    """Two pipeline stages, eight micro-batches. transformers' pipeline cannot train: tensor parallelism is its peer."""
     return Case(
         *(f"{model}-stages", f"{label}, train, 8 x 128 tokens", measure.train_in_stages, model, peers),
         baseline=TORCH_STAGES,
@@ -121,7 +120,7 @@ def _stages_of(model: str, label: str, peers: tuple[str, ...]) -> Case:
 
 
 def _fused(name: str, what: str, runner: Callable[..., Result], ours: str = OURS_ALONE, **options: Any) -> Case:
-    """Something fused, beside the same unfused in the same processes."""
+    """A fused operation or model, beside the same one unfused in the same processes."""
     model, smoke = options.pop("model", ""), options.pop("smoke", {})
     return Case(f"fused-{name}", what, runner, model, (ours,), "unfused", options=options, smoke={"timed": 1, **smoke})
 
@@ -130,7 +129,7 @@ def _fused_cases() -> list[Case]:
     head = {"rows": 4096, "vocab": 50257, "hidden": 768, "timed": 3, "smoke": {"rows": 64, "vocab": 100}}
     cases = [
         _fused("loss", "Head and loss of GPT-2, 4096 tokens", fusing.loss, **head),
-        _fused("loss-tp2", "Head and loss of GPT-2, 4096 tokens, divided", fusing.loss, OURS, **head),
+        _fused("loss-tp2", "Head and loss of GPT-2, 4096 tokens, tp=2", fusing.loss, OURS, **head),
         _fused("mlp", "MLP of GPT-2, 1024 tokens", fusing.mlp, rows=1024, hidden=768, timed=20),
         _fused("adamw", "AdamW on GPT-2 124M", fusing.adamw, model="gpt2-124m", timed=10),
     ]

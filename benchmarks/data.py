@@ -1,6 +1,6 @@
-"""What is measured of the data pipeline, and the peers' ways from a file of texts to a binarised dataset.
+"""Benchmarks of the data pipeline.
 
-Texts are pieces of the sources of Python's standard library, the tokenizer is trained on these.
+The texts are pieces of the sources of Python's standard library, on which the tokenizer is trained too.
 """
 
 from __future__ import annotations
@@ -20,93 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import Result
-from benchmarks.peers import Peer
+from benchmarks.definitions import Peer, Result
+from benchmarks.preprocessing import ours
 
-WORDS = 32000
-PROCESSES = 2
-
-
-# Ways -----------------------------------------------------------------------------------------------------------------
-
-
-def ours(tokenizer: Path, source: Path, output: Path) -> float:
-    """`DatasetPreprocessor` with two processes; returns the seconds that it took."""
-    from oslo_models.data import DatasetPreprocessor
-
-    preprocessor = DatasetPreprocessor(_load(tokenizer), num_workers=PROCESSES)
-    start = time.perf_counter()
-    preprocessor.preprocess(preprocessor.open_jsonl(source, "text"), output, 0)
-    return time.perf_counter() - start
-
-
-def megatron_loop(tokenizer: Path, source: Path, output: Path) -> float:
-    """The loop of Megatron-LM's ``tools/preprocess_data.py``: one pool, a task for each line, handed over 32 by 32."""
-    from oslo_models.data.indexed_dataset import write_index
-
-    start, lengths = time.perf_counter(), []
-    with (
-        multiprocessing.get_context("fork").Pool(PROCESSES, _begin, (tokenizer,)) as pool,
-        source.open(encoding="utf-8") as lines,
-        Path(f"{output}.bin").open("wb") as data,
-    ):
-        for ids in pool.imap(_encode, lines, 32):
-            tokens = np.array(ids, np.uint16)
-            data.write(tokens.tobytes())
-            lengths.append(len(tokens))
-    write_index(f"{output}.idx", np.array(lengths, np.int32), "uint16")
-    return time.perf_counter() - start
-
-
-def _begin(tokenizer: Path) -> None:
-    global loaded
-    loaded = _load(tokenizer)
-
-
-def _encode(line: str) -> list[int]:
-    ids: list[int] = loaded(json.loads(line)["text"])["input_ids"]
-    ids.append(loaded.eos_token_id)
-    return ids
-
-
-def datasets_map(tokenizer: Path, source: Path, output: Path) -> float:
-    """``datasets.map(batched=True)`` with two processes, and writing; loading the texts is not counted."""
-    import datasets
-
-    from oslo_models.data.indexed_dataset import write_index
-
-    datasets.disable_progress_bars()
-    cache = Path(f"{output}.cache")
-    texts = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=str(cache))
-    tok = _load(tokenizer)
-
-    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        found = tok(batch["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        return {"ids": [[*ids, tok.eos_token_id] for ids in found]}
-
-    start, lengths = time.perf_counter(), []
-    mapped = texts.map(encode, batched=True, num_proc=PROCESSES, remove_columns=texts.column_names)
-    with Path(f"{output}.bin").open("wb") as data:
-        for batch in mapped.with_format("numpy").iter(batch_size=1000):
-            lengths += [len(ids) for ids in batch["ids"]]
-            np.concatenate(batch["ids"]).astype(np.uint16).tofile(data)
-    write_index(f"{output}.idx", np.array(lengths, np.int32), "uint16")
-    seconds = time.perf_counter() - start
-    shutil.rmtree(cache)
-    return seconds
-
-
-def _load(tokenizer: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token="<eod>")
+VOCABULARY = 32000
 
 
 # Runners --------------------------------------------------------------------------------------------------------------
 
 
 def preprocess(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, megabytes: int) -> Result:
-    """Tokens per second from JSON lines to a dataset on the disk; all have to write the same bytes."""
+    """Tokens per second from JSON lines to a dataset on disk; all peers have to write the same bytes."""
     from oslo_models.data.indexed_dataset import IndexedDataset
 
     folder = tiny.parent
@@ -122,7 +46,7 @@ def preprocess(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, megabytes:
 
 
 def preprocess_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, megabytes: int) -> Result:
-    """Peak memory of the process and those that it starts, for ten times as much input as the reference."""
+    """Peak memory of the process and its children, for ten times as much input as the reference."""
     folder = tiny.parent
     tokenizer, peaks = _tokenizer(folder), []
     for size in (megabytes // 10, megabytes):
@@ -176,9 +100,9 @@ def _peak_of_all() -> Iterator[dict[str, float]]:
 
 
 def index_samples(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, documents: int, length: int) -> Result:
-    """The index of a corpus of 500 tokens a document: building, its peaks of memory, reading samples at random.
+    """The sample index of a corpus with 500 tokens per document: time and peak memory to build it, and random access.
 
-    Samples are asked for 64 at once, as by a loader. There are sizes only: the file of tokens is a hole.
+    Samples are read 64 at a time, as a data loader does. The file of tokens is sparse: only document sizes exist.
     """
     from benchmarks.instruments import PeakMemory
     from oslo_models.data import DatasetForCausalLM
@@ -199,7 +123,7 @@ def index_samples(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, documen
     size = sum(file.stat().st_size for file in Path(f"{name}.index").rglob("*.npy")) / 1e6
     chosen = random.Random(0).choices(range(len(dataset)), k=min(50_000, len(dataset)))
     batches = [chosen[start : start + 64] for start in range(0, len(chosen), 64)]
-    for batch in batches:  # the pages that are looked at come from a disk that is not there
+    for batch in batches:  # maps the pages: the sparse file has no disk to read them from
         dataset.__getitems__(batch)
     start = time.perf_counter()
     for batch in batches:
@@ -211,7 +135,7 @@ def index_samples(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, documen
 
 
 def blend(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, datasets: int, samples: int) -> Result:
-    """The order of a blend with random weights; each dataset's share is checked at every prefix."""
+    """The time to order a blend with random weights; each dataset's share is checked at every prefix."""
     from oslo_models.data import DatasetBlender
 
     weights = np.random.default_rng(0).random(datasets) + 0.01
@@ -254,7 +178,7 @@ def _tokenizer(folder: Path) -> Path:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         options = {"special_tokens": ["<eod>"], "initial_alphabet": alphabet, "show_progress": False}
-        tokenizer.train_from_iterator(_sources(), trainers.BpeTrainer(vocab_size=WORDS, **options))
+        tokenizer.train_from_iterator(_sources(), trainers.BpeTrainer(vocab_size=VOCABULARY, **options))
         tokenizer.save(str(path))
 
     return _once(folder / "tokenizer.json", make)

@@ -1,4 +1,4 @@
-"""What ``deploy=True`` costs the application: time to start, time of a call, memory."""
+"""The cost of ``deploy=True`` to the application: start-up time, overhead of a call, memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Result, tokens
-from benchmarks.peers import Peer
+from benchmarks.definitions import Peer, Result
+from benchmarks.measure import tokens
 
 
 def start(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
-    """From the start of the process, imports included, to the first answer."""
+    """Seconds from the start of the process, imports included, to the first answer."""
     model = peer.load(cls, checkpoint)
     ids = tokens(model, 1, 8)
     answer = model.generate(ids, attention_mask=ids.new_ones(ids.shape), max_new_tokens=1, do_sample=False)
@@ -22,17 +22,17 @@ def start(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
 
 
 def call_overhead(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: int, row: int = 20) -> Result:
-    """What a call of a deployed model takes beyond that of the same model in this process.
+    """How much longer a call of a deployed model takes than a call of the same model in this process.
 
-    Both are called as applications do, many times in a ``row``, and the rows alternate: what slows the machine down
-    for a while meets both. So does what slows down one core only, as neighbours on a shared host do by a factor of up
-    to 1.7: in a pair of rows the same core computes the model, here and in the worker, and the next pair takes another.
+    Each model is called ``row`` times in a row, and these series alternate, so that a slow phase of the machine affects
+    both. Neighbours on a shared host slow single cores down by up to 1.7 times, so both series of a pair compute on the
+    same core, here and in the worker, and the next pair takes another one.
     """
     import torch
 
     import oslo_models
 
-    torch.set_num_threads(1)  # of which a tiny model has no use for two, and they would wait for each other
+    torch.set_num_threads(1)  # a tiny model gains nothing from a second one, which would have to be waited for
     here = getattr(oslo_models, cls).from_pretrained_with_parallel(tiny)
     there = getattr(oslo_models, cls).from_pretrained_with_parallel(tiny, deploy=True)
     ids = tokens(here, 1, 4)
@@ -60,13 +60,13 @@ def call_overhead(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: 
 
 
 def _keep(process: int, cores: set[int]) -> None:
-    """Have all threads of a process run on these cores."""
+    """Pin all threads of a process to these cores."""
     for thread in os.listdir(f"/proc/{process}/task"):
         os.sched_setaffinity(int(thread), cores)
 
 
 def application_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
-    """Peak memory of the application while it deploys a model and calls it, over one that deployed a tiny one."""
+    """Peak memory of the application while it deploys and calls a model, above that after a tiny one."""
     from benchmarks.instruments import PeakMemory
 
     def answer(path: Path) -> None:

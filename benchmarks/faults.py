@@ -329,7 +329,7 @@ def _shared() -> list[str]:
 
 def main() -> int:
     """Try all faults; the exit code is 1 if something hung, stayed, or was not as it should be."""
-    from benchmarks.__main__ import _stamp
+    from benchmarks.records import stamp as _stamp
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("--times", metavar="N", type=int, default=20, help="how often each (default: 20)")

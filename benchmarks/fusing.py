@@ -1,4 +1,4 @@
-"""What `model.fuse()` changes: fused and unfused, in turn, in the same processes."""
+"""Benchmarks of `model.fuse()`: fused and unfused alternate in the same processes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Result, tokens
-from benchmarks.peers import Peer
+from benchmarks.definitions import Peer, Result
+from benchmarks.measure import tokens
 
-# torch is imported by the processes that measure, not where the registry is only read.
+# torch is imported by the processes that measure, not by the one that only reads the registry.
 
 _COMMON = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 _GPT = {"n_embd": 512, "n_layer": 4, "n_head": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    # a class of each architecture, small enough that six of them are measured in minutes
+    # one class of each architecture, small enough to measure all six in minutes
     "bert": ("BertLMHeadModel", {**_COMMON, "intermediate_size": 2048, "is_decoder": True}),
     "gpt2": ("GPT2LMHeadModel", _GPT),
     "gpt_neo": (
@@ -48,9 +48,9 @@ def _family(name: str, processes: int, smoke: bool, dtype: str = "float32") -> A
 
 
 def _in_turn(runs: dict[str, Callable[[], Any]], timed: int, calls: int = 1) -> dict[str, float]:
-    """The median seconds of each, ``calls`` at a time in turn in every round, after one round to warm up.
+    """The median seconds per call of each, after a warm-up round; every round makes ``calls`` calls of each in turn.
 
-    The order changes from round to round, as whoever comes first may find another machine than whoever comes second.
+    The order alternates between rounds, so that neither always comes first.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(timed + 1):
@@ -63,7 +63,7 @@ def _in_turn(runs: dict[str, Callable[[], Any]], timed: int, calls: int = 1) -> 
 
 
 def _compare(metric: str, runs: dict[str, Callable[[], Any]], timed: int, scale: float = 1e3, calls: int = 1) -> Result:
-    """A result of what is called ``"fused"``, in milliseconds unless scaled otherwise, with the rest as references."""
+    """The time of ``runs["fused"]`` as the result, in milliseconds unless scaled; the others as references."""
     found = _in_turn(runs, timed, calls)
     others = {name: {metric: seconds * scale} for name, seconds in found.items() if name != "fused"}
     return Result({metric: found["fused"] * scale}, [], others)
@@ -72,7 +72,7 @@ def _compare(metric: str, runs: dict[str, Callable[[], Any]], timed: int, scale:
 def loss(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, vocab: int, hidden: int, timed: int
 ) -> Result:
-    """Head and cross entropy, forward and backward: time, and peak memory over what was there before."""
+    """Head and cross entropy, forward and backward: time, and peak memory above that of before."""
     import torch
     import torch.nn.functional as F
 
@@ -105,7 +105,7 @@ def loss(
     runs: dict[str, Callable[[], Any]] = {"fused": fused, "unfused": unfused}
     result = _compare("head and loss", runs, timed)
     for name, run in runs.items():
-        ctypes.CDLL(None).malloc_trim(0)  # memory that the C library kept from before would hide what is needed
+        ctypes.CDLL(None).malloc_trim(0)  # memory that the C library has kept would hide the peak
         memory = PeakMemory()
         with memory.watched():
             run()
@@ -143,9 +143,9 @@ def adamw(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: int) -> 
 def blocking(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, vocab: int, timed: int
 ) -> Result:
-    """What ``no_repeat_ngram_size=3`` adds to a step of generation, in place and as transformers does it.
+    """The time that ``no_repeat_ngram_size=3`` adds to a step of generation, in place and as transformers does it.
 
-    In a row, as kernels are measured, and ``cold``: each call after the other one has used the processor's caches.
+    Measured in repeated calls, and ``cold``: fused and unfused calls alternate and evict each other's caches.
     """
     import torch
     from transformers import NoRepeatNGramLogitsProcessor
@@ -191,7 +191,7 @@ def generation(
     timed: int,
     dtype: str = "float32",
 ) -> Result:
-    """Greedy generation by a small model, n-grams blocked."""
+    """Greedy generation by a small model with n-gram blocking."""
     model = _family(family, peer.processes, length < 16, dtype).eval()
     ids = tokens(model, batch, length)
     options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
@@ -218,6 +218,6 @@ def decoding(
         prepare()
         model.generate(input_ids=ids, **options)
 
-    model.fuse()  # compiles and times products, once in a process
+    model.fuse()  # compiles and times the products, once per process
     runs = {"fused": lambda: run(model.fuse), "unfused": lambda: run(model.unfuse)}
     return _compare("generation of a text", runs, timed)

@@ -1,6 +1,6 @@
-"""Figures of a GPU: ``python -m benchmarks.gpu`` measures in a few minutes and appends to ``benchmarks/results.csv``.
+"""Benchmarks on one GPU: ``python -m benchmarks.gpu`` takes a few minutes and appends to ``benchmarks/results.csv``.
 
-Kernels are shown as a share of the bandwidth of a copy, the head and loss, a training step and decoding as times.
+Kernels are reported as a share of the bandwidth of a copy; head and loss, training steps and decoding as times.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.__main__ import _append, _stamp
-from benchmarks.table import RESULTS, number
+from benchmarks.records import RESULTS, append, number, stamp
 
-RowParallel = tuple[str, str, str, str, float]
+Measurement = tuple[str, str, str, str, float]
 """Case, peer, metric, unit and value."""
 
 
 def milliseconds(run: Callable[[], Any], timed: int = 20) -> float:
-    """The median time of a call on the device, after three to warm up."""
+    """The median time of a call on the device, after three warm-up calls."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -40,8 +39,8 @@ def milliseconds(run: Callable[[], Any], timed: int = 20) -> float:
     return statistics.median(times)
 
 
-def kernels() -> Iterator[RowParallel]:
-    """Bytes moved per second, as a share of what a copy moves; tensors of hundreds of megabytes, past the caches."""
+def kernels() -> Iterator[Measurement]:
+    """Bandwidth of each kernel as a share of a copy's, on tensors too large for the caches."""
     from oslo_kernels import dropout, gelu, norm, rotary, softmax, swiglu
 
     source = torch.empty(1 << 28, dtype=torch.bfloat16, device="cuda")
@@ -76,8 +75,8 @@ def kernels() -> Iterator[RowParallel]:
         yield f"gpu-{name}", "oslo_models", "share of a copy's bandwidth", "", size / milliseconds(run) / copied
 
 
-def epilogues() -> Iterator[RowParallel]:
-    """A linear layer and its GeLU by tanh without gradients: in the pass of the product, and after it."""
+def epilogues() -> Iterator[Measurement]:
+    """A linear layer and its tanh GeLU without gradients: GeLU in the epilogue of the product, and after it."""
     from transformers.pytorch_utils import Conv1D
 
     from oslo_models.fusion.modules import _gelu_of_linear
@@ -90,7 +89,7 @@ def epilogues() -> Iterator[RowParallel]:
         yield "gpu-linear-gelu", "torch", "MLP", "ms", milliseconds(lambda: F.gelu(layer(x), approximate="tanh"))
 
 
-def losses() -> Iterator[RowParallel]:
+def losses() -> Iterator[Measurement]:
     """Head and cross entropy of GPT-2's vocabulary, forward and backward, with peak memory."""
     from oslo_models.distributed.mesh import Axis
     from oslo_models.fusion.linear_cross_entropy import VocabShard, linear_cross_entropy
@@ -110,7 +109,7 @@ def losses() -> Iterator[RowParallel]:
 
         peers["liger"] = lambda: liger(x, w, target)
     except ImportError:
-        print("liger is left out: not installed")
+        print("liger is skipped: not installed")
     for name, run in peers.items():
 
         def step(run: Callable[[], Tensor] = run) -> None:
@@ -126,8 +125,8 @@ def losses() -> Iterator[RowParallel]:
         yield "gpu-loss", name, "peak memory", "MB", peak / 1e6
 
 
-def models() -> Iterator[RowParallel]:
-    """What follows, of GPT-2 and of a Llama of a billion parameters."""
+def models() -> Iterator[Measurement]:
+    """`training` and `decoding` of GPT-2 and of a Llama with a billion parameters."""
     from transformers import GPT2Config, LlamaConfig
 
     from oslo_models import GPT2LMHeadModel, LlamaForCausalLM
@@ -146,7 +145,7 @@ def models() -> Iterator[RowParallel]:
         torch.cuda.empty_cache()
 
 
-def training(case: str, model: Any, ids: Tensor) -> Iterator[RowParallel]:
+def training(case: str, model: Any, ids: Tensor) -> Iterator[Measurement]:
     """Forward and backward in bfloat16."""
 
     def step(run: Any) -> None:
@@ -160,15 +159,15 @@ def training(case: str, model: Any, ids: Tensor) -> Iterator[RowParallel]:
         yield case, peer, "forward and backward", "ms", milliseconds(lambda run=run: step(run), 5)
 
 
-def training_by_liger(case: str, config: Any, ids: Tensor) -> Iterator[RowParallel]:
-    """`training` of transformers' model with Liger's kernels; last, since they stay in transformers' modules."""
+def training_by_liger(case: str, config: Any, ids: Tensor) -> Iterator[Measurement]:
+    """`training` of transformers' model with Liger's kernels; last, since it patches transformers' modules for good."""
     from transformers import AutoModelForCausalLM
 
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance as patch
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
     except ImportError:
-        print(f"{case}: liger is left out: not installed")
+        print(f"{case}: liger is skipped: not installed")
         return
     if config.model_type not in KNOWN:
         return
@@ -182,8 +181,8 @@ def training_by_liger(case: str, config: Any, ids: Tensor) -> Iterator[RowParall
     yield case, "liger", "forward and backward", "ms", milliseconds(step, 5)
 
 
-def decoding(case: str, model: Any, ids: Tensor) -> Iterator[RowParallel]:
-    """Greedy generation: transformers' default, ours (static cache and CUDA graphs), and its own of that."""
+def decoding(case: str, model: Any, ids: Tensor) -> Iterator[Measurement]:
+    """Greedy generation: transformers' default, ours (static cache and CUDA graphs), transformers' static cache."""
     options = {"min_new_tokens": 128, "max_new_tokens": 128, "do_sample": False, "pad_token_id": 0}
     static = {"cache_implementation": "static"}
     for peer, more in (("unfused", {}), ("oslo_models", {}), ("unfused, static cache", static)):
@@ -198,22 +197,22 @@ def decoding(case: str, model: Any, ids: Tensor) -> Iterator[RowParallel]:
 
 
 def main() -> int:
-    """Measure all, or say that there is no GPU."""
+    """Measure everything; the exit code is 1 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--out", metavar="FILE", type=Path, default=RESULTS, help="where rows are appended")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: nothing measured", file=sys.stderr)
         return 1
-    stamp = {**_stamp(), "machine": torch.cuda.get_device_name()}
+    header = {**stamp(), "machine": torch.cuda.get_device_name()}
     for part in (kernels, epilogues, losses, models):
         rows = []
         for case, peer, metric, unit, value in part():
             shown = number(value)
             print(f"{case:28}{peer:20}{metric:30}{shown:>8} {unit}", flush=True)
             row = {"case": case, "peer": peer, "processes x threads": "1 GPU", "metric": metric, "unit": unit}
-            rows.append({**stamp, **row, "value": shown, "min": shown, "max": shown, "repeats": 1})
-        _append(args.out, rows)
+            rows.append({**header, **row, "value": shown, "min": shown, "max": shown, "repeats": 1})
+        append(args.out, rows)
     return 0
 
 

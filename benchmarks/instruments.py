@@ -1,4 +1,4 @@
-"""Instruments for one process: its peak memory (Linux), and the collectives that it takes part in."""
+"""Instruments for one process: its peak memory (Linux only) and the collectives that it takes part in."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory:
-    """Peaks of this process in MB (10^6 bytes), over what it held when this object was made.
+    """Peaks of this process in MB (10^6 bytes), above its memory when this object was made.
 
-    ``peak memory`` is the growth of VmHWM: all pages, those of mapped files included, which the system may drop again.
-    ``peak anonymous memory`` is that of RssAnon, sampled every 2 ms: what stays until the process frees it.
+    ``peak memory`` is the growth of VmHWM: all pages, including those of mapped files, which the system may reclaim.
+    ``peak anonymous memory`` is that of RssAnon, sampled every 2 ms: pages that only the process itself can free.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class PeakMemory:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Measure the peaks of a block."""
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew from VmRSS
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to VmRSS
         peak, done = _status("RssAnon"), threading.Event()
 
         def sample() -> None:
@@ -60,13 +60,13 @@ def _status(name: str) -> float:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives while it is entered, those of DTensor, functional ones and ours included.
+    """Counts collectives while it is entered: DTensor's, functional ones and ours.
 
-    Ours do not go through shared memory meanwhile, where torch would not see them.
+    Ours do not use shared memory meanwhile, where torch could not see them.
 
     Attributes:
-        all_reduces, others: how many there were.
-        megabytes: what this rank put into them.
+        all_reduces, others: the numbers of collectives.
+        megabytes: the size of this rank's inputs to them.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it becomes operations on plain tensors, which come here again
+            return NotImplemented  # decomposed into operations on plain tensors, which are dispatched here again
         name = func.__name__.split(".")[0].strip("_")
         ours = func.namespace == "oslo" and name in ("all_reduce", "all_gather")
         if ours or ("c10d" in func.namespace and name not in ("wait_tensor", "wrap_tensor_autograd")):
@@ -99,5 +99,5 @@ class Collectives(TorchDispatchMode):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """This rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Starts the processes of one peer for one measurement, and hears what they found."""
+"""Starts the processes of one peer for one measurement and collects their results."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.cases import CASES, Case
-from benchmarks.measure import UNITS, Result
-from benchmarks.peers import PEERS, Peer
+from benchmarks.definitions import UNITS, Peer, Result
+from benchmarks.peers import PEERS
+from benchmarks.records import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 1800.0
-"""Seconds after which a measurement is given up."""
+"""Seconds after which a measurement counts as failed."""
 COMMON = {
-    "CUDA_VISIBLE_DEVICES": "",  # all of this is about CPUs
+    "CUDA_VISIBLE_DEVICES": "",  # CPUs only
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),  # DeepSpeed looks for ninja
@@ -29,11 +29,11 @@ COMMON = {
 
 
 class MeasurementError(Exception):
-    """A process of a peer failed, or peers computed different things."""
+    """A process of a peer failed, or peers computed different results."""
 
 
 def launch(case: Case, peer: Peer, folder: Path, smoke: bool) -> Result:
-    """Measure once, in fresh processes; of what the ranks found, the worst counts.
+    """Measure once, in fresh processes. Of the ranks' values, the worst one counts.
 
     Raises:
         MeasurementError: a process failed or took too long.
@@ -45,7 +45,7 @@ def launch(case: Case, peer: Peer, folder: Path, smoke: bool) -> Result:
     if peer.processes > 1:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
         environment |= {"WORLD_SIZE": str(peer.processes), "LOCAL_WORLD_SIZE": str(peer.processes)}
-        # the store runs already
+        # the store above is running already
         environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     with tempfile.TemporaryDirectory() as results:
         command = [sys.executable, "-m", "benchmarks.launch", case.name, peer.name, str(folder), results]
@@ -68,7 +68,7 @@ def launch(case: Case, peer: Peer, folder: Path, smoke: bool) -> Result:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all have finished or one has failed, end the others, and return the rank that failed."""
+    """Wait until all have finished or one has failed; kill the others; return the rank that failed, if any."""
     deadline = time.monotonic() + LIMIT
     try:
         while None in (codes := [process.poll() for process in processes]) and not any(codes):

@@ -1,65 +1,22 @@
-"""What is measured: one function per kind of case, called in every process of a peer."""
+"""The runners of cases about models: functions that are called in every process of a peer."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import Peer
+from benchmarks.definitions import UNITS, Peer, Result
 
-# torch is imported by the processes that measure, not where the registry is only read.
-
-UNITS = {
-    "generation": "tokens/s",
-    "training step": "s",
-    "training": "tokens/s",
-    "peak memory": "MB",
-    "peak anonymous memory": "MB",
-    "all-reduces a block, forward": "calls",
-    "all-reduces a block, backward": "calls",
-    "other collectives a block": "calls",
-    "payload a block": "MB",
-    "payload outside of blocks": "MB",
-    "all-reduce": "us",
-    "preprocessing": "tokens/s",
-    "building": "s",
-    "random access": "samples/s",
-    "head and loss": "ms",
-    "MLP": "ms",
-    "optimizer step": "ms",
-    "n-gram blocking": "us",
-    "n-gram blocking, cold": "us",
-    "forward and backward": "ms",
-    "generation of a text": "ms",
-    "start": "s",
-    "call overhead": "ms",
-    "serving": "tokens/s",
-}
-
-
-@dataclass
-class Result:
-    """What one process found.
-
-    Attributes:
-        values: by metric, in the units of ``UNITS``.
-        check: what all peers have to agree on.
-        references: values to compare with that are computed and not measured, by name and metric.
-    """
-
-    values: dict[str, float]
-    check: list[float] = field(default_factory=list)
-    references: dict[str, dict[str, float]] = field(default_factory=dict)
+# torch is imported by the processes that measure, not by the one that only reads the registry.
 
 
 def generate(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, prompt: int, new: int, timed: int
 ) -> Result:
-    """Greedy generation, after one run to warm up; the median of ``timed`` runs."""
+    """Greedy generation: the median of ``timed`` runs after a warm-up run."""
     import torch
 
     model = peer.load(cls, checkpoint).eval()
@@ -77,9 +34,9 @@ def generate(
 def serve(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, clients: int, requests: int, prompt: int, new: int
 ) -> Result:
-    """Greedy answers to ``requests`` different prompts of each of some threads, beside the same prompts one by one.
+    """Greedy answers to ``requests`` prompts from each of ``clients`` threads, beside the same prompts one by one.
 
-    Every answer has to be that of transformers in one process, to which the same prompts are given one by one too.
+    Every answer has to be that of transformers in one process.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -96,7 +53,7 @@ def serve(
             mine = prompts[first::threads]
             return [model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options) for ids in mine]
 
-        ask(len(prompts) - 1)  # warms up
+        ask(len(prompts) - 1)  # warm-up
         start = time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
             answers = list(pool.map(ask, range(threads)))
@@ -109,14 +66,14 @@ def serve(
     for answers in (found, single):
         wrong = sum(not torch.equal(mine, theirs) for mine, theirs in zip(answers, right, strict=True))
         if wrong:
-            raise RuntimeError(f"{wrong} of {len(right)} answers are not those of one process")
+            raise RuntimeError(f"{wrong} of {len(right)} answers differ from those of one process")
     total = clients * requests * new
     references = {"one by one": {"serving": total / one_by_one}, "transformers": {"serving": total / alone}}
     return Result({"serving": total / at_once}, [], references)
 
 
 def _steps(step: Callable[[Any], Any], ids: Any, timed: int) -> tuple[list[float], list[float]]:
-    """The seconds that each of ``timed`` steps takes after one to warm up, and the losses, of that one too."""
+    """The seconds of each of ``timed`` steps after a warm-up step, and the losses of all, the warm-up step included."""
     seconds, losses = [], []
     for _ in range(timed + 1):
         start = time.perf_counter()
@@ -126,7 +83,7 @@ def _steps(step: Callable[[Any], Any], ids: Any, timed: int) -> tuple[list[float
 
 
 def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int) -> Result:
-    """Forward, backward and AdamW, after one step to warm up; the median of ``timed`` steps."""
+    """Forward, backward and AdamW: the median of ``timed`` steps after a warm-up step."""
     model, step = peer.trainer(peer.load, cls, checkpoint)
     ids = tokens(model, batch, length)
     seconds, losses = _steps(step, ids, timed)
@@ -136,9 +93,9 @@ def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, len
 def train_in_stages(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int
 ) -> Result:
-    """As `train`, with a micro-batch for each row where there are stages; and the peak memory of one more step.
+    """As `train`, with one micro-batch per row where there are stages, and the peak memory of one more step.
 
-    The memory is that over a process that has trained a tiny model before: weights, gradients, AdamW and activations.
+    Memory counts from a process that has trained a tiny model: weights, gradients, AdamW's state and activations.
     """
     from benchmarks.instruments import PeakMemory
 
@@ -156,7 +113,7 @@ def train_in_stages(
 
 
 def load_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
-    """Peak memory of loading, weights touched, over that of a process that has loaded a tiny model before."""
+    """Peak memory of loading a model and reading all weights, above that of a process that has loaded a tiny one."""
     from benchmarks.instruments import PeakMemory, local
 
     peer.load(cls, tiny)
@@ -169,7 +126,7 @@ def load_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
 
 
 def merge_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
-    """Peak memory while one merged checkpoint is saved, the model's own included."""
+    """Peak memory while one merged checkpoint is saved, that of the model included."""
     from safetensors import safe_open
 
     from benchmarks.instruments import PeakMemory, local
@@ -181,7 +138,7 @@ def merge_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
     shard = 0
     for param in model.parameters():
         part = local(param)
-        part.data = part.data.clone()  # memory of its own, if it was pages of the checkpoint's file
+        part.data = part.data.clone()  # a copy, since it may be a mapping of the checkpoint's file
         shard += part.nbytes
     with memory.watched():
         peer.save(model, merged)
@@ -192,7 +149,7 @@ def merge_memory(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
 
 
 def collectives(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int) -> Result:
-    """Collectives of a training step, counted with one and with two blocks: the difference is what a block costs.
+    """Collectives of a training step with one and with two blocks: the difference is the cost of a block.
 
     Megatron-LM's figures are those of Shoeybi et al., 2019: two all-reduces of the hidden states each way.
     """
@@ -216,7 +173,7 @@ def collectives(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: in
 
 
 def all_reduce(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, kilobytes: int, timed: int) -> Result:
-    """The median of ``timed`` sums of a float32 tensor, ours and gloo's one after the other."""
+    """The median time of ``timed`` all-reduces of a float32 tensor: gloo's, then ours."""
     import torch
     import torch.distributed as dist
 
@@ -227,7 +184,7 @@ def all_reduce(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, kilobytes:
 
     def median(reduce: Callable[[], Any]) -> float:
         seconds = []
-        for _ in range(timed + 10):  # the first ones warm up
+        for _ in range(timed + 10):  # the first ten are warm-up
             start = time.perf_counter()
             reduce()
             seconds.append(time.perf_counter() - start)

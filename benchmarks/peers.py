@@ -1,14 +1,12 @@
-"""Whom we are compared with: how each peer loads a checkpoint and makes a training step."""
+"""The peers: how each one loads a checkpoint and makes a training step."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-Step = Callable[[Any], Any]
+from benchmarks.definitions import Peer, Step, adamw_trainer
 
 
 def _alone(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
@@ -60,35 +58,20 @@ def _autotp(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return deepspeed.init_inference(_alone(cls, checkpoint, **kwargs), **split)
 
 
-def _way(name: str) -> Callable[..., Any]:
-    """A way to preprocess texts, with two processes."""
+def _preprocessed_by(name: str) -> Callable[..., float]:
+    """Preprocesses texts by this function of `preprocessing`, whose packages are imported when it runs."""
 
-    def run(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
-        from benchmarks import data
+    def load(cls: str, checkpoint: Path, **kwargs: Any) -> float:
+        from benchmarks import preprocessing
 
-        return getattr(data, name)(**kwargs)
+        seconds: float = getattr(preprocessing, name)(**kwargs)
+        return seconds
 
-    return run
-
-
-def _adamw(load: Callable[..., Any], cls: str, checkpoint: Path, fused: bool = False) -> tuple[Any, Step]:
-    import torch
-
-    model = load(cls, checkpoint).train()
-    optimizer = model.fused_adamw(lr=1e-4) if fused else torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step(ids: Any) -> Any:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return model, step
+    return load
 
 
 def _fused_adamw(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
-    return _adamw(load, cls, checkpoint, fused=True)
+    return adamw_trainer(load, cls, checkpoint, fused=True)
 
 
 def _micro_batches(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
@@ -131,40 +114,10 @@ def _autotp_adamw(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple
     return model, step
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A way to run a model in parallel, or not.
-
-    Attributes:
-        load: ``load(cls, checkpoint, **kwargs)`` gives a model; of data, it preprocesses and gives the seconds.
-        trainer: ``trainer(load, cls, checkpoint)`` gives a model and what makes one AdamW step from token ids.
-        needs: packages without which it is left out.
-    """
-
-    name: str
-    processes: int
-    threads: int
-    load: Callable[..., Any]
-    trainer: Callable[..., tuple[Any, Step]] = _adamw
-    needs: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def missing(self) -> list[str]:
-        """The packages that it needs and that are not installed."""
-        return [package for package in self.needs if importlib.util.find_spec(package) is None]
-
-    def save(self, model: Any, directory: Path) -> None:
-        """Save as a checkpoint that transformers loads."""
-        if hasattr(model, "save_pretrained_with_parallel"):
-            model.save_pretrained_with_parallel(directory, save_with_merging=True)
-        else:
-            model.save_pretrained(directory)
-
-
 PEERS = {
     peer.name: peer
     for peer in (
-        # two threads that spin while they wait steal from each other when anything else runs
+        # PASSIVE: two threads that spin while they wait would slow each other down when anything else runs
         Peer("transformers", 1, 2, _alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("transformers-tp2", 2, 1, _native, needs=("accelerate",)),
         Peer("oslo_models", 1, 2, _ours_alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
@@ -173,10 +126,17 @@ PEERS = {
         Peer("oslo_models-deploy", 1, 2, _deployed, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("torch-1f1b", 2, 1, _alone, _schedule_of_torch),
         Peer("oslo_models-pp2", 2, 1, _our_stages, _micro_batches),
-        Peer("oslo_models-data", 1, 2, _way("ours")),
-        Peer("megatron-loop", 1, 2, _way("megatron_loop")),
-        Peer("datasets-map", 1, 2, _way("datasets_map"), needs=("datasets",), environment={"HF_DATASETS_OFFLINE": "1"}),
-        # its all-reduce in shared memory is set up only when LOCAL_SIZE is there; without, it crashes
+        Peer("oslo_models-data", 1, 2, _preprocessed_by("ours")),
+        Peer("megatron-loop", 1, 2, _preprocessed_by("megatron_loop")),
+        Peer(
+            "datasets-map",
+            1,
+            2,
+            _preprocessed_by("datasets_map"),
+            needs=("datasets",),
+            environment={"HF_DATASETS_OFFLINE": "1"},
+        ),
+        # DeepSpeed crashes without its shared-memory all-reduce, which needs LOCAL_SIZE
         Peer("deepspeed-autotp", 2, 1, _autotp, _autotp_adamw, ("deepspeed", "ninja"), {"LOCAL_SIZE": "2"}),
     )
 }

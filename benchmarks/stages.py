@@ -1,4 +1,4 @@
-"""A peer for pipeline parallelism: stages cut by hand from transformers' blocks, under torch's own `Schedule1F1B`."""
+"""A peer for pipeline parallelism: stages made by hand of transformers' blocks, run by torch's `Schedule1F1B`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oslo_models.pipeline.partition import partition
 
 
 class Stage(nn.Module):
-    """One stage of a causal language model, divided as ours: by parameters, those of the head included."""
+    """One stage of a causal language model, partitioned as ours: by parameters, those of the head included."""
 
     def __init__(self, model: Any, index: int, count: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Stage(nn.Module):
         self.head = model.lm_head if last else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """From token ids, or from hidden states, to hidden states, or to logits."""
+        """Token ids (first stage) or hidden states to hidden states or logits (last stage)."""
         position = torch.arange(x.shape[1]).unsqueeze(0)
         if self.tokens is not None:
             x = self.tokens(x)
@@ -47,12 +47,12 @@ class Stage(nn.Module):
 
 
 def shifted_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """The loss that transformers computes of labels that all count."""
+    """transformers' loss without ignored labels."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def trainer(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Stage, Callable[[Tensor], Tensor]]:
-    """AdamW steps over micro-batches of one row."""
+    """The stage of this rank, and steps of AdamW over micro-batches of one row."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     index, count = dist.get_rank(), dist.get_world_size()

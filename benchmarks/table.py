@@ -1,4 +1,4 @@
-"""The tables of the README, made from ``benchmarks/results.csv``."""
+"""The tables of the documentation, made from ``benchmarks/results.csv``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 from benchmarks.cases import CASES, OWN
-from benchmarks.measure import UNITS
+from benchmarks.definitions import UNITS
+from benchmarks.records import RESULTS, number
 
-FIELDS = (
-    *("date", "commit", "machine", "versions", "case", "peer", "processes x threads", "metric", "unit"),
-    *("value", "min", "max", "repeats", "ratio", "ratio to"),
-)
-RESULTS = Path(__file__).with_name("results.csv")
+ENOUGH_RUNS, FEW = 3, "\N{DAGGER}"
+"""Rows of fewer runs are marked."""
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
 TITLES = {  # by the runner of a case
     "generate": "tokens per second, more is better",
@@ -40,15 +38,11 @@ TITLES = {  # by the runner of a case
     "call_overhead": "deploy=True, less is better",
     "application_memory": "deploy=True, less is better",
 }
-RowParallel = dict[str, str]
+Row = dict[str, str]
+"""A row of the CSV, by field."""
 
 
-def number(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def latest(path: Path) -> list[RowParallel]:
+def latest(path: Path) -> list[Row]:
     """The rows of the last run of every case."""
     if not path.exists():
         return []
@@ -58,53 +52,64 @@ def latest(path: Path) -> list[RowParallel]:
     return [row for row in rows if row["date"] == last[row["case"]]]
 
 
-def tables(rows: list[RowParallel]) -> str:
-    """Markdown: a table for each kind of case, and where the figures come from."""
+def tables(rows: list[Row]) -> str:
+    """Markdown: a table for each kind of case, then how and where the figures were measured."""
     if not rows:
         return ""
     titled = [(TITLES[CASES[row["case"]].runner.__name__], row) for row in rows]
     kinds = {title: [row for own, row in titled if own == title] for title in TITLES.values()}
     parts = [_table(title, measured) for title, measured in kinds.items() if measured]
-    runs = min(int(row["repeats"]) for row in rows)
     where = sorted({f"{row['machine']}, {row['versions']}, commit {row['commit']}, {row['date'][:10]}" for row in rows})
     how = (
-        f"Median (minimum to maximum) of at least {runs} runs in fresh processes, the peers in turn; 2x1 is two "
-        "processes with one thread each; ratio: oslo_models to what is named, median of the runs. "
+        f"Median (minimum to maximum) of {ENOUGH_RUNS} or more runs in fresh processes, the peers in turn; rows with "
+        f"{FEW} rest on fewer. 2x1 is two processes with one thread each. Ratio: the median of the last oslo_models "
+        "column to that of the best other column, which is named. "
     )
     return "\n\n".join([*parts, how + "Measured on: " + "; ".join(where) + "."])
 
 
-def _table(title: str, rows: list[RowParallel]) -> str:
+def _table(title: str, rows: list[Row]) -> str:
     peers = {row["peer"]: f"{row['peer']} {row['processes x threads']}".strip() for row in rows}
     order = sorted(peers, key=lambda peer: (peer in OWN, peer))
     lines = ["| " + " | ".join([title, *(peers[peer] for peer in order), "ratio"]) + " |"]
     lines.append("|---|" + "---:|" * (len(order) + 1))
+    several = len({row["metric"] for row in rows}) > 1
     for case, metric in sorted({(row["case"], row["metric"]): None for row in rows}, key=_position):
         cells = {row["peer"]: row for row in rows if (row["case"], row["metric"]) == (case, metric)}
-        several = len({row["metric"] for row in rows}) > 1
-        ours = next((cells[peer] for peer in OWN if peer in cells), {})
-        ratio = f"{ours['ratio']} x {ours['ratio to']}" if ours.get("ratio") else ""
         label = CASES[case].what + (f": {metric} ({UNITS[metric]})" if several else "")
-        lines.append("| " + " | ".join([label, *(_cell(cells.get(peer)) for peer in order), ratio]) + " |")
+        if min(int(row["repeats"]) for row in cells.values()) < ENOUGH_RUNS:
+            label += f" {FEW}"
+        lines.append("| " + " | ".join([label, *(_cell(cells.get(peer)) for peer in order), _ratio(cells)]) + " |")
     return "\n".join(lines)
+
+
+def _ratio(cells: dict[str, Row]) -> str:
+    """Our median to that of the best other peer of a row, by name; the best is the one that is hardest to beat."""
+    ours = next((cells[peer] for peer in OWN if peer in cells), None)
+    others = {peer: float(row["value"]) for peer, row in cells.items() if peer not in OWN}
+    if ours is None or not others:
+        return ""
+    best = max if ours["unit"].endswith("s/s") else min
+    name = best(others, key=others.__getitem__)
+    return f"{number(float(ours['value']) / others[name])} x {name}" if others[name] else ""
 
 
 def _position(row: tuple[str, str]) -> tuple[int, int]:
     return list(CASES).index(row[0]), list(UNITS).index(row[1])
 
 
-def _cell(row: RowParallel | None) -> str:
+def _cell(row: Row | None) -> str:
     if row is None:
         return ""
     return row["value"] if row["min"] == row["max"] else f"{row['value']} ({row['min']} to {row['max']})"
 
 
 def main() -> int:
-    """Print the tables, write them between the markers of a file, or check that they stand there."""
+    """Print the tables, write them between the markers of a file, or check that they are there."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__)
-    parser.add_argument("--results", metavar="FILE", type=Path, default=RESULTS, help="what the benchmarks wrote")
-    parser.add_argument("--write", metavar="README", type=Path, help="replace what stands between its markers")
-    parser.add_argument("--check", metavar="README", type=Path, help="fail unless this stands between its markers")
+    parser.add_argument("--results", metavar="FILE", type=Path, default=RESULTS, help="the CSV of the benchmarks")
+    parser.add_argument("--write", metavar="PAGE", type=Path, help="replace the text between its markers")
+    parser.add_argument("--check", metavar="PAGE", type=Path, help="fail unless they are there")
     args = parser.parse_args()
     text, path = tables(latest(args.results)), args.write or args.check
     if path is None:

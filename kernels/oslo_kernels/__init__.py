@@ -1,1 +1,1 @@
-"""Fused operations: one file each, with a plain-torch reference. Knows nothing of ranks or models."""
+"""Fused operations, one per file, each with a reference in plain torch. They know nothing of ranks or models."""

@@ -1,9 +1,9 @@
-"""In which order samples of several datasets come, so that at every moment each has had its share.
+"""Interleaves the samples of several datasets so that every prefix contains each dataset's share.
 
-The method is that of Pfair scheduling (Baruah et al., 1996) on one processor: sample ``j`` of a dataset with share
-``s`` of ``total`` may come from place ``floor(j * total / s)`` on and has to come before ``ceil((j + 1) * total / s)``;
-of those that may, the one that has to come first does. Then a dataset has had, after ``k`` places, ``k * s / total``
-samples, rounded up or down.
+The method is Pfair scheduling (Baruah et al., 1996) on one processor. Sample ``j`` of a dataset with share ``s`` of
+``total`` is released at position ``floor(j * total / s)`` and has its deadline at ``ceil((j + 1) * total / s)``; each
+position takes the released sample with the earliest deadline. The first ``k`` positions then hold ``k * s / total``
+samples of that dataset, rounded up or down.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from oslo_kernels.build import BuildError, load
 
 
 def blend(shares: NDArray[np.int64], size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Distribute places among datasets; compiled where there is a compiler, in Python (25 times as slow) elsewhere.
+    """Assign positions to datasets; compiled where there is a compiler, in Python (25 times as slow) elsewhere.
 
     Args:
-        shares: [datasets] of each, not negative; their sum is below 2**63.
-        size: the places, at most 2**32.
+        shares: ``[datasets]``, the share of each, not negative; their sum is below 2**63.
+        size: the number of positions, at most 2**32.
 
     Returns:
-        For each place, [size]: the dataset, and how many of its samples came before.
+        Two arrays ``[size]``: for each position the dataset, and the index of the sample in it.
     """
     total = sum(map(int, shares))
     assert total < 2**63 and size <= 2**32 and (shares >= 0).all() and (total > 0 or size == 0)
@@ -42,7 +42,7 @@ def blend(shares: NDArray[np.int64], size: int) -> tuple[NDArray[np.uint32], NDA
 
 
 def _reference(shares: list[int], total: int, dataset: NDArray[np.uint32], sample: NDArray[np.uint32]) -> None:
-    """The same in Python."""
+    """`blend` in Python."""
     size = len(dataset)
     opening: dict[int, list[int]] = {0: [i for i, share in enumerate(shares) if share]}
     done, open_ = [0] * len(shares), list[tuple[int, int]]()

@@ -1,6 +1,7 @@
-"""Compiles a source of ``csrc/`` for CPU or GPU on first use and loads it; it is kept in the user's cache folder.
+"""Compiles a source of ``csrc/`` for CPU or GPU on first use, caches it in the user's cache folder, and loads it.
 
-For GPUs it may have been compiled when the package was installed. This file needs Python's own library only.
+For GPUs it may have been compiled when the package was installed. setup.py runs this file too, so it imports only
+Python's standard library.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
 _CUDA_FLAGS = (
     *("-x", "cu", "-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-shared", "-cudart", "static"),
-    # machine code for Ampere and Hopper, and what later ones compile from
+    # machine code for Ampere and Hopper, and PTX, which the driver compiles for later GPUs
     *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"),
 )
 
 
 class BuildError(RuntimeError):
-    """There is no compiler, or it failed; says what to do about it."""
+    """There is no compiler, or compiling failed; the message says what to do about it."""
 
 
 @cache
 def load(source: str, cuda: bool = False) -> ctypes.CDLL:
-    """The shared library of ``csrc/<source>``; compiled (some seconds) unless this machine has done so before.
+    """Load the shared library of ``csrc/<source>``, compiling it first (some seconds) unless it is cached.
 
-    The compiler is ``$CXX``, ``c++``, ``g++`` or ``clang++``, whichever is found first; for GPUs it is ``nvcc``. Any
-    number of processes may do this at once.
+    The compiler is ``$CXX``, ``c++``, ``g++`` or ``clang++``, whichever is found first; for GPUs it is ``nvcc``. Safe
+    to call in several processes at once.
 
     Args:
         cuda: compile for GPUs.
 
     Raises:
-        BuildError: it could not be compiled.
+        BuildError: there is no compiler, or it failed.
     """
     path = SOURCES / source
     if cuda and (installed := SOURCES / _installed_name(path)).exists():
@@ -59,7 +60,7 @@ def load(source: str, cuda: bool = False) -> ctypes.CDLL:
 
 
 def install_cuda(source: str, folder: Path) -> None:
-    """Compile ``csrc/<source>`` for GPUs into ``folder``, where `load` looks first if that is its own.
+    """Compile ``csrc/<source>`` for GPUs into ``folder``; `load` prefers what it finds in ``csrc`` itself.
 
     Raises:
         BuildError: there is no ``nvcc``, or it failed.
@@ -71,7 +72,7 @@ def install_cuda(source: str, folder: Path) -> None:
 
 
 def _installed_name(path: Path) -> str:
-    """Of what is compiled for GPUs: the same whichever machine compiles, another when source or flags change."""
+    """The file name of a library for GPUs, which changes with source, flags and processor architecture."""
     key = hashlib.sha256("\0".join((path.read_text(), platform.machine(), *_CUDA_FLAGS)).encode()).hexdigest()[:16]
     return f"{path.stem}-cuda-{key}.so"
 
@@ -79,7 +80,9 @@ def _installed_name(path: Path) -> str:
 def _compile(command: list[str], source: Path, library: Path) -> None:
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:  # renamed from there: it is whole or absent
+        with tempfile.TemporaryDirectory(
+            dir=library.parent
+        ) as folder:  # then renamed, so that the library is complete or absent
             built = Path(folder, library.name)
             done = subprocess.run([*command, str(source), "-o", str(built)], capture_output=True, text=True)
             if done.returncode != 0:
@@ -94,7 +97,7 @@ def _cache() -> Path:
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on: a home folder may be shared by machines of different kinds."""
+    """What ``-march=native`` depends on, since machines with other processors may share the home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,7 @@
-"""The two passes over logits of which a chunked linear cross entropy consists: what a row sums to, and its gradient.
+"""The two passes over the logits of a chunked linear cross entropy: the statistics of each row, then its gradient.
 
-Between them the caller combines rows that several processes hold in parts. Kernels accumulate in float32.
+Between them the caller combines the statistics of rows that are sharded over several processes. Kernels accumulate in
+float32. Shapes: N rows, R rows of a part, v tokens of the vocabulary on this rank.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from torch import Tensor
 from oslo_kernels.language import jit, launch, power_of_two, tl, wide
 
 PART = 1 << 20
-"""Logits that the CPU takes at once: what they become stays in its last cache, and threads have enough to do with them
-not to be woken in vain."""
+"""Logits that a CPU computes with at a time: few enough for its last-level cache, enough to keep all threads busy."""
 
 
 @torch.library.custom_op("oslo::row_statistics", mutates_args=())
 def row_statistics(logits_Nv: Tensor) -> Tensor:
-    """``[3, N]``: for each row the maximum, the sum of ``exp(logit - maximum)``, and the sum."""
+    """``[3, N]``: for each row the maximum, the sum of ``exp(logit - maximum)``, and the sum of the logits."""
     parts = []
     for part_Rv in logits_Nv.split(_rows(logits_Nv)):
         part_Rv = part_Rv.to(wide(logits_Nv.dtype))
@@ -33,11 +33,11 @@ def softmax_minus_(logits_Nv: Tensor, log_total_N: Tensor, uniform: float) -> No
     """Replace logits by ``exp(logit - log_total) - uniform``, in place."""
     rows = _rows(logits_Nv)
     for part_Rv, log_total_R in zip(logits_Nv.split(rows), log_total_N.split(rows), strict=True):
-        made_Rv = part_Rv.to(log_total_N.dtype).sub_(log_total_R.unsqueeze(-1)).exp_()
+        grad_Rv = part_Rv.to(log_total_N.dtype).sub_(log_total_R.unsqueeze(-1)).exp_()
         if uniform:
-            made_Rv.sub_(uniform)
-        if made_Rv.dtype != logits_Nv.dtype:
-            part_Rv.copy_(made_Rv)
+            grad_Rv.sub_(uniform)
+        if grad_Rv.dtype != logits_Nv.dtype:  # otherwise the operations above worked in place
+            part_Rv.copy_(grad_Rv)
 
 
 def _rows(logits_Nv: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Bias, dropout and residual in one pass. The mask is not kept: the backward pass draws it again from its seed."""
+"""Bias, dropout and residual in one pass. The mask is not stored: the backward pass draws it again from its seed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from oslo_kernels.language import jit, launch, power_of_two, rows_of, tl, wide
 
 
 def new_seed(device: torch.device) -> int:
-    """A seed from torch's default generator of a device: equal where that is equal, and repeated when it is set back.
+    """A seed drawn from torch's default generator of a device, which decides it and advances.
 
-    On GPUs it is made of what the generator would draw from, without waiting for the device.
+    On GPUs it is a hash of the generator's seed and offset, which takes no synchronisation with the device.
     """
     if device.type != "cuda":
         return int(torch.randint(1 << 62, ()))
@@ -25,13 +25,13 @@ def new_seed(device: torch.device) -> int:
 
 
 def keep_mask(x: Tensor, p: float, seed: int) -> Tensor:
-    """Which elements plain torch keeps; the kernel draws other ones."""
+    """The mask of kept elements in plain torch; the kernel draws a different one from the same seed."""
     generator = torch.Generator(x.device).manual_seed(seed)
     return torch.rand(x.shape, generator=generator, device=x.device) >= p
 
 
 def reference(x: Tensor, bias: Tensor | None, residual: Tensor, keep: Tensor, p: float) -> Tensor:
-    """``residual + dropout(x + bias)``, with a mask of what is kept."""
+    """``residual + dropout(x + bias)`` with the mask ``keep``."""
     h = x.to(wide(x.dtype))
     h = h if bias is None else h + bias
     return (residual + torch.where(keep, h / (1.0 - p), 0.0)).to(x.dtype)
@@ -43,15 +43,15 @@ def bias_dropout_residual(x: Tensor, bias: Tensor | None, residual: Tensor, p: f
 
     Args:
         x: ``[..., N]``, as ``residual``; ``bias`` is ``[N]``.
-        p: with which probability an element is dropped, below 1.
-        seed: what the mask is made from; see `new_seed`.
+        p: the probability that an element is dropped, below 1.
+        seed: determines the mask; see `new_seed`.
     """
     return reference(x, bias, residual, keep_mask(x, p, seed), p)
 
 
 @torch.library.custom_op("oslo::dropout_backward", mutates_args=())
 def dropout_backward(grad: Tensor, p: float, seed: int) -> Tensor:
-    """The gradient of ``x``; summed over the rows, that of the bias."""
+    """The gradient of ``x``; its sum over the rows is that of the bias."""
     return torch.where(keep_mask(grad, p, seed), grad / (1.0 - p), 0.0)
 
 

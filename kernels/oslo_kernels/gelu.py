@@ -1,4 +1,4 @@
-"""Bias and GeLU, exact or by tanh, in one pass; the backward pass sums the bias's gradient on its way."""
+"""Bias and GeLU (exact or the tanh form) in one pass; the backward pass sums the bias's gradient as well."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oslo_kernels.language import jit, launch, power_of_two, rows_of, strips, tl
 
 
 def reference(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """``gelu(x + bias)``, computed in float32 at least."""
+    """``gelu(x + bias)``, computed at least in float32."""
     summed = x.to(wide(x.dtype))
     return F.gelu(summed if bias is None else summed + bias, approximate=approximate).to(x.dtype)
 
@@ -24,14 +24,14 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
     Args:
         x: ``[..., N]``.
         bias: ``[N]``.
-        approximate: ``"none"`` or ``"tanh"``, as of ``F.gelu``.
+        approximate: ``"none"`` or ``"tanh"``, as for ``F.gelu``.
     """
     return reference(x, bias, approximate)
 
 
 @torch.library.custom_op("oslo::bias_gelu_backward", mutates_args=())
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
-    """The gradients of ``x`` and of the bias (empty without one)."""
+    """The gradients of ``x`` and of the bias (an empty tensor without one)."""
     summed = x.to(wide(x.dtype))
     summed = summed if bias is None else summed + bias
     grad_x = torch.ops.aten.gelu_backward(grad.to(summed.dtype), summed, approximate=approximate)

@@ -1,10 +1,10 @@
-"""Linear layers on a CPU: products of few rows of activations, which decoding makes, and products in half precision.
+"""Linear layers on a CPU: products with few rows of activations, as in decoding, and products in half precision.
 
-A product of few rows could take as long as its weights take to be read; BLAS, made for many rows, takes up to three
-times as long. And where a processor has no instructions for numbers of 16 bits, torch's products of these are up to
-twenty times as slow as those of float32. Compiled on first use; where there is no compiler, torch computes all of it.
+A product with few rows is limited by reading its weights, but BLAS, optimised for many rows, takes up to three times
+that long. Where the processor has no instructions for 16-bit floats, torch's products of these are up to twenty times
+slower than those of float32. The code is compiled on first use; without a compiler, torch computes everything.
 
-Which of the two is faster depends on the processor, the shape and the number of threads: `linear_timing` measures it.
+Which is faster depends on the processor, the shape and the number of threads: `linear_timing` measures it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from oslo_kernels.build import BuildError, load
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_ROWS, MOST_ROWS_IO, MOST_ROWS_HALF = 16, 8, 32
-"""Up to how many rows weights ``[out, in]`` and ``[in, out]`` of float32, and any of 16 bits, are multiplied here."""
+"""The most rows computed here for float32 weights ``[out, in]``, float32 weights ``[in, out]``, and 16-bit weights."""
 FEWEST_OUTPUTS = 8
-"""A product of fewer columns is torch's."""
+"""Products with fewer columns are left to torch."""
 WIDENED = 1 << 22
-"""How many weights of 16 bits are held in float32 at a time, for more rows than that."""
-OF_A_THREAD = 1 << 17
-"""With how many weights a thread is worth waking."""
+"""With more rows, 16-bit weights are converted to float32; this many at a time."""
+WEIGHTS_PER_THREAD = 1 << 17
+"""Fewer weights are not worth another thread."""
 _ARGUMENTS = struct.Struct("10q").pack
 
 
@@ -46,26 +46,26 @@ class FasterRows:
     threads: int
 
     def has(self, rows: int, dtype: torch.dtype) -> bool:
-        """Whether a product of so many rows is known to be faster here."""
+        """Whether a product of this number of rows was measured to be faster here."""
         return rows in self.rows and dtype is self.dtype and torch.get_num_threads() == self.threads
 
 
 def linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
-    """``F.linear``: ``[..., in]`` to ``[..., out]``. Without gradients, on a CPU, it may be computed here.
+    """``F.linear``: ``[..., in]`` to ``[..., out]``. On a CPU, without gradients, it may be computed here.
 
     Args:
-        faster: limits products of few rows to these; ``None``: all of them are computed here.
+        faster: the numbers of rows, if few, that are computed here; ``None``: all up to `most_rows`.
     """
     return _product(x, weight_oi, bias, F.linear, False, faster)
 
 
 def conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
-    """As `linear`, for transformers' ``Conv1D``, whose weight is ``[in, out]``."""
+    """`linear` for transformers' ``Conv1D``, whose weight is ``[in, out]``."""
     return _product(x, weight_io, bias, plain_conv1d, True, faster)
 
 
 def plain_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What transformers' ``Conv1D`` computes."""
+    """The product of transformers' ``Conv1D`` in plain torch."""
     if bias is None:
         return x @ weight_io
     return torch.addmm(bias, x.view(-1, x.shape[-1]), weight_io).view(*x.shape[:-1], weight_io.shape[1])
@@ -73,7 +73,7 @@ def plain_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Te
 
 @cache
 def why_not() -> str | None:
-    """Why everything is left to torch, if it is. Compiles, unless this machine has done so before."""
+    """Why all products are left to torch, if they are. Compiles the library unless it is cached."""
     try:
         _library()
     except (BuildError, OSError) as error:
@@ -82,7 +82,11 @@ def why_not() -> str | None:
 
 
 def why_torch(weight: Tensor, bias: Tensor | None, io: bool) -> str | None:
-    """Why torch computes all products of few rows with this weight, if it does; compiles as `why_not` does."""
+    """Why all products of few rows with this weight are left to torch, if they are; compiles as `why_not` does.
+
+    Args:
+        io: whether the weight is ``[in, out]``.
+    """
     dtype = weight.dtype
     if dtype not in _KINDS:
         return f"torch computes products of {dtype}"
@@ -96,7 +100,7 @@ def why_torch(weight: Tensor, bias: Tensor | None, io: bool) -> str | None:
 
 
 def most_rows(dtype: torch.dtype, io: bool) -> int:
-    """Up to how many rows a product may be computed here."""
+    """The most rows for which a product may be computed here."""
     return MOST_ROWS_HALF if dtype is not torch.float32 else MOST_ROWS_IO if io else MOST_ROWS
 
 
@@ -106,7 +110,7 @@ _Plain = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: bool, faster: FasterRows | None
 ) -> Tensor:
-    # A model that decodes comes here a hundred times a token: what is asked is asked in the cheapest way.
+    # Decoding calls this a hundred times per token, so the cheapest checks come first.
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not x.is_cpu or not _is_usual(x, weight, bias):
         return plain(x, weight, bias)
     inner, outer = weight.shape if io else weight.shape[::-1]
@@ -122,7 +126,7 @@ def _product(
 
 
 def _is_usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether these are plain, dense tensors of one type, and nobody asks for another one."""
+    """Whether these are plain, dense tensors of one dtype, which autocast does not change."""
     dtype = x.dtype
     if type(x) is not Tensor or dtype not in _KINDS or torch.is_autocast_enabled("cpu"):
         return False
@@ -138,14 +142,14 @@ def _fits(parameter: Tensor, dtype: torch.dtype) -> bool:
 def _of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, inner: int, outer: int, io: bool) -> Tensor:
     x, out = x.contiguous(), x.new_empty((*x.shape[:-1], outer))
     run, threaded = _library()
-    threads = min(torch.get_num_threads(), 1 + inner * outer // OF_A_THREAD) if threaded else 1
+    threads = min(torch.get_num_threads(), 1 + inner * outer // WEIGHTS_PER_THREAD) if threaded else 1
     pointers = x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
     run(_ARGUMENTS(*pointers, rows, inner, outer, _KINDS[x.dtype], io, threads))
     return out
 
 
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: bool) -> Tensor:
-    """The product in float32, of parts of the weights."""
+    """The product in float32, converting a part of the weights at a time."""
     dim = int(io)
     parts = weight.split(max(1, WIDENED // weight.shape[1 - dim]), dim)
     wide = x.float()
@@ -155,14 +159,14 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: 
 
 @cache
 def _is_native(dtype: torch.dtype) -> bool:
-    """Whether oneDNN, which torch hands products of 16 bits to, has instructions for them."""
+    """Whether the processor has 16-bit instructions for oneDNN, which computes torch's 16-bit products."""
     kind = "bf16" if dtype == torch.bfloat16 else "fp16"
     return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported")())
 
 
 @cache
 def _library() -> tuple[Callable[[bytes], None], bool]:
-    """The function, and whether it may be given several threads."""
+    """The compiled function, and whether it can use several threads."""
     library = load("linear.cpp")
     library.oslo_linear.argtypes, library.oslo_linear.restype = [ctypes.c_char_p], None
     return library.oslo_linear, bool(library.oslo_linear_threads())

@@ -1,4 +1,4 @@
-"""Times the products of `linear` against torch's, on the machine at hand and with the weights of a model."""
+"""Times the products of `linear` against torch's, on this machine and with the weights of a model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor
 from oslo_kernels import linear
 
 Timings = Mapping[int, tuple[float, float]]
-"""Seconds of a product here and in torch, by the number of rows."""
+"""Seconds of a product here and in torch, by number of rows."""
 
 FASTER = 1.05
-"""The `gain` above which a product counts as faster: less is noise."""
+"""The `gain` above which a product counts as faster; anything less is noise."""
 SAMPLED = (1, 2, 4, 8, 16, 32)
-"""The numbers of rows that are timed. Between two of them a product is faster if it is at both."""
+"""The numbers of rows that are timed. Between two of them a product counts as faster if it is faster at both."""
 FEWEST, ENOUGH, MOST, BUDGET = 3, 5, 15, 0.01
-"""Pairs of products for one number of rows: at least, enough if they agree, at most; and the seconds they may take."""
+"""Timed pairs per number of rows: at least, enough if all agree, at most; and the seconds that they may take."""
 WEIGHTS = 64 << 20
-"""Bytes of weights that are used in turn, so that they come from memory if the model's do."""
+"""Bytes of weights to cycle through, so that they are read from memory if the model exceeds the caches."""
 
 _Weights = Sequence[tuple[Tensor, Tensor | None]]
 _measured: dict[tuple[object, ...], Timings] = {}
@@ -35,24 +35,24 @@ def timings(layers: _Weights, io: bool) -> Timings:
     """Time products with weights and biases of one shape and dtype, once in a process for each number of threads.
 
     Args:
-        layers: for which `linear.why_torch` gives no reason.
+        layers: weights and biases for which `linear.why_torch` returns ``None``.
         io: whether the weights are ``[in, out]``, those of ``Conv1D``.
     """
     (weight, bias), threads = layers[0], torch.get_num_threads()
     key = (tuple(weight.shape), weight.dtype, bias is None, io, threads)
-    with _measuring, torch.no_grad():  # ranks may be threads of one process
+    with _measuring, torch.no_grad():  # locked, since ranks may be threads of one process
         if key not in _measured:
             _measured[key] = _time(layers[: 1 + WEIGHTS // weight.nbytes], io)
         return _measured[key]
 
 
 def gain(seconds: tuple[float, float]) -> float:
-    """How many times as long as ours torch's product takes."""
+    """Torch's time divided by ours."""
     return seconds[1] / seconds[0]
 
 
 def faster_rows(found: Timings, dtype: torch.dtype) -> linear.FasterRows:
-    """For which numbers of rows a product is faster here, by its timings."""
+    """The numbers of rows for which a product is faster here, by its timings."""
     wins = {rows: gain(pair) > FASTER for rows, pair in found.items()}
     rows = {sample for sample, won in wins.items() if won}
     for low, high in zip(wins, list(wins)[1:], strict=False):
@@ -65,10 +65,12 @@ def _time(layers: _Weights, io: bool) -> Timings:
     (weight, _), found = layers[0], {}
     ours, torchs = (linear.conv1d, linear.plain_conv1d) if io else (linear.linear, F.linear)
     for used, _ in layers:
-        used.sum()  # a weight that was loaded lazily comes from its file now, not while it is timed
+        used.sum()  # pages of a memory-mapped weight are loaded now, not while it is timed
     for rows in SAMPLED:
         if rows <= linear.most_rows(weight.dtype, io):
-            x = weight.new_full((1, rows, weight.shape[1 - io]), 0.5)  # no draw from the user's random stream
+            x = weight.new_full(
+                (1, rows, weight.shape[1 - io]), 0.5
+            )  # constant, so that the user's random state does not change
             found[rows] = _in_turn(partial(ours, x), partial(torchs, x), layers)
     return found
 
@@ -77,18 +79,18 @@ _Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def _in_turn(ours: _Product, torchs: _Product, layers: _Weights) -> tuple[float, float]:
-    """Seconds of both, timed in pairs until all of these agree on who is faster or the time is spent.
+    """Seconds of both, timed in pairs until all pairs agree on which is faster or the time budget is spent.
 
-    Each has other weights than the one before it, which may have left its own in the processor's caches. On a busy
-    machine single figures say little: of the medians and the minima, those count by which ours gains less. Threads that
-    wait for each other lose by the median there, and a lucky median is caught by the minimum. What one thread computes
-    is timed by that thread's own clock, which stops while others have its processor.
+    Consecutive products use different weights, since the caches may hold those of the previous one. Single timings are
+    unreliable on a busy machine, so of the medians and the minima the pair with the lower gain counts: the median shows
+    threads that wait for each other, the minimum corrects a lucky median. With one thread, the clock is that thread's
+    CPU time, which stops while another process has the core.
     """
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: tuple[list[float], list[float]] = ([], [])
     both, calls, end = (ours, torchs), 0, time.perf_counter() + BUDGET
     for product in both:
-        product(*layers[-1])  # starts threads, allocates
+        product(*layers[-1])  # warm-up: starts threads, allocates
     for pairs in range(1, MOST + 1):
         for which in (0, 1) if pairs % 2 else (1, 0):
             layer = layers[calls % len(layers)]

@@ -1,7 +1,8 @@
 """Bans tokens that would repeat an n-gram: sets their scores to minus infinity, in place.
 
-Compiled for CPU and GPU from one source: for GPUs when the package was installed, if ``nvcc`` was there; else on first
-use, where there is a compiler. Elsewhere in Triton, or plain torch.
+One source is compiled for CPU and GPU: for GPUs at installation if ``nvcc`` was available, otherwise on first use.
+Without a compiler, Triton or plain torch computes it. Shapes: R rows, S rows of the source, V tokens in the vocabulary,
+L length, W windows of n tokens.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ _MINUS_INFINITY = {
     torch.bfloat16: (2, 0xFF80),
     torch.float16: (2, 0xFC00),
 }
-"""The bytes of a score, and the bits of minus infinity."""
+"""The size of a score in bytes, and the bits of minus infinity."""
 _Integers = ctypes.c_uint64 * 15
 
 
 def block_repeats_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tensor | None = None) -> Tensor:
-    """Ban every token with which a row of ``ids`` would end in an n-gram that its source has. Returns ``scores``.
+    """Ban every token that would complete an n-gram which occurs in the row's source. Returns ``scores``.
 
     Args:
-        scores_RV: scores of the next token of each row, of any floating type; changed in place.
-        ids_RL: int64; what each row has so far. Shorter rows than ``size - 1`` ban nothing.
-        size: of an n-gram, at least 1.
-        source_SL: int64; where n-grams are looked for; row ``r`` of ``ids`` has row ``r // (R // S)`` of it. ``None``:
-            in ``ids`` themselves. Tokens of it that have no score are passed over.
+        scores_RV: the scores of each row's next token, of any floating dtype; changed in place.
+        ids_RL: int64; the tokens of each row so far. Rows shorter than ``size - 1`` ban nothing.
+        size: the length of an n-gram, at least 1.
+        source_SL: int64; the tokens whose n-grams must not recur: row ``r`` of ``ids`` uses its row ``r // (R // S)``.
+            ``None``: ``ids`` themselves. Tokens outside the vocabulary are ignored.
     """
     source_SL = ids_RL if source_SL is None else source_SL
     rows, length = ids_RL.shape
@@ -55,7 +56,7 @@ def block_repeats_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tens
 
 
 def reference_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tensor) -> None:
-    """`block_repeats_` in plain torch, without waiting for the device."""
+    """`block_repeats_` in plain torch, without synchronising with the device."""
     rows, vocab = scores_RV.shape
     source_RL = source_SL.repeat_interleave(rows // len(source_SL), 0)
     windows_RWn = source_RL.unfold(1, size, 1)
@@ -63,13 +64,13 @@ def reference_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tensor) 
     last_RW = windows_RWn[..., -1]
     hits_RW = (windows_RWn[..., :-1] == prefix_R1n).all(-1) & (last_RW >= 0) & (last_RW < vocab)
     banned_RV = torch.zeros((rows, vocab + 1), dtype=torch.bool, device=scores_RV.device)
-    banned_RV.scatter_(1, last_RW.masked_fill(~hits_RW, vocab), True)  # what bans nothing goes to a spare column
+    banned_RV.scatter_(1, last_RW.masked_fill(~hits_RW, vocab), True)  # windows that ban nothing go to a spare column
     scores_RV.masked_fill_(banned_RV[:, :vocab], float("-inf"))
 
 
 @cache
 def _compiled(device: str) -> Any:
-    """The function for a type of device, or nothing where it cannot be compiled."""
+    """The compiled function for a type of device; ``None`` if it cannot be compiled."""
     try:
         function = load("ngrams.cpp", cuda=device == "cuda").oslo_block_repeats
     except (BuildError, OSError):
@@ -88,7 +89,7 @@ def _compiled(device: str) -> Any:
 
 
 def _launches(launch_on: Any) -> bool:
-    """Whether driver and GPU take what was compiled, maybe on another machine; if not, Triton compiles for them."""
+    """Whether driver and GPU run the library, which may come from another machine; if not, Triton is used."""
     one = torch.zeros((1, 1), dtype=torch.long, device="cuda")
     try:
         launch_on(one.device, (*[one.data_ptr()] * 3, *[1] * 9, 8, 0))

@@ -1,4 +1,4 @@
-"""Residual and LayerNorm or root-mean-square norm in one pass: ``norm(x + residual)``, and the sum for what follows.
+"""Residual and LayerNorm or root-mean-square norm in one pass: ``norm(x + residual)`` and ``x + residual``.
 
 Sources: Ba et al., "Layer Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """
@@ -13,13 +13,13 @@ from torch import Tensor
 from oslo_kernels.language import jit, launch, power_of_two, rows_of, strips, tl, wide
 
 LONGEST = 1 << 13
-"""Rows of more elements than one program holds are left to plain torch."""
+"""Longer rows do not fit into one program and are left to plain torch."""
 
 
 def reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `add_norm` computes."""
+    """`add_norm` in plain torch."""
     summed = x if residual is None else x + residual
     h = summed.to(wide(x.dtype))
     mean = h.mean(-1, keepdim=True) if centered else h.new_zeros((*h.shape[:-1], 1))
@@ -41,8 +41,8 @@ def add_norm(
         centered: a LayerNorm; otherwise a root-mean-square norm.
 
     Returns:
-        The norm, the sum ``x + residual`` (empty without a residual), and of each row the mean (zero unless centered)
-        and the scale.
+        The norm; the sum ``x + residual`` (empty without a residual); the mean (zero unless centered) and the scale of
+        each row, ``[2, rows, 1]``.
     """
     return reference(x, residual, weight, bias, eps, centered)
 
@@ -51,11 +51,11 @@ def add_norm(
 def add_norm_backward(
     grad: Tensor, grad_sum: Tensor | None, summed: Tensor, statistics: Tensor, weight: Tensor, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the sum (of ``x`` and of ``residual`` alike), of the weight and of the bias."""
-    kind = wide(summed.dtype)
-    mean, scale = statistics.to(kind)
-    normed = (rows_of(summed).to(kind) - mean) * scale
-    dy = rows_of(grad).to(kind)
+    """The gradients of the sum (which ``x`` and ``residual`` share), of the weight and of the bias."""
+    dtype = wide(summed.dtype)
+    mean, scale = statistics.to(dtype)
+    normed = (rows_of(summed).to(dtype) - mean) * scale
+    dy = rows_of(grad).to(dtype)
     wdy = dy * weight
     dx = wdy - normed * (wdy * normed).mean(-1, keepdim=True)
     if centered:
@@ -161,7 +161,7 @@ def norm_backward_kernel(
 
 
 def warps(block: int, backward: bool = False) -> int:
-    """How many warps share a row, so that their registers hold it; the backward pass keeps sums besides."""
+    """The number of warps whose registers hold a row; in the backward pass they hold sums as well."""
     return max(4, min(16, block // (512 if backward else 1024)))
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding of the kind that pairs the first half of a head with the second, in one pass.
+"""Rotary position embedding in one pass, in the variant that pairs the first half of a head with the second.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
 """
@@ -14,7 +14,7 @@ from oslo_kernels.language import jit, launch, power_of_two, tl, wide
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
-    """What `rotary` computes, or its transpose."""
+    """`rotary` in plain torch."""
     h, c, s = (part.to(wide(x.dtype)) for part in (x, cos.unsqueeze(1), sin.unsqueeze(1)))
     one, two = (h * s if backward else h).chunk(2, -1)
     turned = torch.cat((two, -one) if backward else (-two, one), -1)
@@ -26,8 +26,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tenso
     """``x * cos + rotate_half(x) * sin``, or with ``backward`` the gradient of ``x`` from that of the result.
 
     Args:
-        x: ``[batch, heads, length, width]``, of any strides whose last is 1.
-        cos, sin: ``[batch or 1, length, width]``; they get no gradient.
+        x: ``[batch, heads, length, width]``; the last stride is 1, the others are arbitrary.
+        cos, sin: ``[batch or 1, length, width]``; without gradients.
     """
     return reference(x, cos, sin, backward)
 

@@ -1,8 +1,8 @@
-"""All-reduce and all-gather between the CPU ranks of one host, through memory that they share (Linux only).
+"""All-reduce and all-gather between the CPU ranks of one host, through shared memory (Linux only).
 
-gloo sends through sockets and hands over between threads, which takes hundreds of microseconds for the few kilobytes
-of a decoding step; this takes a few. Sums are formed in the order of the ranks, half types in float32, so all ranks get
-the same bits. The method (double-buffered slots, one counter per rank, waiting by spinning first) is that of
+gloo uses sockets and switches between threads, which takes hundreds of microseconds for the few kilobytes of a decoding
+step; shared memory takes a few. Sums are formed in rank order, half precision in float32, so all ranks get the same
+bits. The method (double-buffered slots, one counter per rank, waiting by spinning first) is that of
 DeepSpeed's shared-memory all-reduce for CPU inference (``csrc/cpu/comm/shm.cpp``).
 """
 
@@ -21,16 +21,16 @@ from torch import Tensor
 from oslo_kernels.build import load
 
 DTYPES = {torch.float32: 2, torch.float64: 4, torch.bfloat16: 6, torch.float16: 8}
-"""What can be summed, and its number in a call: bytes << 8 | number of the dtype | whether it is the maximum."""
+"""The supported dtypes and their codes in a call, which is ``bytes << 8 | code | maximum``."""
 SLOT = 256 << 10
-"""Bytes that are exchanged at once; longer tensors take several turns."""
+"""Bytes per exchange; longer tensors take several."""
 
 
 class PeerError(RuntimeError):
-    """A rank died, kept the others waiting too long, or made another call than they did.
+    """A rank died, timed out, or made a different call than the others.
 
     Attributes:
-        position: the position of that rank among those that share the memory.
+        position: that rank's index among the ranks that share the memory.
     """
 
     def __init__(self, message: str, position: int = -1) -> None:
@@ -39,22 +39,22 @@ class PeerError(RuntimeError):
 
 
 class SharedMemory:
-    """One rank's view of the memory. All ranks make the same calls in the same order, as with any collective.
+    """One rank's view of the shared memory. All ranks make the same calls in the same order, as with any collective.
 
-    The memory has no name in any file system: rank 0 creates it, the others open it through ``/proc``, and it is gone
-    when the last of them has ended, however it ended.
+    The memory has no name in a file system: rank 0 creates it, the others open it through ``/proc``, and it disappears
+    with the last of these processes, however they end.
 
     Attributes:
         timeout: seconds to wait for another rank in one call.
-        waiting: makes what a call enters when the others are not there after a tenth of a second; it is told what the
-            call is: ``"a sum"`` or ``"a concatenation"``.
+        waiting: makes the context in which a call waits for others after a tenth of a second; its argument names the
+            call: ``"a sum"`` or ``"a concatenation"``.
     """
 
     timeout: float = 1800.0
     waiting: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def __init__(self, fd: int, rank: int, size: int) -> None:
-        """Map the memory behind ``fd``, which becomes this object's.
+        """Map the memory behind ``fd``, and own it.
 
         Raises:
             OSError: it cannot be mapped.
@@ -69,11 +69,11 @@ class SharedMemory:
 
     @staticmethod
     def create(size: int) -> tuple[SharedMemory, str]:
-        """Memory for ``size`` ranks, as rank 0 sees it, and where the others can `attach` to it.
+        """Create memory for ``size`` ranks: rank 0's view, and the address for the others to `attach` to.
 
         Raises:
             BuildError: there is no compiler.
-            OSError: the system has no such memory.
+            OSError: the system does not support it.
         """
         fd = _library().oslo_shm_create(size, SLOT)
         if fd < 0:
@@ -83,7 +83,7 @@ class SharedMemory:
 
     @staticmethod
     def attach(address: str, rank: int, size: int) -> SharedMemory:
-        """The memory that another process of this host has created.
+        """Open memory that another process of this host has created.
 
         Raises:
             BuildError: there is no compiler.
@@ -98,22 +98,22 @@ class SharedMemory:
         return SharedMemory(fd, rank, size)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Tensor:
-        """Add ``x`` up over the ranks, or take the maximum, in place; returns ``x``.
+        """Sum ``x`` over the ranks, or take the maximum, in place; returns ``x``.
 
         Args:
             x: a contiguous CPU tensor of one of `DTYPES`; of the same shape on every rank.
 
         Raises:
-            PeerError: another rank died, did not come in time, or called something else.
+            PeerError: another rank died, timed out, or made a different call.
         """
-        # three arguments: each costs a tenth of a microsecond, and twice that where ranks share a core
+        # three arguments only: each costs 0.1 us, and twice that where ranks share a core
         handle, pointer, call = self._handle, x.data_ptr(), x.nbytes << 8 | DTYPES[x.dtype] | maximum
         if code := self._reduce(handle, pointer, call):
-            self._go_on(code, "a sum", self._reduce, (handle, pointer, call))
+            self._continue(code, "a sum", self._reduce, (handle, pointer, call))
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """What every rank has in ``x``, a contiguous CPU tensor of the same shape on each: ``[size, *x.shape]``.
+        """Gather ``x``, a contiguous CPU tensor of the same shape on every rank, into ``[size, *x.shape]``.
 
         Raises:
             PeerError: as `all_reduce`.
@@ -122,14 +122,16 @@ class SharedMemory:
         arguments = self._handle, x.data_ptr(), out.data_ptr(), x.nbytes
         code = self._library.oslo_shm_all_gather(*arguments)
         if code:
-            self._go_on(code, "a concatenation", self._library.oslo_shm_all_gather, arguments)
+            self._continue(code, "a concatenation", self._library.oslo_shm_all_gather, arguments)
         return out
 
-    def _go_on(self, code: int, what: str, function: ctypes._FuncPointer, arguments: tuple[object, ...]) -> None:
-        """Repeat a call that waits for another rank until it is through: in between, signals are handled."""
+    def _continue(self, code: int, what: str, function: ctypes._FuncPointer, arguments: tuple[object, ...]) -> None:
+        """Repeat a call that waits for another rank until it is done; Python handles signals in between."""
         with self.waiting(what):
             since, handle = time.monotonic(), self._handle
-            self._handle = None  # whatever is raised here, by a handler of a signal too: the ranks are not in step
+            self._handle = (
+                None  # after any exception, be it a signal handler's, ranks are out of sync: no further calls
+            )
             if handle is None:
                 raise PeerError("the shared memory is of no use after an error; start the ranks again", self.rank)
             while code:
@@ -141,7 +143,7 @@ class SharedMemory:
             self._handle = handle
 
     def _fault(self, code: int, handle: int, waited: float) -> tuple[int, str] | None:
-        """The rank to blame for ``code``, which a call has returned, and what it did; ``None``: wait on."""
+        """The rank at fault for the ``code`` that a call returned, and its fault; ``None``: keep waiting."""
         if code < 0:
             return -1 - code, "calls another operation or has a tensor of another size or dtype"
         if not self._library.oslo_shm_alive(handle, code - 1):

@@ -1,4 +1,4 @@
-"""Scale, mask and softmax of attention scores in one pass, for attention whose weights have to exist.
+"""Scale, mask and softmax of attention scores in one pass, for attention that has to return its weights.
 
 Source of the fusion: Shoeybi et al., "Megatron-LM", 2019. Unlike theirs it takes any length, type and stride.
 """
@@ -13,29 +13,29 @@ from torch import Tensor
 from oslo_kernels.language import jit, launch, power_of_two, tl, wide
 
 HIDDEN = torch.finfo(torch.float32).min
-"""The score of what causality hides: a row that sees nothing is uniform, as in transformers."""
+"""The score of keys hidden by causality: a row with no visible key becomes uniform, as in transformers."""
 
 
 def reference(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    """What `masked_softmax` computes."""
+    """`masked_softmax` in plain torch."""
     h = scores.to(wide(scores.dtype)) * scale
     if mask is not None:
         h = h + mask
     if causal:
         queries, keys = scores.shape[-2:]
-        sees = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(keys - queries)
-        h = h.masked_fill(~sees, HIDDEN)
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(keys - queries)
+        h = h.masked_fill(~visible, HIDDEN)
     return h.softmax(-1).to(scores.dtype)
 
 
 @torch.library.custom_op("oslo::masked_softmax", mutates_args=())
 def masked_softmax(scores: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:
-    """``softmax(scores * scale + mask)`` over the last dimension, in float32 at least; it has the type of ``scores``.
+    """``softmax(scores * scale + mask)`` over the last dimension, computed at least in float32.
 
     Args:
-        scores: ``[batch, heads, queries, keys]``.
-        mask: floating, broadcast to the scores: large negative numbers where nothing is to be seen, or a bias.
-        causal: the last query sees all keys, each before it one less.
+        scores: ``[batch, heads, queries, keys]``, whose dtype the result has.
+        mask: of a floating dtype, broadcast to the scores: large negative numbers for hidden keys, or a bias.
+        causal: the last query attends to all keys, each query before it to one less.
     """
     return reference(scores, mask, scale, causal)
 
@@ -145,11 +145,11 @@ def softmax_backward_kernel(
 
 
 LONGEST, PIECE = 8192, 4096
-"""Keys that one program holds at once; longer rows are read twice, in pieces."""
+"""The longest row that one program holds; longer rows are read twice, in pieces of this size."""
 
 
 def blocks(keys: int) -> dict[str, Any]:
-    """How a kernel goes over a row of so many keys."""
+    """The launch constants for rows of this many keys."""
     block = power_of_two(keys, LONGEST) if keys <= LONGEST else PIECE
     return {"SINGLE": block >= keys, "BLOCK": block, "num_warps": max(1, min(8, block // 512))}
 

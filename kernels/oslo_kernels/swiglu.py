@@ -12,13 +12,13 @@ from oslo_kernels.language import jit, launch, power_of_two, rows_of, tl, wide
 
 
 def reference(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up``, computed in float32 at least."""
+    """``silu(gate) * up``, computed at least in float32."""
     return (F.silu(gate.to(wide(gate.dtype))) * up).to(gate.dtype)
 
 
 @torch.library.custom_op("oslo::swiglu", mutates_args=())
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of two tensors of one shape and type."""
+    """``silu(gate) * up`` of two tensors of one shape and dtype."""
     return reference(gate, up)
 
 

@@ -1,6 +1,6 @@
-"""Layers of transformers with kernels of NVIDIA's apex inside, where that is installed; see `fused` for our own.
+"""Layers of transformers that call the kernels of NVIDIA's apex; `modules` has those that call our own.
 
-apex is imported by the layers that call it and never before: PyPI has another package of its name.
+apex is imported only by layers that call it, since PyPI has another package of that name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class ApexRMSNorm(nn.Module):
-    """The norm of Llama and of the many models that copy it, and of T5."""
+    """The root-mean-square norm of Llama, of its copies and of T5."""
 
     weight: Tensor
     variance_epsilon: float
@@ -44,12 +44,12 @@ class ApexLayerNorm(nn.LayerNorm):
 def apex_eager_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Scale, mask and softmax in one pass of apex's kernel for any length.
 
-    It takes half precision, and a mask that hides or does not: no bias, be it an argument or part of the mask.
+    The kernel needs half precision and a mask without bias: each key is either visible or hidden.
     """
-    return eager_attention(plain, _softmax, _takes)
+    return eager_attention(plain, _softmax, _is_supported)
 
 
-def _takes(query: Tensor, mask: Tensor | None, bias: Tensor | None) -> bool:
+def _is_supported(query: Tensor, mask: Tensor | None, bias: Tensor | None) -> bool:
     if mask is None or bias is not None or query.dtype not in _HALF:
         return False
     if not mask.is_floating_point() or mask.shape[1] != 1:
@@ -58,30 +58,30 @@ def _takes(query: Tensor, mask: Tensor | None, bias: Tensor | None) -> bool:
 
 
 def _hidden(mask: Tensor) -> Tensor:
-    """What a mask of transformers hides: it has the smallest number there, and nothing adds to that."""
+    """The hidden keys of a mask of transformers: those with the smallest number of its dtype."""
     return mask <= torch.finfo(mask.dtype).min / 2
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     from apex.transformer.functional.fused_softmax import generic_scaled_masked_softmax
 
-    assert mask is not None  # as `_takes` says
+    assert mask is not None  # see `_is_supported`
     hidden = _hidden(mask).expand(len(scores), 1, *scores.shape[2:]).contiguous()
     return generic_scaled_masked_softmax(scores, hidden, scaling)
 
 
 def why_not() -> str | None:
-    """Why apex, which is there, cannot compute, if it cannot: it may be built without what we call."""
+    """Why the installed apex cannot be used, if so: its build may lack kernels that are needed here."""
     try:
         from apex.normalization import fused_layer_norm
         from apex.transformer.functional import fused_softmax
     except ImportError as error:
-        return f"NVIDIA's apex is there but cannot be imported: {error}"
-    wanted = {
+        return f"NVIDIA's apex is installed but cannot be imported: {error}"
+    needed = {
         fused_layer_norm: ("fused_layer_norm_affine", "fused_rms_norm_affine"),
         fused_softmax: ("generic_scaled_masked_softmax",),
     }
     missing = [
-        f"{module.__name__}.{name}" for module, names in wanted.items() for name in names if not hasattr(module, name)
+        f"{module.__name__}.{name}" for module, names in needed.items() for name in names if not hasattr(module, name)
     ]
-    return f"NVIDIA's apex is there but has no {', '.join(missing)}" if missing else None
+    return f"NVIDIA's apex is installed but has no {', '.join(missing)}" if missing else None

@@ -1,6 +1,6 @@
-"""A language-model head that waits: asked for logits, it gives what they would be made of, until someone looks at them.
+"""A language-model head that returns lazy logits, which are computed on first use.
 
-A loss does not need to look: it is computed from what the logits would be made of, by `linear_cross_entropy`.
+The cross entropy does not use them: `linear_cross_entropy` computes it from the hidden states and the head's weight.
 """
 
 from __future__ import annotations
@@ -30,76 +30,82 @@ from oslo_models.sharding.layout import Layout
 
 
 class LazyHead(nn.Linear):
-    """A head that makes `LazyLogits` while ``deferring``, and the logits of its class before it otherwise."""
+    """A head that returns `LazyLogits` while ``lazy`` is true, and the logits of the class it replaces otherwise."""
 
     tp: Axis
     layouts: dict[str, Layout]
-    deferring: bool
+    lazy: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        # FSDP gives the weight of a head that it wraps by itself away when this forward ends.
-        if not self.deferring or torch.compiler.is_compiling() or isinstance(self, FSDPModule):
+        # Where FSDP wraps the head by itself, it frees the full weight when this forward ends.
+        if not self.lazy or torch.compiler.is_compiling() or isinstance(self, FSDPModule):
             return super().forward(x)
-        return LazyLogits.from_local(x, self)
+        return LazyLogits.from_hidden(x, self)
 
 
 class LazyFullHead(LazyHead, FusedLinear):
-    """`LazyHead` over all words."""
+    """`LazyHead` with the full vocabulary on every rank."""
 
 
 class LazyVocabParallelHead(FusedProduct, LazyHead, VocabParallelHead):
-    """`LazyHead` over a part of the vocabulary."""
+    """`LazyHead` with this rank's shard of the vocabulary."""
 
 
 class LazyLogits(ShardedLogits):
-    """Logits ``[..., vocab]`` that do not exist: the hidden states ``[..., hidden]``, and the head to apply to them.
+    """Logits ``[..., vocab]`` not computed yet: the hidden states ``[..., hidden]``, and the head to apply to them.
 
-    As in `VocabParallelLogits`, the loss and what leads to it are known; anything else makes the logits first.
+    The loss and the operations before it use the hidden states; any other operation computes the logits first.
+
+    Attributes:
+        logits_dtype: the dtype of the logits, which may be wider than that of the hidden states.
+        bias: of the head, or added to the logits since.
+        computed: the logits, once an operation has needed them.
     """
 
     head: LazyHead
-    kind: torch.dtype
+    logits_dtype: torch.dtype
     bias: Tensor | None
-    made: Tensor | None
+    computed: Tensor | None
 
     @classmethod
-    def from_local(
-        cls, hidden: Tensor, head: LazyHead, kind: torch.dtype | None = None, bias: Tensor | None = None
+    def from_hidden(
+        cls, hidden: Tensor, head: LazyHead, dtype: torch.dtype | None = None, bias: Tensor | None = None
     ) -> LazyLogits:
-        """Logits of the type ``kind`` with ``bias`` (default: as ``head`` would make them)."""
+        """Logits of this dtype and bias (default: those of ``head``)."""
         if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         logits = hidden.as_subclass(cls)
-        logits.head, logits.kind, logits.made = head, kind or hidden.dtype, None
+        logits.head, logits.logits_dtype, logits.computed = head, dtype or hidden.dtype, None
         logits.bias = head.bias if bias is None else bias
         logits.tp, logits.vocab = head.tp, head.layouts["weight"]
         return logits
 
     def _parameters(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias, kind = self.head.weight, self.bias, self.local().dtype
-        return weight.to(kind), None if bias is None else bias.to(kind)
+        """Weight and bias in the dtype of the hidden states, which autocast may have changed."""
+        weight, bias, dtype = self.head.weight, self.bias, self.local().dtype
+        return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _with_local(self, hidden: Tensor) -> LazyLogits:
-        return LazyLogits.from_local(hidden, self.head, self.kind, self.bias)
+        return LazyLogits.from_hidden(hidden, self.head, self.logits_dtype, self.bias)
 
     def _losses(self, target: Tensor, words: VocabShard, reduction: str) -> Any:
-        """Their sum only; one by one they need the logits."""
+        """The sum of the losses; losses per row (``reduction="none"``) need the logits."""
         if reduction == "none":
             return NotImplemented
         return linear_cross_entropy(self.local(), *self._parameters(), target, words)
 
-    def make(self) -> Tensor:
-        """The logits: divided where the vocabulary is. They are made once, so that changes in place stay."""
-        if self.made is None:
-            self.made = F.linear(copy_to(self.tp, self.local()), *self._parameters()).to(self.kind)
+    def compute(self) -> Tensor:
+        """The logits, sharded where the vocabulary is; computed once, so that changes in place persist."""
+        if self.computed is None:
+            self.computed = F.linear(copy_to(self.tp, self.local()), *self._parameters()).to(self.logits_dtype)
             if self.tp.size > 1:
-                self.made = VocabParallelLogits.from_local(self.made, self.tp, self.vocab)
-        return self.made
+                self.computed = VocabParallelLogits.from_local(self.computed, self.tp, self.vocab)
+        return self.computed
 
     def full(self) -> Tensor:
         """The full logits, ``[..., vocab]``, as a plain tensor on every rank."""
-        made = self.make()
-        return made.full() if isinstance(made, VocabParallelLogits) else made
+        logits = self.compute()
+        return logits.full() if isinstance(logits, VocabParallelLogits) else logits
 
     @classmethod
     def __torch_function__(
@@ -107,56 +113,56 @@ class LazyLogits(ShardedLogits):
     ) -> Any:
         kwargs = kwargs or {}
         logits = args[0] if args and isinstance(args[0], cls) else kwargs.get("input")
-        if isinstance(logits, cls) and logits.made is None:
-            if func in _OF_HIDDEN:
+        if isinstance(logits, cls) and logits.computed is None:
+            if func in _SAME_FOR_HIDDEN:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func in _HANDLERS:
                 result = _HANDLERS[func](*args, **kwargs)
                 if result is not NotImplemented:
                     return result
-        args, kwargs = tree_map(lambda arg: arg.make() if isinstance(arg, cls) else arg, (args, kwargs))
+        args, kwargs = tree_map(lambda arg: arg.compute() if isinstance(arg, cls) else arg, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def _float(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    return LazyLogits.from_local(logits.local(), logits.head, torch.float32, logits.bias)
+    return LazyLogits.from_hidden(logits.local(), logits.head, torch.float32, logits.bias)
 
 
 def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """``to`` another type, wider than that of the hidden states, or to where it is."""
+    """``to`` a wider dtype, or ``to`` the device that it is on."""
     if kwargs or len(args) != 1:
         return NotImplemented
-    if isinstance(args[0], torch.dtype) and torch.promote_types(args[0], logits.kind) == args[0]:
-        return LazyLogits.from_local(logits.local(), logits.head, args[0], logits.bias)
-    return logits if args[0] in (logits.kind, logits.local().device) else NotImplemented
+    if isinstance(args[0], torch.dtype) and torch.promote_types(args[0], logits.logits_dtype) == args[0]:
+        return LazyLogits.from_hidden(logits.local(), logits.head, args[0], logits.bias)
+    return logits if args[0] in (logits.logits_dtype, logits.local().device) else NotImplemented
 
 
 def _mul(logits: LazyLogits, factor: Any) -> Any:
-    """A product with a number (Cohere, Granite), made of the hidden states instead."""
+    """Multiplication by a number (Cohere, Granite), applied to the hidden states instead."""
     if not isinstance(factor, (int, float)) or logits.bias is not None:
         return NotImplemented
-    return LazyLogits.from_local(logits.local() * factor, logits.head, logits.kind)
+    return LazyLogits.from_hidden(logits.local() * factor, logits.head, logits.logits_dtype)
 
 
 def _div(logits: LazyLogits, divisor: Any, **kwargs: Any) -> Any:
-    plain = isinstance(divisor, (int, float)) and divisor != 0 and not kwargs
-    return _mul(logits, 1 / divisor) if plain else NotImplemented
+    is_number = isinstance(divisor, (int, float)) and divisor != 0 and not kwargs
+    return _mul(logits, 1 / divisor) if is_number else NotImplemented
 
 
 def _add(logits: LazyLogits, other: Any) -> Any:
-    """A sum with a number for each word (LXMERT, BART) is a bias of the head."""
+    """Adding one number per token of the vocabulary (LXMERT, BART) gives the head a bias."""
     size = logits.vocab_size
     if not isinstance(other, Tensor) or other.shape[-1:] != (size,) or other.numel() != size or logits.bias is not None:
         return NotImplemented
     sizes = [stop - start for ((start, stop),) in logits.vocab.ranges]
-    return LazyLogits.from_local(
-        logits.local(), logits.head, logits.kind, scatter_to(logits.tp, other.flatten(), -1, sizes)
+    return LazyLogits.from_hidden(
+        logits.local(), logits.head, logits.logits_dtype, scatter_to(logits.tp, other.flatten(), -1, sizes)
     )
 
 
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_OF_HIDDEN = PLAIN_FUNCTIONS - {_DTYPE, Tensor.register_hook}  # what is the same of hidden states and of logits
+_SAME_FOR_HIDDEN = PLAIN_FUNCTIONS - {_DTYPE, Tensor.register_hook}  # equal for hidden states and logits
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     **SHARDED_FUNCTIONS,
     Tensor.float: _float,
@@ -165,5 +171,5 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.add, Tensor.__add__), _add),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _div),
     Tensor.contiguous: lambda logits, **kwargs: logits,
-    _DTYPE: lambda logits: logits.kind,
+    _DTYPE: lambda logits: logits.logits_dtype,
 }

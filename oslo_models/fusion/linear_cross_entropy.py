@@ -1,6 +1,8 @@
-"""Head and cross entropy in one, a few rows at a time, over any part of the vocabulary: the logits never all exist.
+"""The head's product and the cross entropy in one operation, chunk by chunk, so that the full logits never exist.
 
-Source of making the gradients chunk by chunk in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2.
+The vocabulary may be sharded over the tp axis. Source of computing the gradients chunk by chunk in the forward pass:
+Hsu et al., "Liger Kernel", 2024, section 3.2. Shapes: N rows, C rows of a chunk, H hidden, V tokens in the vocabulary
+of which this rank holds v.
 """
 
 from __future__ import annotations
@@ -17,28 +19,30 @@ from oslo_models.distributed.collectives import reduce_fresh
 from oslo_models.layers.cross_entropy import VocabShard
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
-"""How much the logits of a chunk take at most, by the type of device."""
+"""The most memory that the logits of a chunk may take, by the type of device."""
 CHUNKS, FAST_ROWS = 16, 256
-"""Into how many chunks a batch is cut while they keep as many rows as products need to be fast."""
+"""A batch is split into this many chunks, or fewer if chunks would be too short for fast matrix products."""
 
 
 def linear_cross_entropy(
     hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None, target_N: Tensor, words: VocabShard
 ) -> Tensor:
-    """The cross entropy of ``hidden @ weight.T + bias``, summed over the rows that count, as a scalar.
+    """The cross entropy of ``hidden @ weight.T + bias``, summed over the rows that are not ignored, as a scalar.
 
-    Gradients are made in the forward pass, so it can be differentiated once. Half precision sums in float32. Two
-    all-reduces of O(rows) numbers travel per chunk, and one of ``hidden``'s gradient in the backward pass.
+    Gradients are computed in the forward pass, so it can be differentiated once. Half precision is summed in float32.
+    Each chunk takes two all-reduces of O(rows) numbers, the backward pass one of ``hidden``'s gradient.
 
     Args:
-        hidden_NH: the same on every rank, as is its gradient: the sum over the axis is part of this operation, which
-            knows that nobody else has the gradient and adds up in place.
-        weight_vH: the rows of this rank's words.
-        target_N: indices into the whole vocabulary, the same on every rank.
+        hidden_NH: replicated on every rank, as is its gradient, which this operation itself sums over the tp axis, in
+            place.
+        weight_vH: this rank's rows of the head's weight.
+        bias_v: this rank's part of the head's bias.
+        target_N: indices into the full vocabulary, the same on every rank.
+        words: this rank's shard of the vocabulary, and how targets count.
 
     Raises:
         IndexError: a target is neither in the vocabulary nor ``ignore_index``. On CUDA it is a device-side assertion,
-            as with torch's cross entropy, which the next call that waits for the device reports.
+            as with torch's cross entropy, which the next synchronisation reports.
     """
     return _LinearCrossEntropy.apply(hidden_NH, weight_vH, bias_v, target_N, words)
 
@@ -52,11 +56,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         known = ((target_N == words.ignore_index) | ((target_N >= 0) & (target_N < words.size))).all()
         wrong = f"a target is neither in [0, {words.size}) nor ignore_index={words.ignore_index}"
         if target_N.is_cuda:
-            torch._assert_async(known, wrong)  # without waiting for the device
+            torch._assert_async(known, wrong)  # asynchronous
         else:
             if not known:
                 raise IndexError(wrong)
-            rows = (target_N != words.ignore_index).nonzero().squeeze(-1)  # the others cost nothing
+            rows = (target_N != words.ignore_index).nonzero().squeeze(-1)  # ignored rows cost nothing
             target_N = target_N[rows]
         with torch.autocast(hidden_NH.device.type, enabled=False):
             loss, ctx.grads = _run(hidden_NH, weight_vH, bias_v, target_N, rows, words, ctx.needs_input_grad)
@@ -68,13 +72,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError(
-                "the loss of a fused model can be differentiated once, since its gradients were made in the forward "
-                "pass and are given away: call the model again, or undo model.fuse() by model.unfuse()"
+                "the loss of a fused model can be differentiated once, since its gradients are computed in the forward "
+                "pass and released by the first backward: call the model again, or undo model.fuse() by model.unfuse()"
             )
         grads, ctx.grads = ctx.grads, None
-        for made in grads:
-            if made is not None and (grad.is_cuda or grad != 1):  # on the CPU a look is cheaper than a pass
-                made.mul_(grad)
+        for own in grads:
+            if own is not None and (grad.is_cuda or grad != 1):  # on a CPU the comparison is cheaper than the product
+                own.mul_(grad)
         if grads[0] is not None:
             grads[0] = reduce_fresh(ctx.axis, grads[0])
         return (*grads, None, None)
@@ -89,14 +93,19 @@ def _run(
     words: VocabShard,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The summed loss, and this rank's gradients of hidden states, weight and bias for a gradient of one."""
-    kind = weight_vH.dtype
-    sums = wide(kind)
+    """The summed loss, and its gradients on this rank: of hidden states, weight and bias.
+
+    Args:
+        rows: the indices of the rows that are not ignored; ``None``: all rows.
+        needs: which of the gradients are wanted.
+    """
+    dtype = weight_vH.dtype
+    sum_dtype = wide(dtype)
     size = _rows_at_once(len(target_N), weight_vH, words)
     grad_NH = torch.zeros_like(hidden_NH) if needs[0] else None
-    grad_vH = torch.zeros_like(weight_vH, dtype=sums) if needs[1] else None
-    grad_v = torch.zeros_like(bias_v, dtype=sums) if bias_v is not None and needs[2] else None
-    total = torch.zeros((), dtype=sums, device=hidden_NH.device)
+    grad_vH = torch.zeros_like(weight_vH, dtype=sum_dtype) if needs[1] else None
+    grad_v = torch.zeros_like(bias_v, dtype=sum_dtype) if bias_v is not None and needs[2] else None
+    total = torch.zeros((), dtype=sum_dtype, device=hidden_NH.device)
     buffer = weight_vH.new_empty(min(size, len(target_N)), len(weight_vH))
     for start in range(0, len(target_N), size):
         target_C = target_N[start : start + size]
@@ -111,28 +120,27 @@ def _run(
         if grad_NH is not None:
             grad_NH[part] = logits_Cv @ weight_vH
         if grad_vH is not None:
-            if sums == kind:
+            if sum_dtype == dtype:
                 grad_vH.addmm_(logits_Cv.T, hidden_CH)
             else:
                 grad_vH += logits_Cv.T @ hidden_CH
         if grad_v is not None:
-            grad_v += logits_Cv.sum(0, dtype=sums)
-    made = (grad_NH, grad_vH, grad_v)
-    return total, [grad if grad is None else grad.to(kind) for grad in made]
+            grad_v += logits_Cv.sum(0, dtype=sum_dtype)
+    return total, [grad if grad is None else grad.to(dtype) for grad in (grad_NH, grad_vH, grad_v)]
 
 
 def _rows_at_once(rows: int, weight_vH: Tensor, words: VocabShard) -> int:
-    """How many rows a chunk has: the same on every rank, however unevenly the words are divided."""
+    """The number of rows of a chunk: the same on every rank, however unevenly the vocabulary is sharded."""
     most_bytes = CHUNK_BYTES.get(weight_vH.device.type, CHUNK_BYTES["cuda"])
     most = most_bytes // (-(-words.size // words.axis.size) * weight_vH.itemsize)
     fast = max(FAST_ROWS, rows // CHUNKS)
-    if weight_vH.is_cpu:  # each chunk passes over the gradient of the weight; beside that of a part, logits weigh more
+    if weight_vH.is_cpu:  # every chunk rewrites the weight's gradient, so chunks are longer where that is large
         fast = 2 * fast if words.axis.size == 1 else (fast + 1) // 2
     return max(1, min(most, fast))
 
 
 def _loss_and_gradient(logits_Cv: Tensor, target_C: Tensor, words: VocabShard, differentiate: bool) -> Tensor:
-    """The summed loss of some rows; their gradient takes the place of the logits."""
+    """The summed loss of a chunk, whose logits are overwritten by their gradient."""
     start, stop = words.local
     ignored_C = target_C == words.ignore_index
     elsewhere_C = ignored_C | (target_C < start) | (target_C >= stop)

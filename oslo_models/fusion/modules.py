@@ -1,6 +1,6 @@
-"""Layers of transformers with kernels of `oslo_kernels` inside: put in front of the class of a layer by `fusion`.
+"""Layers of transformers that call the kernels of `oslo_kernels`; `rules` mixes them into the classes of layers.
 
-A layer steps aside, so that transformers' own code runs, under ``torch.compile`` and for what its kernel does not take.
+Under ``torch.compile``, and for inputs that its kernel does not support, a layer runs transformers' own code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FusedProduct(nn.Module):
     """The product of a sharded ``nn.Linear``, computed by `oslo_kernels.linear` where that is faster.
 
     Attributes:
-        faster: for which numbers of rows it is; ``None``: for all that the kernel takes.
+        faster: the numbers of rows for which it is; ``None``: all that the kernel supports.
     """
 
     faster: FasterRows | None = None
@@ -44,19 +44,19 @@ class FusedConv1DProduct(FusedProduct):
     """`FusedProduct` of a sharded ``Conv1D``."""
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """As ``Conv1D``'s."""
+        """The product of ``Conv1D``."""
         return conv1d(x, weight, bias, self.faster)
 
 
 class FusedLinear(FusedProduct, nn.Linear):
-    """``nn.Linear`` whose products of few rows take as long as reading the weights does."""
+    """``nn.Linear`` whose products of few rows take only as long as reading the weights."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, self.faster)
 
 
 class FusedConv1D(FusedConv1DProduct, Conv1D):
-    """The same of GPT-2's layer."""
+    """`FusedLinear` for GPT-2's ``Conv1D``."""
 
     weight: Tensor
     bias: Tensor
@@ -76,17 +76,17 @@ class TanhGELU(NewGELUActivation):
 
 
 class FusedRMSNorm(nn.Module):
-    """The norm of Llama and of the many models that copy it, and of T5, in one pass; with a residual if there is one.
+    """The root-mean-square norm of Llama, of its copies and of T5, in one pass.
 
-    Given a residual, it returns the norm of the sum, and the sum.
+    Given a residual, it returns the norm of ``hidden_states + residual``, and that sum.
     """
 
     weight: Tensor
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
-        kinds = {x.dtype for x in (hidden_states, self.weight, residual) if x is not None}
-        if torch.compiler.is_compiling() or len(kinds) > 1:
+        dtypes = {x.dtype for x in (hidden_states, self.weight, residual) if x is not None}
+        if torch.compiler.is_compiling() or len(dtypes) > 1:
             if residual is None:
                 return super().forward(hidden_states)
             summed = hidden_states + residual
@@ -96,13 +96,13 @@ class FusedRMSNorm(nn.Module):
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm``; given a residual, the norm of the sum and the sum, in one pass."""
+    """``nn.LayerNorm``; given a residual, the norm of ``input + residual`` and that sum, in one pass."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
         if residual is None:
             return super().forward(input)
-        alike = {input.dtype, residual.dtype, self.weight.dtype} == {input.dtype}
-        if torch.compiler.is_compiling() or not alike or torch.is_autocast_enabled(input.device.type):
+        same_dtype = residual.dtype == self.weight.dtype == input.dtype
+        if torch.compiler.is_compiling() or not same_dtype or torch.is_autocast_enabled(input.device.type):
             summed = input + residual
             return super().forward(summed), summed
         normed, summed, _ = add_norm(input, residual, self.weight, self.bias, self.eps, True)
@@ -113,7 +113,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class FusedSwiGLU(nn.Module):
-    """The MLP of Llama and of the many models that copy it: what is between its products in one pass."""
+    """The MLP of Llama and of its copies: SiLU and the product of gate and up projection in one pass."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -126,11 +126,11 @@ class FusedSwiGLU(nn.Module):
 
 
 class FusedGELUMLP(nn.Module):
-    """An MLP that is a linear layer, a GeLU and other layers: bias and GeLU in one pass, or in that of the product.
+    """An MLP of a linear layer, a GeLU and further layers: bias and GeLU in one pass or in the product's epilogue.
 
     Attributes:
-        parts: the names of the linear layer, of the activation, and of what follows.
-        approximate: of the GeLU, as of ``F.gelu``.
+        parts: the names of the linear layer, of the activation, and of the layers that follow.
+        approximate: the argument of ``F.gelu``.
     """
 
     parts: tuple[str, ...]
@@ -138,7 +138,7 @@ class FusedGELUMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         first, _, *rest = (getattr(self, name) for name in self.parts)
-        if torch.compiler.is_compiling() or not _is_plain(first):  # LoRA, FSDP or a hook may have changed it
+        if torch.compiler.is_compiling() or not _is_plain(first):  # LoRA, FSDP or a hook may have changed the layer
             return super().forward(hidden_states)
         x = _gelu_of_linear(first, hidden_states, self.approximate)
         for layer in rest:
@@ -156,9 +156,9 @@ def _gelu_of_linear(layer: Any, x: Tensor, approximate: str) -> Tensor:
     weight_io = layer.weight if isinstance(layer, Conv1D) else layer.weight.T
     if isinstance(layer, (ColumnParallelLinear, ColumnParallelConv1D)):
         x = layer.enter_region(x)
-    alike = x.dtype == layer.weight.dtype == layer.bias.dtype != torch.float64
-    if x.is_cuda and approximate == "tanh" and alike and not torch.is_grad_enabled():
-        # the epilogue of cuBLASLt's product, which knows the form by tanh only
+    same_dtype = x.dtype == layer.weight.dtype == layer.bias.dtype != torch.float64
+    if x.is_cuda and approximate == "tanh" and same_dtype and not torch.is_grad_enabled():
+        # the epilogue of cuBLASLt's product, which supports the tanh form only
         out = torch._addmm_activation(layer.bias, x.reshape(-1, x.shape[-1]), weight_io, use_gelu=True)
         return out.view(*x.shape[:-1], -1)
     return bias_gelu(x @ weight_io, layer.bias, approximate)
@@ -168,7 +168,7 @@ def _gelu_of_linear(layer: Any, x: Tensor, approximate: str) -> Tensor:
 
 
 class FusedLlamaBlock(nn.Module):
-    """The block of Llama and of the models that copy it: the first residual is added in the pass of the second norm."""
+    """The block of Llama and of its copies: the first residual is added in the pass of the second norm."""
 
     input_layernorm: nn.Module
     self_attn: nn.Module
@@ -200,8 +200,8 @@ class FusedGPT2Block(nn.Module):
         encoder_attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        known = isinstance(self.ln_2, FusedLayerNorm) and encoder_hidden_states is None
-        if torch.compiler.is_compiling() or not known:
+        is_supported = isinstance(self.ln_2, FusedLayerNorm) and encoder_hidden_states is None
+        if torch.compiler.is_compiling() or not is_supported:
             encoder = (encoder_hidden_states, encoder_attention_mask)
             return super().forward(hidden_states, past_key_values, attention_mask, *encoder, **kwargs)
         cached = {"past_key_values": past_key_values, "attention_mask": attention_mask}
@@ -237,7 +237,7 @@ class FusedGPTNeoBlock(nn.Module):
 
 
 class FusedBertOutput(nn.Module):
-    """What ends attention and MLP of BERT and of its copies: dropout, residual and norm in one or two passes."""
+    """The end of BERT's attention and MLP, and of its copies': dropout, residual and norm in one or two passes."""
 
     dense: nn.Module
     dropout: nn.Dropout
@@ -253,21 +253,38 @@ class FusedBertOutput(nn.Module):
 
 
 class FusedT5FeedForward(nn.Module):
-    """T5's MLP with what is around it: dropout and residual in one pass."""
+    """T5's MLP with its norm, dropout and residual: the last two in one pass."""
 
     DenseReluDense: nn.Module
     layer_norm: nn.Module
     dropout: nn.Dropout
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        made = self.DenseReluDense(self.layer_norm(hidden_states))
-        return dropout_add(made, hidden_states, self.dropout.p, self.training)
+        projected = self.DenseReluDense(self.layer_norm(hidden_states))
+        return dropout_add(projected, hidden_states, self.dropout.p, self.training)
+
+
+class FusedBloomMLP(nn.Module):
+    """BLOOM's MLP, which adds the residual itself: dropout and residual in one pass."""
+
+    dense_h_to_4h: nn.Module
+    gelu_impl: nn.Module
+    dense_4h_to_h: nn.Module
+    pretraining_tp: int
+    slow_but_exact: bool
+    hidden_dropout: float
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or (self.pretraining_tp > 1 and self.slow_but_exact):
+            return super().forward(hidden_states, residual)
+        projected = self.dense_4h_to_h(self.gelu_impl(self.dense_h_to_4h(hidden_states)))
+        return dropout_add(projected, residual, self.hidden_dropout, self.training)
 
 
 def dropout_add(x: Tensor, residual: Tensor, prob: float, training: bool) -> Tensor:
-    """``residual + dropout(x)``, as BLOOM's and Falcon's function of this name."""
-    alike = x.dtype == residual.dtype and x.shape == residual.shape
-    if torch.compiler.is_compiling() or not training or not 0 < prob < 1 or not alike:
+    """``residual + dropout(x)``, as the function of this name in transformers' BLOOM and Falcon."""
+    same_kind = x.dtype == residual.dtype and x.shape == residual.shape
+    if torch.compiler.is_compiling() or not training or not 0 < prob < 1 or not same_kind:
         return residual + F.dropout(x, prob, training)
     return bias_dropout_residual(x, None, residual, prob, new_seed(x.device))
 
@@ -276,12 +293,16 @@ def dropout_add(x: Tensor, residual: Tensor, prob: float, training: bool) -> Ten
 
 
 def fused_rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply_rotary_pos_emb`` of Llama, each of query and key in one pass."""
+    """Llama's ``apply_rotary_pos_emb`` with one pass for the query and one for the key.
+
+    Args:
+        plain: called instead for shapes and dtypes that the kernel does not support.
+    """
 
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        tables = unsqueeze_dim == 1 and cos.dim() == 3 and not (cos.requires_grad or sin.requires_grad)
-        alike = all(x.dim() == 4 and x.shape[-1] == cos.shape[-1] and x.dtype == cos.dtype for x in (q, k))
-        if not tables or not alike:
+        are_tables = unsqueeze_dim == 1 and cos.dim() == 3 and not (cos.requires_grad or sin.requires_grad)
+        fit = all(x.dim() == 4 and x.shape[-1] == cos.shape[-1] and x.dtype == cos.dtype for x in (q, k))
+        if not are_tables or not fit:
             return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return rotary(q, cos, sin), rotary(k, cos, sin)
 
@@ -291,12 +312,12 @@ def fused_rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
 def eager_attention(
     plain: Callable[..., Any],
     softmax: Callable[[Tensor, Tensor | None, float], Tensor],
-    takes: Callable[[Tensor, Tensor | None, Tensor | None], bool],
+    is_supported: Callable[[Tensor, Tensor | None, Tensor | None], bool],
 ) -> Callable[..., Any]:
-    """``eager_attention_forward`` of Llama, BERT, GPT-2, T5 or OPT with ``softmax(scores, mask, scaling)`` inside.
+    """``eager_attention_forward`` of Llama, BERT, GPT-2, T5 or OPT that calls ``softmax(scores, mask, scaling)``.
 
     Args:
-        plain: what computes instead where ``takes(query, mask, bias)`` is false.
+        plain: the model's own function, called where ``is_supported(query, mask, bias)`` is false.
     """
 
     def eager_attention_forward(
@@ -311,7 +332,7 @@ def eager_attention(
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if not takes(query, attention_mask, position_bias):
+        if not is_supported(query, attention_mask, position_bias):
             bias = {} if position_bias is None else {"position_bias": position_bias}
             given = {"scaling": scaling, "dropout": dropout, **bias, **kwargs}
             return plain(module, query, key, value, attention_mask, **given)
@@ -327,7 +348,7 @@ def eager_attention(
 
 
 def fused_eager_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Scale, mask, bias and softmax in one pass of our kernel."""
+    """Scale, mask, bias and softmax in one pass of `masked_softmax`."""
 
     def softmax(scores: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         return masked_softmax(scores, mask, scaling)
@@ -336,10 +357,10 @@ def fused_eager_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FusedBloomAttention(nn.Module):
-    """BLOOM's attention: torch's, with the biases as its mask; with gradients, its weights in one pass.
+    """BLOOM's attention: torch's fused one, with ALiBi added to the mask; with gradients, its softmax in one pass.
 
-    Torch's makes the weights anew for the backward pass, which fails in rows that see nothing: beside the score that
-    hides all keys, the logarithm of their number is rounded away.
+    Torch's attention recomputes the weights in the backward pass from each row's logarithm of summed exponentials. That
+    fails in rows whose keys are all hidden: added to the huge score that hides them, the logarithm is rounded away.
     """
 
     _reshape: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]

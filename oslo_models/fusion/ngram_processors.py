@@ -1,4 +1,4 @@
-"""n-gram blocking in ``generate``: transformers' processors, their work done by `oslo_kernels.ngrams`."""
+"""n-gram blocking in ``generate``: transformers' logits processors, computed by `oslo_kernels.ngrams`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class FusedNoRepeatNGram(NoRepeatNGramLogitsProcessor):
     """Bans tokens that would repeat an n-gram of their own row.
 
     Args:
-        in_place: change the scores that are given instead of a copy: whoever gave them does not need them any more.
+        in_place: change the given scores instead of a copy; for callers that do not need them any more.
     """
 
     def __init__(self, ngram_size: int, in_place: bool = False) -> None:
@@ -28,7 +28,7 @@ class FusedEncoderNoRepeatNGram(EncoderNoRepeatNGramLogitsProcessor):
     """Bans tokens that would repeat an n-gram of the prompt, or of the encoder's tokens."""
 
     def __init__(self, encoder_ngram_size: int, encoder_input_ids: Tensor, in_place: bool = False) -> None:
-        # not transformers' own, which makes dictionaries of all n-grams
+        # does not call transformers' __init__, which builds dictionaries of all n-grams
         self.ngram_size, self.in_place = encoder_ngram_size, in_place
         self.encoder_input_ids = encoder_input_ids.reshape(-1, encoder_input_ids.shape[-1])
         self.batch_size = len(self.encoder_input_ids)
@@ -39,10 +39,11 @@ class FusedEncoderNoRepeatNGram(EncoderNoRepeatNGramLogitsProcessor):
 
 
 def fuse_processors(processors: LogitsProcessorList, encoder_ids: Tensor | None, in_place: bool) -> LogitsProcessorList:
-    """The same processors in the same order, those that block n-grams fused.
+    """The same processors in the same order, with those for n-grams replaced by fused ones.
 
     Args:
-        in_place: whether nobody needs the scores from before a processor.
+        encoder_ids: the tokens of the prompt or of the encoder, ``[batch, length]``.
+        in_place: whether processors may change the scores that they are given.
     """
     fused = LogitsProcessorList()
     for processor in processors:

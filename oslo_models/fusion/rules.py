@@ -1,31 +1,36 @@
-"""Which modules of a model fusion has an opinion on: what `Fusion` swaps, and why it leaves the rest."""
+"""The rules by which `fuse()` finds the modules that it can replace, and why it skips others.
+
+The first of the ordered `RULES` that matches a module decides; modules without a matching rule are not reported.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
-from types import FunctionType
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import FastGELUActivation, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
-from transformers.models.bert import modeling_bert as bert
-from transformers.models.bloom import modeling_bloom as bloom
-from transformers.models.gpt2 import modeling_gpt2 as gpt2
-from transformers.models.gpt_neo import modeling_gpt_neo as gpt_neo
-from transformers.models.gptj import modeling_gptj as gptj
-from transformers.models.llama import modeling_llama as llama
-from transformers.models.opt import modeling_opt as opt
-from transformers.models.t5 import modeling_t5 as t5
 from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels import linear
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion import apex
 from oslo_models.fusion import modules as fused
+from oslo_models.fusion.attention_functions import replaceable, titles, with_fused_functions
+from oslo_models.fusion.known_layers import (
+    BERT_INTERMEDIATES,
+    BERT_OUTPUTS,
+    GATED_MLPS,
+    GPT2_MLPS,
+    GPTJ_MLPS,
+    LLAMA_BLOCKS,
+    RMS_NORMS,
+    T5_FEED_FORWARDS,
+    layer_name,
+)
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.vocab_parallel import VocabParallelHead
@@ -33,260 +38,86 @@ from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import VocabParallel
 
-_NO_AXIS = Axis("tp", 0, (0,), None)
 
-# Blocks whose second norm takes the residual before it, by the name of that norm, and other modules with a residual.
-_BLOCKS: dict[type, tuple[type, str]] = {
-    llama.LlamaDecoderLayer: (fused.FusedLlamaBlock, ""),
-    gpt2.GPT2Block: (fused.FusedGPT2Block, "ln_2"),
-    gpt_neo.GPTNeoBlock: (fused.FusedGPTNeoBlock, "ln_2"),
-    bert.BertOutput: (fused.FusedBertOutput, "LayerNorm"),
-    t5.T5LayerFF: (fused.FusedT5FeedForward, ""),
-}
-# MLPs that begin with a linear layer and a GeLU: the names of these two and of what follows.
-_MLPS: dict[type, tuple[str, ...]] = {
-    gpt2.GPT2MLP: ("c_fc", "act", "c_proj", "dropout"),
-    gptj.GPTJMLP: ("fc_in", "act", "fc_out", "dropout"),
-    bert.BertIntermediate: ("dense", "intermediate_act_fn"),
-}
-# Functions that layers call by name: those whose code is known, and what they become.
-_Functions = dict[str, tuple[tuple[Any, ...], Callable[..., Any]]]
-_EAGER = tuple(module.eager_attention_forward for module in (llama, bert, gpt2, opt, t5))
-_FUNCTIONS: dict[str, _Functions] = {
-    "triton": {
-        "apply_rotary_pos_emb": ((llama.apply_rotary_pos_emb,), fused.fused_rotary),
-        "eager_attention_forward": (_EAGER, fused.fused_eager_attention),
-        "dropout_add": ((bloom.dropout_add,), lambda plain: fused.dropout_add),
-    },
-    "apex": {"eager_attention_forward": (_EAGER, apex.apex_eager_attention)},
-}
-# Linear layers, and what goes in front of the classes of sharded ones, by what these multiply with.
-_LINEAR: dict[type, type] = {nn.Linear: fused.FusedLinear, Conv1D: fused.FusedConv1D}
-_PRODUCTS: dict[Any, type] = {F.linear: fused.FusedProduct, linear.plain_conv1d: fused.FusedConv1DProduct}
-_CALLED = {
-    "apply_rotary_pos_emb": "rotary positions",
-    "eager_attention_forward": "softmax of weights that are made",
-    "dropout_add": "dropout and residual",
-}
+@dataclass(frozen=True)
+class Subject:
+    """A module of a model, as the rules see it.
+
+    Attributes:
+        name: the module's name in the model.
+        layer: its class, as `known_layers` names it.
+        classes: the classes of transformers' layers around it, its own first and that of the model last.
+        is_lm_head: whether it maps hidden states to logits over the vocabulary.
+        parent: the class of the module that holds it, as `known_layers` names it.
+    """
+
+    model: Any
+    backend: str
+    name: str
+    module: Any
+    layer: str
+    classes: tuple[type, ...]
+    is_lm_head: bool
+    parent: str
+
+    @property
+    def cls(self) -> Any:
+        """The module's class."""
+        return type(self.module)
+
+    def candidate(self, operation: str, cls: type | None, reason: str, **options: Any) -> FusionCandidate:
+        """This module as a `FusionCandidate`."""
+        return FusionCandidate(self.name, self.classes, operation, cls, reason, **options)
+
+    def on_gpu(
+        self, operation: str, *, reason: str = "", attributes: Any = None, **by_backend: type
+    ) -> FusionCandidate:
+        """This module with the fused class of its backend mixed in; unfused where the backend has none."""
+        if self.backend in by_backend:
+            cls = _mixed(by_backend[self.backend], self.cls)
+            return self.candidate(operation, cls, reason or _one_pass(self.backend), attributes=attributes or {})
+        return self.candidate(
+            operation, None, "apex has no kernel for it" if self.backend == "apex" else "gains on a GPU, in Triton"
+        )
+
+
+@dataclass(frozen=True)
+class FusionRule:
+    """How one kind of module is fused.
+
+    Attributes:
+        match: whether a module is of this kind.
+        build: makes its candidates: one, except for a head whose loss cannot be fused but whose product can.
+    """
+
+    match: Callable[[Subject], bool]
+    build: Callable[[Subject], Iterator[FusionCandidate]]
 
 
 def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
-    """Every module of a model that fusion has an opinion on."""
-    head = {**model.plan(model.config).under(model._prefix()).head, **type(model).head_plan}
-    heads = {name for name, entry in head.items() if isinstance(entry, VocabParallel)}
-    norms: set[str] = set()
+    """The candidates of a model: its modules that match a rule, and the model itself for its decoding."""
     yield from _decoding(model)
-    of_other_stages: tuple[str, ...] = ()
+    for subject in _subjects(model, backend):
+        rule = next((rule for rule in RULES if rule.match(subject)), None)
+        if rule is not None:
+            yield from rule.build(subject)
+
+
+def _subjects(model: Any, backend: str) -> Iterator[Subject]:
+    """The modules of this rank's stage; placeholders, which stand for modules of other stages, are left out."""
+    entries = {**model.plan(model.config).under(model._prefix()).head, **type(model).head_plan}
+    lm_heads = {name for name, entry in entries.items() if isinstance(entry, VocabParallel)}
+    layers = {name: layer_name(module) for name, module in model.named_modules()}
+    elsewhere: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if isinstance(module, Placeholder) or name.startswith(of_other_stages):
-            of_other_stages += (f"{name}.",) if isinstance(module, Placeholder) else ()
+        if name.startswith(elsewhere):
             continue
-        classes = _classes_around(model, name)
-        if name in heads and isinstance(module, nn.Linear):
-            yield (site := _head(model, name, module, classes))
-            if site.cls is None:
-                yield from _linear(model, name, module, classes, backend)
-        elif isinstance(module, NewGELUActivation):
-            yield FusionCandidate(name, classes, "gelu_new", fused.TanhGELU, "one operation instead of eight")
-        elif type(module) in (GELUActivation, GELUTanh):
-            yield FusionCandidate(name, classes, "gelu", None, "is one operation of torch already")
-        elif _computes(module, llama.LlamaRMSNorm) or isinstance(module, t5.T5LayerNorm):
-            by = {"triton": fused.FusedRMSNorm, "apex": apex.ApexRMSNorm}
-            yield _on_gpu(name, classes, "root mean square norm", by, module, backend)
-        elif type(module) is nn.LayerNorm and module.weight is not None and (name in norms or backend == "apex"):
-            by = {"triton": fused.FusedLayerNorm, "apex": apex.ApexLayerNorm}
-            yield FusionCandidate(name, classes, "LayerNorm", by[backend], _one_pass(backend))
-        elif _computes(module, llama.LlamaMLP) and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
-            yield _on_gpu(name, classes, "SwiGLU", {"triton": fused.FusedSwiGLU}, module, backend)
-        elif (parts := _known(module, _MLPS)) and (form := _gelu_form(getattr(module, parts[1]))):
-            given = {"parts": parts, "approximate": form}
-            yield _on_gpu(name, classes, "bias and GeLU", {"triton": fused.FusedGELUMLP}, module, backend, given)
-        elif found := _known(module, _BLOCKS):
-            cls, norm = found
-            if norm and backend == "triton":
-                norms.add(f"{name}.{norm}")
-            yield _on_gpu(name, classes, "residual", {"triton": cls}, module, backend)
-        elif _computes(module, bloom.BloomAttention):
-            by = {"triton": fused.FusedBloomAttention}
-            yield _on_gpu(
-                name,
-                classes,
-                "attention",
-                by,
-                module,
-                backend,
-                why="torch's attention, or with gradients its weights in one pass",
-            )
-        elif called := _functions(_class_of(module), backend):
-            yield _calling(name, module, classes, called, backend)
-        elif type(module).__name__.endswith("Attention") and hasattr(module, "config"):
-            yield FusionCandidate(name, classes, "attention", None, _how_attention_is_computed(module))
-        else:
-            yield from _linear(model, name, module, classes, backend)
-
-
-def _decoding(model: Any) -> Iterator[FusionCandidate]:
-    if not model.can_generate():
-        return
-    classes, operation = (type(model),), "decoding"
-    if model.device.type != "cuda":
-        yield FusionCandidate("", classes, operation, None, "gains on a GPU, by CUDA graphs")
-    elif not model._can_compile_fullgraph:
-        yield FusionCandidate("", classes, operation, None, "transformers cannot decode this model with a static cache")
-    elif model.is_pipeline_parallelized():
-        yield FusionCandidate("", classes, operation, None, "stages decode in turn")
-    else:
-        reason = "static cache and CUDA graphs (compiled by the first generate)"
-        yield FusionCandidate("", classes, operation, type(model), reason, {"_decodes_in_graphs": True})
-
-
-def _head(model: Any, name: str, module: nn.Linear, classes: tuple[type, ...]) -> FusionCandidate:
-    if getattr(model.config, "final_logit_softcapping", None):
-        return FusionCandidate(
-            name, classes, "head and cross entropy", None, "logits are capped by tanh before the loss"
-        )
-    if model.loss_needs_full_logits:
-        return FusionCandidate(name, classes, "head and cross entropy", None, "the loss needs the logits of all words")
-    reason = "loss without logits (training with labels)"
-    cls: type = LazyVocabParallelHead
-    attributes: dict[str, Any] = {"deferring": False}
-    if not isinstance(module, VocabParallelHead):
-        layout = Layout.divided(tuple(module.weight.shape), 0, (EvenSplit(module.weight.shape[0]),), 1)
-        cls, attributes = LazyFullHead, {**attributes, "tp": _NO_AXIS, "layouts": {"weight": layout}}
-    timed = model.device.type == "cpu"
-    return FusionCandidate(
-        name, classes, "head and cross entropy", cls, reason, attributes, timed, cls if timed else None
-    )
-
-
-def _linear(
-    model: Any, name: str, module: nn.Module, classes: tuple[type, ...], backend: str
-) -> Iterator[FusionCandidate]:
-    """Linear layers may gain on a CPU."""
-    cls = _fused_linear(_class_of(module)) if backend == "torch" and model.device.type == "cpu" else None
-    if cls is None:
-        return
-    yield FusionCandidate(name, classes, "linear", cls, "products of few rows, without gradients, in C++", timed=True)
-
-
-@cache
-def _fused_linear(cls: Any) -> type | None:
-    product = getattr(cls, "product", None)
-    if product not in _PRODUCTS:
-        return _LINEAR.get(cls)
-    return _with(_PRODUCTS[product], cls)
-
-
-def _on_gpu(
-    name: str,
-    classes: tuple[type, ...],
-    operation: str,
-    by: dict[str, Any],
-    module: nn.Module,
-    backend: str,
-    attributes: dict[str, Any] | None = None,
-    why: str | None = None,
-) -> FusionCandidate:
-    """A site whose kernels exist for GPUs only; on CPUs torch's own one is no faster than the expression."""
-    if backend in by:
-        cls = _with(by[backend], _class_of(module))
-        return FusionCandidate(name, classes, operation, cls, why or _one_pass(backend), attributes or {})
-    reason = "apex has no kernel for it" if backend == "apex" else "gains on a GPU, in Triton"
-    return FusionCandidate(name, classes, operation, None, reason)
-
-
-def _one_pass(backend: str) -> str:
-    return "one pass in apex" if backend == "apex" else "one pass in Triton"
-
-
-def _known(module: nn.Module, table: dict[type, Any]) -> Any:
-    return next((value for cls, value in table.items() if _computes(module, cls)), None)
-
-
-def _gelu_form(activation: nn.Module) -> str | None:
-    """How an activation approximates GeLU, if it is one."""
-    if isinstance(activation, (NewGELUActivation, FastGELUActivation, GELUTanh)):
-        return "tanh"
-    return "none" if isinstance(activation, GELUActivation) else None
-
-
-# Layers that compute what others do: transformers repeats code from model to model ------------------------------------
-
-
-def _computes(module: nn.Module, cls: type[nn.Module]) -> bool:
-    """Whether a module's forward is a copy of another class's."""
-    return _same_code(type(module).forward, cls.forward)
-
-
-def _same_code(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    return _code(one) == _code(other)
-
-
-@cache
-def _code(function: Callable[..., Any]) -> tuple[Any, ...]:
-    function = inspect.unwrap(function)
-    code = function.__code__
-    constants = tuple(constant for constant in code.co_consts if constant not in (None, function.__doc__))
-    return code.co_code, code.co_names, constants, code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-
-
-def _class_of(module: nn.Module) -> Any:
-    return type(module)
-
-
-@cache
-def _with(fused: Any, cls: Any) -> type:
-    """``cls`` with the forward of ``fused``."""
-    return type(f"Fused{cls.__name__}", (fused, cls), {"__module__": __name__})
-
-
-@cache
-def _functions(cls: Any, backend: str) -> tuple[str, ...]:
-    """The names of functions that a layer's forward calls and that have a fused form."""
-    forward = cls.forward
-    if backend not in _FUNCTIONS or not isinstance(forward, FunctionType):
-        return ()
-    known = []
-    for name, (plain, _) in _FUNCTIONS[backend].items():
-        own = forward.__globals__.get(name) if name in forward.__code__.co_names else None
-        if own is not None and any(_same_code(own, function) for function in plain):
-            known.append(name)
-    return tuple(known)
-
-
-@cache
-def _calling_fused(cls: Any, names: tuple[str, ...], backend: str) -> type:
-    """``cls`` whose forward, transformers' own code, finds fused functions under the names of others.
-
-    `torch.compile` looks for names in the module of the code instead, and there is nothing to be fused for it.
-    """
-    own = cls.forward
-    other = {name: _FUNCTIONS[backend][name][1](own.__globals__[name]) for name in names}
-    calling = FunctionType(own.__code__, {**own.__globals__, **other}, own.__name__, own.__defaults__, own.__closure__)
-    calling.__kwdefaults__ = own.__kwdefaults__
-
-    @wraps(own)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return (own if torch.compiler.is_compiling() else calling)(self, *args, **kwargs)
-
-    return type(f"Fused{cls.__name__}", (cls,), {"__module__": __name__, "forward": forward})
-
-
-def _calling(
-    name: str, module: Any, classes: tuple[type, ...], called: tuple[str, ...], backend: str
-) -> FusionCandidate:
-    what = f"{' and '.join(_CALLED[function] for function in called)}: {_one_pass(backend)}"
-    operation = "attention" if type(module).__name__.endswith("Attention") else "residual"
-    if hasattr(module, "config") and operation == "attention":
-        what = f"{_how_attention_is_computed(module)}; {what}"
-    return FusionCandidate(name, classes, operation, _calling_fused(_class_of(module), called, backend), what)
-
-
-def _how_attention_is_computed(module: Any) -> str:
-    implementation = module.config._attn_implementation
-    if implementation == "eager":
-        return "eager attention was asked for; attn_implementation='sdpa' is faster where weights are not looked at"
-    return f"computed by {implementation} attention already"
+        if isinstance(module, Placeholder):
+            elsewhere += (f"{name}.",)
+            continue
+        is_lm_head = name in lm_heads and isinstance(module, nn.Linear)
+        parent = layers.get(name.rpartition(".")[0], "")
+        yield Subject(model, backend, name, module, layers[name], _classes_around(model, name), is_lm_head, parent)
 
 
 def _classes_around(model: nn.Module, name: str) -> tuple[type, ...]:
@@ -298,3 +129,198 @@ def _classes_around(model: nn.Module, name: str) -> tuple[type, ...]:
         if type(module).__module__.startswith("transformers.models."):
             found.insert(0, type(module))
     return (*found, type(model))
+
+
+@cache
+def _mixed(fused: Any, cls: Any) -> type:
+    """``cls`` with the methods of ``fused``."""
+    return type(f"Fused{cls.__name__}", (fused, cls), {"__module__": __name__})
+
+
+def _one_pass(backend: str) -> str:
+    return "one pass in apex" if backend == "apex" else "one pass in Triton"
+
+
+# Decoding -------------------------------------------------------------------------------------------------------------
+
+
+def _decoding(model: Any) -> Iterator[FusionCandidate]:
+    if not model.can_generate():
+        return
+    cls, attributes = None, {}
+    if model.device.type != "cuda":
+        reason = "gains on a GPU, by CUDA graphs"
+    elif not model._can_compile_fullgraph:
+        reason = "transformers cannot decode this model with a static cache"
+    elif model.is_pipeline_parallelized():
+        reason = "stages decode in turn"
+    else:
+        cls, attributes = type(model), {"_decodes_in_graphs": True}
+        reason = "static cache and CUDA graphs (compiled by the first generate)"
+    yield FusionCandidate("", (type(model),), "decoding", cls, reason, attributes)
+
+
+# Head and linear layers -----------------------------------------------------------------------------------------------
+
+_NO_AXIS = Axis("tp", 0, (0,), None)
+_LINEAR: dict[type, type] = {nn.Linear: fused.FusedLinear, Conv1D: fused.FusedConv1D}
+_PRODUCTS: dict[Any, type] = {F.linear: fused.FusedProduct, linear.plain_conv1d: fused.FusedConv1DProduct}
+"""What goes in front of the class of a sharded linear layer, by the function that this class multiplies with."""
+
+
+def _lm_head(s: Subject) -> Iterator[FusionCandidate]:
+    why_not = ""
+    if getattr(s.model.config, "final_logit_softcapping", None):
+        why_not = "logits are capped by tanh before the loss"
+    elif s.model.loss_needs_full_logits:
+        why_not = "the loss needs the logits of all words"
+    if why_not:
+        yield s.candidate("head and cross entropy", None, why_not)
+        yield from _linear(s)
+        return
+    cls: type = LazyVocabParallelHead
+    attributes: dict[str, Any] = {"lazy": False}
+    if not isinstance(s.module, VocabParallelHead):
+        vocab, hidden = s.module.weight.shape
+        layout = Layout.divided((vocab, hidden), 0, (EvenSplit(vocab),), 1)
+        cls, attributes = LazyFullHead, {**attributes, "tp": _NO_AXIS, "layouts": {"weight": layout}}
+    timed = s.model.device.type == "cpu"
+    options = {"attributes": attributes, "timed": timed, "otherwise": cls if timed else None}
+    yield s.candidate("head and cross entropy", cls, "loss without logits (training with labels)", **options)
+
+
+def _linear(s: Subject) -> Iterator[FusionCandidate]:
+    if (cls := _fused_linear(s)) is not None:
+        yield s.candidate("linear", cls, "products of few rows, without gradients, in C++", timed=True)
+
+
+def _fused_linear(s: Subject) -> type | None:
+    """The class of a linear layer whose products of few rows may be faster, on a CPU only."""
+    if s.backend != "torch" or s.model.device.type != "cpu":
+        return None
+    product = _PRODUCTS.get(getattr(s.cls, "product", None))
+    return _LINEAR.get(s.cls) if product is None else _mixed(product, s.cls)
+
+
+# Activations and norms ------------------------------------------------------------------------------------------------
+
+
+def _gelu_new(s: Subject) -> Iterator[FusionCandidate]:
+    yield s.candidate("gelu_new", fused.TanhGELU, "one operation instead of eight")
+
+
+def _gelu(s: Subject) -> Iterator[FusionCandidate]:
+    yield s.candidate("gelu", None, "is one operation of torch already")
+
+
+def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
+    yield s.on_gpu("root mean square norm", triton=fused.FusedRMSNorm, apex=apex.ApexRMSNorm)
+
+
+def _is_fused_layer_norm(s: Subject) -> bool:
+    """Triton gains only where the norm takes the residual with it; apex has a kernel for every LayerNorm."""
+    if s.cls is not nn.LayerNorm or s.module.weight is None:
+        return False
+    _, norm = _BLOCKS.get(s.parent, (None, ""))
+    return s.backend == "apex" or (s.backend == "triton" and norm == s.name.rpartition(".")[2])
+
+
+def _layer_norm(s: Subject) -> Iterator[FusionCandidate]:
+    cls = apex.ApexLayerNorm if s.backend == "apex" else fused.FusedLayerNorm
+    yield s.candidate("LayerNorm", cls, _one_pass(s.backend))
+
+
+# MLPs -----------------------------------------------------------------------------------------------------------------
+
+_MLPS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(GPT2_MLPS, ("c_fc", "act", "c_proj", "dropout")),
+    **dict.fromkeys(GPTJ_MLPS, ("fc_in", "act", "fc_out", "dropout")),
+    **dict.fromkeys(BERT_INTERMEDIATES, ("dense", "intermediate_act_fn")),
+}
+"""MLPs that begin with a linear layer and an activation: the names of these two and of what follows."""
+
+
+def _is_swiglu(s: Subject) -> bool:
+    return s.layer in GATED_MLPS and isinstance(s.module.act_fn, (nn.SiLU, SiLUActivation))
+
+
+def _swiglu(s: Subject) -> Iterator[FusionCandidate]:
+    yield s.on_gpu("SwiGLU", triton=fused.FusedSwiGLU)
+
+
+def _gelu_form(s: Subject) -> str | None:
+    """How the activation of an MLP approximates GeLU, as ``F.gelu`` calls it, if it is one."""
+    activation = getattr(s.module, _MLPS[s.layer][1]) if s.layer in _MLPS else None
+    if isinstance(activation, (NewGELUActivation, FastGELUActivation, GELUTanh)):
+        return "tanh"
+    return "none" if isinstance(activation, GELUActivation) else None
+
+
+def _gelu_mlp(s: Subject) -> Iterator[FusionCandidate]:
+    attributes = {"parts": _MLPS[s.layer], "approximate": _gelu_form(s)}
+    yield s.on_gpu("bias and GeLU", attributes=attributes, triton=fused.FusedGELUMLP)
+
+
+# Residuals ------------------------------------------------------------------------------------------------------------
+
+_BLOCKS: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(LLAMA_BLOCKS, (fused.FusedLlamaBlock, "")),
+    "gpt2.GPT2Block": (fused.FusedGPT2Block, "ln_2"),
+    "gpt_neo.GPTNeoBlock": (fused.FusedGPTNeoBlock, "ln_2"),
+    **dict.fromkeys(BERT_OUTPUTS, (fused.FusedBertOutput, "LayerNorm")),
+    **dict.fromkeys(T5_FEED_FORWARDS, (fused.FusedT5FeedForward, "")),
+}
+"""Modules that add a residual: their fused form, and the name of the LayerNorm (if any) that takes the residual."""
+
+
+def _residual(s: Subject) -> Iterator[FusionCandidate]:
+    yield s.on_gpu("residual", triton=_BLOCKS[s.layer][0])
+
+
+def _bloom_mlp(s: Subject) -> Iterator[FusionCandidate]:
+    yield s.on_gpu("residual", reason=f"dropout and residual: {_one_pass(s.backend)}", triton=fused.FusedBloomMLP)
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def _bloom_attention(s: Subject) -> Iterator[FusionCandidate]:
+    reason = "torch's attention, or with gradients its weights in one pass"
+    yield s.on_gpu("attention", reason=reason, triton=fused.FusedBloomAttention)
+
+
+def _called_functions(s: Subject) -> Iterator[FusionCandidate]:
+    functions = replaceable(s.layer, s.backend)
+    reason = f"{titles(functions)}: {_one_pass(s.backend)}"
+    if hasattr(s.module, "config"):
+        reason = f"{_attention_implementation(s.module)}; {reason}"
+    yield s.candidate("attention", with_fused_functions(s.cls, functions, s.backend), reason)
+
+
+def _other_attention(s: Subject) -> Iterator[FusionCandidate]:
+    yield s.candidate("attention", None, _attention_implementation(s.module))
+
+
+def _attention_implementation(module: Any) -> str:
+    implementation = module.config._attn_implementation
+    if implementation == "eager":
+        return "eager attention was asked for; attn_implementation='sdpa' is faster where weights are not looked at"
+    return f"computed by {implementation} attention already"
+
+
+RULES: tuple[FusionRule, ...] = (
+    FusionRule(lambda s: s.is_lm_head, _lm_head),
+    FusionRule(lambda s: isinstance(s.module, NewGELUActivation), _gelu_new),
+    FusionRule(lambda s: s.cls in (GELUActivation, GELUTanh), _gelu),
+    FusionRule(lambda s: s.layer in RMS_NORMS, _rms_norm),
+    FusionRule(_is_fused_layer_norm, _layer_norm),
+    FusionRule(_is_swiglu, _swiglu),
+    FusionRule(lambda s: _gelu_form(s) is not None, _gelu_mlp),
+    FusionRule(lambda s: s.layer in _BLOCKS, _residual),
+    FusionRule(lambda s: s.layer == "bloom.BloomMLP" and s.backend == "triton", _bloom_mlp),
+    FusionRule(lambda s: s.layer == "bloom.BloomAttention", _bloom_attention),
+    FusionRule(lambda s: bool(replaceable(s.layer, s.backend)), _called_functions),
+    FusionRule(lambda s: s.cls.__name__.endswith("Attention") and hasattr(s.module, "config"), _other_attention),
+    FusionRule(lambda s: _fused_linear(s) is not None, _linear),
+)
+"""In the order in which they are tried: the first that matches decides."""

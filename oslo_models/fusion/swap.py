@@ -1,6 +1,7 @@
-"""What `model.fuse()` does: modules of one model are swapped for faster ones, and a report says which and why.
+"""Replaces modules of one model by faster ones, for `model.fuse()`, and reports which ones and why.
 
-A swap gives a module another class, in place: parameters, hooks and names stay, and `undo` gives the old one back.
+A module is replaced in place, by giving it another class: parameters, hooks and names stay, and `undo` restores the
+class.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ BACKENDS = ("auto", "triton", "apex", "torch")
 
 @dataclass(frozen=True)
 class FusionCandidate:
-    """A module that fusion has an opinion on.
+    """A module for which fusion has a rule, and the decision on it.
 
     Attributes:
         module: its name in the model.
         classes: the classes by which it can be selected: its own and those of the modules around it.
-        operation: what it computes.
-        cls: the class that it gets; ``None`` leaves it as it is.
-        reason: what the swap does, or why there is none.
-        attributes: what it gets beside the class.
-        timed: whether the product of ``cls`` has to be faster than torch's, which `fusion_timing` measures.
-        otherwise: the class that it gets if that product isn't.
+        operation: the report's name for what it computes.
+        cls: its new class; ``None`` leaves it unfused.
+        reason: what is gained, or why it is left unfused.
+        attributes: set on the module together with the class.
+        timed: whether ``cls`` is used only if its product is faster than torch's, which `timing` measures.
+        otherwise: its new class if that product is not faster.
     """
 
     module: str
@@ -45,13 +46,13 @@ class FusionCandidate:
     otherwise: type | None = None
 
     def is_selected(self, selected: set[type] | None) -> bool:
-        """Whether one of the selected classes holds the module; ``None`` selects all."""
+        """Whether the module, or one around it, is of a selected class; ``None`` selects all modules."""
         return selected is None or bool(selected.intersection(self.classes))
 
 
 @dataclass(frozen=True)
 class ReportRow:
-    """A line of a report: modules that were treated alike."""
+    """A line of a report: modules of one class and operation with the same outcome."""
 
     inside: str
     operation: str
@@ -61,7 +62,7 @@ class ReportRow:
 
 
 class FusionReport(tuple[ReportRow, ...]):
-    """What was swapped or skipped, and why: rows, printed as a table."""
+    """Which modules were fused or left unfused, and why: rows, printed as a table."""
 
     def __str__(self) -> str:
         lines = [("inside", "operation", "modules", "fused", "what and why")]
@@ -71,7 +72,7 @@ class FusionReport(tuple[ReportRow, ...]):
 
 
 class Fusion:
-    """The fusion of one model: what was found in it, and how to undo what was done."""
+    """The fusion of one model: its candidates, and how to undo the replacements."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -79,20 +80,20 @@ class Fusion:
         self._swapped: dict[str, tuple[nn.Module, type, tuple[str, ...]]] = {}
 
     def apply(self, model: nn.Module, fusion_candidates: Iterable[FusionCandidate], selected: set[type] | None) -> None:
-        """Swap the modules of ``fusion_candidates`` that one of the selected classes holds; ``None`` selects all."""
+        """Replace the candidates' modules that are in a selected class; ``None`` selects all."""
         self.fusion_candidates = list(fusion_candidates)
-        for site in self.fusion_candidates:
-            if site.cls is None or site.module in self._swapped:
+        for candidate in self.fusion_candidates:
+            if candidate.cls is None or candidate.module in self._swapped:
                 continue
-            if site.is_selected(selected):
-                module = model.get_submodule(site.module)
-                new = [name for name in site.attributes if name not in module.__dict__]
-                self._swapped[site.module] = (module, type(module), tuple(new))
-                module.__dict__.update({name: site.attributes[name] for name in new})
-                module.__class__ = site.cls
+            if candidate.is_selected(selected):
+                module = model.get_submodule(candidate.module)
+                new = [name for name in candidate.attributes if name not in module.__dict__]
+                self._swapped[candidate.module] = (module, type(module), tuple(new))
+                module.__dict__.update({name: candidate.attributes[name] for name in new})
+                module.__class__ = candidate.cls
 
     def undo(self) -> None:
-        """Give every module its class back."""
+        """Give every module its original class."""
         for module, cls, attributes in self._swapped.values():
             module.__class__ = cls
             for name in attributes:
@@ -100,16 +101,16 @@ class Fusion:
         self._swapped.clear()
 
     def heads(self) -> list[LazyHead]:
-        """The heads that may wait with their logits."""
+        """The heads that can return lazy logits."""
         return [module for module, *_ in self._swapped.values() if isinstance(module, LazyHead)]
 
     def report(self) -> FusionReport:
-        """One row for all sites that were treated alike."""
+        """One row for all modules with the same class, operation and outcome."""
         counted: dict[tuple[str, str, bool, str], int] = {}
-        for site in self.fusion_candidates:
-            fused = site.cls is not None and site.module in self._swapped
-            reason = site.reason if fused or site.cls is None else "not selected"
-            key = (site.classes[0].__name__, site.operation, fused, reason)
+        for candidate in self.fusion_candidates:
+            fused = candidate.cls is not None and candidate.module in self._swapped
+            reason = candidate.reason if fused or candidate.cls is None else "not selected"
+            key = (candidate.classes[0].__name__, candidate.operation, fused, reason)
             counted[key] = counted.get(key, 0) + 1
         return FusionReport(ReportRow(i, o, count, fused, reason) for (i, o, fused, reason), count in counted.items())
 
@@ -118,7 +119,7 @@ class Fusion:
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """The backend that ``"auto"`` means, or the one asked for.
+    """The given backend, or the one that ``"auto"`` stands for on this device.
 
     Raises:
         ValueError: there is no such backend, or it cannot be used here; the message says why.
@@ -140,7 +141,7 @@ def _why_no_triton(device: torch.device) -> str | None:
 
 
 def _why_no_apex(device: torch.device) -> str | None:
-    """Looked for without an import: PyPI's apex is a toolkit for web pages, and importing it pulls in what it needs."""
+    """Looks for NVIDIA's apex without importing it, since PyPI's apex, a web toolkit, imports many other packages."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return "NVIDIA's apex is not installed (it is not on PyPI: build it from https://github.com/NVIDIA/apex)"

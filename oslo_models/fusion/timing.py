@@ -1,4 +1,4 @@
-"""Measures in which linear layers of a model on a CPU the products of `oslo_kernels.linear` are faster than torch's."""
+"""Decides which linear layers of a model on a CPU are fused: those whose product is measured to be faster."""
 
 from __future__ import annotations
 
@@ -15,36 +15,40 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.fusion.swap import FusionCandidate
 
-_Found = Timings | str
-"""What was measured, or why nothing was."""
+_Measured = Timings | str
+"""The timings of a layer, or why it was not timed."""
 
 
 def decide(
     model: nn.Module, fusion_candidates: Iterable[FusionCandidate], selected: set[type] | None, tp: Axis | None
 ) -> list[FusionCandidate]:
-    """``fusion_candidates`` with those that are selected and ``timed`` decided upon, alike on all ranks of the tp axis.
+    """``fusion_candidates`` with a decision on those that are selected and ``timed``: the same on all ranks of ``tp``.
 
-    A layer is fused if its product is faster, on every rank, for some number of rows; others are left to torch.
+    A layer is fused for those numbers of rows for which its product is faster on every rank of the axis.
     """
     fusion_candidates = list(fusion_candidates)
     modules = {
-        s.module: model.get_submodule(s.module) for s in fusion_candidates if s.timed and s.is_selected(selected)
+        candidate.module: model.get_submodule(candidate.module)
+        for candidate in fusion_candidates
+        if candidate.timed and candidate.is_selected(selected)
     }
     if tp is None or tp.size == 1:
-        found = _measure(modules)
+        measured = _measure(modules)
     else:
         with agree(tp, "timing linear layers"):
             own = _measure(modules)
-        found = _least(gather_objects(tp, own))
+        measured = _slowest(gather_objects(tp, own))
     return [
-        _decided(site, modules[site.module], found[site.module]) if site.module in found else site
-        for site in fusion_candidates
+        _decided(candidate, modules[candidate.module], measured[candidate.module])
+        if candidate.module in measured
+        else candidate
+        for candidate in fusion_candidates
     ]
 
 
-def _measure(modules: Mapping[str, Any]) -> dict[str, _Found]:
-    """By module; modules of one shape and dtype are measured together."""
-    found: dict[str, _Found] = {}
+def _measure(modules: Mapping[str, Any]) -> dict[str, _Measured]:
+    """The timings by module; modules of one shape and dtype are timed together."""
+    found: dict[str, _Measured] = {}
     alike: dict[Any, list[str]] = {}
     for name, module in modules.items():
         io, weight = isinstance(module, Conv1D), module.weight
@@ -58,9 +62,9 @@ def _measure(modules: Mapping[str, Any]) -> dict[str, _Found]:
     return found
 
 
-def _least(ranks: list[dict[str, _Found]]) -> dict[str, _Found]:
-    """Of what the ranks found, what gains least: the others wait for that one."""
-    found: dict[str, _Found] = {}
+def _slowest(ranks: list[dict[str, _Measured]]) -> dict[str, _Measured]:
+    """The timings of the rank that gains least, for which the others wait."""
+    found: dict[str, _Measured] = {}
     for name in ranks[0]:
         each = [rank[name] for rank in ranks]
         if reasons := [one for one in each if isinstance(one, str)]:
@@ -71,23 +75,23 @@ def _least(ranks: list[dict[str, _Found]]) -> dict[str, _Found]:
     return found
 
 
-def _decided(site: FusionCandidate, module: Any, found: _Found) -> FusionCandidate:
-    kept = "" if site.otherwise is None else f"{site.reason}; product "
+def _decided(candidate: FusionCandidate, module: Any, found: _Measured) -> FusionCandidate:
+    kept = "" if candidate.otherwise is None else f"{candidate.reason}; product "
     if isinstance(found, str):
-        return replace(site, cls=site.otherwise, reason=f"{kept}left to torch: {found}", timed=False)
+        return replace(candidate, cls=candidate.otherwise, reason=f"{kept}left to torch: {found}", timed=False)
     faster = faster_rows(found, module.weight.dtype)
     won = {rows: pair for rows, pair in found.items() if rows in faster.rows}
     lost = {rows: pair for rows, pair in found.items() if rows not in faster.rows}
     level = any(gain(pair) >= 1 for pair in lost.values())
     slower = f"because it would be slower{' or level' if level else ''} ({_figures(lost)})"
-    attributes = {**site.attributes, "faster": faster}
+    attributes = {**candidate.attributes, "faster": faster}
     if not won:
-        attributes = attributes if site.otherwise else site.attributes
+        attributes = attributes if candidate.otherwise else candidate.attributes
         reason = f"{kept}left unfused {slower}"
-        return replace(site, cls=site.otherwise, reason=reason, attributes=attributes, timed=False)
-    reason = f"{site.reason}{', product in C++' if kept else ''} ({_figures(won)})"
+        return replace(candidate, cls=candidate.otherwise, reason=reason, attributes=attributes, timed=False)
+    reason = f"{candidate.reason}{', product in C++' if kept else ''} ({_figures(won)})"
     reason += f"; others left to torch {slower}" if lost else ""
-    return replace(site, reason=reason, attributes=attributes, timed=False)
+    return replace(candidate, reason=reason, attributes=attributes, timed=False)
 
 
 def _figures(found: Timings) -> str:

@@ -103,7 +103,7 @@ class FusableModel(PreTrainedModel):
         heads = self._fusion.heads() if self._fusion is not None else ()
         lazy = torch.is_grad_enabled() if self.gather_logits is None else not self.gather_logits
         for head in heads:
-            head.deferring = lazy
+            head.lazy = lazy
         return lazy and bool(heads)
 
     def _layer_names(self, here: set[str]) -> set[str]:

@@ -12,9 +12,10 @@ import pytest
 from benchmarks import __main__ as driver
 from benchmarks import table
 from benchmarks.cases import CASES, OUR_DATA, OUR_STAGES, OURS, OURS_FUSED, OWN, TORCH_STAGES
+from benchmarks.definitions import Result
 from benchmarks.launch import MeasurementError
-from benchmarks.measure import Result
 from benchmarks.peers import PEERS
+from benchmarks.records import append
 
 from support import ROOT
 from support.pool import Pool
@@ -85,11 +86,32 @@ def test_ratios_are_computed_within_a_repetition(tmp_path: Path) -> None:
         ("40", "2", "transformers"),
     ]
     stamp = {"date": "2030-01-01", "commit": "c", "machine": "m", "versions": "v"}
-    driver._append(tmp_path / "results.csv", [{**stamp, "date": "2029-01-01", **rows[0]}])
-    driver._append(tmp_path / "results.csv", [{**stamp, **row} for row in rows])
+    append(tmp_path / "results.csv", [{**stamp, "date": "2029-01-01", **rows[0]}])
+    append(tmp_path / "results.csv", [{**stamp, **row} for row in rows])
     assert [row["date"] for row in table.latest(tmp_path / "results.csv")] == ["2030-01-01"] * 2
     text = table.tables(table.latest(tmp_path / "results.csv"))
     assert "| GPT-2 124M, generate, batch 1 | 20 (10 to 40) | 40 (20 to 60) | 2 x transformers |" in text
+
+
+def test_ratios_are_to_the_best_peer_and_few_runs_are_marked() -> None:
+    def row(case: str, peer: str, metric: str, unit: str, value: str, runs: str = "3") -> dict[str, str]:
+        measured = {"value": value, "min": value, "max": value, "repeats": runs, "processes x threads": ""}
+        where = {"date": "2030-01-01", "commit": "c", "machine": "m", "versions": "v"}
+        return {**where, "case": case, "peer": peer, "metric": metric, "unit": unit, **measured}
+
+    speed, time = ("generation", "tokens/s"), ("training step", "s")
+    text = table.tables(
+        [
+            row("llama-100m-generate-b1", "transformers-tp2", *speed, "8"),
+            row("llama-100m-generate-b1", "deepspeed-autotp", *speed, "20"),
+            row("llama-100m-generate-b1", OURS, *speed, "25"),
+            row("llama-100m-train", "transformers-tp2", *time, "8", runs="1"),
+            row("llama-100m-train", "transformers", *time, "4", runs="1"),
+            row("llama-100m-train", OURS, *time, "5", runs="1"),
+        ]
+    )
+    assert "| Llama 100M, generate, batch 1 | 20 | 8 | 25 | 1.25 x deepspeed-autotp |" in text
+    assert "| Llama 100M, train, 4 x 256 tokens \N{DAGGER} | 4 | 8 | 5 | 1.25 x transformers |" in text
 
 
 def test_table_is_written_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

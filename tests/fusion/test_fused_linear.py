@@ -67,7 +67,7 @@ def test_linear_is_bitwise_independent_of_threads_and_other_rows(
     form: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(seed)
-    monkeypatch.setattr(kernel, "OF_A_THREAD", 1)
+    monkeypatch.setattr(kernel, "WEIGHTS_PER_THREAD", 1)
     x, weight, bias = operands(7, 300, 70, dtype, form == "in x out")
     before, found = torch.get_num_threads(), []
     with torch.no_grad(), emulated():

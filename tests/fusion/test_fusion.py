@@ -62,7 +62,7 @@ def check_steps(steps: list[Step], n: int) -> None:
         heads = (*type(model).head_plan.values(), *model.plan(model.config).head.values())
         divided = any(isinstance(entry, VocabParallel) for entry in heads)
         assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == (divided and not needed)
-        with small_chunks(), mock.patch.object(LazyLogits, "make", side_effect=AssertionError("logits were made")):
+        with small_chunks(), mock.patch.object(LazyLogits, "compute", side_effect=AssertionError("logits were made")):
             without = LOGITS if divided and not needed else ()
             lines += [f"{step.name}: {line}" for line in step_differences(model, step, without=without)]
         assert names == list(model.state_dict())
@@ -427,7 +427,7 @@ def deferred(tp: Any, seed: int) -> tuple[list[Tensor], Tensor, list[Tensor], Te
     head.weight, head.bias = nn.Parameter(own[1]), nn.Parameter(own[2])
     own = [own[0].requires_grad_(), head.weight, head.bias]
     head.__class__ = LazyFullHead
-    head.tp, head.layouts, head.deferring = tp, {"weight": words}, True
+    head.tp, head.layouts, head.lazy = tp, {"weight": words}, True
     for leaf in full:
         leaf.requires_grad_()
     return full, F.linear(*full), own, head(own[0] * 1)

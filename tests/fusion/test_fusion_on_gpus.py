@@ -317,4 +317,4 @@ def test_label_outside_the_vocabulary_asserts_on_a_gpu() -> None:
 def test_apex_softmax_accepts_masks_without_additive_bias_only(value: float, taken: bool) -> None:
     mask = torch.zeros(1, 1, 2, 3, dtype=torch.float16)
     mask[..., 0] = value
-    assert apex._takes(torch.zeros(1, 2, 2, 4, dtype=torch.float16), mask, None) == taken
+    assert apex._is_supported(torch.zeros(1, 2, 2, 4, dtype=torch.float16), mask, None) == taken

@@ -1,4 +1,4 @@
-// In which order samples of several datasets come; see blending.py.
+// Interleaves the samples of several datasets; see blending.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -8,11 +8,12 @@ extern "C" void oslo_blend(
     int64_t datasets, int64_t size, const int64_t* shares, int64_t total, uint32_t* dataset, uint32_t* sample) {
     using wide = unsigned __int128;
     std::vector<int64_t> done(datasets, 0), deadline(datasets, 0);
-    std::vector<uint32_t> next(datasets, 0), open;  // a heap: those whose next sample may come, the most urgent on top
+    // `open` is a heap of datasets whose next sample is released, with the earliest deadline on top.
+    std::vector<uint32_t> next(datasets, 0), open;
     const auto later = [&](uint32_t a, uint32_t b) {
         return deadline[a] != deadline[b] ? deadline[a] > deadline[b] : a > b;
     };
-    // dataset[k] of places that are not yet filled begins the list of those that open at k: 1 + the first, 0 for none
+    // While position k is not filled, dataset[k] heads the list of datasets released at k: 1 + the first, 0 for none.
     const auto plan = [&](uint32_t i, int64_t now) {
         const wide opens = wide(done[i]) * total / shares[i];
         if (opens >= wide(size)) return;

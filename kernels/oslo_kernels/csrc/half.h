@@ -1,4 +1,4 @@
-// Numbers of 16 bits as C++ computes with them: in float32. The compiler knows the other kind, _Float16.
+// bfloat16, which is computed with in float32. The compiler itself has float16, as _Float16.
 
 #pragma once
 

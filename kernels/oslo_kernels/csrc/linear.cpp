@@ -1,8 +1,8 @@
-// Products of a few rows of activations with a matrix of weights, as a model that decodes makes them; see linear.py.
+// Products of a few rows of activations with a matrix of weights, as in decoding; see linear.py.
 //
-// Such a product takes as long as its weights take to come from memory, if they come once and nothing else holds it up.
-// So the weights are walked through in the order in which they lie there, some rows of them at a time, and what comes
-// next is asked for early; all rows of activations are multiplied with what is there.
+// Such a product is limited by memory bandwidth if every weight is read once. So the weights are traversed in memory
+// order, a few rows at a time, the next ones are prefetched, and all rows of activations are multiplied with those at
+// hand.
 
 #include <cstdint>
 #include <cstring>
@@ -14,7 +14,7 @@
 
 #include "half.h"
 
-// OpenMP of the process, which is torch's, if it has one.
+// The OpenMP runtime that the process has loaded, torch's, if any.
 extern "C" {
 __attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
 __attribute__((weak)) int omp_get_thread_num(void);
@@ -61,7 +61,7 @@ inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof va
 inline float total(Floats v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
 
 template <typename T>
-inline void ask_for(const T* address) {
+inline void prefetch(const T* address) {
     __builtin_prefetch(address, 0, 3);
 }
 
@@ -79,8 +79,8 @@ inline float bias_of(const Product& p, int64_t n) {
 
 // Weights [outer, inner] ----------------------------------------------------------------------------------------------
 
-// R rows of x with C rows of w: R * C sums in registers.
-template <typename T, int R, int C, bool kAsk>
+// R rows of x times C rows of w, with R * C sums in registers.
+template <typename T, int R, int C, bool kPrefetch>
 inline __attribute__((always_inline)) void tile(const Product& p, int64_t row, int64_t n) {
     constexpr int kStep = 64 / sizeof(T); // a cache line
     const int64_t inner = p.inner;
@@ -89,8 +89,8 @@ inline __attribute__((always_inline)) void tile(const Product& p, int64_t row, i
     Floats sums[C][R] = {};
     int64_t k = 0;
     for (; k + kStep <= inner; k += kStep) {
-        if (kAsk)
-            for (int c = 0; c < C; ++c) ask_for(w + (C + c) * inner + k);
+        if (kPrefetch)
+            for (int c = 0; c < C; ++c) prefetch(w + (C + c) * inner + k);
         for (int i = 0; i < kStep; i += kWidth) {
             Floats a[R];
             for (int r = 0; r < R; ++r) a[r] = load(x + r * inner + k + i);
@@ -119,12 +119,12 @@ inline void all_rows(const Product& p, int64_t n) {
 template <typename T, int R, int C>
 void by_rows(const Product& p, int64_t n, int64_t end) {
     for (; n + C <= end; n += C) all_rows<T, R, C>(p, n);
-    if (n < end) all_rows<T, R, C>(p, end - C); // some of them once more, which gives the same
+    if (n < end) all_rows<T, R, C>(p, end - C); // recomputes some columns, with the same result
 }
 
 template <typename T>
 void outer_first(const Product& p, int64_t begin, int64_t end) {
-    switch (p.rows) { // as many sums as there are registers for
+    switch (p.rows) { // as many sums as fit into registers
         case 1: return by_rows<T, 1, 8>(p, begin, end);
         case 2: return by_rows<T, 2, 6>(p, begin, end);
         case 3: return by_rows<T, 3, 4>(p, begin, end);
@@ -134,11 +134,11 @@ void outer_first(const Product& p, int64_t begin, int64_t end) {
 
 // Weights [inner, outer] ----------------------------------------------------------------------------------------------
 
-constexpr int64_t kColumns = 1024; // whose sums stay in the second-level cache
-constexpr int64_t kChain = 256;    // terms that are added up one after another, as rounding grows with their number
+constexpr int64_t kColumns = 1024; // their sums stay in the second-level cache
+constexpr int64_t kChain = 256;    // terms per running sum, which limits its rounding error
 
-// Add to R rows of sums what K rows of w give.
-template <typename T, int R, int K, bool kAsk>
+// Add the products with K rows of w to R rows of sums.
+template <typename T, int R, int K, bool kPrefetch>
 inline __attribute__((always_inline)) void add(
     const Product& p, float* sums, int64_t row, int64_t k, int64_t n, int64_t count) {
     const T* w = static_cast<const T*>(p.w) + k * p.outer + n;
@@ -147,8 +147,8 @@ inline __attribute__((always_inline)) void add(
         for (int i = 0; i < K; ++i) x[r][i] = p.x[(row + r) * p.inner + k + i] - Floats{};
     int64_t c = 0;
     for (; c + kWidth <= count; c += kWidth) {
-        if (kAsk && c * sizeof(T) % 64 == 0)
-            for (int i = 0; i < K; ++i) ask_for(w + (K + i) * p.outer + c);
+        if (kPrefetch && c * sizeof(T) % 64 == 0)
+            for (int i = 0; i < K; ++i) prefetch(w + (K + i) * p.outer + c);
         Floats sum[R];
         for (int r = 0; r < R; ++r) sum[r] = load(sums + r * kColumns + c);
         for (int i = 0; i < K; ++i) {
@@ -224,11 +224,12 @@ const float* widened(const void* x, int64_t count, std::vector<float>& buffer) {
 
 } // namespace
 
-// Whether more than one thread can be made use of.
+// Whether more than one thread can be used.
 extern "C" int oslo_linear_threads(void) { return GOMP_parallel && omp_get_thread_num && omp_get_num_threads; }
 
-// out = x w^T + bias, or x w + bias. At least 8 columns. `a`: x, w, bias or 0, out, rows, inner, outer, type (0 float32, 1 bfloat16, 2
-// float16), whether w is [inner, outer], threads. All are dense, and of the same type.
+// out = x w^T + bias, or x w + bias, with at least 8 columns; all tensors are dense and of one type. `a` holds x, w,
+// bias or 0, out, rows, inner, outer, the type (0 float32, 1 bfloat16, 2 float16), whether w is [inner, outer], and the
+// number of threads.
 extern "C" void oslo_linear(const int64_t* a) {
     thread_local std::vector<float> buffer;
     const auto pointer = [&](int i) { return reinterpret_cast<void*>(a[i]); };

@@ -1,5 +1,5 @@
-// Bans, in scores of next tokens, those that would complete an n-gram which a source of tokens already has.
-// One file for two compilers: a C++ compiler makes the function for CPUs, nvcc (-x cu) the one for GPUs.
+// Bans the next tokens that would complete an n-gram which occurs in a source of tokens; see ngrams.py.
+// A C++ compiler makes the function for CPUs of this file, nvcc (-x cu) the one for GPUs.
 
 #include <cstdint>
 #include <cstring>
@@ -14,18 +14,18 @@ namespace {
 
 struct Problem {
     void *scores;              // [rows, vocab], of `bytes` bytes each
-    const int64_t *ids;        // [rows, length]: what has been generated; its end is what the next token continues
-    const int64_t *source;     // [rows / group, source_length]: where n-grams are looked for
+    const int64_t *ids;        // [rows, length]: the tokens so far
+    const int64_t *source;     // [rows / group, source_length]: the tokens whose n-grams must not recur
     int64_t scores_stride, ids_stride, source_stride;
     int64_t rows, length, source_length, group, vocab, size, bytes;
-    uint64_t minus_infinity;   // the bits of it in the type of the scores
+    uint64_t minus_infinity;   // its bits in the type of the scores
 };
 
-// The token that the window of the row's source at `start` ends with, if the row ends with the rest of the window.
+// The last token of the source's window at `start` if the row ends with the tokens before it in the window, else -1.
 ANYWHERE inline int64_t completes(const Problem &p, int64_t row, int64_t start) {
     const int64_t *window = p.source + (row / p.group) * p.source_stride + start;
     const int64_t *prefix = p.ids + row * p.ids_stride + p.length - (p.size - 1);
-    for (int64_t i = p.size - 2; i >= 0; i--)  // the last differs most often
+    for (int64_t i = p.size - 2; i >= 0; i--)  // the last token differs most often
         if (window[i] != prefix[i]) return -1;
     return window[p.size - 1];
 }
@@ -45,8 +45,8 @@ __global__ void block_repeats(Problem p) {
             ban(p, row, completes(p, row, start));
 }
 #else
-// Few windows have the last token of the prefix in its place. Looking for it alone, many at once, is a loop without
-// branches, which the compiler makes vector instructions of.
+// Few windows contain the prefix's last token in its position. Searching for that token alone, a block of windows at a
+// time, is a loop without branches, which the compiler vectorises.
 void block_row(const Problem &p, int64_t row) {
     constexpr int64_t kBlock = 64;
     const int64_t windows = p.source_length - p.size + 1;

@@ -1,9 +1,9 @@
-// All-reduce and all-gather between the processes of one host, through memory that they share.
+// All-reduce and all-gather between the processes of one host, through shared memory.
 //
-// Every rank has two slots and a counter. In one exchange each rank fills a slot, raises its counter and waits until the
-// counters of all others have come as far; then every rank reads all slots. The slots are taken in turn: whoever fills
-// one again has seen all others at the exchange in between, thus past the reading of the older one. Sums are formed in
-// the order of the ranks, so that all ranks get the same bits.
+// Every rank has two slots and a counter. In an exchange, each rank fills a slot, increments its counter, waits until
+// all counters have reached the same value, and reads all slots. The two slots alternate: a rank that refills one has
+// passed the exchange in between, which all others entered only after reading the older slot. Sums are formed in rank
+// order, so that all ranks get the same bits.
 
 #include <atomic>
 #include <cerrno>
@@ -23,15 +23,15 @@
 
 namespace {
 
-constexpr int kSpins = 2000;          // some 20 us on a core of one's own
-constexpr int kYields = 200;          // then let others run
-constexpr long kPatience = 100000000; // ns asleep before the caller may look at signals, time and the peer
-constexpr int kClosed = 1 << 30;      // what a call without a region returns
+constexpr int kSpins = 2000;          // about 20 us on a core of its own
+constexpr int kYields = 200;          // then yield the core
+constexpr long kPatience = 100000000; // ns of sleep, after which the caller checks signals, timeout and peer
+constexpr int kClosed = 1 << 30;      // returned by calls without a region
 
 struct alignas(64) Rank {
-    std::atomic<uint32_t> posted;   // exchanges that this rank has filled a slot for
-    std::atomic<uint32_t> sleepers; // ranks that sleep until `posted` changes
-    uint64_t call[2];               // what the slot belongs to, to find calls that do not match
+    std::atomic<uint32_t> posted;   // number of exchanges for which this rank has filled a slot
+    std::atomic<uint32_t> sleepers; // number of ranks that sleep until `posted` changes
+    uint64_t call[2];               // the call that each slot belongs to, to detect mismatches
 };
 
 struct Region {
@@ -39,7 +39,7 @@ struct Region {
     int64_t slot, length;
     int fd, rank, size;
     uint32_t exchanges = 0;
-    int64_t offset = 0;  // bytes of the current call that are done: a call may be left and taken up again
+    int64_t offset = 0;  // bytes of the current call that are done; a call may be interrupted and continued
     bool posted = false; // whether this rank has filled its slot for the bytes at `offset`
 
     Rank& state(int peer) { return reinterpret_cast<Rank*>(memory)[peer]; }
@@ -78,8 +78,8 @@ bool wait(Rank& state, uint32_t exchange) {
     return reached(state, exchange);
 }
 
-// Fill the own slot and wait for those of the others: 0, or 1 + the rank that is not there yet, or -1 - the rank whose
-// call is another one.
+// Fill this rank's slot and wait for the others: 0, or 1 + a rank that has not arrived, or -1 - a rank that made
+// another call.
 int exchange(Region& region, const char* data, int64_t bytes, uint64_t call) {
     if (!region.posted) {
         ++region.exchanges;
@@ -136,7 +136,7 @@ int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 extern "C" {
 
-// A file of shared memory without a name, for `size` ranks with slots of `slot` bytes: its descriptor, or -errno.
+// Create an unnamed file of shared memory for `size` ranks with slots of `slot` bytes: its descriptor, or -errno.
 int oslo_shm_create(int size, int64_t slot) {
     const int fd = memfd_create("oslo-all-reduce", MFD_CLOEXEC);
     if (fd < 0) return -errno;
@@ -146,11 +146,11 @@ int oslo_shm_create(int size, int64_t slot) {
     return -error;
 }
 
-// Map the file and mark this rank as alive in it, for as long as the process lives. Owns `fd`. Null on failure.
+// Map the file and mark this rank as alive in it until its process ends. Takes ownership of `fd`. Null on failure.
 void* oslo_shm_open(int fd, int rank, int size, int64_t slot) {
     const int64_t length = size * (static_cast<int64_t>(sizeof(Rank)) + 2 * slot);
     void* memory = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    // A lock ends with its process, however that ends, and children do not inherit it.
+    // The lock ends with the process, however it ends, and is not inherited by children.
     struct flock lock = {};
     lock.l_type = F_WRLCK;
     lock.l_start = rank;
@@ -186,9 +186,9 @@ int oslo_shm_alive(void* handle, int peer) {
     return fcntl(static_cast<Region*>(handle)->fd, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
-// Reduce what is at `data` over the ranks, in place; `call` is bytes << 8 | dtype | whether the maximum is wanted. 0 when
-// done; 1 + rank when that rank keeps this one waiting: call again with the same arguments to go on; -1 - rank when that
-// rank is in another call.
+// Reduce `data` over the ranks, in place; `call` is bytes << 8 | dtype | whether to take the maximum. Returns 0 when
+// done; 1 + rank while that rank has not arrived: call again with the same arguments to continue; -1 - rank when that
+// rank made another call.
 int oslo_shm_all_reduce(void* handle, void* data, int64_t call) {
     if (!handle) return kClosed;
     Region& region = *static_cast<Region*>(handle);
@@ -205,7 +205,7 @@ int oslo_shm_all_reduce(void* handle, void* data, int64_t call) {
     return 0;
 }
 
-// Put the `bytes` bytes that each rank has at `data` behind one another at `out`. Results as above.
+// Concatenate the `bytes` bytes at `data` of all ranks at `out`. Returns as above.
 int oslo_shm_all_gather(void* handle, const void* data, void* out, int64_t bytes) {
     if (!handle) return kClosed;
     Region& region = *static_cast<Region*>(handle);

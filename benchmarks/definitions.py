@@ -1,0 +1,103 @@
+"""What every benchmark is made of: peers, results and their units."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+UNITS = {
+    "generation": "tokens/s",
+    "training step": "s",
+    "training": "tokens/s",
+    "peak memory": "MB",
+    "peak anonymous memory": "MB",
+    "all-reduces a block, forward": "calls",
+    "all-reduces a block, backward": "calls",
+    "other collectives a block": "calls",
+    "payload a block": "MB",
+    "payload outside of blocks": "MB",
+    "all-reduce": "us",
+    "preprocessing": "tokens/s",
+    "building": "s",
+    "random access": "samples/s",
+    "head and loss": "ms",
+    "MLP": "ms",
+    "optimizer step": "ms",
+    "n-gram blocking": "us",
+    "n-gram blocking, cold": "us",
+    "forward and backward": "ms",
+    "generation of a text": "ms",
+    "start": "s",
+    "call overhead": "ms",
+    "serving": "tokens/s",
+}
+
+
+@dataclass
+class Result:
+    """What one process measured.
+
+    Attributes:
+        values: by metric, in the units of ``UNITS``.
+        check: results that all peers have to agree on.
+        references: values to compare with that the runner itself provides, by name and metric.
+    """
+
+    values: dict[str, float]
+    check: list[float] = field(default_factory=list)
+    references: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+Step = Callable[[Any], Any]
+"""Takes one optimizer step from token ids ``[batch, length]`` and returns the loss."""
+
+
+def adamw_trainer(load: Callable[..., Any], cls: str, checkpoint: Path, fused: bool = False) -> tuple[Any, Step]:
+    """A model, and a step of AdamW on it."""
+    import torch
+
+    model = load(cls, checkpoint).train()
+    optimizer = model.fused_adamw(lr=1e-4) if fused else torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(ids: Any) -> Any:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return model, step
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A library, or a configuration of one, that is compared.
+
+    Attributes:
+        load: ``load(cls, checkpoint, **kwargs)`` returns a model; a peer of the data pipeline preprocesses and returns
+            the seconds that it took.
+        trainer: ``trainer(load, cls, checkpoint)`` returns a model and its `Step`.
+        needs: packages without which the peer is skipped.
+    """
+
+    name: str
+    processes: int
+    threads: int
+    load: Callable[..., Any]
+    trainer: Callable[..., tuple[Any, Step]] = adamw_trainer
+    needs: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def missing(self) -> list[str]:
+        """The packages in ``needs`` that are not installed."""
+        return [package for package in self.needs if importlib.util.find_spec(package) is None]
+
+    def save(self, model: Any, directory: Path) -> None:
+        """Save one checkpoint that transformers can load."""
+        if hasattr(model, "save_pretrained_with_parallel"):
+            model.save_pretrained_with_parallel(directory, save_with_merging=True)
+        else:
+            model.save_pretrained(directory)
