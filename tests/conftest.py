@@ -103,12 +103,12 @@ def stand(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]
     import deployed
 
     from benchmarks import faults
-    from oslo_models.deploy import engine
     from oslo_models.deploy import options as serving
+    from oslo_models.deploy import pending_call
 
     pool.start(1)  # and with it the server that workers are forked from
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "GRACE", 0.5)  # seconds that every fault of one rank takes
+        patch.setattr(pending_call, "GRACE", 0.5)  # seconds that every fault of one rank takes
         patch.setattr(serving, "ProcessExecutor", deployed.ForkedExecutor)
         made = faults.Stand(tmp_path_factory.mktemp("stand"))
         yield made

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_models.deploy.engine import Engine, EngineError, raised_by_workers
+from oslo_models.deploy.engine import Engine
+from oslo_models.deploy.errors import EngineError, raised_by_workers
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _QueuedCall:
     """A call that may share a batch with others whose ``key`` is the same."""
 
     key: str
@@ -44,7 +45,7 @@ class Batcher:
     def __init__(self, engine: Engine, config: Any, max_batch_size: int, batch_wait_ms: float) -> None:
         self.engine, self.config = engine, config
         self.size, self.wait = max_batch_size, batch_wait_ms / 1000
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_QueuedCall] = []
         self._lock = threading.Lock()
         self._computing = threading.Lock()
         self._enough = threading.Event()
@@ -74,7 +75,7 @@ class Batcher:
             raise call.error
         return call.result
 
-    def _join(self, kwargs: dict[str, Any], options: Mapping[str, Any], defaults: Any) -> _Waiting | None:
+    def _join(self, kwargs: dict[str, Any], options: Mapping[str, Any], defaults: Any) -> _QueuedCall | None:
         """The call as one that can be joined with others, if it is."""
         if any(options[name] is not None for name in ("streamer", "timeout", "seed")):
             return None
@@ -90,9 +91,9 @@ class Batcher:
         if mask is None or rest.get("max_new_tokens") is None or self.config.is_encoder_decoder:
             return None
         key = repr((sorted(rest.items()), defaults))
-        return _Waiting(key, ids.cpu(), mask.cpu(), rest, settings, options["generation_config"])
+        return _QueuedCall(key, ids.cpu(), mask.cpu(), rest, settings, options["generation_config"])
 
-    def _lead(self, call: _Waiting) -> None:
+    def _lead(self, call: _QueuedCall) -> None:
         if self._rows() < self.size and (self._crowded or self._inside > 1):
             self._enough.wait(self.wait)
         with self._lock:
@@ -111,7 +112,7 @@ class Batcher:
             with self._lock:  # when the leader was interrupted, the others find somebody else
                 self._waiting[:0] = [member for member in batch if member is not call and not member.done.is_set()]
 
-    def _finish(self, batch: list[_Waiting]) -> None:
+    def _finish(self, batch: list[_QueuedCall]) -> None:
         try:
             self._compute(batch)
         except Exception as error:
@@ -129,7 +130,7 @@ class Batcher:
     def _rows(self) -> int:
         return sum(len(call.ids) for call in self._waiting)
 
-    def _compute(self, batch: list[_Waiting]) -> None:
+    def _compute(self, batch: list[_QueuedCall]) -> None:
         first = batch[0]
         pad, ends = first.settings["pad_token_id"], first.settings["eos_token_id"]
         length = max(call.ids.shape[1] for call in batch)

@@ -250,7 +250,9 @@ def deploy(
     kind: Any = type(cls.__name__, (Deployment, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     model = object.__new__(kind)
     batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
-    model._begin(config, generation_config, engine, batcher, _Remake(maker or cls, constructor, source, kwargs))
+    model._begin(
+        config, generation_config, engine, batcher, _LocalConstructor(maker or cls, constructor, source, kwargs)
+    )
     if serving.verbose:
         _show(engine, serving.verbose)
     return model
@@ -279,7 +281,7 @@ def _look_at(
     return config, generation_config
 
 
-class _Remake:
+class _LocalConstructor:
     """Constructs the whole model in this process."""
 
     def __init__(self, maker: Any, constructor: str, source: Any, kwargs: dict[str, Any]) -> None:

@@ -31,11 +31,11 @@ from oslo_models.deploy import handshake
 from oslo_models.deploy.connection import WorkerConnection
 from oslo_models.deploy.process_executor import Process, ProcessExecutor, start_worker
 
-ARRIVAL = 300.0
+ARRIVAL_TIMEOUT = 300.0
 """Seconds that the application waits for the other processes to reach their constructor."""
-_PATIENCE = 30.0
+_ORDER_TIMEOUT = 30.0
 """Seconds that they may take to carry out an order."""
-_LONGEST = 1 << 16
+_MAX_MESSAGE_BYTES = 1 << 16
 """Bytes of an order or an answer."""
 
 
@@ -79,20 +79,20 @@ class TorchrunExecutor(ProcessExecutor):
     """
 
     def __init__(self, count: int, secret: str | None = None) -> None:
-        self._others = _others(secret)
-        self.host = self._others.host
+        self._launcher_processes = _launcher_processes(secret)
+        self.host = self._launcher_processes.host
         super().__init__(count)
 
     def _start(self, rank: int) -> tuple[Process, WorkerConnection]:
         if rank > 0:
-            return self._others.start(rank)
+            return self._launcher_processes.start(rank)
         ours, theirs = socket.socketpair()
         with theirs:
-            process = start_worker(theirs, int(os.environ.get("LOCAL_RANK", "0")), self._others.loopback)
+            process = start_worker(theirs, int(os.environ.get("LOCAL_RANK", "0")), self._launcher_processes.loopback)
         return process, WorkerConnection(ours)
 
 
-class _Others:
+class _LauncherProcesses:
     """The other processes of the launcher, as the application sees them; for all models that it deploys."""
 
     def __init__(self, secret: str | None) -> None:
@@ -107,11 +107,11 @@ class _Others:
         missing = set(range(1, launched_size()))
         while missing:
             try:
-                conn = Connection(self._accept(ARRIVAL).detach())
+                conn = Connection(self._accept(ARRIVAL_TIMEOUT).detach())
             except TimeoutError:
                 raise TimeoutError(
                     f"the processes {sorted(missing)} of the launcher have not come to deploy a model within "
-                    f"{ARRIVAL:g} s; every process has to run the same script"
+                    f"{ARRIVAL_TIMEOUT:g} s; every process has to run the same script"
                 ) from None
             rank = _receive(conn)
             self._orders[rank] = conn
@@ -167,14 +167,14 @@ class _Others:
         conn, accepted, pid = self._orders[rank], None, None
         with self._lock, suppress(EOFError, OSError):
             _send(conn, ["start"])
-            accepted = self._accept(_PATIENCE, conn)
+            accepted = self._accept(_ORDER_TIMEOUT, conn)
             pid = self._answer(conn)
         if accepted is None or pid is None:
             conn.close()  # as in `_answer`
             if accepted is not None:
                 accepted.close()
             raise ConnectionError(f"the process of rank {rank} that the launcher started has ended")
-        return _Remote(self, rank, pid), WorkerConnection(accepted)
+        return _RemoteProcess(self, rank, pid), WorkerConnection(accepted)
 
     def ask(self, rank: int, *order: Any) -> Any:
         """The answer of another process to an order; ``None`` when it has ended."""
@@ -185,16 +185,16 @@ class _Others:
         return None
 
     def _answer(self, conn: Connection) -> Any:
-        if conn.poll(_PATIENCE):
+        if conn.poll(_ORDER_TIMEOUT):
             return _receive(conn)
         conn.close()  # an answer that comes later would be taken for that to another order
         return None
 
 
-class _Remote:
+class _RemoteProcess:
     """A worker that another process has started."""
 
-    def __init__(self, others: _Others, rank: int, pid: int) -> None:
+    def __init__(self, others: _LauncherProcesses, rank: int, pid: int) -> None:
         self.pid = pid
         self.returncode: Any = None
         self._order = functools.partial(others.ask, rank)
@@ -207,13 +207,13 @@ class _Remote:
         return self.returncode
 
 
-_making = threading.Lock()
+_creation_lock = threading.Lock()
 
 
-def _others(secret: str | None) -> _Others:
-    with _making:
-        if not (made := _made(os.getpid())):
-            made.append(_Others(secret))
+def _launcher_processes(secret: str | None) -> _LauncherProcesses:
+    with _creation_lock:
+        if not (made := _created(os.getpid())):
+            made.append(_LauncherProcesses(secret))
     (others,) = made
     if others.secret != secret:
         raise ValueError("deploy_secret is not that of the model deployed before, to which the other processes belong")
@@ -221,7 +221,7 @@ def _others(secret: str | None) -> _Others:
 
 
 @functools.cache
-def _made(pid: int) -> list[_Others]:
+def _created(pid: int) -> list[_LauncherProcesses]:
     return []
 
 
@@ -287,6 +287,6 @@ def _send(conn: Connection, value: Any) -> None:
 
 def _receive(conn: Connection) -> Any:
     try:
-        return json.loads(conn.recv_bytes(_LONGEST))
+        return json.loads(conn.recv_bytes(_MAX_MESSAGE_BYTES))
     except ValueError as error:
         raise ConnectionError(f"what came is not JSON: {error}") from error

@@ -38,7 +38,7 @@ from transformers.cli.serving.utils import (
 )
 
 from oslo_models import auto
-from oslo_models.deploy.engine import EngineError
+from oslo_models.deploy.errors import EngineError
 from oslo_models.server.schema import Answer, ChatRequest, CompletionRequest, Stops, event, problem, tally
 
 UNKNOWN_LENGTH = 2048

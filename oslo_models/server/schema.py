@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import BaseHandler, Modality, ToolCall
 
-from oslo_models.deploy.engine import EngineError
+from oslo_models.deploy.errors import EngineError
 from oslo_models.deploy.generation_limits import LEAST, MOST, is_scale
 
 
