@@ -33,7 +33,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def renewed(text: str) -> str:
+def update_table(text: str) -> str:
     """``text`` with the table between its markers."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
