@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oslo_models.data import DatasetPreprocessor, preprocess
-from oslo_models.data.bpe_cache import GPT2, PATTERNS, splitting
+from oslo_models.data.bpe_cache import GPT2, PATTERNS, find_pattern
 from oslo_models.data.indexed_dataset import IMPLS, IndexedDataset
 from oslo_models.data.readers import open_documents, open_jsonl
 from oslo_models.data.tokenizer_pool import Encoder
@@ -93,7 +93,7 @@ ALPHABET = st.one_of(
 def test_remembered_words_give_the_tokenizers_tokens(split: str, normalizer: str | None, pieces: list[str]) -> None:
     tok = tokenizer("" if split == GPT2 else split, normalizer=normalizer)
     encoder = Encoder(tok, None, "int32")
-    assert splitting(encoder._spec) == split
+    assert find_pattern(encoder._spec) == split
     text = "".join(pieces)
     assert encoder.encode([text]).tokens.tolist() == tok.encode(text, add_special_tokens=False)
 
@@ -105,7 +105,7 @@ def test_tokenizers_of_transformers_are_of_this_kind() -> None:
     for cls, split in ((hf.GPT2Tokenizer, GPT2), (hf.Qwen2Tokenizer, list(PATTERNS)[2])):
         made = cls(vocab=alphabet, merges=[("a", "b")])
         encoder = Encoder(made, None, "int32")
-        assert splitting(encoder._spec) == split
+        assert find_pattern(encoder._spec) == split
         assert encoder.encode(["ab ba"]).tokens.tolist() == made.encode("ab ba", add_special_tokens=False) != []
 
 
@@ -116,7 +116,7 @@ def test_other_tokenizers_go_their_own_way(tmp_path: Path, seed: int) -> None:
     made = Tokenizer(models.WordLevel({"[UNK]": 0, "[SEP]": 1, "def": 2, "self": 3}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     plain = PreTrainedTokenizerFast(tokenizer_object=made, sep_token="[SEP]")
-    assert splitting(Encoder(plain, None, "int32")._spec) is None
+    assert find_pattern(Encoder(plain, None, "int32")._spec) is None
 
     class Own(PreTrainedTokenizerFast):  # cannot be sent to a process by its name, and has a method of its own
         def encode(self, *args: Any, **kwargs: Any) -> list[int]:
@@ -130,7 +130,7 @@ def test_other_tokenizers_go_their_own_way(tmp_path: Path, seed: int) -> None:
         DatasetPreprocessor(own, num_workers=1).preprocess(given_texts, tmp_path / "b", 0)
     lowered = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
     lowered.normalizer = normalizers.Lowercase()
-    assert splitting(Encoder(PreTrainedTokenizerFast(tokenizer_object=lowered), None, "int32")._spec) is None
+    assert find_pattern(Encoder(PreTrainedTokenizerFast(tokenizer_object=lowered), None, "int32")._spec) is None
 
 
 def test_half_a_surrogate_pair_is_no_end(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Turns a checkpoint into one of another form without building a model: split files of any sizes, or merged."""
+"""Converts a checkpoint without building the model: to split files for any parallel sizes, or to a merged one."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def convert(
     merging: bool = False,
     safe_serialization: bool | None = None,
 ) -> None:
-    """Read a checkpoint, split at any sizes or merged, and write another; a collective of the ranks of these sizes.
+    """Read a checkpoint, split or merged, and write it for other sizes; called by all ranks of the new sizes.
 
-    Values and types stay bit for bit. A rank holds its part, when merging one tensor.
+    Values and types stay bit for bit. A rank holds its part in memory, when merging one tensor at a time.
 
     Args:
-        merging: write what transformers loads (with sizes of 1) instead of one file per rank.
+        merging: write a checkpoint for transformers instead of one file per rank; the sizes must be 1.
         safe_serialization: as in ``save_pretrained_with_parallel``.
 
     Raises:
@@ -48,29 +48,29 @@ def convert(
         cls.plan(config).check_ranks(cls.__name__, type(config).__name__, tensor_parallel_size)
     mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size)
     with agree(mesh.world, f"opening {directory}"):
-        template = WeightMapping(cls, config, {}, mesh)
+        mapping = WeightMapping(cls, config, {}, mesh)
         reader = open_checkpoint(
-            directory, fallback_layout=template.layout_of_old_files, owner_stage=template.stage_of_old_files
+            directory, fallback_layout=mapping.layout_of_old_files, owner_stage=mapping.stage_of_old_files
         )
     try:
         verify_checkpoint(reader, mesh.world)
         with agree(mesh.world, f"reading {directory}"):
-            slices = template.slices(reader, None, False, None)
-            for name, source in template.model.all_tied_weights_keys.items():  # which .bin files hold under both names
+            slices = mapping.slices(reader, None, False, None)
+            for name, source in mapping.model.all_tied_weights_keys.items():  # .bin files hold them under both names
                 if name in slices and source in slices and _are_equal(reader, slices[name].name, slices[source].name):
                     del slices[name]
-            names = {local: template.names.get(local, local) for local in slices}
+            names = {local: mapping.names.get(local, local) for local in slices}
             tensors: Mapping[str, Tensor] = _LazyStateDict({names[local]: part for local, part in slices.items()})
             if not merging:
                 tensors = dict(tensors.items())
-        layouts = {name: template.layouts.get(name, Layout(tuple(tensors[name].shape))) for name in tensors}
+        layouts = {name: mapping.layouts.get(name, Layout(tuple(tensors[name].shape))) for name in tensors}
         save_checkpoint(
             output,
             tensors,
             layouts,
             mesh,
             merging=merging,
-            tied=template.model.all_tied_weights_keys,
+            tied=mapping.model.all_tied_weights_keys,
             files=lambda staging: _copy_configs(directory, staging),
             metadata={"model_type": config.model_type, "architectures": [cls.__name__]},
             safe_serialization=safe_serialization,
@@ -82,10 +82,10 @@ def convert(
 def launch(
     directory: Path, output: Path, tensor_parallel_size: int, pipeline_parallel_size: int, safe: bool | None
 ) -> None:
-    """Run `convert` on as many processes of this machine as the sizes need.
+    """Run `convert` in as many processes on this machine as the sizes need.
 
     Raises:
-        RuntimeError: the processes failed; they have said why.
+        RuntimeError: the processes failed; the message is what they wrote to stderr.
     """
     ranks = tensor_parallel_size * pipeline_parallel_size
     if ranks == 1:
@@ -101,7 +101,7 @@ def launch(
 
 
 def _are_equal(reader: CheckpointReader, one: str, other: str) -> bool:
-    """Whether two tensors of a checkpoint are the same, some rows at a time."""
+    """Whether two tensors of a checkpoint are equal; compares some rows at a time."""
     shape = reader.tensors[one].shape
     if shape != reader.tensors[other].shape:
         return False
@@ -111,7 +111,7 @@ def _are_equal(reader: CheckpointReader, one: str, other: str) -> bool:
 
 
 class _LazyStateDict(Mapping[str, Tensor]):
-    """Tensors that are read when they are asked for, and not kept."""
+    """Tensors that are read on each access, and not kept."""
 
     def __init__(self, slices: Mapping[str, Any]) -> None:
         self._slices = slices

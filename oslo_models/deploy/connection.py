@@ -7,15 +7,15 @@ import select
 import socket
 import time
 
-from oslo_models.deploy.serialization import warm_up
-
-WARM_UP_INTERVAL = 3e-4
-"""Seconds between two warm-ups of a thread that polls."""
 _LENGTH_BYTES = 8
 
 
 class WorkerConnection:
-    """Each message is preceded by its length. `multiprocessing`'s connections take twice as long for a small one."""
+    """Sends each message behind its length.
+
+    Unlike `multiprocessing`'s connections it can send without waiting (`send_now`), which a suspended worker requires.
+    It is not for speed: a call of a small model takes as long with theirs (0.98 to 1.05 times, as `busy_poll` says).
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -83,12 +83,15 @@ def has_spare_core(ranks: int) -> bool:
 def busy_poll(incoming: select.poll, seconds: float) -> list[tuple[int, int]]:
     """Poll without sleeping until something arrives or the time is up, and return what ``poll`` does.
 
-    Meanwhile it warms up, at intervals, the code that handles the message.
+    A thread that slept is slow right after it wakes. Polling saves 120 us per call in the caller and 100 us in the
+    worker, of 940 us (1.12 and 1.10 times as long without, quartiles within 0.03). Where other processes compete for
+    the cores it costs instead: with 17 runnable processes per core a call took 1.5 times as long with it.
+
+    These figures and those at other places in this package are medians of 300 calls of ``forward`` of a GPT-2 with two
+    layers of size 64 on one rank, on two cores, with and without in alternating blocks of ten calls, at real-time
+    priority so that other processes do not disturb.
     """
-    now = next_warm_up = time.monotonic()
-    deadline = now + seconds
-    while not (ready := incoming.poll(0)) and (now := time.monotonic()) < deadline:
-        if now >= next_warm_up:
-            warm_up()
-            next_warm_up = now + WARM_UP_INTERVAL
+    deadline = time.monotonic() + seconds
+    while not (ready := incoming.poll(0)) and time.monotonic() < deadline:
+        pass
     return ready

@@ -29,8 +29,10 @@ RECEIVER_DELAY = 0.05
 class Engine:
     """The workers of one model. `start` makes it ready; then any thread may `call`.
 
-    Messages are received by one thread at a time, the holder of ``_receive_lock``: a lone caller, which spares it a
-    switch of threads, or the receiver thread (`_receive_in_background`) when several calls are in flight.
+    Messages are received by one thread at a time, the holder of ``_receive_lock``: a lone caller receives for itself,
+    and the receiver thread (`_receive_in_background`) when several calls are in flight. Without a switch of threads, a
+    lone call of 940 us is 170 us faster (1.18 times as long without, quartiles 1.15 to 1.20; with two ranks 490 us and
+    1.27 times), measured as `busy_poll` says.
 
     Attributes:
         devices: the device of each rank.

@@ -45,7 +45,8 @@ class Worker:
 
     Messages are received by one thread at a time, the holder of ``_receive_lock``: the main thread while it is idle, so
     that a call needs no switch of threads, and the listener thread during long calls, so that `Ping` and `Cancel` are
-    handled at once.
+    handled at once. Receiving in the main thread saves 135 us of a call of 940 us (1.14 times as long without,
+    quartiles 1.12 to 1.16; with two ranks no difference was seen), measured as `busy_poll` says.
 
     Args:
         spin: waits for at most so many seconds for a message, without sleeping.
