@@ -14,8 +14,8 @@ from typing import Any
 
 DESCRIPTION = """\
 Turn texts into a binarised dataset: NAME.bin holds the tokens, NAME.idx the position of each document. The format is
-that of Megatron-LM, NeMo and GPT-NeoX; oslo_models.DatasetForCausalLM reads it. Input of any size is streamed and tokenised
-on all cores. When the command is interrupted or killed, run it again: it resumes where it stopped.
+that of Megatron-LM, NeMo and GPT-NeoX; oslo_models.DatasetForCausalLM reads it. Input of any size is streamed and
+tokenised on all cores. When the command is interrupted or killed, run it again: it resumes where it stopped.
 
 The ending of an input gives its format:
   .txt                 each line is a document, including its line break
