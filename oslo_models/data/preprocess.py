@@ -130,7 +130,7 @@ class DatasetPreprocessor:
         if done and (count, digest.hexdigest()) != (done, output.progress.digest):
             raise ValueError(
                 f"{output.folder} holds the first {done} documents of another input than this one; "
-                "delete it or pass resume=False to begin anew"
+                "delete it or pass resume=False to start over"
             )
         return digest
 

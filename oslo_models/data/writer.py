@@ -75,7 +75,7 @@ class Output:
         if different := sorted(key for key in self._settings if self._settings[key] != settings.get(key)):
             raise ValueError(
                 f"{self.folder} was begun with another {' and '.join(different)}; delete it or pass resume=False to "
-                "begin anew"
+                "start over"
             )
         self.progress = Progress(**state)
         data, placed = self.folder / "tokens", Path(self.name + ".bin")
@@ -92,7 +92,7 @@ class Output:
         path = self.folder / name
         path.touch()
         if path.stat().st_size < size:
-            raise ValueError(f"{path} is shorter than its progress says; delete {self.folder} to begin anew")
+            raise ValueError(f"{path} is shorter than its progress says; delete {self.folder} to start over")
         os.truncate(path, size)
         return path.open("ab")
 

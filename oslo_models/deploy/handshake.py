@@ -36,7 +36,7 @@ def check_secret(name: str, secret: object) -> None:
         )
 
 
-def parse_address(said: bytes, several: bool) -> str | tuple[str, int]:
+def parse_address(published: bytes, several: bool) -> str | tuple[str, int]:
     """Parse the address of the application as published in the launcher's store.
 
     Args:
@@ -46,13 +46,13 @@ def parse_address(said: bytes, several: bool) -> str | tuple[str, int]:
         ConnectionError: it is no such address.
     """
     with suppress(ValueError):
-        match json.loads(said):
+        match json.loads(published):
             case [str(name)] if not several:
                 return f"\0{name}"
             case [str(host), int(port)] if several:
                 return host, port
     raise ConnectionError(
-        f"the store of the launcher says {said[:80]!r} for the address of the application: another program writes "
+        f"the store of the launcher says {published[:80]!r} for the address of the application: another program writes "
         "there, or not all processes have the same deploy_secret, version of oslo_models and LOCAL_WORLD_SIZE"
     )
 
