@@ -40,7 +40,7 @@ def run(name: Path, stop_at: int = 0) -> list[bool]:
 
     def watch(frame: FrameType, event: str, arg: Any) -> None:
         callers = [caller.f_code for caller in (frame, frame.f_back) if caller]
-        inside = [code.co_name for code in callers if code.co_filename.endswith("output.py")]
+        inside = [code.co_name for code in callers if code.co_filename.endswith("data/writer.py")]
         if inside:
             points.append("finish" in inside)
             if len(points) == stop_at:
