@@ -1,32 +1,39 @@
-# Everything runs in .venv, which the first target makes and which is renewed when setup.py or constraints.txt change.
-.PHONY: venv demo test test-zoo check lint types imports docs format table plots bench clean
+# Everything runs in .venv, which the first target creates and which is updated when setup.py or constraints.txt change.
+.PHONY: venv demo test test-zoo check lint types imports docs format table plots bench bench-gpu clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt
+# stamps: what the library and the demo need is installed; so is what the tests and checks need
+DEMO := .venv/.demo
 READY := .venv/.ready
 
 venv: $(READY)
 
-# torch goes first and exactly pinned, so that no other build of it is considered afterwards; DeepSpeed comes from source,
-# which needs torch, and without its compiled parts
-$(READY): setup.py constraints.txt
-	echo "installing into .venv (about a minute, once)"
+# torch goes first and exactly pinned, so that pip considers no other build of it afterwards
+$(DEMO): setup.py constraints.txt
+	echo "installing the library into .venv (about a minute, once)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt) setuptools wheel
-	$(PIP) --no-build-isolation --editable '.[dev,demo,docs]'
-	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable '.[deepspeed]' >.venv/deepspeed.log 2>&1 \
-		|| echo "DeepSpeed cannot be installed here, so its tests are skipped: .venv/deepspeed.log says why"
+	$(PIP) --no-build-isolation --editable '.[demo]'
 	touch $@
 
-demo: $(READY)
+# DeepSpeed is built from source, which needs torch; its compiled operations are left out
+$(READY): $(DEMO)
+	echo "installing the tools of the tests and checks into .venv (about a minute, once)"
+	$(PIP) --no-build-isolation --editable '.[dev,demo,docs]'
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable '.[deepspeed]' >.venv/deepspeed.log 2>&1 \
+		|| echo "DeepSpeed cannot be installed here, so its tests are skipped: see .venv/deepspeed.log"
+	touch $@
+
+demo: $(DEMO)
 	$(BIN)/oslo-models demo
 
-# ARGS goes to pytest: make test ARGS="-k layout --seed 7 --numprocesses 0". Two processes, as one leaves cores idle
+# ARGS is passed to pytest: make test ARGS="-k layout --seed 7 --numprocesses 0". One process would leave cores idle
 test: $(READY)
 	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile $(ARGS)
 
-# what `make test` has no time for: the other classes and sizes of each architecture, and Ray
+# the slow tests: the other classes and sizes of each architecture, and Ray
 test-zoo: $(READY)
 	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile -m zoo $(ARGS)
 
@@ -39,7 +46,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy --no-error-summary
 
-# the order of the packages, as pyproject.toml states it
+# the import order of the packages, as declared in pyproject.toml
 imports: $(READY)
 	$(BIN)/lint-imports --no-cache >.venv/imports.log || { cat .venv/imports.log; exit 1; }
 
@@ -53,8 +60,8 @@ format: $(READY)
 
 # the table of architectures, between its markers in docs/models.md
 table: $(READY)
-	$(BIN)/python -c "from pathlib import Path; from oslo_models.cli import support_table; \
-		page = Path('docs/models.md'); page.write_text(support_table.renewed(page.read_text()))"
+	$(BIN)/python -c "from pathlib import Path; from oslo_models.cli.support_table import update_table; \
+		page = Path('docs/models.md'); page.write_text(update_table(page.read_text()))"
 
 # the images of README.md and docs/, from the committed CSV files
 plots: $(READY)
@@ -66,7 +73,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.table --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.plots
 
-# on a machine with a GPU, in an environment whose torch knows it: make bench-gpu BIN=/path/to/its/bin
+# needs a GPU and an environment whose torch supports it: make bench-gpu BIN=/path/to/its/bin
 bench-gpu:
 	PYTHONPATH=.:kernels $(BIN)/python -m pytest --quiet -m gpu
 	PYTHONPATH=.:kernels $(BIN)/python -m benchmarks.gpu

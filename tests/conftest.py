@@ -105,14 +105,14 @@ def pool() -> Iterator[Pool]:
 def stand(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A deployed model on two workers that are forked, which takes less time than to start them; see `faults.Stand`."""
     from benchmarks import faults
-    from oslo_models.deploy import engine
     from oslo_models.deploy import options as serving
+    from oslo_models.deploy import pending_call
 
     from support import deployment
 
     pool.start(1)  # and with it the server that workers are forked from
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "GRACE", 0.5)  # seconds that every fault of one rank takes
+        patch.setattr(pending_call, "GRACE", 0.5)  # seconds that every fault of one rank takes
         patch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
         made = faults.Stand(tmp_path_factory.mktemp("stand"))
         yield made

@@ -13,9 +13,9 @@ from pathlib import Path
 # torch takes seconds to import: the command line asks this file for its options only.
 
 DESCRIPTION = """\
-Train a small GPT-2 on the sources of Python's standard library, divided over two processes (tensor parallelism): every
-process holds half of each layer, and the results are those of one process. Then save it, load it again in plain
-transformers, and let it write some Python. Takes about two minutes on two CPU cores; needs no GPU and no network."""
+Train a small GPT-2 on the sources of Python's standard library, tensor parallel over two processes: each process holds
+half of each layer, and the results are those of one process. Then save it, load it again in plain transformers, and
+generate some Python. Takes about two minutes on two CPU cores; needs no GPU and no network."""
 EPILOG = """\
 examples:
   oslo-models demo
@@ -27,7 +27,7 @@ The model in --output/merged is an ordinary one:
 """
 HEADS = 8
 TOLERANCE = 1e-4
-"""How far logits may differ in float32 before the demo fails."""
+"""The demo fails if float32 logits differ by more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         default=Path("oslo-demo"),
-        help="where all files go (default: %(default)s)",
+        help="directory of all files (default: %(default)s)",
     )
     add("--steps", metavar="N", type=int, default=300, help="training steps (default: %(default)s)")
-    ranks = f"over how many processes each layer is divided: 1 to {HEADS}, the attention heads (default: %(default)s)"
+    ranks = f"processes over which each layer is sharded: 1 to {HEADS}, the attention heads (default: %(default)s)"
     add("--tensor-parallel-size", "-n", metavar="N", type=int, default=2, help=ranks)
-    add("--seed", metavar="N", type=int, default=0, help="another seed, another model (default: %(default)s)")
+    add("--seed", metavar="N", type=int, default=0, help="of the random weights and batches (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         The exit code: 1 when the parallel model and transformers disagree or a process failed.
 
     Raises:
-        ValueError: an option does not fit.
+        ValueError: an option is out of range.
         OSError: ``--output`` cannot be written.
     """
     ranks = args.tensor_parallel_size
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _environment(ranks: int, scratch: str) -> dict[str, str]:
-    """That of the processes: the device they use, and their temporary files and caches inside of ``--output``."""
+    """The environment of the processes: their device, and temporary files and caches inside ``--output``."""
     import torch
 
     environment = {

@@ -1,4 +1,4 @@
-"""One process of ``oslo-models demo``: trains, saves, loads again, compares and writes some Python."""
+"""One process of ``oslo-models demo``: trains, saves, loads again, compares and generates some Python."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from oslo_models.distributed.object_exchange import gather_objects
 
 BATCH, LENGTH, LEARNING_RATE = 4, 128, 1e-3
 TEXT_LIMIT = 3_000_000
-"""Characters of source text that are read."""
+"""Characters of source text to read."""
 PROMPT = "def "
 
 
 def main() -> None:
-    """Everything, on every rank; rank 0 speaks."""
+    """Run the whole demo, on every rank; rank 0 prints."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args()
     hf.utils.logging.disable_progress_bar()
-    tokenizer = hf.ByT5Tokenizer(extra_ids=0)  # a token for each byte: it needs no files
+    tokenizer = hf.ByT5Tokenizer(extra_ids=0)  # one token per byte, so it needs no files
     train, held_out = read_text(tokenizer)
     demo = Demo(args, len(tokenizer))
     demo.introduce(len(train), len(held_out))
     before = demo.evaluate(held_out)
     losses = demo.train(train)
     after = demo.evaluate(held_out)
-    demo.say(f"held-out loss {before:.3f} -> {after:.3f} nats a byte (guessing: {math.log(256):.3f})\n")
-    demo.show_shares()
+    demo.say(f"held-out loss {before:.3f} -> {after:.3f} nats per byte (guessing: {math.log(256):.3f})\n")
+    demo.show_memory()
     difference = demo.save_and_compare(held_out[None, :LENGTH])
-    demo.write(tokenizer)
+    demo.generate(tokenizer)
     if demo.rank == 0:
         demo.draw(losses, before, after)
         summary = {"losses": losses, "held_out": [before, after], "largest_difference": difference}
@@ -48,7 +48,10 @@ def main() -> None:
 
 
 def read_text(tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Token ids of the standard library's top-level modules in the order of their names; each twentieth is held out.
+    """Token ids of the standard library's top-level modules in alphabetical order, every twentieth of them held out.
+
+    Returns:
+        The tokens of the training text and of the held-out text.
 
     Raises:
         OSError: this Python has no sources of its standard library.
@@ -65,35 +68,39 @@ def read_text(tokenizer: Any) -> tuple[Tensor, Tensor]:
 
 
 class Demo:
-    """The model and what is done with it."""
+    """The model, and the steps of the demo."""
 
     def __init__(self, args: argparse.Namespace, vocab_size: int) -> None:
         self.args, self.size = args, args.tensor_parallel_size
         special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
         sizes = {"vocab_size": vocab_size, "n_embd": 256, "n_layer": 4, "n_head": HEADS, "n_positions": 2 * LENGTH}
-        no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # the text is longer than the training
+        no_dropout = {
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        }  # no token is seen twice at the default steps
         config = hf.GPT2Config(**sizes, **special, **no_dropout)
         self.model = GPT2LMHeadModel.from_config_with_parallel(config, tensor_parallel_size=self.size, seed=args.seed)
         self.rank, self.device = self.model.mesh.world.rank, self.model.mesh.device
         self.optimizer = torch.optim.AdamW(self.model.gpu_parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
 
     def say(self, *lines: str) -> None:
-        """Print, once for all ranks."""
+        """Print on rank 0."""
         if self.rank == 0:
             print(*lines, sep="\n", flush=True)
 
     def introduce(self, train: int, held_out: int) -> None:
-        """Say what will be done."""
+        """Print the sizes of the model and the text."""
         config, device = self.model.config, "GPU" if self.device.type == "cuda" else "CPU process"
         self.say(
             f"model: GPT-2, {config.n_layer} layers of size {config.n_embd}, {config.n_head} heads, one token per byte",
             f"text:  Python's standard library, {train / 1e6:.2f} MB to train on, {held_out / 1e6:.2f} MB held out",
-            f"ranks: {self.size}, each a {device} with its part of every layer\n",
+            f"ranks: {self.size}, each a {device} that holds a part of every layer\n",
         )
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor) -> float:
-        """Mean loss a byte over up to 64 evenly spaced windows."""
+        """Mean loss per byte over 64 evenly spaced windows."""
         self.model.eval()
         starts = torch.linspace(0, len(ids) - LENGTH, 64).long().tolist()
         windows = torch.stack([ids[start : start + LENGTH] for start in starts]).to(self.device)
@@ -101,7 +108,7 @@ class Demo:
         return torch.stack(losses).mean().item()
 
     def train(self, ids: Tensor) -> list[float]:
-        """The training loop, written as for transformers; every rank sees the same batches."""
+        """Train with an ordinary loop for transformers; every rank sees the same batches. Returns the losses."""
         steps, warm_up = self.args.steps, 50
         generator = torch.Generator().manual_seed(self.args.seed)
 
@@ -125,23 +132,23 @@ class Demo:
                 bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
         return losses
 
-    def show_shares(self) -> None:
-        """A table of what each rank holds."""
+    def show_memory(self) -> None:
+        """Print a table of the parameters and memory of each rank."""
         state = [value for entry in self.optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
         weights = list(self.model.gpu_parameters())
         size = sum(param.numel() for param in weights)
-        held = sum(tensor.nbytes for tensor in weights)
-        memory = 2 * held + sum(tensor.nbytes for tensor in state)  # a gradient is as large as its parameter
+        weight_bytes = sum(tensor.nbytes for tensor in weights)
+        memory = 2 * weight_bytes + sum(tensor.nbytes for tensor in state)  # a gradient is as large as its parameter
         rows = gather_objects(self.model.mesh.world, (size, memory))
-        whole = sum(math.prod(self.model.layouts[name].shape) for name, _ in self.model.named_parameters())
-        self.say(f"{'':12}{'parameters':>12}{'weights, gradients, AdamW':>28}{'of the whole':>15}")
+        total = sum(math.prod(self.model.layouts[name].shape) for name, _ in self.model.named_parameters())
+        self.say(f"{'':12}{'parameters':>12}{'weights, gradients, AdamW':>28}{'of the total':>15}")
         for rank, (size, memory) in enumerate(rows):
-            self.say(f"rank {rank:<7}{size:12,}{memory / 1e6:25.1f} MB{size / whole:15.1%}")
-        self.say(f"{'whole model':12}{whole:12,}{whole * 16 / 1e6:25.1f} MB\n")
+            self.say(f"rank {rank:<7}{size:12,}{memory / 1e6:25.1f} MB{size / total:15.1%}")
+        self.say(f"{'full model':12}{total:12,}{total * 16 / 1e6:25.1f} MB\n")
 
     @torch.no_grad()
     def save_and_compare(self, ids: Tensor) -> float:
-        """Save split and merged, load both again, and return the largest difference of logits."""
+        """Save split and merged, load both again, and return the largest difference of the logits from before."""
         ids = ids.to(self.device)
         split, merged = self.args.output / "split", self.args.output / "merged"
         self.model.eval()
@@ -149,7 +156,7 @@ class Demo:
         self.model.save_pretrained_with_parallel(split)
         self.model.save_pretrained_with_parallel(merged, save_with_merging=True)
         again = GPT2LMHeadModel.from_pretrained_with_parallel(split, tensor_parallel_size=self.size)
-        differences = {f"{split.name}/  one file a rank, loaded again": again(input_ids=ids).logits}
+        differences = {f"{split.name}/  one file per rank, loaded again": again(input_ids=ids).logits}
         if self.rank == 0:
             plain = hf.AutoModelForCausalLM.from_pretrained(merged).to(self.device)
             differences[f"{merged.name}/ one model, loaded by transformers"] = plain(input_ids=ids).logits
@@ -163,8 +170,8 @@ class Demo:
             self.say(f"FAILED: that is more than {TOLERANCE:.0e}")
         return largest
 
-    def write(self, tokenizer: Any) -> None:
-        """Let the parallel model write, with transformers' own ``generate``."""
+    def generate(self, tokenizer: Any) -> None:
+        """Generate some Python with transformers' own ``generate``."""
         ids = tokenizer(PROMPT, add_special_tokens=False, return_tensors="pt").to(self.device)
         torch.manual_seed(self.args.seed)
         out = self.model.generate(**ids, max_new_tokens=200, do_sample=True, temperature=0.9)
@@ -172,7 +179,7 @@ class Demo:
         self.say(f"\nit writes, after {PROMPT!r} (more --steps, better Python):", text, "")
 
     def draw(self, losses: list[float], before: float, after: float) -> None:
-        """The loss curve as an image, if matplotlib is there."""
+        """Save the loss curve as an image, if matplotlib is installed."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -182,7 +189,7 @@ class Demo:
         axes = figure.add_subplot()
         axes.plot(losses, linewidth=1, label="training batch")
         axes.plot([0, len(losses)], [before, after], "o", label="held out")
-        axes.set(xlabel="step", ylabel="loss, nats a byte", title=f"GPT-2, tensor parallel over {self.size}")
+        axes.set(xlabel="step", ylabel="loss, nats per byte", title=f"GPT-2, tensor parallel over {self.size}")
         axes.legend()
         figure.savefig(self.args.output / "loss.png", dpi=150)
         self.say(f"loss curve: {self.args.output / 'loss.png'}")

@@ -1,4 +1,4 @@
-"""The command line ``oslo-models``: what can be done with checkpoints and the zoo without writing a script."""
+"""The command line ``oslo-models``: tools for checkpoints, datasets and serving."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        The exit code: 0; 2 when what was asked for cannot be done, 1 for a fault of ours (one line on stderr says why).
+        The exit code: 0; 2 for an error of the user, 1 for an internal error (one line on stderr gives the reason).
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int | None = args.run(args)
         sys.stdout.flush()
         return code or 0
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
@@ -57,16 +57,16 @@ def make_parser() -> argparse.ArgumentParser:
         description="Hugging Face models, pre-parallelized: tensor, pipeline and data parallel.",
         epilog=dedent("""\
             examples:
-              oslo-models demo                       see it work: two processes train and generate as one
-              oslo-models list                       which architectures there are, with their classes
+              oslo-models demo                       train and generate in two processes
+              oslo-models list                       the architectures and their classes
               oslo-models list gpt2 llama            the classes of these
-              oslo-models inspect checkpoint/        what a checkpoint holds and whether it is whole
-              oslo-models merge checkpoint/ whole/   one file per rank -> what transformers loads
-              oslo-models reshard checkpoint/ four/ --tensor-parallel-size 4
+              oslo-models inspect checkpoint/        the content of a checkpoint, and whether it is complete
+              oslo-models merge checkpoint/ merged/  one file per rank -> a checkpoint for transformers
+              oslo-models reshard checkpoint/ tp4/ --tensor-parallel-size 4
               oslo-models preprocess wiki.txt --tokenizer gpt2 --output data/wiki   texts -> a dataset of tokens
               oslo-models serve gpt2 --tensor-parallel-size 2   over HTTP, with OpenAI's endpoints
 
-            `oslo-models COMMAND --help` says more. In Python:
+            `oslo-models COMMAND --help` shows the options of a command. In Python:
               from oslo_models import GPT2LMHeadModel
               model = GPT2LMHeadModel.from_pretrained_with_parallel("gpt2", tensor_parallel_size=2)
             and run it with: torchrun --nproc-per-node=2 script.py
@@ -102,10 +102,10 @@ def make_parser() -> argparse.ArgumentParser:
     inspect = add(
         "inspect",
         _inspect,
-        "show what a checkpoint holds and whether it is whole",
+        "show the content of a checkpoint and whether it is complete",
         """\
-        Show what a checkpoint directory holds: its format, the sizes that it was saved at, its files and parameters.
-        Reads names and shapes; weights only where a checksum is to be verified.
+        Show the content of a checkpoint directory: its format, parallel sizes, files and parameters.
+        Reads names and shapes only, unless --verify is given.
 
         examples:
           oslo-models inspect checkpoint/
@@ -114,7 +114,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("directory", metavar="DIR", type=Path, help="the checkpoint")
     inspect.add_argument("--verify", action="store_true", help="compare every file with its recorded checksum")
-    inspect.add_argument("--json", action="store_true", help="print everything that is known, for other programs")
+    inspect.add_argument("--json", action="store_true", help="print everything as JSON, for other programs")
 
     merge = add(
         "merge",
@@ -125,8 +125,8 @@ def make_parser() -> argparse.ArgumentParser:
         Needs one process; holds one tensor at a time in memory.
 
         examples:
-          oslo-models merge checkpoint/ whole/
-          oslo-models merge checkpoint/ whole/ --format bin""",
+          oslo-models merge checkpoint/ merged/
+          oslo-models merge checkpoint/ merged/ --format bin""",
     )
     _add_input_and_output(merge)
 
@@ -156,11 +156,11 @@ def make_parser() -> argparse.ArgumentParser:
         "answer over HTTP, as OpenAI's API does",
         """\
         Load a model over several processes and serve it:
-          POST /v1/completions, /v1/chat/completions   as in OpenAI's API, streamed too
+          POST /v1/completions, /v1/chat/completions   as in OpenAI's API, also streamed
           GET  /v1/models
           GET  /generate_text/TEXT                     as in OSLO's documents
           GET  /health                                 200 if all workers answer, else 503
-        SIGTERM ends it when the requests that run have been answered. Needs: pip install "oslo-models[serve]"
+        After SIGTERM it exits once the running requests have been answered. Needs: pip install "oslo-models[serve]"
 
         examples:
           oslo-models serve gpt2 --tensor-parallel-size 2
@@ -180,25 +180,44 @@ def _add_serving(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("model", metavar="MODEL", help="a directory, or a name on the hub")
     _add_sizes(command)
-    add("--fuse", action="store_true", help="use fused parts where they gain")
+    add("--fuse", action="store_true", help="replace modules by fused ones where they are faster")
     add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as saved)")
     add("--tokenizer", metavar="NAME", help="a directory, or a name on the hub (default: MODEL)")
-    add("--host", default="127.0.0.1", help="where to listen; 0.0.0.0 for all the world (default: %(default)s)")
-    add("--port", type=int, default=8000, help="0 for any that is free (default: %(default)s)")
-    add("--api-key", metavar="KEY", help="what clients have to send (default: nothing)")
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all interfaces (default: %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on; 0 for any free one (default: %(default)s)")
+    add("--api-key", metavar="KEY", help="required of clients (default: none)")
     sizes: dict[str, Any] = {"metavar": "N", "type": _size}
-    add("--max-batch-size", **sizes, default=8, help="rows computed together (default: %(default)s)")
-    add("--batch-wait-ms", metavar="MS", type=float, default=2.0, help="wait so long for more (default: %(default)s)")
-    add("--max-queue-size", **sizes, default=64, help="calls that run or wait; for more, 429 (default: %(default)s)")
-    add("--max-length", **sizes, help="tokens of a prompt and its answer (default: what the model can)")
-    add("--max-body-size", **sizes, default=1 << 20, help="bytes of a request; for more, 413 (default: %(default)s)")
+    add("--max-batch-size", **sizes, default=8, help="rows per batch (default: %(default)s)")
+    add(
+        "--batch-wait-ms",
+        metavar="MS",
+        type=float,
+        default=2.0,
+        help="wait so long for more rows (default: %(default)s)",
+    )
+    add(
+        "--max-queue-size",
+        **sizes,
+        default=64,
+        help="calls that run or wait; beyond it, status 429 (default: %(default)s)",
+    )
+    add("--max-length", **sizes, help="tokens of a prompt and its answer (default: the limit of the model)")
+    add(
+        "--max-body-size",
+        **sizes,
+        default=1 << 20,
+        help="bytes of a request; beyond it, status 413 (default: %(default)s)",
+    )
 
 
 def _add_input_and_output(command: argparse.ArgumentParser) -> None:
     command.add_argument("directory", metavar="DIR", type=Path, help="the checkpoint to read")
     command.add_argument("output", metavar="OUT", type=Path, help="the directory to write")
     command.add_argument(
-        "--format", choices=("safetensors", "bin"), default=None, help="how to write (default: as the library does)"
+        "--format",
+        choices=("safetensors", "bin"),
+        default=None,
+        help="file format (default: that of save_pretrained_with_parallel)",
     )
 
 
@@ -258,15 +277,15 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def inspect_checkpoint(directory: Path, verify: bool = False) -> dict[str, Any]:
-    """What a checkpoint holds, file by file (a split checkpoint has one file per rank), as plain data.
+    """The content of a checkpoint as plain data, file by file (a split checkpoint has one file per rank).
 
     Args:
-        verify: compare the files with the manifest first.
+        verify: compare the checksums of the files with the manifest first.
 
     Returns:
         ``split`` (its ``(tp, pp)``, or ``None`` when it is merged), ``manifest`` (``None`` without one; without its
         tables of files and tensors) and ``files``: by name its ``tp`` and ``pp`` rank, ``size`` and ``tensors``, which
-        gives the type and the shape *in that file* of each.
+        gives the type of each tensor and its shape *in that file*.
     """
     from oslo_models.checkpoint import verify_checkpoint
     from oslo_models.checkpoint.locate import open_files

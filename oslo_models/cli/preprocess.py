@@ -1,4 +1,4 @@
-"""``oslo-models preprocess``: its options, and how they become a `DatasetPreprocessor`."""
+"""``oslo-models preprocess``: its options, and the run of a `DatasetPreprocessor` with them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 # transformers takes a second to import: the command line asks this file for its options only.
 
 DESCRIPTION = """\
-Turn texts into a binarised dataset: NAME.bin holds the tokens, NAME.idx says where each document lies. The files are
-those of Megatron-LM, NeMo and GPT-NeoX, and what oslo_models.DatasetForCausalLM reads. Input may be of any size: it is
-streamed, over all cores. When the command is interrupted or killed, run it again: it goes on from where it was.
+Turn texts into a binarised dataset: NAME.bin holds the tokens, NAME.idx the position of each document. The format is
+that of Megatron-LM, NeMo and GPT-NeoX; oslo_models.DatasetForCausalLM reads it. Input of any size is streamed and
+tokenised on all cores. When the command is interrupted or killed, run it again: it resumes where it stopped.
 
-Inputs are told by their endings:
-  .txt                 each line is a document, its line break included
+The ending of an input gives its format:
+  .txt                 each line is a document, including its line break
   .jsonl               each line is a JSON object; --text-key names the text in it
   .parquet             a table; --text-key names the column (needs pyarrow)
   .txt.gz, .jsonl.zst  and so on: compressed (.zst needs zstandard)"""
@@ -45,21 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--skip-malformed",
         action="store_true",
-        help="leave out lines that cannot be read, and name them (default: stop)",
+        help="skip lines that cannot be read, with a warning (default: stop)",
     )
-    add("--workers", metavar="N", type=int, default=None, help="processes that tokenise (default: one for each core)")
-    add("--chunk-size", metavar="N", type=int, default=1024, help="documents for a process at once (default: 1024)")
-    formats = "mmap: Megatron's of today; lazy, cached: the older one of fairseq (default: mmap)"
+    add("--workers", metavar="N", type=int, default=None, help="processes that tokenise (default: one per core)")
+    add("--chunk-size", metavar="N", type=int, default=1024, help="documents sent to a process at once (default: 1024)")
+    formats = "mmap: Megatron's current format; lazy, cached: the older one of fairseq (default: mmap)"
     add("--format", choices=("mmap", "lazy", "cached"), default="mmap", help=formats)
     add("--dtype", help="of the tokens (default: uint16 if the vocabulary is below 65500, else int32)")
-    add("--restart", action="store_true", help="begin anew, whatever an interrupted run has left")
+    add("--restart", action="store_true", help="start over and discard the files of an interrupted run")
 
 
 def run(args: argparse.Namespace) -> None:
     """Preprocess.
 
     Raises:
-        ValueError: an option does not fit, or an input cannot be read.
+        ValueError: an option is invalid, or an input cannot be read.
         OSError: there is no such file.
     """
     from oslo_models.data import DatasetPreprocessor
@@ -87,7 +87,7 @@ def _texts(args: argparse.Namespace) -> Iterator[str]:
     from oslo_models.data import open_documents
 
     on_error = "skip" if args.skip_malformed else "stop"
-    # opened here, so that an ending that is not known is said before anything is done
+    # opened here, so that an unknown ending is reported before anything is done
     return chain.from_iterable([open_documents(path, args.text_key, on_error) for path in args.inputs])
 
 

@@ -1,4 +1,4 @@
-"""The README's table of what the zoo has, made from the registry."""
+"""The README's table of architectures, generated from the registry."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ DEPTHS = {
     *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),
     *("encoder_layers", "decoder_layers", "l_layers", "r_layers", "x_layers"),
 }
-"""How configurations call their numbers of blocks."""
+"""The attributes in which configurations state their number of blocks."""
 KERNELS = {
     **{"head and cross entropy": "loss", "root mean square norm": "norm", "LayerNorm": "norm", "gelu_new": "GeLU"},
     **{"bias and GeLU": "GeLU", "rotary positions": "rotary", "softmax of weights that are made": "softmax"},
     "dropout and residual": "dropout",
 }
-"""Short names of what is fused."""
+"""Short names of the fused operations."""
 
 
 def table() -> str:
-    """A row for each architecture: its classes by how their names end, those with a divided vocabulary in bold."""
+    """A row per architecture: its classes without their common prefix, those with a sharded vocabulary in bold."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     lines += [f"| {' | '.join(_row(model_type))} |" for model_type in sorted(registry.ARCHITECTURES)]
     return "\n".join(lines)
 
 
-def renewed(text: str) -> str:
-    """``text`` with the table between its markers."""
+def update_table(text: str) -> str:
+    """``text`` with the table between its markers replaced by the current one."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
 
@@ -42,27 +42,29 @@ def renewed(text: str) -> str:
 def _row(model_type: str) -> list[str]:
     prefix, classes = registry.ARCHITECTURES[model_type], registry.model_classes(model_type)
     names = {name.removeprefix(prefix): cls for name, cls in classes.items()}
-    heads = [f"**{name}**" if _predicts_words(cls) else name for name, cls in names.items()]
+    heads = [f"**{name}**" if _has_sharded_vocabulary(cls) else name for name, cls in names.items()]
     plans = {name: _plan(cls) for name, cls in names.items()}
     reasons = {name: plan.single_stage_reason for name, plan in plans.items() if plan.single_stage_reason}
-    first = next((cls for cls in classes.values() if _predicts_words(cls)), next(iter(classes.values())))
+    first = next((cls for cls in classes.values() if _has_sharded_vocabulary(cls)), next(iter(classes.values())))
     notes = _first_sentence(model_type)
     for reason in dict.fromkeys(reasons.values()):
         which = "" if len(reasons) == len(names) else f" ({', '.join(reasons)})"
         notes += f" No stages{which}: {reason}."
-    depends = len(reasons) < len(names) or all(reason.startswith("with ") for reason in reasons.values())  # on options
+    depends = len(reasons) < len(names) or all(
+        reason.startswith("with ") for reason in reasons.values()
+    )  # on the options of the configuration
     pp = "blocks" if not reasons else "blocks or 1" if depends else "1"
     return [
         f"`{model_type}`",
         f"{prefix}: {', '.join(heads)}",
-        _tp(next(iter(plans.values()))),
+        _tensor_parallel(next(iter(plans.values()))),
         pp,
-        ", ".join(_fused(first)) or "-",
+        ", ".join(_fused_operations(first)) or "-",
         notes,
     ]
 
 
-def _predicts_words(cls: Any) -> bool:
+def _has_sharded_vocabulary(cls: Any) -> bool:
     return any(isinstance(entry, VocabParallel) for entry in (*cls.head_plan.values(), *_plan(cls).head.values()))
 
 
@@ -70,8 +72,8 @@ def _plan(cls: Any) -> Plan:
     return cls.plan(cls.config_class())
 
 
-def _tp(plan: Plan) -> str:
-    """What is divided in the blocks, and with it over how many ranks."""
+def _tensor_parallel(plan: Plan) -> str:
+    """What is sharded in the blocks, which limits the number of ranks."""
     if plan.limit() is not None:
         return "heads"
     return (
@@ -81,15 +83,15 @@ def _tp(plan: Plan) -> str:
     )
 
 
-def _fused(cls: Any) -> list[str]:
-    """What `fuse` swaps on a GPU, in a model of one block."""
+def _fused_operations(cls: Any) -> list[str]:
+    """The operations that `fuse` replaces on a GPU, found in a model with one block."""
     config = cls.config_class()
     for each in (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))):
         for name in DEPTHS & each.to_dict().keys():
             setattr(each, name, 1)
-    if getattr(config, "backbone_config", None) is not None:  # by default one of a package that may be missing
+    if getattr(config, "backbone_config", None) is not None:  # the default is from a package that may be missing
         config.backbone_config = CONFIG_MAPPING["resnet"]()
-    if getattr(config, "num_key_value_heads", 0) is None:  # HunYuan's defaults are none
+    if getattr(config, "num_key_value_heads", 0) is None:  # the default of HunYuan
         config.num_key_value_heads = config.num_attention_heads
     if getattr(config, "head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads

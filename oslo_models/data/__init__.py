@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_OWN = {
+_MODULES = {
     "DatasetBlender": "oslo_models.data.blend",
     "DatasetForCausalLM": "oslo_models.data.causal_lm",
     "DatasetPreprocessor": "oslo_models.data.preprocess",
@@ -24,12 +24,12 @@ def __getattr__(name: str) -> Any:
 
     if name == "__all__":
         return __dir__()
-    if name not in _OWN:
+    if name not in _MODULES:
         raise AttributeError(f"module 'oslo_models.data' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_OWN[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(_OWN)
+    return sorted(_MODULES)

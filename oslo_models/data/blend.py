@@ -1,4 +1,4 @@
-"""`DatasetBlender`: several datasets as one, each with its share at every moment."""
+"""`DatasetBlender`: several datasets as one, mixed evenly by weight."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch.utils.data import Dataset
 from oslo_kernels.blending import blend
 
 PRECISION = 1 << 61
-"""What the weights are rounded to parts of."""
+"""Weights are rounded to multiples of one part in so many."""
 
 
 class DatasetBlender(Dataset[Any]):
-    """Samples of several datasets in turn: after ``k`` of them, one of weight ``w`` has given ``w * k``, up or down.
+    """Interleaves several datasets: of the first ``k`` samples, ``w * k`` (rounded) are from a dataset of weight ``w``.
 
-    The length is that of all datasets together. A dataset whose weight asks for more samples than it has begins again.
+    The length is the sum of all lengths. A dataset whose weight asks for more samples than it has starts over.
 
     Args:
         datasets: any number of datasets with a length.
-        weights: of each, not negative; they need not sum up to 1. By default the lengths, so that each sample of each
-            dataset comes once.
+        weights: of each dataset, not negative; they need not sum to 1. By default the lengths, so that every sample
+            occurs once.
 
     Raises:
-        ValueError: no datasets, weights that do not fit, or a dataset without samples that has a weight.
+        ValueError: no datasets, invalid weights, or a positive weight of a dataset without samples.
     """
 
     def __init__(self, datasets: Sequence[Any], weights: Sequence[float] | None = None) -> None:
@@ -45,7 +45,7 @@ class DatasetBlender(Dataset[Any]):
         self._places: tuple[NDArray[Any], NDArray[Any]] | None = None
 
     def _blended(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        if self._places is None:  # after it was made or sent to another process
+        if self._places is None:  # on first use, also in each process that it is sent to
             dataset, sample = blend(np.array(self._shares, np.int64), len(self))
             self._places = dataset.astype(np.min_scalar_type(len(self.datasets) - 1)), sample
         return self._places
@@ -61,7 +61,7 @@ class DatasetBlender(Dataset[Any]):
         return self.datasets[which][sample]
 
     def place(self, index: int) -> tuple[int, int]:
-        """The dataset from which a sample comes, and its index there."""
+        """The number of the dataset that a sample is from, and the sample's index there."""
         datasets, samples = self._places or self._blended()
         if not -len(datasets) <= index < len(datasets):
             raise IndexError(f"sample {index} of a dataset of {len(datasets)}")
@@ -69,15 +69,15 @@ class DatasetBlender(Dataset[Any]):
         return which, int(samples[index]) % self._lengths[which]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order of the samples depends on; where training stands, a sampler or a loader knows."""
+        """What the order of the samples depends on. The position in training is the state of a sampler or loader."""
         states = [dataset.state_dict() if hasattr(dataset, "state_dict") else None for dataset in self.datasets]
         return {"shares": self._shares, "lengths": self._lengths, "datasets": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See that this is the blend that the state is from.
+        """Check that this blend is the one that the state is from.
 
         Raises:
-            ValueError: the weights or the datasets are others.
+            ValueError: the weights or the datasets differ.
         """
         for key, what in (("shares", "weights"), ("lengths", "datasets of other lengths")):
             if state[key] != self.state_dict()[key]:
@@ -88,11 +88,11 @@ class DatasetBlender(Dataset[Any]):
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Weights as whole numbers in the same proportion, as closely as 61 bits can say it."""
+    """Weights as integers in the same proportion, to a precision of 61 bits."""
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not sum(weights):
         raise ValueError(f"weights={list(weights)} are not numbers of at least 0, one of them more than that")
     if all(isinstance(weight, int) for weight in weights) and sum(weights) < PRECISION:
         return [int(weight) for weight in weights]
     exact = [Fraction(weight) for weight in weights]
-    whole = sum(exact)
-    return [max(round(weight * PRECISION / whole), 1) if weight else 0 for weight in exact]
+    total = sum(exact)
+    return [max(round(weight * PRECISION / total), 1) if weight else 0 for weight in exact]

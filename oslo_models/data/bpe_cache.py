@@ -1,8 +1,8 @@
-"""The tokens of a text from those of its words: byte-level BPE, several times as fast as by the tokenizers package.
+"""Byte-level BPE with a cache of words, several times as fast as the tokenizers package.
 
-Such a tokenizer first splits a text into words by a regular expression, and makes the tokens of each word by itself.
-The splitting is what takes its time. For ASCII the expressions of GPT-2 and its kind mean the same in Python's own
-engine, and the tokens of words that were met before are remembered.
+A byte-level BPE tokenizer first splits a text into words by a regular expression, then encodes each word separately.
+The splitting takes most of the time. For ASCII, the expressions of GPT-2, Llama 3 and Qwen 2 have equivalents in
+Python's `re`, which are used here; the tokens of words are cached.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
-REMEMBERED = 1 << 17
-"""Words after which the memory is emptied; these take some 25 MB."""
+CACHE_SIZE = 1 << 17
+"""Words after which the cache is cleared; so many take some 25 MB."""
 CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 SPACE = r"[\t-\r ]"
-# by the expression in a tokenizer's file, what it means where all characters are ASCII and not control characters
+# expression in a tokenizer's file: its equivalent for printable ASCII and white space
 PATTERNS = {
     # GPT-2, GPT-Neo, GPT-J, OPT, RoBERTa, Falcon, ...
     rf"{CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+": (
         rf"{CONTRACTIONS}| ?[a-zA-Z]+| ?[0-9]+| ?[!-/:-@[-`{{-~]+|{SPACE}+(?![!-~])|{SPACE}+"
     ),
 }
-# Llama 3 and Qwen 2 and later, which differ in how many digits make a word
+# Llama 3, Qwen 2 and later, which differ in how many digits form a word
 for digits, meaning in ((r"\p{N}{1,3}", "[0-9]{1,3}"), (r"\p{N}", "[0-9]")):
     PATTERNS[
         rf"(?i:{CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
@@ -36,20 +36,20 @@ for digits, meaning in ((r"\p{N}{1,3}", "[0-9]{1,3}"), (r"\p{N}", "[0-9]")):
         rf"{SPACE}+(?![!-~])|{SPACE}+"
     )
 GPT2 = next(iter(PATTERNS))
-# bytes as the characters that stand for them in the vocabulary
+# the characters that represent bytes 0 to 32 in the vocabulary
 BYTES = {byte: 256 + byte for byte in range(33)}
-UNUSUAL = re.compile(r"[^\t-\r -~]")
-# No word goes over such a place, in any of the patterns, and what follows decides nothing about what precedes
-CUT = re.compile(r"(?<=[!-~]) ")
+UNSUPPORTED = re.compile(r"[^\t-\r -~]")
+# No pattern has a word across such a space, and the text after it does not affect the words before it
+BOUNDARY = re.compile(r"(?<=[!-~]) ")
 
 
 class BpeCache(dict[str, bytes]):
-    """The tokens of words, as bytes.
+    """The tokens of words, as bytes; unknown words are encoded on access.
 
     Args:
-        backend: of the tokenizers package.
+        backend: a ``tokenizers.Tokenizer``.
         dtype: of the tokens.
-        split: the expression of `PATTERNS` that splits texts into words.
+        split: the key of `PATTERNS` that splits texts into words.
     """
 
     def __init__(self, backend: Any, dtype: str, split: str) -> None:
@@ -62,7 +62,7 @@ class BpeCache(dict[str, bytes]):
     def __missing__(self, word: str) -> bytes:
         tokens = np.array([token.id for token in self._model.tokenize(word.translate(BYTES))], self._dtype).tobytes()
         if len(word) <= 64:
-            if len(self) >= REMEMBERED:
+            if len(self) >= CACHE_SIZE:
                 self.clear()
             self[word] = tokens
         return tokens
@@ -73,31 +73,31 @@ class BpeCache(dict[str, bytes]):
 
     def _encode(self, text: str) -> bytes:
         if self._added(text):
-            return self._slowly([text])[0]
-        if not UNUSUAL.search(text):
+            return self._encode_by_backend([text])[0]
+        if not UNSUPPORTED.search(text):
             return b"".join(map(self.__getitem__, self._words(text)))
         runs: list[str] = []
-        for _, parts in groupby(CUT.split(text), lambda part: bool(UNUSUAL.search(part))):
+        for _, parts in groupby(BOUNDARY.split(text), lambda part: bool(UNSUPPORTED.search(part))):
             runs.append((" " if runs else "") + " ".join(parts))
-        usual = [not UNUSUAL.search(run) for run in runs]
-        slow = iter(self._slowly([run for run, plain in zip(runs, usual, strict=True) if not plain]))
+        supported = [not UNSUPPORTED.search(run) for run in runs]
+        others = iter(self._encode_by_backend([run for run, fast in zip(runs, supported, strict=True) if not fast]))
         return b"".join(
-            b"".join(map(self.__getitem__, self._words(run))) if plain else next(slow)
-            for run, plain in zip(runs, usual, strict=True)
+            b"".join(map(self.__getitem__, self._words(run))) if fast else next(others)
+            for run, fast in zip(runs, supported, strict=True)
         )
 
-    def _slowly(self, texts: list[str]) -> list[bytes]:
+    def _encode_by_backend(self, texts: list[str]) -> list[bytes]:
         found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype).tobytes() for encoding in found]
 
 
-def splitting(spec: str) -> str | None:
-    """The expression that splits texts, when a tokenizer (its file's content) is of the kind that can be remembered."""
+def find_pattern(spec: str) -> str | None:
+    """The key of `PATTERNS` for a tokenizer (the content of its file); ``None`` if `BpeCache` does not support it."""
     tokenizer = json.loads(spec)
     model, before = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
     if model.get("type") != "BPE" or model.get("dropout"):
         return None
-    if tokenizer["normalizer"] is not None:  # NFC leaves ASCII as it is, and composes nothing with a space
+    if tokenizer["normalizer"] is not None:  # NFC changes no ASCII text and composes nothing with a space
         spaced = any(" " in token["content"] for token in tokenizer["added_tokens"])
         if tokenizer["normalizer"]["type"] != "NFC" or spaced:
             return None

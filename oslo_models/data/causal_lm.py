@@ -1,4 +1,4 @@
-"""`DatasetForCausalLM`: samples of equal length from documents that are shuffled and put one after another."""
+"""`DatasetForCausalLM`: samples of equal length from shuffled and concatenated documents."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ from oslo_models.data.indexed_dataset import IndexedDataset
 from oslo_models.data.sample_index import Split, open_order
 
 IGNORED = -100
-"""The label of what is not to be predicted."""
+"""The label of tokens that are excluded from the loss."""
 
 
 class DatasetForCausalLM(Dataset[Any]):
     """Samples of exactly ``max_seq_length`` tokens, as int64 arrays; nothing is padded.
 
-    Documents of the split are shuffled, put one after another, and cut. A sample begins with the last token of the one
-    before, so that each token but the first is predicted once; what is left at the end is dropped. The samples and
-    their order are those of OSLO 1 for the same seed.
+    Documents of the split are shuffled, concatenated and cut into samples. A sample begins with the last token of the
+    previous one, so that each token but the first is predicted once; an incomplete sample at the end is dropped. The
+    samples and their order are those of OSLO 1 for the same seed.
 
     Args:
         data_name: the path of the ``.bin`` and ``.idx`` files without their endings.
         max_seq_length: the tokens of a sample.
-        split_type: a name for the split, such as ``train``; it appears in the name of the index and decides nothing.
+        split_type: a name for the split, such as ``train``; it appears in the file name of the index only.
         start_weight: where the split begins, as a share of the documents: the first is number
             ``round(start_weight * documents)``.
-        end_weight: where it ends, likewise. The end of one split is the begin of the next with the same weight.
-        binarization_impl: how tokens are read, whatever format they are in: ``mmap``, ``lazy`` or ``cached``.
+        end_weight: where it ends, likewise (exclusive): a split that starts with the same weight is disjoint.
+        binarization_impl: how tokens are read, independent of the file format: ``mmap``, ``lazy`` or ``cached``.
         seed: of the shuffling; ``None`` is 42, as in OSLO 1.
-        labels: whether samples are dictionaries with ``input_ids`` and ``labels``. A model of transformers shifts them.
-        reset_position_ids: whether dictionaries have ``position_ids``, which begin anew with each document.
-        reset_attention_mask: whether they have ``attention_mask``, [1, tokens, tokens] and boolean: true where a token
-            sees another, which is before it and in the same document. The first token of a document is then not
-            predicted.
-        cache_dir: where the index of samples is kept; by default ``data_name.index``.
+        labels: samples are dictionaries with ``input_ids`` and equal ``labels``, which transformers' models shift.
+        reset_position_ids: adds ``position_ids``, which restart at 0 with each document.
+        reset_attention_mask: adds a boolean ``attention_mask``, [1, tokens, tokens]: causal, and limited to the
+            document of each token. The first token of a document is then excluded from the loss.
+        cache_dir: directory of the index of samples; by default ``data_name.index``.
 
     Raises:
-        ValueError: arguments that do not fit, files that are damaged, or a split of less than one sample.
+        ValueError: invalid arguments, damaged files, or a split of less than one sample.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class DatasetForCausalLM(Dataset[Any]):
         if max_seq_length < 2:
             raise ValueError(f"max_seq_length={max_seq_length} is not at least 2: a token and the one to predict")
         self.name, self.max_seq_length = os.fspath(data_name), max_seq_length
-        self._again = (split_type, start_weight, end_weight, binarization_impl, seed)
+        self._arguments = (split_type, start_weight, end_weight, binarization_impl, seed)
         self._options = {"reset_position_ids": reset_position_ids, "reset_attention_mask": reset_attention_mask}
         self._options |= {"labels": labels}
         self._dictionary = any(self._options.values())
@@ -86,7 +85,7 @@ class DatasetForCausalLM(Dataset[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         keywords = {**self._options, "cache_dir": self._cache}
-        return _make, (type(self), (self.name, self.max_seq_length, *self._again), keywords)
+        return _make, (type(self), (self.name, self.max_seq_length, *self._arguments), keywords)
 
     def __len__(self) -> int:
         return len(self._order.shuffle)
@@ -99,7 +98,10 @@ class DatasetForCausalLM(Dataset[Any]):
         sample = int(shuffle[index])
         (begin, skipped), (end, last) = bounds[sample : sample + 2].tolist()
         which = documents[begin : end + 1].tolist()
-        starts, lengths = [*map(self._starts.item, which)], [*map(self._lengths.item, which)]  # few: faster one by one
+        starts, lengths = (
+            [*map(self._starts.item, which)],
+            [*map(self._lengths.item, which)],
+        )  # few, so faster than array operations
         lengths[-1] = last + 1
         read, stride, tokens = self.index.read, self.index.stride, np.empty(self.max_seq_length, np.int64)
         filled = 0
@@ -110,10 +112,10 @@ class DatasetForCausalLM(Dataset[Any]):
         if not self._dictionary:
             return tokens
         lengths[0] -= bounds[sample, 1]
-        return self._dressed(tokens, [length for length in lengths if length], bounds[sample, 1] == 0)
+        return self._as_dictionary(tokens, [length for length in lengths if length], bounds[sample, 1] == 0)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Samples that are looked up together, as `DataLoader` asks for a batch: faster than one by one."""
+        """The samples of a batch, which `DataLoader` requests together: faster than one by one."""
         if self._dictionary:
             return [self[index] for index in indices]
         documents, bounds, shuffle = self._order
@@ -133,14 +135,19 @@ class DatasetForCausalLM(Dataset[Any]):
             filled += length
         return list(batch)
 
-    def _dressed(self, tokens: NDArray[np.int64], counts: list[int], whole: bool) -> dict[str, NDArray[Any]]:
-        """A sample as a dictionary; ``counts`` are its tokens of each document, the first ``whole`` or a later part."""
+    def _as_dictionary(self, tokens: NDArray[np.int64], counts: list[int], from_start: bool) -> dict[str, NDArray[Any]]:
+        """A sample as a dictionary.
+
+        Args:
+            counts: the number of its tokens from each document.
+            from_start: the first of these documents is included from its first token on.
+        """
         sample: dict[str, NDArray[Any]] = {"input_ids": tokens}
         if self._options["labels"]:
             sample["labels"] = tokens.copy()
             if self._options["reset_attention_mask"]:
                 begins = np.cumsum([0, *counts[:-1]])
-                sample["labels"][begins if whole else begins[1:]] = IGNORED
+                sample["labels"][begins if from_start else begins[1:]] = IGNORED
         if self._options["reset_position_ids"]:
             sample["position_ids"] = np.concatenate([np.arange(count) for count in counts])
         if self._options["reset_attention_mask"]:
@@ -149,14 +156,14 @@ class DatasetForCausalLM(Dataset[Any]):
         return sample
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order of the samples depends on; where training stands, a sampler or a loader knows."""
+        """What the order of the samples depends on. The position in training is the state of a sampler or loader."""
         return {"order": self._key, "samples": len(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See that this dataset has the samples, in the order, of the one that the state is from.
+        """Check that this dataset has the same samples in the same order as the one that the state is from.
 
         Raises:
-            ValueError: it has not.
+            ValueError: it does not.
         """
         if state != self.state_dict():
             raise ValueError(

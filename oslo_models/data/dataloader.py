@@ -1,4 +1,4 @@
-"""`InfiniteDataLoader`: a loader that begins again, and can go on from where a run was stopped."""
+"""`InfiniteDataLoader`: repeats a loader without end, and resumes at the batch where a run stopped."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-KEPT = (
+COPIED_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
     *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
 )
 
 
 class InfiniteDataLoader:
-    """Gives the batches of ``loader`` without end. When it begins again, samplers are told the number of the epoch.
+    """Yields the batches of ``loader`` without end, and calls ``set_epoch`` of its samplers before each epoch.
 
-    ``state_dict`` says which batch comes next, whatever workers have loaded ahead. A loader over a dataset with indices
-    goes on there without loading what comes before; others are read up to there.
+    ``state_dict`` records which batch comes next, independent of what workers have prefetched. A loader of a map-style
+    dataset resumes there without loading the batches before; others are read and skipped.
 
     Args:
         loader: a `DataLoader`, or anything else that can be iterated over repeatedly.
 
     Attributes:
-        epoch: how often the loader has begun before.
-        batches: how many batches of this epoch were given.
+        epoch: the number of the current epoch, from 0.
+        batches: how many batches of this epoch were yielded.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader, self.epoch, self.batches = loader, 0, 0
         self._iterator: Iterator[Any] | None = None
-        self._began_with: dict[str, Any] | None = None
+        self._start_state: dict[str, Any] | None = None
 
     def __iter__(self) -> InfiniteDataLoader:
         return self
 
     def __len__(self) -> int:
-        """The batches of an epoch."""
+        """The number of batches of an epoch."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
         """The next batch.
 
         Raises:
-            ValueError: the loader has none.
+            ValueError: the loader yields no batch.
         """
-        if self._iterator is None and self._began_with is not None:
-            batch = self._take_up(self._began_with)
+        if self._iterator is None and self._start_state is not None:
+            batch = self._resume(self._start_state)
         else:
             if self._iterator is None:
                 self._begin()
@@ -56,7 +56,7 @@ class InfiniteDataLoader:
             batch = next(self._iterator, _END)
         if batch is _END:
             if self.batches == 0:
-                raise ValueError("the loader gives no batch: its dataset is empty, or too small for a whole one")
+                raise ValueError("the loader gives no batch: its dataset is empty, or too small for a full batch")
             self.epoch, self.batches = self.epoch + 1, 0
             self._begin()
             return next(self)
@@ -66,18 +66,18 @@ class InfiniteDataLoader:
     def _begin(self) -> None:
         self._set_epoch()
         states = [generator.get_state() for generator in self._generators()]
-        self._began_with = {"rng": torch.get_rng_state(), "generators": states}
+        self._start_state = {"rng": torch.get_rng_state(), "generators": states}
         self._iterator = iter(self.loader)
 
-    def _take_up(self, began_with: dict[str, Any]) -> Any:
-        """Begin the epoch with the random states that it began with, and give the batch after those that were given."""
+    def _resume(self, start_state: dict[str, Any]) -> Any:
+        """Restart the epoch with its original random states, and return the batch after those already yielded."""
         self._set_epoch()
         now = torch.get_rng_state()
         try:
-            torch.set_rng_state(began_with["rng"])
-            for generator, state in zip(self._generators(), began_with["generators"], strict=True):
+            torch.set_rng_state(start_state["rng"])
+            for generator, state in zip(self._generators(), start_state["generators"], strict=True):
                 generator.set_state(state)
-            self._iterator = _from(self.loader, self.batches)
+            self._iterator = _iterate_from(self.loader, self.batches)
             return next(self._iterator, _END)
         finally:
             torch.set_rng_state(now)
@@ -103,28 +103,28 @@ class InfiniteDataLoader:
         return list(found.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Which batch comes next. All of it can be pickled, and saved with ``torch.save``."""
+        """The position of the next batch. It can be pickled, and saved with ``torch.save``."""
         dataset: Any = getattr(self.loader, "dataset", None)
         saved = dataset.state_dict() if hasattr(dataset, "state_dict") else None
-        return {"epoch": self.epoch, "batches": self.batches, "began_with": self._began_with, "dataset": saved}
+        return {"epoch": self.epoch, "batches": self.batches, "began_with": self._start_state, "dataset": saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, with a loader made as the saved one was.
+        """Resume there, with a loader constructed like the saved one.
 
         Raises:
-            ValueError: the dataset gives other samples than the saved one.
+            ValueError: the dataset has other samples than the saved one.
         """
         if state["dataset"] is not None:
             self.loader.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
-        self.epoch, self.batches, self._began_with = state["epoch"], state["batches"], state["began_with"]
+        self.epoch, self.batches, self._start_state = state["epoch"], state["batches"], state["began_with"]
         self._iterator = None
 
 
 _END = object()
 
 
-class _From:
-    """What a sampler draws from its ``start``-th on."""
+class _SkippingSampler:
+    """A sampler without its first ``start`` elements."""
 
     def __init__(self, sampler: Iterable[Any], start: int) -> None:
         self._sampler, self._start = sampler, start
@@ -136,15 +136,15 @@ class _From:
         return len(self._sampler) - self._start  # type: ignore[arg-type]
 
 
-def _from(loader: Iterable[Any], start: int) -> Iterator[Any]:
-    """Iterate from the ``start``-th batch on; the way is that of accelerate's ``skip_first_batches``."""
+def _iterate_from(loader: Iterable[Any], start: int) -> Iterator[Any]:
+    """Iterate from batch ``start`` on, as accelerate's ``skip_first_batches`` does."""
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
         return islice(loader, start, None)
-    options = {name: getattr(loader, name) for name in KEPT}
+    options = {name: getattr(loader, name) for name in COPIED_OPTIONS}
     if not loader.num_workers:
         options |= {"prefetch_factor": None, "multiprocessing_context": None}
     if loader.batch_sampler is None:
-        options |= {"batch_size": None, "sampler": _From(loader.sampler, start)}
+        options |= {"batch_size": None, "sampler": _SkippingSampler(loader.sampler, start)}
     else:
-        options["batch_sampler"] = _From(loader.batch_sampler, start)
+        options["batch_sampler"] = _SkippingSampler(loader.batch_sampler, start)
     return iter(DataLoader(loader.dataset, **options))

@@ -1,6 +1,6 @@
-"""The files of a binarised dataset: ``.bin`` (all tokens, one after another) and ``.idx`` (where each sequence lies).
+"""The files of a binarised dataset: ``.bin`` (the tokens, concatenated) and ``.idx`` (the position of each sequence).
 
-`IndexedDataset` reads both formats of Megatron, `write_index` writes them.
+`IndexedDataset` reads both of Megatron's formats, `write_index` writes them.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# Megatron's codes. The older Megatron and OSLO wrote float64 under 7: the size of the .bin file tells which it is.
+# Megatron's codes. Older Megatron and OSLO wrote float64 as 7; the size of the .bin file tells them apart.
 DTYPES = dict(enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), start=1))
 CODES = {name: code for code, name in DTYPES.items()}
 IMPLS = ("mmap", "lazy", "cached")
 MMAP_MAGIC, LEGACY_MAGIC = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 CHUNK = 1 << 18
-"""How many entries of an index are handled at once."""
+"""Entries of an index that are processed at once."""
 
 
 class Index(NamedTuple):
-    """What an ``.idx`` file says.
+    """The content of an ``.idx`` file.
 
     Attributes:
         dtype: of the tokens.
         lengths: [sequences] tokens of each.
         starts: [sequences] where each begins in the ``.bin`` file, in bytes or in tokens.
         unit: the bytes that ``starts`` counts in.
-        ends: (offset in the file, count) of the int64 array that says with which sequence each document begins.
+        ends: (offset in the file, count) of the int64 array with the first sequence of each document.
     """
 
     dtype: np.dtype[Any]
@@ -46,15 +46,15 @@ class IndexedDataset:
 
     Args:
         name: path of the files without their endings.
-        impl: how tokens are read: ``mmap`` maps the file, ``lazy`` reads from it each time, ``cached`` loads all of it.
+        impl: how tokens are read: ``mmap`` maps the file, ``lazy`` reads on each access, ``cached`` loads the file.
 
     Attributes:
         dtype: of the tokens.
         lengths: [sequences] tokens of each.
-        stride: what the begins of documents count for a token.
+        stride: by how much the positions of documents grow per token (1, or the bytes of a token).
 
     Raises:
-        ValueError: the files are no such dataset, or do not belong together.
+        ValueError: the files are not a dataset, or do not belong together.
     """
 
     def __init__(self, name: str | os.PathLike[str], impl: str = "mmap") -> None:
@@ -103,7 +103,7 @@ class IndexedDataset:
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """The tokens of a sequence, or ``length`` of them from ``offset`` on; not to be written to."""
+        """The tokens of a sequence, or ``length`` of them from ``offset`` on. Read-only."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} of a dataset of {len(self)} sequences")
         have = int(self.lengths[index])
@@ -113,7 +113,7 @@ class IndexedDataset:
         return self.read(int(self._starts[index]) // self.stride + offset, length)
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """``count`` tokens from the ``start``-th of the file on."""
+        """``count`` tokens of the file, from token ``start`` on."""
         if self._tokens is not None:
             return self._tokens[start : start + count]
         assert self._file is not None
@@ -121,10 +121,10 @@ class IndexedDataset:
         return np.frombuffer(os.pread(self._file, count * itemsize, start * itemsize), self.dtype)
 
     def documents(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Where each document begins (divided by ``stride``: which token of the file) and how many tokens it has.
+        """The position of each document (divided by ``stride``: its first token in the file) and its number of tokens.
 
-        A document is what the index says it is. Where it says nothing of use (older Megatrons left it incomplete when
-        they merged files), every sequence is one.
+        The index defines the documents. If that part of it is missing or incomplete (older versions of Megatron did not
+        complete it when they merged files), every sequence is a document.
         """
         offset, count = self._ends
         path, sequences = self.name + ".idx", len(self.lengths)
@@ -142,13 +142,13 @@ class IndexedDataset:
 
 
 def check_impl(impl: str) -> None:
-    """Refuse what is no way to store and read tokens."""
+    """Raise ``ValueError`` for an unknown way to store and read tokens."""
     if impl not in IMPLS:
         raise ValueError(f"binarization_impl={impl!r} is not one of {', '.join(IMPLS)}")
 
 
 def map_file(path: str | os.PathLike[str], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A file as an array that is read when it is looked at."""
+    """A file as a memory-mapped array."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size // dtype.itemsize
         if not size:
@@ -211,14 +211,14 @@ def write_index(
     impl: str = "mmap",
     ends: NDArray[Any] | None = None,
 ) -> None:
-    """Write the ``.idx`` file of sequences that lie one after another in their ``.bin`` file; memory is constant.
+    """Write the ``.idx`` file of sequences that are contiguous in their ``.bin`` file, in constant memory.
 
     Args:
         path: the file.
         lengths: [sequences] tokens of each.
         dtype: of the tokens.
-        impl: ``mmap`` for Megatron's format of today (MMIDIDX), the others for that of fairseq (TNTIDX).
-        ends: [documents + 1] with which sequence each document begins; by default every sequence is one.
+        impl: ``mmap`` for Megatron's current format (MMIDIDX), the others for that of fairseq (TNTIDX).
+        ends: [documents + 1] the first sequence of each document; by default every sequence is a document.
     """
     check_impl(impl)
     dtype = np.dtype(dtype)
@@ -256,7 +256,7 @@ def _chunks(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _offsets(lengths: NDArray[Any]) -> Iterator[NDArray[np.int64]]:
-    """The tokens before each sequence, in chunks; each begins with the last of the chunk before."""
+    """The number of tokens before each sequence, in chunks that overlap by one element."""
     offset = 0
     for start, stop in _chunks(len(lengths)):
         offsets = np.empty(stop - start + 1, "<i8")
@@ -273,5 +273,5 @@ def _write_range(file: Any, count: int) -> None:
 
 
 def total(lengths: NDArray[Any]) -> int:
-    """The sum, in constant memory."""
+    """The sum of the lengths, in constant memory."""
     return sum(int(lengths[start:stop].sum(dtype=np.int64)) for start, stop in _chunks(len(lengths)))

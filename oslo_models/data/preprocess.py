@@ -1,4 +1,4 @@
-"""`DatasetPreprocessor`: texts become a binarised dataset, in constant memory, and after a crash from where it was."""
+"""`DatasetPreprocessor`: turns texts into a binarised dataset in constant memory, and resumes after a crash."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from oslo_models.data import readers as sources
 from oslo_models.data.indexed_dataset import CODES, check_impl
-from oslo_models.data.tokenizer_pool import Encoder, Pool
+from oslo_models.data.tokenizer_pool import Encoder, TokenizerPool
 from oslo_models.data.writer import Output, Progress
 
 CHARACTERS = 1 << 20
-"""Where a chunk ends at the latest, so that a process never holds much, however long documents are."""
+"""A chunk ends once it has so many characters, which limits the memory of a process when documents are long."""
 COMMIT_SECONDS = 5.0
-"""How much work a crash may cost."""
+"""Seconds between two commits: the work that a crash may cost."""
 UINT16_BELOW = 65500
-"""The vocabulary from which on Megatron uses int32."""
+"""Megatron stores larger vocabularies as int32."""
 
 
 class DatasetPreprocessor:
     """Tokenises documents and writes them as ``name.bin`` and ``name.idx``, which Megatron reads too.
 
     Args:
-        tokenizer: of transformers. Fast ones encode whole chunks without Python in between.
-        chunk_size: the documents that are given to a process at once, at most.
-        binarization_impl: ``mmap`` writes Megatron's format of today, ``lazy`` and ``cached`` the older one of fairseq.
+        tokenizer: of transformers. Fast ones encode a chunk in one call.
+        chunk_size: documents at most that are sent to a process at once.
+        binarization_impl: ``mmap`` writes Megatron's current format, ``lazy`` and ``cached`` the older one of fairseq.
         append_eod: whether a token marks the end of each document.
-        eod_token_id: which one; by default the tokenizer's end of sequence, or its separator.
-        num_workers: processes that tokenise; by default one for each core, with 0 it is done in this process.
-        dtype: of the stored tokens; by default ``uint16`` if the vocabulary has less than 65500 words, else ``int32``.
+        eod_token_id: that token; by default the tokenizer's end of sequence, or its separator.
+        num_workers: processes that tokenise; by default one per core. With 0 this process does it.
+        dtype: of the stored tokens; by default ``uint16`` if the vocabulary has less than 65500 tokens, else ``int32``.
 
     Raises:
-        ValueError: arguments that do not fit.
+        ValueError: invalid arguments.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class DatasetPreprocessor:
                     "append_eod=True needs eod_token_id: the tokenizer has no eos_token and no sep_token; "
                     "pass an id, or append_eod=False"
                 )
-        words = max(tokenizer.get_vocab().values(), default=-1) + 1
-        if eod_token_id is not None and not _is_id(eod_token_id, words):
+        vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
+        if eod_token_id is not None and not _is_id(eod_token_id, vocab_size):
             raise ValueError(
                 f"eod_token_id={eod_token_id!r} is not in the tokenizer's vocabulary: pass an integer from 0 to "
-                f"{words - 1}, or add a token to the tokenizer"
+                f"{vocab_size - 1}, or add a token to the tokenizer"
             )
         self.tokenizer, self.chunk_size, self.binarization_impl = tokenizer, chunk_size, binarization_impl
         self.append_eod, self.eod_token_id = append_eod, eod_token_id
         self.num_workers = len(os.sched_getaffinity(0)) if num_workers is None else num_workers
-        self.dtype = dtype or ("uint16" if words < UINT16_BELOW else "int32")
+        self.dtype = dtype or ("uint16" if vocab_size < UINT16_BELOW else "int32")
 
     def preprocess(
         self,
@@ -89,30 +89,30 @@ class DatasetPreprocessor:
     ) -> Progress:
         """Write ``save_file_name.bin`` and ``.idx``. Documents without tokens are left out.
 
-        The files appear when they are complete. Until then everything is in ``save_file_name.partial``; after a crash,
-        the same call goes on from there and writes, byte for byte, what it would have written.
+        The files appear once they are complete. Until then everything is in ``save_file_name.partial``; after a crash,
+        the same call resumes from there, and the files are byte for byte those of an uninterrupted run.
 
         Args:
             iterable: texts, such as an open file, whose lines are documents; rows with the column ``text_key``; or a
-                dataset of Hugging Face. Read once, and never far ahead.
-            save_file_name: the path without endings.
+                dataset of Hugging Face. Read once, a few chunks ahead.
+            save_file_name: path of the files without their endings.
             log_interval: documents between two updates of the progress bar; 0 shows none.
             text_key: the key of rows.
-            resume: whether to go on where an earlier call was interrupted, if one was.
+            resume: whether to resume an interrupted call, if there was one.
 
         Returns:
             How many documents and tokens were written.
 
         Raises:
-            ValueError: something that is no text; another input or tokenizer than before the interruption; or another
-                process that writes the same files.
+            ValueError: an item is not a text, the input or tokenizer is not that of the interrupted call, or another
+                process writes the same files.
         """
         encoder = Encoder(self.tokenizer, self.eod_token_id if self.append_eod else None, self.dtype)
         settings = {"tokenizer": encoder.fingerprint(), "eod": encoder.end, "impl": self.binarization_impl}
         with Output(os.fspath(save_file_name), self.dtype, settings, resume) as output:
             texts = sources.texts_of(iterable, text_key)
             digest = self._skip(texts, output)
-            pool = Pool(encoder, self.num_workers)
+            pool = TokenizerPool(encoder, self.num_workers)
             try:
                 self._write(pool.encode(self._chunks(texts)), output, digest, log_interval)
             finally:
@@ -121,7 +121,7 @@ class DatasetPreprocessor:
             return output.progress
 
     def _skip(self, texts: Iterator[str], output: Output) -> Any:
-        """Read what was written before the interruption, and see that it is the same."""
+        """Skip the texts that were written before the interruption, and check that they are the same."""
         digest, done = hashlib.blake2b(digest_size=16), output.progress.inputs
         count = 0
         for text in islice(texts, done):
@@ -130,7 +130,7 @@ class DatasetPreprocessor:
         if done and (count, digest.hexdigest()) != (done, output.progress.digest):
             raise ValueError(
                 f"{output.folder} holds the first {done} documents of another input than this one; "
-                "delete it or pass resume=False to begin anew"
+                "delete it or pass resume=False to start over"
             )
         return digest
 
@@ -176,17 +176,17 @@ class DatasetPreprocessor:
     def open_jsonl(file: str | os.PathLike[str], json_key: str, on_error: str = "stop") -> Iterator[str]:
         """The texts under ``json_key`` in a file with a JSON object on each line (``.gz`` and ``.zst`` too).
 
-        ``.jsonl`` is added to a name that is no file without it. A line that is no such object is named:
-        ``on_error="stop"`` raises ValueError, ``"skip"`` warns and goes on.
+        ``.jsonl`` is added to a name that is no file without it. For a line that is no such object,
+        ``on_error="stop"`` raises ValueError with its number, ``"skip"`` warns and continues.
         """
         return sources.open_jsonl(file, json_key, on_error)
 
 
-def _is_id(value: object, words: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < words
+def _is_id(value: object, vocab_size: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < vocab_size
 
 
 def _bytes(text: str) -> bytes:
-    """Text as bytes that begin with their length, so that joined texts stay different."""
+    """A text as bytes behind their length, so that the concatenation of texts is unambiguous."""
     data = text.encode("utf-8", "surrogatepass")
     return len(data).to_bytes(8, "little") + data

@@ -1,4 +1,4 @@
-"""Where texts come from: text files, JSON lines, parquet (plain, gzip or zstandard), and Hugging Face datasets."""
+"""Readers of documents: text files, JSON lines (also with gzip or zstandard), parquet, and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 ON_ERROR = ("stop", "skip")
 COMPRESSED = (".gz", ".zst")
 ROWS = 256
-"""How many rows of a table are read at once."""
+"""Rows of a table that are read at once."""
 
 
 def open_documents(file: str | os.PathLike[str], text_key: str = "text", on_error: str = "stop") -> Iterator[str]:
-    """The texts of a file, by its ending: ``.txt`` (each line is one, with its line break), ``.jsonl``, ``.parquet``.
+    """The texts of a ``.txt`` file (each line is one, including its line break), ``.jsonl`` or ``.parquet`` file.
 
     ``.gz`` and ``.zst`` may follow the ending of a text or JSON file.
 
     Args:
         file: the path.
-        text_key: the key or the column that holds the text.
-        on_error: ``stop`` raises at a line that is no JSON object with such a text, ``skip`` warns and goes on.
+        text_key: the key or column of the text.
+        on_error: for a line that is no JSON object with such a text: ``stop`` raises, ``skip`` warns and continues.
 
     Raises:
-        ValueError: an ending that is not known, or a line that cannot be read.
+        ValueError: an unknown ending, or a line that cannot be read.
     """
     path = Path(file)
     if not path.is_file():
@@ -115,12 +115,14 @@ def _parquet(path: Path, key: str) -> Iterator[str]:
 
 
 def texts_of(iterable: Iterable[Any], key: str) -> Iterator[str]:
-    """What `DatasetPreprocessor.preprocess` is given, as texts: strings, rows with a column ``key``, or a dataset.
+    """The texts of an iterable of strings or of rows with a column ``key``, or of a Hugging Face dataset.
 
     Raises:
-        ValueError: something that is no text.
+        ValueError: an item is not a text.
     """
-    if hasattr(iterable, "select_columns") and hasattr(iterable, "iter"):  # of Hugging Face, in memory or streamed
+    if hasattr(iterable, "select_columns") and hasattr(
+        iterable, "iter"
+    ):  # a Hugging Face dataset, in memory or streamed
         columns = getattr(iterable, "column_names", None)
         if columns is not None and key not in columns:
             raise ValueError(f"the dataset has no column {key!r}; there are {', '.join(columns)}")

@@ -1,6 +1,6 @@
-"""Which tokens are in which sample: the order of documents and samples, as arrays in files that processes share.
+"""The index of samples: the order of documents and samples, as memory-mapped arrays that processes share.
 
-The order is that of OSLO 1 and Megatron-LM, number for number.
+The order is exactly that of OSLO 1 and Megatron-LM.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 CHUNK = 1 << 17
-"""How many documents are handled at once."""
+"""Documents that are processed at once."""
 
 
 class Order(NamedTuple):
     """The samples of a split.
 
     Attributes:
-        documents: [documents] in the order in which they are put one after another.
-        bounds: [samples + 1, 2] position in ``documents`` and token in it where each sample begins, and the last ends.
-        shuffle: [samples] which of these samples comes when.
+        documents: [documents] their numbers, in the order in which they are concatenated.
+        bounds: [samples + 1, 2] the position in ``documents`` and the token in it where each sample begins; the last
+            row is the end of the last sample.
+        shuffle: [samples] the order in which the samples are drawn.
     """
 
     documents: NDArray[Any]
@@ -38,7 +39,7 @@ class Order(NamedTuple):
 
 
 class Split(NamedTuple):
-    """What an order depends on: documents ``start`` to ``stop`` of a dataset, cut every ``stride`` tokens."""
+    """What an order depends on: documents ``start`` to ``stop``, a sample every ``stride`` tokens, and the seed."""
 
     start: int
     stop: int
@@ -46,7 +47,7 @@ class Split(NamedTuple):
     seed: int
 
     def key(self, lengths: NDArray[Any]) -> str:
-        """A name that is different whenever an order would be."""
+        """A fingerprint of everything that the order depends on."""
         digest = hashlib.blake2b(json.dumps(["order 1", *self]).encode(), digest_size=12)
         for part in _chunks(lengths, self.start, self.stop):
             digest.update(part.astype("<i8").tobytes())
@@ -54,15 +55,15 @@ class Split(NamedTuple):
 
 
 def open_order(folder: Path, name: str, split: Split, lengths: NDArray[Any]) -> Order:
-    """Read an order, after building it where no process has done so.
+    """Read an order, building it first if no process has done so.
 
     Args:
-        folder: where orders are kept.
-        name: begins the name of this one, for people.
+        folder: the directory of the orders.
+        name: a readable prefix of the file name.
         lengths: [documents of the dataset] tokens of each.
 
     Raises:
-        ValueError: the documents hold less than one sample, or the folder cannot be written.
+        ValueError: the documents have too few tokens for a sample, or the folder cannot be written.
     """
     path = folder / f"{name}_{split.key(lengths)}"
     if not path.exists():
@@ -80,7 +81,7 @@ def open_order(folder: Path, name: str, split: Split, lengths: NDArray[Any]) -> 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process build while the others wait. Where a file system knows no locks, all build and one wins."""
+    """Let one process build while the others wait. On a file system without locks all build, and one result is kept."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -103,19 +104,19 @@ def _build(folder: Path, path: Path, split: Split, lengths: NDArray[Any]) -> Non
         try:
             scratch.rename(path)
         except OSError:
-            if not path.exists():  # otherwise another process was faster, with the same content
+            if not path.exists():  # otherwise another process has built the same
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _umask(folder: Path) -> int:
-    """What a folder that was made here does not allow; mkdtemp allows nothing to others."""
+    """The permissions that a new folder here lacks; mkdtemp gives none to other users."""
     return ~folder.stat().st_mode & 0o777
 
 
 def build(folder: Path, split: Split, lengths: NDArray[Any]) -> None:
-    """Write an order; besides the documents, no array is ever held as a whole."""
+    """Write an order. Only the arrays of documents and of the shuffling are held in memory."""
     tokens = sum(int(part.sum(dtype=np.int64)) for part in _chunks(lengths, split.start, split.stop))
     samples = (tokens - 1) // split.stride
     if samples < 1:
@@ -136,7 +137,7 @@ def build(folder: Path, split: Split, lengths: NDArray[Any]) -> None:
 
 
 def _write_bounds(path: Path, documents: NDArray[Any], lengths: NDArray[Any], stride: int, samples: int) -> None:
-    """Sample ``k`` begins with token ``k * stride`` of all documents together: find that token's document."""
+    """Find the document of the first token of each sample: token ``k * stride`` of the concatenated documents."""
     dtype = documents.dtype
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (samples + 1, 2)}

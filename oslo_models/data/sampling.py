@@ -1,4 +1,4 @@
-"""`DistributedProxySampler`: what another sampler draws, divided over the replicas."""
+"""`DistributedProxySampler`: distributes the samples of another sampler over the replicas."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torch.utils.data import DistributedSampler, Sampler
 
 
 class DistributedProxySampler(DistributedSampler[Any]):
-    """Divides what ``sampler`` draws over the replicas, as `DistributedSampler` divides a dataset.
+    """Distributes what ``sampler`` draws over the replicas, as `DistributedSampler` does with a dataset.
 
-    All replicas see the same draw of an epoch: it is made with random states that depend on ``seed`` and the epoch
-    (a sampler with a generator of its own uses that one, which has to be seeded alike on all replicas). Call
+    All replicas draw the same samples in an epoch, as the random states depend only on ``seed`` and the epoch (a
+    sampler with a generator of its own uses that; seed it alike on all replicas). Call
     ``set_epoch`` before each epoch; `InfiniteDataLoader` does.
 
     Args:
-        sampler: what is divided; drawn as a whole at the begin of an epoch.
-        num_replicas: over how many; by default the processes of ``torch.distributed``, or 1 without it.
-        rank: which of them this is.
-        shuffle: whether the order of what was drawn is shuffled once more.
+        sampler: drawn completely at the start of an epoch.
+        num_replicas: number of replicas; by default the world size of ``torch.distributed``, or 1 without it.
+        rank: the number of this replica.
+        shuffle: whether the drawn samples are shuffled once more.
         seed: of the shuffling; the same on all replicas.
-        drop_last: whether what is left over is dropped; otherwise some of the first are repeated, so that all replicas
-            have the same number.
-        mpu: ``model.mpu`` of a parallel model, instead of ``num_replicas`` and ``rank``: the ranks that hold parts of a
-            replica draw the same.
+        drop_last: whether samples are dropped so that all replicas have equally many; otherwise the first ones are
+            repeated.
+        mpu: ``model.mpu`` of a parallel model, instead of ``num_replicas`` and ``rank``: the ranks that share a replica
+            get the same samples.
 
     Raises:
-        ValueError: arguments that do not fit.
+        ValueError: invalid arguments.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
     def _draw(self) -> Sequence[Any]:
         generator = getattr(self.sampler, "generator", None)
         if generator is not None:
-            if self._drawn_with is not None and self._done:  # goes on with an epoch that was begun before
+            if self._drawn_with is not None and self._done:  # resumes an epoch
                 generator.set_state(self._drawn_with)
             self._drawn_with = generator.get_state()
         with _seeded(self.seed + self.epoch):
@@ -99,21 +99,21 @@ class DistributedProxySampler(DistributedSampler[Any]):
             return [*first, *iterator]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the replicas stand in the epoch, if all have drawn as many as this one.
+        """The position in the epoch, if all replicas have drawn as many samples as this one.
 
-        A `DataLoader` with workers draws ahead of what it gives: there, keep the state of an `InfiniteDataLoader`.
+        A `DataLoader` with workers prefetches: with one, save the state of an `InfiniteDataLoader` instead.
         """
         return {"epoch": self.epoch, "done": self._done, "generator": self._drawn_with}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on from there, over any number of replicas."""
+        """Let the next iteration resume there, with any number of replicas."""
         self.epoch, self._drawn_with = state["epoch"], state["generator"]
         self._start = self._done = state["done"]
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Give the random states on the CPU values that depend on ``seed`` alone, for a while."""
+    """Seed the global random generators of the CPU, and restore their states afterwards."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""From texts to tokens, in processes of their own: `Pool` keeps them busy, this file as a program is one of them."""
+"""Tokenises texts in worker processes: `TokenizerPool` starts them; run as a program, this file is one of them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from oslo_models.data.bpe_cache import BpeCache, splitting
+from oslo_models.data.bpe_cache import BpeCache, find_pattern
 
 CACHE = 1 << 17
-"""Words whose tokens a process remembers: the tokenizers package stops at 10,000."""
+"""Words in the cache of the tokenizers package, which has 10,000 by default."""
 
 
 class Encoded(NamedTuple):
-    """The documents of a chunk that are not empty: [documents] lengths, and all their tokens."""
+    """The non-empty documents of a chunk: [documents] lengths, and their tokens, concatenated."""
 
     lengths: NDArray[np.int32]
     tokens: NDArray[Any]
 
 
 class Encoder:
-    """Makes tokens as ``tokenizer.encode(text, add_special_tokens=False)`` does, and puts ``end`` after each document.
+    """Tokenises like ``tokenizer.encode(text, add_special_tokens=False)``, and appends ``end`` to each document.
 
     Args:
         tokenizer: of transformers.
@@ -50,23 +50,23 @@ class Encoder:
             self._spec = json.dumps(spec)
             self._split = bool(getattr(tokenizer, "split_special_tokens", False))
         self._backend: Any = None
-        self._memory: BpeCache | None = None
+        self._cache: BpeCache | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_backend": None, "_memory": None}
+        return {**vars(self), "_backend": None, "_cache": None}
 
     def fingerprint(self) -> str:
-        """What the tokens depend on."""
-        words = self._spec
+        """A hash of everything that the tokens depend on."""
+        spec = self._spec
         if self._tokenizer is not None:
-            words = f"{type(self._tokenizer).__name__} {sorted(self._tokenizer.get_vocab().items())}"
-        return hashlib.blake2b(f"{words} {self._split}".encode(), digest_size=16).hexdigest()
+            spec = f"{type(self._tokenizer).__name__} {sorted(self._tokenizer.get_vocab().items())}"
+        return hashlib.blake2b(f"{spec} {self._split}".encode(), digest_size=16).hexdigest()
 
     def encode(self, texts: list[str]) -> Encoded:
-        """Tokens of a chunk of documents; those without any are left out."""
+        """Tokens of a chunk of documents; documents without tokens are left out."""
         try:
             found = self._encode(texts)
-        except (UnicodeEncodeError, TypeError):  # JSON may hold halves of surrogate pairs
+        except (UnicodeEncodeError, TypeError):  # JSON may contain unpaired surrogates
             found = self._encode([text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts])
         end = b"" if self.end is None else np.array([self.end], self.dtype).tobytes()
         documents = [tokens + end for tokens in found if tokens]
@@ -83,32 +83,32 @@ class Encoder:
 
             self._backend = Tokenizer.from_str(self._spec)
             self._backend.encode_special_tokens = self._split
-            if split := splitting(self._spec):
-                self._memory = BpeCache(self._backend, self.dtype, split)
+            if split := find_pattern(self._spec):
+                self._cache = BpeCache(self._backend, self.dtype, split)
             elif hasattr(self._backend.model, "_resize_cache"):
                 self._backend.model._resize_cache(CACHE)
-        if self._memory is not None:
-            return self._memory.encode(texts)
+        if self._cache is not None:
+            return self._cache.encode(texts)
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype).tobytes() for encoding in encodings]
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Whether its own methods add nothing to what the tokenizers package does."""
+    """Whether the tokenizer's Python methods add nothing to the tokenizers package."""
     methods = (getattr(type(tokenizer), name, None) for name in ("encode", "_encode_plus", "__call__"))
     plain = all(getattr(method, "__module__", "").startswith("transformers.tokenization_") for method in methods)
     return plain and hasattr(tokenizer, "backend_tokenizer")
 
 
-class Pool:
+class TokenizerPool:
     """Processes that encode chunks of texts.
 
-    They are started afresh and not forked (threads and CUDA do not survive a fork), and do not import the script that
-    started them, so it needs no ``if __name__ == "__main__"``.
+    They are started, not forked (threads and CUDA do not survive a fork), and do not import the script that starts
+    them, so it needs no ``if __name__ == "__main__"``.
 
     Args:
-        encoder: what each of them is given.
-        workers: how many; 0 encodes in this process.
+        encoder: sent to each process.
+        workers: number of processes; 0 encodes in this process.
     """
 
     def __init__(self, encoder: Encoder, workers: int) -> None:
@@ -119,7 +119,7 @@ class Pool:
         self._threads = ThreadPoolExecutor(max(workers, 1))
 
     def encode(self, chunks: Iterable[list[str]]) -> Iterator[tuple[list[str], Encoded]]:
-        """Chunks and their tokens, in order; few more are taken from ``chunks`` than there are processes."""
+        """Chunks and their tokens, in order. At most two chunks per process are read ahead."""
         waiting: deque[tuple[list[str], Future[Encoded]]] = deque()
         for chunk in chunks:
             waiting.append((chunk, self._threads.submit(self._ask, chunk)))
@@ -146,14 +146,14 @@ class Pool:
 
 
 class _Worker:
-    """One process, from the side of who started it."""
+    """One worker process, seen from the process that started it."""
 
     def __init__(self, encoder: Encoder) -> None:
         try:
             self._message = pickle.dumps(encoder)
         except Exception as error:
             raise ValueError(f"the tokenizer cannot be sent to a process ({error}); use num_workers=0") from error
-        # one thread each: there are as many processes as cores
+        # one thread each, as there are as many processes as cores
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -172,7 +172,7 @@ class _Worker:
         except (EOFError, OSError, pickle.UnpicklingError):
             raise RuntimeError(
                 f"a process that encodes ended with exit code {self._process.wait()}; was there too little memory? "
-                "What was done is kept: start again, with fewer num_workers"
+                "Finished work is kept: start again, with fewer num_workers"
             ) from None
         if isinstance(answer, str):
             raise ValueError(f"the tokenizer failed: {answer}")
@@ -188,7 +188,7 @@ def main() -> None:
     """Answer chunks from stdin on stdout until the other side closes them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a tokenizer prints is no answer
+    os.dup2(2, 1)  # keeps what a tokenizer prints out of the answers
     encoder: Encoder | None = None
     answer: Encoded | str
     while True:
@@ -214,6 +214,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from oslo_models.data.tokenizer_pool import main as run  # so that what is pickled has its own name and not __main__
+    from oslo_models.data.tokenizer_pool import main as run  # so that pickled classes are not those of __main__
 
     run()

@@ -1,4 +1,4 @@
-"""What a preprocessing run writes, so that it is complete or not there, and can go on after a crash: `Output`."""
+"""`Output`: the files of a preprocessing run, which appear only when complete and can be resumed after a crash."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from oslo_models.data.indexed_dataset import map_file, write_index
 
 @dataclass
 class Progress:
-    """What was done up to a commit.
+    """The work done up to a commit.
 
     Attributes:
-        inputs: the texts that were read.
-        documents: those that had tokens.
-        tokens: all of theirs.
-        digest: of the texts that were read.
-        complete: whether the files only have to be put into their places.
+        inputs: texts that were read.
+        documents: texts that had tokens.
+        tokens: tokens of all documents.
+        digest: hash of the texts that were read.
+        complete: whether the files only have to be moved to their final names.
     """
 
     inputs: int = 0
@@ -38,11 +38,11 @@ class Progress:
 class Output:
     """The files of one run, in the folder ``name.partial`` until `finish`.
 
-    ``tokens`` and ``lengths`` only grow. ``progress.json`` says how much of them counts; it is replaced when that much
-    is on the disk.
+    The files ``tokens`` and ``lengths`` only grow. ``progress.json`` records how much of them is valid; it is replaced
+    once that much is on disk.
 
     Raises:
-        ValueError: another process writes them, or an earlier run was interrupted that had other settings.
+        ValueError: another process writes them, or the interrupted run had other settings.
     """
 
     def __init__(self, name: str, dtype: str, settings: dict[str, Any], resume: bool) -> None:
@@ -64,22 +64,22 @@ class Output:
             raise ValueError(f"another process is writing {self.name} (it holds {self.folder})") from None
         state = self.folder / "progress.json"
         if resume and state.exists():
-            self._take_up(json.loads(state.read_text()))
+            self._resume(json.loads(state.read_text()))
         else:
-            state.unlink(missing_ok=True)  # first: what it counts goes next
+            state.unlink(missing_ok=True)  # before the files that it describes
         self._tokens = self._open("tokens", self.progress.tokens * self.dtype.itemsize)
         self._lengths = self._open("lengths", self.progress.documents * 4)
 
-    def _take_up(self, state: dict[str, Any]) -> None:
+    def _resume(self, state: dict[str, Any]) -> None:
         settings = state.pop("settings")
         if different := sorted(key for key in self._settings if self._settings[key] != settings.get(key)):
             raise ValueError(
                 f"{self.folder} was begun with another {' and '.join(different)}; delete it or pass resume=False to "
-                "begin anew"
+                "start over"
             )
         self.progress = Progress(**state)
         data, placed = self.folder / "tokens", Path(self.name + ".bin")
-        if self.progress.complete and not data.exists():  # the run ended between its last steps: undo them
+        if self.progress.complete and not data.exists():  # interrupted while the files were moved: undo that
             if not placed.exists() or placed.stat().st_size != self.progress.tokens * self.dtype.itemsize:
                 self.progress = Progress()
                 return
@@ -88,11 +88,11 @@ class Output:
         self.progress.complete = False
 
     def _open(self, name: str, size: int) -> Any:
-        """Open a file to append to, after what counts of it."""
+        """Open a file for appending, truncated to its valid part."""
         path = self.folder / name
         path.touch()
         if path.stat().st_size < size:
-            raise ValueError(f"{path} is shorter than its progress says; delete {self.folder} to begin anew")
+            raise ValueError(f"{path} is shorter than its progress says; delete {self.folder} to start over")
         os.truncate(path, size)
         return path.open("ab")
 
@@ -113,7 +113,7 @@ class Output:
         self.progress.tokens += len(tokens)
 
     def commit(self, digest: str) -> None:
-        """Make what was added up to now survive a crash."""
+        """Make everything added so far survive a crash."""
         for file in (self._tokens, self._lengths):
             file.flush()
             os.fdatasync(file.fileno())
@@ -126,7 +126,7 @@ class Output:
         new.replace(state)
 
     def finish(self, impl: str) -> None:
-        """Write the index and put the files into their places; the index comes last, and an older one goes first."""
+        """Write the index and move the files to their final names: the index last, after removing an older one."""
         index = self.folder / "index"
         write_index(index, map_file(self.folder / "lengths", np.dtype(np.int32)), self.dtype, impl)
         self.progress.complete = True

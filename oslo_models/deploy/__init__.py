@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oslo_models.deploy.engine import EngineError
+    from oslo_models.deploy.errors import EngineError
     from oslo_models.deploy.proxy import Deployment, deploy
 
 __all__ = ["Deployment", "EngineError", "deploy"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import when asked: a worker hears of the end of its application before it has imported torch."""
+    """Import on first use: a worker must notice the end of its application before it has imported torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "engine" if name == "EngineError" else "proxy"
+    module = "errors" if name == "EngineError" else "proxy"
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""Calls of `generate` that wait together are computed together, if they ask for the same thing."""
+"""Dynamic batching: calls of `generate` that wait at the same time with equal settings are computed as one batch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_models.deploy.engine import Engine, EngineError, raised_by_workers
+from oslo_models.deploy.engine import Engine
+from oslo_models.deploy.errors import EngineError, raised_by_workers
 
 
 @dataclass(eq=False)
-class _Waiting:
-    """A call that may share a batch with others whose ``key`` is the same."""
+class _QueuedCall:
+    """A call that may share a batch with others that have the same ``key``."""
 
     key: str
-    ids: Tensor  # [B, L], as the mask
+    ids: Tensor  # [B, L], like the mask
     mask: Tensor
     kwargs: dict[str, Any]
     settings: Mapping[str, Any]
@@ -29,31 +30,32 @@ class _Waiting:
 
 
 class Batcher:
-    """Joins calls of several threads.
+    """Batches the calls of several threads.
 
-    Only greedy decoding from token ids, with nothing but numbers as settings, is joined: there a row's tokens do not
-    depend on the other rows. The first call that comes when nobody computes leads: it waits for others if there were
-    any lately, computes for all, and hands the results out. If that raises, each is computed by itself.
+    Only greedy decoding from token ids, with nothing but numbers as settings, is batched: there the tokens of a row do
+    not depend on the other rows. The first call that arrives while nothing is computed becomes the leader: it waits for
+    others if the last batch had several, computes the batch, and hands out the results. If the batch raises, each call
+    is computed separately.
 
     Args:
         config: of the model.
-        max_batch_size: rows that are computed together; 1 switches joining off.
-        batch_wait_ms: how long the first waits for others, in milliseconds.
+        max_batch_size: rows of a batch at most; 1 disables batching.
+        batch_wait_ms: milliseconds that a leader waits for others.
     """
 
     def __init__(self, engine: Engine, config: Any, max_batch_size: int, batch_wait_ms: float) -> None:
         self.engine, self.config = engine, config
         self.size, self.wait = max_batch_size, batch_wait_ms / 1000
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_QueuedCall] = []
         self._lock = threading.Lock()
         self._computing = threading.Lock()
         self._enough = threading.Event()
-        self._inside = 0  # calls that wait or are computed
-        self._crowded = False  # whether there were several when the last batch was made
+        self._inside = 0  # calls that wait or are being computed
+        self._crowded = False  # whether there were several calls when the last batch was formed
 
     def generate(self, kwargs: dict[str, Any], options: Mapping[str, Any], defaults: Any) -> Any:
-        """One call; see `Deployment.generate`. ``defaults``: the model's generation config as it is now."""
-        call = self._join(kwargs, options, defaults) if self.size > 1 else None
+        """One call; see `Deployment.generate`. ``defaults``: the current generation config of the model."""
+        call = self._batchable(kwargs, options, defaults) if self.size > 1 else None
         if call is None:
             return self.engine.call("generate", (), kwargs, **options)
         with self._lock:
@@ -62,7 +64,7 @@ class Batcher:
             if self._rows() >= self.size:
                 self._enough.set()
         try:
-            with self._computing:  # whoever gets in first computes for all that wait by then
+            with self._computing:  # the first thread to enter computes for all that wait by then
                 if not call.done.is_set():
                     self._lead(call)
         finally:
@@ -74,8 +76,8 @@ class Batcher:
             raise call.error
         return call.result
 
-    def _join(self, kwargs: dict[str, Any], options: Mapping[str, Any], defaults: Any) -> _Waiting | None:
-        """The call as one that can be joined with others, if it is."""
+    def _batchable(self, kwargs: dict[str, Any], options: Mapping[str, Any], defaults: Any) -> _QueuedCall | None:
+        """The call in the form in which it can be batched, or ``None`` if it cannot."""
         if any(options[name] is not None for name in ("streamer", "timeout", "seed")):
             return None
         rest = dict(kwargs)
@@ -90,9 +92,9 @@ class Batcher:
         if mask is None or rest.get("max_new_tokens") is None or self.config.is_encoder_decoder:
             return None
         key = repr((sorted(rest.items()), defaults))
-        return _Waiting(key, ids.cpu(), mask.cpu(), rest, settings, options["generation_config"])
+        return _QueuedCall(key, ids.cpu(), mask.cpu(), rest, settings, options["generation_config"])
 
-    def _lead(self, call: _Waiting) -> None:
+    def _lead(self, call: _QueuedCall) -> None:
         if self._rows() < self.size and (self._crowded or self._inside > 1):
             self._enough.wait(self.wait)
         with self._lock:
@@ -108,14 +110,14 @@ class Batcher:
         try:
             self._finish(batch)
         finally:
-            with self._lock:  # when the leader was interrupted, the others find somebody else
+            with self._lock:  # if the leader was interrupted, another thread becomes the leader of the others
                 self._waiting[:0] = [member for member in batch if member is not call and not member.done.is_set()]
 
-    def _finish(self, batch: list[_Waiting]) -> None:
+    def _finish(self, batch: list[_QueuedCall]) -> None:
         try:
             self._compute(batch)
         except Exception as error:
-            if not raised_by_workers(error):  # by a signal's handler: it is the leader's alone
+            if not raised_by_workers(error):  # by a signal handler: it concerns the leader only
                 raise
             if len(batch) > 1 and not isinstance(error, EngineError):
                 for member in batch:
@@ -129,7 +131,7 @@ class Batcher:
     def _rows(self) -> int:
         return sum(len(call.ids) for call in self._waiting)
 
-    def _compute(self, batch: list[_Waiting]) -> None:
+    def _compute(self, batch: list[_QueuedCall]) -> None:
         first = batch[0]
         pad, ends = first.settings["pad_token_id"], first.settings["eos_token_id"]
         length = max(call.ids.shape[1] for call in batch)
@@ -143,7 +145,7 @@ class Batcher:
 
 
 def _own_length(new_BL: Tensor, ends: Any) -> int:
-    """How many tokens the rows would have got by themselves: until the last of them has ended."""
+    """How many new tokens the rows would have if computed separately: until the last of them has ended."""
     if ends is None:
         return new_BL.shape[1]
     ended_BL = torch.isin(new_BL, torch.as_tensor(ends))

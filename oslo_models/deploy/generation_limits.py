@@ -1,7 +1,8 @@
-"""Settings of `generate` that no rank can compute with: refused before a worker meets them, which on a GPU ends it.
+"""Rejects settings of `generate` that overflow the logits, before they reach a worker: on a GPU they would end it.
 
-Logits are float32. A scale beyond its range turns them into infinities or NaN, from which nothing can be drawn:
-`torch.multinomial` raises on a CPU, and on a GPU asserts on the device, after which the process cannot use it any more.
+Logits are float32. A scale beyond its range turns them into infinities or NaN, from which nothing can be sampled:
+`torch.multinomial` raises on a CPU; on a GPU it fails a device-side assertion, after which the process cannot use the
+device any more.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 LEAST, MOST = 1e-9, 1e9
-"""What a scale may be, unless it is 0: logits multiplied by all of `SCALES` stay within the range of float32."""
+"""The range of a scale, unless it is 0: logits multiplied by all of `SCALES` stay within the range of float32."""
 LEAST_BIAS = -3.4e38
 SCALES = ("temperature", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale")
 FINITE = ("top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "length_penalty")
 
 
 def is_scale(value: float) -> bool:
-    """Whether logits can be multiplied and divided by it, or it is 0, which transformers judges; NaN cannot be."""
+    """Whether logits can be multiplied and divided by it. 0 is left to transformers to accept or reject; NaN is not."""
     return value == 0 or LEAST <= abs(value) <= MOST
 
 
@@ -28,11 +29,11 @@ def is_bias(value: float) -> bool:
 
 
 def check_generation(given: Mapping[str, Any], defaults: Any) -> None:
-    """Raise ``ValueError`` for settings of `generate` that make infinities or NaN of logits.
+    """Raise ``ValueError`` for settings of `generate` that turn logits into infinities or NaN.
 
     Args:
         given: the arguments of the call.
-        defaults: the generation configuration that holds what these do not.
+        defaults: the generation configuration that applies where the arguments set nothing.
     """
     configs = [config for config in (given.get("generation_config"), defaults) if config is not None]
 
@@ -56,6 +57,6 @@ def check_generation(given: Mapping[str, Any], defaults: Any) -> None:
 
 
 def _seconds(pairs: Any) -> list[Any]:
-    """The second of each pair; what is no pair, transformers refuses."""
+    """The second element of each pair; anything else is left to transformers to reject."""
     pairs = pairs if isinstance(pairs, (list, tuple)) else ()
     return [pair[1] for pair in pairs if isinstance(pair, (list, tuple)) and len(pair) == 2]

@@ -1,7 +1,7 @@
-"""Proofs that the other end of a connection may be trusted, before anything that it sends is unpickled.
+"""Authentication of the other end of a connection, before anything that it sends is unpickled.
 
-On one host the kernel names the user at the other end of a Unix socket. Between hosts both ends prove that they have a
-secret, which does not travel: a challenge and a response, keyed with the secret, in both directions.
+On one host the kernel names the user at the other end of a Unix socket. Between hosts both ends prove that they know a
+secret without sending it: a challenge and a response, keyed with the secret, in both directions.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import struct
 from contextlib import suppress
 
 LEAST = 16
-"""Characters that a secret needs: whoever sees a handshake can try secrets against it for as long as they like."""
+"""Characters of a secret at least: whoever records a handshake can try secrets against it offline."""
 TIMEOUT = 10.0
-"""Seconds that the other end may take to prove itself."""
+"""Seconds that the other end may take to authenticate itself."""
 _SIZE = 32
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class HandshakeError(ConnectionError):
-    """The other end of a connection is not one that may be trusted."""
+    """The other end of a connection could not be authenticated."""
 
 
 def check_secret(name: str, secret: object) -> None:
-    """Raise ``ValueError`` for what is no secret; the message does not contain it."""
+    """Raise ``ValueError`` for an unusable secret; the message does not contain it."""
     if not isinstance(secret, str) or len(secret.strip()) < LEAST:
         what = f"{len(secret.strip())} characters" if isinstance(secret, str) else type(secret).__name__
         raise ValueError(
@@ -36,29 +36,32 @@ def check_secret(name: str, secret: object) -> None:
         )
 
 
-def parse_address(said: bytes, several: bool) -> str | tuple[str, int]:
-    """Where the application listens, of what the store of the launcher says: on one host, a Unix socket, nothing else.
+def parse_address(published: bytes, several: bool) -> str | tuple[str, int]:
+    """Parse the address of the application as published in the launcher's store.
+
+    Args:
+        several: on several hosts. On one host only the name of a Unix socket is accepted.
 
     Raises:
-        ConnectionError: the store does not say that.
+        ConnectionError: it is no such address.
     """
     with suppress(ValueError):
-        match json.loads(said):
+        match json.loads(published):
             case [str(name)] if not several:
                 return f"\0{name}"
             case [str(host), int(port)] if several:
                 return host, port
     raise ConnectionError(
-        f"the store of the launcher says {said[:80]!r} for the address of the application: another program writes "
+        f"the store of the launcher says {published[:80]!r} for the address of the application: another program writes "
         "there, or not all processes have the same deploy_secret, version of oslo_models and LOCAL_WORLD_SIZE"
     )
 
 
 def connect(address: str | tuple[str, int], secret: str | None) -> socket.socket:
-    """Connect to the application, with the proofs that the address asks for.
+    """Connect to the application and authenticate, as its kind of address requires.
 
     Raises:
-        ConnectionError: something else is there, or nothing.
+        ConnectionError: nothing listens there, or it is not the application.
     """
     made = socket.socket(socket.AF_UNIX) if isinstance(address, str) else None
     try:
@@ -69,7 +72,7 @@ def connect(address: str | tuple[str, int], secret: str | None) -> socket.socket
             assert secret is not None and not isinstance(address, str)
             made = tune(socket.create_connection(address))
             dial(made, secret)
-    except (OSError, ValueError, OverflowError) as error:  # the latter two of what can be no address
+    except (OSError, ValueError, OverflowError) as error:  # the latter two for malformed addresses
         if made is not None:
             made.close()
         where = f"the socket {address[1:]} of this host" if isinstance(address, str) else ":".join(map(str, address))
@@ -81,8 +84,8 @@ def connect(address: str | tuple[str, int], secret: str | None) -> socket.socket
 
 
 def tune(connection: socket.socket) -> socket.socket:
-    """Small messages go at once, and a host that is gone is noticed."""
-    connection.settimeout(None)  # whatever the application has made the default
+    """Send small messages without delay, and detect hosts that are gone."""
+    connection.settimeout(None)  # whatever default the application has set
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -102,24 +105,24 @@ def require_same_user(connected: socket.socket) -> None:
 
 
 def accept(connected: socket.socket, secret: str) -> None:
-    """Prove to who has dialled that this end has the secret, and have it prove the same.
+    """Authenticate to the process that connected, and require it to do the same.
 
     Raises:
-        HandshakeError: it has not.
+        HandshakeError: it does not know the secret.
     """
     _handshake(connected, secret, connected.getsockname(), b"accepts", b"dials")
 
 
 def dial(connected: socket.socket, secret: str) -> None:
-    """The other half of `accept`."""
+    """The counterpart of `accept`, at the end that connects."""
     _handshake(connected, secret, connected.getpeername(), b"dials", b"accepts")
 
 
 def _handshake(connected: socket.socket, secret: str, address: tuple[str, int], own: bytes, other: bytes) -> None:
-    """Both ends send a challenge; then, the one that dialled first, the response to that of the other.
+    """Exchange challenges, then the responses to them, that of the connecting end first.
 
-    Responses differ by role, so that none can be sent back to who made it, and hold the address that was dialled, so
-    that none is of use to somebody in between who has had it dialled instead.
+    A response depends on the role, so that it cannot be reflected to its sender, and on the address that was dialled,
+    so that a man in the middle at another address cannot relay it.
     """
     key = secret.strip().encode()
     connected.settimeout(TIMEOUT)

@@ -1,4 +1,4 @@
-"""The arguments that only ``deploy=True`` knows, and which executor they mean."""
+"""The arguments that only ``deploy=True`` accepts, and the choice of an executor by them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ BACKENDS = ("auto", "process", "ray", "torchrun")
 
 @dataclass(frozen=True)
 class Serving:
-    """The arguments of the constructors that only ``deploy=True`` knows.
+    """The arguments of the constructors that only ``deploy=True`` accepts.
 
     Attributes:
         deploy_backend: how workers are started: ``"process"`` on this host, ``"torchrun"`` by the processes of a
             launcher, ``"ray"`` as actors of Ray; ``"auto"``: by a launcher if there is one, by Ray if it runs and this
             host has too few GPUs, else on this host.
-        max_batch_size: rows of `generate` that are computed together when several threads ask for the same.
-        batch_wait_ms: how long the first of them waits for others, in milliseconds.
-        verbose: ``"simple"`` or ``"detail"`` prints memory by device.
-        deploy_secret: what the processes of a launcher have in common and nobody else has; needed if they are on
-            several hosts, where each proves to the others that it has it.
+        max_batch_size: rows of `generate` at most that are computed in one batch, when several threads call it with
+            the same settings.
+        batch_wait_ms: milliseconds that the first of these calls waits for others.
+        verbose: ``"simple"`` or ``"detail"`` prints the memory of each device.
+        deploy_secret: known to the processes of a launcher and nobody else; required if they are on several hosts,
+            which authenticate each other with it.
     """
 
     deploy_backend: str = "auto"
@@ -46,7 +47,7 @@ class Serving:
         return cls(**{each.name: kwargs.pop(each.name) for each in fields(cls) if each.name in kwargs})
 
     def check(self) -> None:
-        """Raise ``ValueError`` for what is wrong with any number of ranks."""
+        """Raise ``ValueError`` for invalid values, whatever the number of ranks."""
         if self.deploy_backend not in BACKENDS:
             raise ValueError(f"deploy_backend={self.deploy_backend!r} is none of {', '.join(map(repr, BACKENDS))}")
         check_size("max_batch_size", self.max_batch_size)
@@ -59,10 +60,10 @@ class Serving:
             check_secret("deploy_secret", self.deploy_secret)
 
     def backend(self, ranks: int) -> str:
-        """The backend that is meant.
+        """The backend to use.
 
         Raises:
-            ValueError: there is none for so many ranks, or the one asked for cannot be used here.
+            ValueError: none has room for so many ranks, or the one asked for cannot be used here.
         """
         launched, devices = torchrun.is_launched(), torch.cuda.device_count()
         chosen = self.deploy_backend
@@ -100,7 +101,7 @@ class Serving:
 
 
 def executor_of(backend: str, stages: int, secret: str | None = None) -> StartExecutor:
-    """What starts the workers of a backend."""
+    """The constructor of the executor of a backend."""
     if backend == "ray":
         from oslo_models.deploy.ray_executor import RayExecutor
 

@@ -1,4 +1,4 @@
-"""What starts workers and carries messages to and from them: the interface, and processes on this host."""
+"""Starts workers and exchanges messages with them: the interface, and its implementation by processes on this host."""
 
 from __future__ import annotations
 
@@ -14,55 +14,63 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
-from oslo_models.deploy.connection import WorkerConnection, watched
-from oslo_models.deploy.messages import decode, encode
+from oslo_models.deploy.connection import WorkerConnection, busy_poll
+from oslo_models.deploy.serialization import decode, encode
 
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+)
 
 
 class Executor(Protocol):
-    """Workers, one for each rank. They live from its construction to `kill`, or until one of them ends by itself."""
+    """Workers, one for each rank: started by its constructor, ended by `kill`."""
 
     @property
     def pids(self) -> list[int]:
-        """Their process ids, by rank."""
+        """The process ids of the workers, by rank."""
 
     @property
     def host(self) -> str:
-        """The address at which the others reach rank 0."""
+        """The address at which the other ranks reach rank 0."""
 
     def send(self, rank: int, message: tuple[Any, ...]) -> None:
-        """Send to one worker, without waiting for it; one that has died is reported by `receive`."""
+        """Send to one worker without waiting for it; `receive` reports a worker that has died."""
 
     def broadcast(self, data: bytes) -> None:
-        """Send to all workers what `encode` has made."""
+        """Send an encoded message to all workers."""
 
-    def wait(self, timeout: float, awake: float = 0.0) -> None:
-        """Wait for at most so many seconds until a worker has said something, or has died.
+    def wait(self, timeout: float, spin: float = 0.0) -> None:
+        """Wait for at most ``timeout`` seconds until a worker has sent something or has died.
 
         Args:
-            awake: seconds before that for which it does not sleep, if that hastens its end.
+            spin: seconds of busy waiting at first, where the implementation gains by it.
 
         Raises:
             OSError: `kill` was called.
         """
 
     def receive(self) -> Iterator[tuple[int, Any]]:
-        """What workers have said, as ``(rank, message)``; a message of ``None`` says that the worker has died.
+        """The messages that have arrived, as ``(rank, message)``; ``None`` for a message: the worker has died.
 
         Raises:
             OSError: `kill` was called.
         """
 
-    def obituary(self, rank: int) -> str:
-        """How a worker has ended."""
+    def exit_reason(self, rank: int) -> str:
+        """How a worker ended, for an error message."""
 
     def kill(self) -> None:
-        """End all workers at once, stopped ones too, and wait for their end."""
+        """Kill all workers, suspended ones too, and wait until they have exited."""
 
 
 class Process(Protocol):
-    """As much of ``subprocess.Popen`` as `ProcessExecutor` needs."""
+    """The part of ``subprocess.Popen`` that `ProcessExecutor` needs."""
 
     pid: int
     returncode: int | Any
@@ -73,9 +81,9 @@ class Process(Protocol):
 
 
 class ProcessExecutor:
-    """Processes on this host, each at the other end of a pair of sockets.
+    """Processes on this host, each connected by a socket pair.
 
-    The workers need nothing of the application but that connection: its end, however it comes about, is theirs.
+    A worker exits when its connection closes, so none outlives the application, however that ends.
     """
 
     host = "127.0.0.1"
@@ -87,11 +95,11 @@ class ProcessExecutor:
         self._ends: dict[int, tuple[int, WorkerConnection]] = {}
         try:
             for rank in range(count):
-                process, line = self._start(rank)
+                process, connection = self._start(rank)
                 self.processes.append(process)
-                self._senders.append(_Sender(line))
-                self._incoming.register(line.fileno(), select.POLLIN)
-                self._ends[line.fileno()] = rank, line
+                self._senders.append(_Sender(connection))
+                self._incoming.register(connection.fileno(), select.POLLIN)
+                self._ends[connection.fileno()] = rank, connection
         except BaseException:
             self.kill()
             raise
@@ -113,24 +121,24 @@ class ProcessExecutor:
         for sender in self._senders:
             sender.send(data)
 
-    def wait(self, timeout: float, awake: float = 0.0) -> None:
+    def wait(self, timeout: float, spin: float = 0.0) -> None:
         if not self._senders:
             raise OSError("the connections are closed")
-        self._ready = (awake and watched(self._incoming, awake)) or self._incoming.poll(timeout * 1e3)
+        self._ready = (spin and busy_poll(self._incoming, spin)) or self._incoming.poll(timeout * 1e3)
 
     def receive(self) -> Iterator[tuple[int, Any]]:
         if not self._senders:
             raise OSError("the connections are closed")
         ready, self._ready = self._ready, []
         for descriptor, _ in ready:
-            rank, line = self._ends[descriptor]
+            rank, connection = self._ends[descriptor]
             try:
-                message = decode(line.recv_bytes())
+                message = decode(connection.recv_bytes())
             except (EOFError, OSError):
                 message = None
             yield rank, message
 
-    def obituary(self, rank: int) -> str:
+    def exit_reason(self, rank: int) -> str:
         process = self.processes[rank]
         with suppress(subprocess.TimeoutExpired):
             process.wait(2.0)
@@ -150,13 +158,13 @@ class ProcessExecutor:
 
 
 class _Sender:
-    """Writes to a line without waiting for the other side, which may be stopped.
+    """Writes to a connection without waiting for the worker, which may be suspended.
 
-    What there is room for goes at once, the rest through a thread.
+    What fits into the socket's buffer is sent at once, the rest by a thread.
     """
 
-    def __init__(self, line: WorkerConnection) -> None:
-        self._line = line
+    def __init__(self, connection: WorkerConnection) -> None:
+        self._connection = connection
         self._outbox: queue.SimpleQueue[bytes | memoryview | None] = queue.SimpleQueue()
         self._queued = 0
         self._lock = threading.Lock()
@@ -165,8 +173,8 @@ class _Sender:
     def send(self, data: bytes) -> None:
         with self._lock:
             try:
-                rest = data if self._queued else self._line.send_now(data)
-            except OSError:  # of the end of the other side hears who receives
+                rest = data if self._queued else self._connection.send_now(data)
+            except OSError:  # the connection is closed, which `receive` reports
                 return
             if rest:
                 self._queued += 1
@@ -175,26 +183,27 @@ class _Sender:
     def _write(self) -> None:
         while (data := self._outbox.get()) is not None:
             with suppress(OSError):
-                self._line.send_bytes(data) if isinstance(data, bytes) else self._line.send_rest(data)
+                self._connection.send_bytes(data) if isinstance(data, bytes) else self._connection.send_rest(data)
             with self._lock:
                 self._queued -= 1
         with self._lock:
-            self._line.close()
+            self._connection.close()
 
     def close(self) -> None:
         with suppress(OSError):
-            self._line.shutdown()  # wakes who reads or writes; closing is left to the thread that writes
+            self._connection.shutdown()  # wakes the readers and writers; the writing thread closes it
         self._outbox.put(None)
 
 
 def start_worker(theirs: socket.socket, local_rank: int, loopback: bool = True) -> subprocess.Popen[bytes]:
-    """Start a worker on this host that has one end of a connection.
+    """Start a worker on this host.
 
     Args:
-        local_rank: which of the GPUs of this host it takes.
-        loopback: all workers are on this host, so that no network has to be found for them.
+        theirs: its end of the connection.
+        local_rank: the index of its GPU on this host.
+        loopback: all workers are on this host, so gloo needs the loopback interface only.
     """
-    environment = {key: value for key, value in os.environ.items() if not _is_of_launcher(key)}
+    environment = {key: value for key, value in os.environ.items() if not _is_launcher_variable(key)}
     environment |= {"LOCAL_RANK": str(local_rank), "TOKENIZERS_PARALLELISM": "false"}
     if loopback:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -204,13 +213,13 @@ def start_worker(theirs: socket.socket, local_rank: int, loopback: bool = True) 
         env=environment,
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
-        start_new_session=True,  # Ctrl-C in a terminal is not for them
+        start_new_session=True,  # Ctrl-C in a terminal is for the application only
     )
 
 
-def _is_of_launcher(variable: str) -> bool:
-    return variable in _LAUNCHER or variable.startswith("TORCHELASTIC_")
+def _is_launcher_variable(variable: str) -> bool:
+    return variable in _LAUNCHER_VARIABLES or variable.startswith("TORCHELASTIC_")
 
 
 StartExecutor = Callable[[int], Executor]
-"""Makes an executor with so many workers."""
+"""Constructs an executor with so many workers."""

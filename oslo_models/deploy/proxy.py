@@ -1,4 +1,4 @@
-"""What ``deploy=True`` returns: an object of the zoo's class that has no weights and passes its calls on to workers."""
+"""What ``deploy=True`` returns: a proxy of the model's class without weights, which forwards its calls to workers."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, ser
 
 
 class Deployment:
-    """The half of a deployed model that is not its class: every call goes to the workers.
+    """A mixin placed before the class of a model, so that every call goes to the workers.
 
-    ``generate`` and calls of the model take what transformers takes, and beside it ``timeout`` (seconds; then a
-    ``TimeoutError``, and the call is cancelled) and ``seed`` (of what is drawn at random). Any number of threads may
-    call. Nothing can be trained.
+    ``generate`` and ``forward`` take the arguments of transformers, and in addition ``timeout`` (seconds, after which
+    the call is cancelled and raises ``TimeoutError``) and ``seed`` (of the random generators). Any number of threads
+    may call. The model cannot be trained.
     """
 
     config: Any
     generation_config: Any
 
-    def _begin(self, config: Any, generation_config: Any, engine: Engine, batcher: Batcher, remake: Any) -> None:
-        nn.Module.__init__(self)  # type: ignore[arg-type]  # the other half is a module
+    def _begin(
+        self, config: Any, generation_config: Any, engine: Engine, batcher: Batcher, construct_locally: Any
+    ) -> None:
+        nn.Module.__init__(self)  # type: ignore[arg-type]  # the model's class is a module
         self.config, self.generation_config = config, generation_config
-        self._sent = copy.deepcopy(generation_config)
-        self._engine, self._batcher, self._remake = engine, batcher, remake
-        self._fused: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._sent_config = copy.deepcopy(generation_config)
+        self._engine, self._batcher, self._construct_locally = engine, batcher, construct_locally
+        self._fuse_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.training = False
         self._finalizer = weakref.finalize(self, engine.close)
         engine.start()
@@ -63,7 +65,7 @@ class Deployment:
         Raises:
             TimeoutError: no answer within ``timeout`` seconds.
             EngineError: the workers died, hang or were closed.
-            ValueError: an argument cannot be sent, is wrong in the eyes of transformers, or cannot be computed with.
+            ValueError: an argument cannot be sent, is rejected by transformers, or overflows the logits.
         """
         if inputs is not None:
             kwargs["inputs"] = inputs
@@ -71,12 +73,12 @@ class Deployment:
             kwargs["generation_config"] = generation_config
         _check_call(timeout, seed)
         check_generation(kwargs, self.generation_config)
-        changed = None if self.generation_config == self._sent else self.generation_config
+        changed = None if self.generation_config == self._sent_config else self.generation_config
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
         return self._batcher.generate(kwargs, options, self.generation_config)
 
     def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:
-        """As transformers' ``forward``, without a graph; caches of keys and values stay with the workers."""
+        """As transformers' ``forward``, without gradients; key-value caches stay with the workers."""
         _check_call(timeout, seed)
         return self._engine.call("forward", args, kwargs, timeout=timeout, seed=seed)
 
@@ -84,22 +86,22 @@ class Deployment:
         return self.forward(*args, **kwargs)
 
     def fuse(self, *args: Any, **kwargs: Any) -> Any:
-        """As `ParallelModel.fuse`, in the workers; in those too that `restart` starts."""
+        """As `ParallelModel.fuse`, in the workers, and again in those that `restart` starts."""
         self._engine.call("fuse", args, kwargs)
-        self._fused.append((args, kwargs))
+        self._fuse_calls.append((args, kwargs))
         return self
 
     def unfuse(self) -> Any:
         """As `ParallelModel.unfuse`, in the workers."""
         self._engine.call("unfuse")
-        self._fused.clear()
+        self._fuse_calls.clear()
         return self
 
     def fusion_report(self) -> Any:
         return self._engine.call("fusion_report")
 
     def save_pretrained_with_parallel(self, *args: Any, **kwargs: Any) -> None:
-        """As `ParallelModel.save_pretrained_with_parallel`: the workers write what they hold."""
+        """As `ParallelModel.save_pretrained_with_parallel`: each worker writes its part."""
         self._engine.call("save_pretrained_with_parallel", args, kwargs)
 
     def save_parallelized(self, *args: Any, **kwargs: Any) -> None:
@@ -107,23 +109,23 @@ class Deployment:
         self._engine.call("save_parallelized", args, kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As `ParallelModel.save_pretrained`, which a divided model refuses."""
+        """As `ParallelModel.save_pretrained`, which a sharded model rejects."""
         self._engine.call("save_pretrained", args, kwargs)
 
-    # Life -------------------------------------------------------------------------------------------------------------
+    # Lifecycle --------------------------------------------------------------------------------------------------------
 
     def health(self, timeout: float = 2.0) -> dict[str, Any]:
-        """Whether the workers live; see `Engine.health`."""
+        """Whether the workers are alive; see `Engine.health`."""
         return self._engine.health(timeout)
 
     def restart(self) -> None:
-        """End the workers and start others, which load the model again."""
+        """End the workers and start new ones, which load the model again."""
         self._engine.restart()
-        for args, kwargs in self._fused:
+        for args, kwargs in self._fuse_calls:
             self._engine.call("fuse", args, kwargs)
 
     def close(self) -> None:
-        """End the workers. The object is of no use afterwards, but for `restart`."""
+        """End the workers. Afterwards only `restart` is of use."""
         self._engine.close()
 
     def __enter__(self) -> Any:
@@ -133,14 +135,14 @@ class Deployment:
         self.close()
 
     def memory_allocated(self) -> dict[str, int]:
-        """Bytes that tensors take, by device; on CPU the resident memory of the worker."""
+        """Bytes allocated by tensors, by device; on CPU the resident memory of the worker."""
         return self._engine.memory("allocated")
 
     def memory_reserved(self) -> dict[str, int]:
-        """Bytes that are held for tensors, by device; on CPU the resident memory of the worker."""
+        """Bytes reserved by the allocator, by device; on CPU the resident memory of the worker."""
         return self._engine.memory("reserved")
 
-    memory_cached = memory_chached = memory_reserved  # the latter as parallelformers' documents spell it
+    memory_cached = memory_chached = memory_reserved  # misspelled so in parallelformers
 
     # As a module ------------------------------------------------------------------------------------------------------
 
@@ -158,19 +160,21 @@ class Deployment:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """End the workers and return the whole model, in this process, where ``nn.Module.to`` would bring it.
+        """End the workers and load the full model in this process, then call its ``to`` with the same arguments.
 
         Raises:
-            RuntimeError: there is no such device; or a launcher started the script, of whose processes this is one.
+            RuntimeError: there is no such device, or this is one of several processes of a launcher.
         """
         if is_launched():
-            raise RuntimeError("the whole model cannot be made in one of several processes; start the script alone")
+            raise RuntimeError(
+                "the full model cannot be loaded in one of several processes; start the script without a launcher"
+            )
         probe = nn.Module()
         probe.register_buffer("probe", torch.empty(0))
-        probe.to(*args, **kwargs)  # what is wrong is raised while the workers live
+        probe.to(*args, **kwargs)  # raises for invalid arguments while the workers are still there
         self.close()
-        model = self._remake()
-        for arguments, options in self._fused:
+        model = self._construct_locally()
+        for arguments, options in self._fuse_calls:
             model.fuse(*arguments, **options)
         return model.to(*args, **kwargs)
 
@@ -184,7 +188,7 @@ class Deployment:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            "the workers hold the weights of a deployed model, which can be neither seen nor changed here; "
+            "the workers hold the weights of a deployed model, which can be neither read nor changed here; "
             "save_pretrained_with_parallel writes them, and dtype= is for the constructor"
         )
 
@@ -212,16 +216,16 @@ def deploy(
     kwargs: dict[str, Any],
     maker: Any = None,
 ) -> Any:
-    """Start workers that construct the model, and return what stands for it here.
+    """Start workers that construct the model, and return its proxy.
 
     Args:
         constructor: the name of the class method that the workers call with ``source`` and the arguments.
-        maker: whose method it is, if not that of ``cls``.
+        maker: the class that has the method, if not ``cls``.
 
     Raises:
-        ValueError: an argument is wrong, or the class or an argument cannot be sent to the workers.
-        EngineError: a worker died while it loaded.
-        Exception: what a worker raised while it loaded.
+        ValueError: an argument is invalid, or it or the class cannot be sent to the workers.
+        EngineError: a worker died while loading.
+        Exception: what a worker raised while loading.
     """
     arguments.check(kwargs)
     kwargs = {key: value for key, value in kwargs.items() if key != "deployment"}
@@ -233,7 +237,7 @@ def deploy(
         serve(serving.deploy_secret)
     if constructor == "from_config_with_parallel" and arguments.seed is None:  # the same weights after a restart
         arguments = replace(arguments, seed=random.SystemRandom().randrange(2**31))
-    config, generation_config = _look_at(cls, source, arguments, kwargs)
+    config, generation_config = _read_configs(cls, source, arguments, kwargs)
     kwargs |= {field.name: getattr(arguments, field.name) for field in fields(arguments)} | {"deploy": False}
     if cls.__module__ == "__main__":
         raise ValueError(
@@ -250,16 +254,18 @@ def deploy(
     kind: Any = type(cls.__name__, (Deployment, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     model = object.__new__(kind)
     batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
-    model._begin(config, generation_config, engine, batcher, _Remake(maker or cls, constructor, source, kwargs))
+    model._begin(
+        config, generation_config, engine, batcher, _LocalConstructor(maker or cls, constructor, source, kwargs)
+    )
     if serving.verbose:
-        _show(engine, serving.verbose)
+        _print_memory(engine, serving.verbose)
     return model
 
 
-def _look_at(
+def _read_configs(
     cls: type[Any], source: Any, arguments: Arguments, kwargs: Mapping[str, Any]
 ) -> tuple[PreTrainedConfig, GenerationConfig | None]:
-    """The configurations of a model that is constructed elsewhere, once its arguments have been checked.
+    """Check the arguments of a model that the workers will construct, and return its configurations.
 
     Args:
         source: a configuration, or the name or directory of a checkpoint.
@@ -279,8 +285,8 @@ def _look_at(
     return config, generation_config
 
 
-class _Remake:
-    """Constructs the whole model in this process."""
+class _LocalConstructor:
+    """Constructs the full model in this process."""
 
     def __init__(self, maker: Any, constructor: str, source: Any, kwargs: dict[str, Any]) -> None:
         self._make, self._source = getattr(maker, constructor), source
@@ -290,8 +296,8 @@ class _Remake:
         return self._make(self._source, **self._kwargs).eval()
 
 
-def _show(engine: Engine, verbose: str | bool) -> None:
-    with suppress(OSError):  # nobody reads it, or the disk is full
+def _print_memory(engine: Engine, verbose: str | bool) -> None:
+    with suppress(OSError):  # standard output is closed, or the disk is full
         if verbose == "detail":
             for device, summary in engine.memory("summary").items():
                 print(f"{device}:\n{summary}", flush=True)

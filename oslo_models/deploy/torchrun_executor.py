@@ -1,11 +1,11 @@
 """Workers under a launcher such as torchrun: rank 0 is the application, the other processes start workers for it.
 
-Every process of the launcher runs the same script. In all but rank 0 the constructor does not return: it waits until
-the application asks for a worker, starts it on its host, and ends when the application does. The workers of rank 0's
-host and of all others have a connection to the application, so that models are served as by `ProcessExecutor`.
+Every process of the launcher runs the same script. In all but rank 0 the constructor does not return: it starts
+workers on its host when the application asks for them, and exits when the application does. Each worker, on whatever
+host, has a connection to the application, which uses them as `ProcessExecutor` does.
 
-Anybody who reaches the launcher's store can write to it: all that is taken from it is where the application listens,
-and nothing is unpickled that comes from there before both ends have proved themselves (see `handshake`).
+Anybody who can reach the launcher's store can write to it. So only the address of the application is read from it, and
+nothing received from that address is unpickled before both ends have authenticated each other (see `handshake`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from oslo_models.deploy import handshake
 from oslo_models.deploy.connection import WorkerConnection
 from oslo_models.deploy.process_executor import Process, ProcessExecutor, start_worker
 
-ARRIVAL = 300.0
+ARRIVAL_TIMEOUT = 300.0
 """Seconds that the application waits for the other processes to reach their constructor."""
-_PATIENCE = 30.0
-"""Seconds that they may take to carry out an order."""
-_LONGEST = 1 << 16
-"""Bytes of an order or an answer."""
+_ORDER_TIMEOUT = 30.0
+"""Seconds that another process may take to answer an order."""
+_MAX_MESSAGE_BYTES = 1 << 16
+"""Of an order or an answer."""
 
 
 def is_launched() -> bool:
@@ -58,7 +58,7 @@ def spans_hosts(secret: str | None) -> bool:
     """Whether the processes of the launcher are on several hosts.
 
     Raises:
-        ValueError: they are, and there is no secret.
+        ValueError: they are, and no secret is given.
     """
     local, world = os.environ.get("LOCAL_WORLD_SIZE"), str(launched_size())
     if secret is None and local not in (None, world):
@@ -75,25 +75,25 @@ class TorchrunExecutor(ProcessExecutor):
     """One worker for each of the first processes of the launcher, started by them.
 
     Args:
-        secret: what the processes have in common and nobody else has; needed if they are on several hosts.
+        secret: known to the processes of the launcher and nobody else; required if they are on several hosts.
     """
 
     def __init__(self, count: int, secret: str | None = None) -> None:
-        self._others = _others(secret)
-        self.host = self._others.host
+        self._launcher = _launcher_processes(secret)
+        self.host = self._launcher.host
         super().__init__(count)
 
     def _start(self, rank: int) -> tuple[Process, WorkerConnection]:
         if rank > 0:
-            return self._others.start(rank)
+            return self._launcher.start(rank)
         ours, theirs = socket.socketpair()
         with theirs:
-            process = start_worker(theirs, int(os.environ.get("LOCAL_RANK", "0")), self._others.loopback)
+            process = start_worker(theirs, int(os.environ.get("LOCAL_RANK", "0")), self._launcher.loopback)
         return process, WorkerConnection(ours)
 
 
-class _Others:
-    """The other processes of the launcher, as the application sees them; for all models that it deploys."""
+class _LauncherProcesses:
+    """The other processes of the launcher, seen from the application; shared by all models that it deploys."""
 
     def __init__(self, secret: str | None) -> None:
         self.secret = secret
@@ -107,43 +107,43 @@ class _Others:
         missing = set(range(1, launched_size()))
         while missing:
             try:
-                conn = Connection(self._accept(ARRIVAL).detach())
+                conn = Connection(self._accept(ARRIVAL_TIMEOUT).detach())
             except TimeoutError:
                 raise TimeoutError(
                     f"the processes {sorted(missing)} of the launcher have not come to deploy a model within "
-                    f"{ARRIVAL:g} s; every process has to run the same script"
+                    f"{ARRIVAL_TIMEOUT:g} s; every process has to run the same script"
                 ) from None
             rank = _receive(conn)
             self._orders[rank] = conn
             missing.discard(rank)
 
     def _listen(self) -> tuple[socket.socket, list[Any]]:
-        """Where the other processes connect, and what they are told of it."""
+        """The socket that the other processes connect to, and its address as published in the store."""
         if self.loopback:
             name = f"oslo-models-{secrets.token_hex(16)}"
             listener = socket.socket(socket.AF_UNIX)
-            listener.bind(f"\0{name}")  # not a file that would have to be removed
+            listener.bind(f"\0{name}")  # an abstract address: no file to remove
             listener.listen()
             return listener, [name]
         try:
             listener = socket.create_server((self.host, 0))
-        except OSError:  # the launcher knows this host by an address that it does not have itself
+        except OSError:  # the launcher knows this host by an address that none of its interfaces has
             listener = socket.create_server(("", 0))
         return listener, [self.host, listener.getsockname()[1]]
 
-    def _accept(self, timeout: float, *beside: Connection) -> socket.socket:
+    def _accept(self, timeout: float, *others: Connection) -> socket.socket:
         """A connection from another process of the launcher.
 
         Args:
-            beside: connections of which the end, or a message, says that there will be none.
+            others: connections that give up waiting when they close or have a message.
 
         Raises:
-            TimeoutError: none came within so many seconds.
-            ConnectionError: there will be none.
+            TimeoutError: no process connected within ``timeout`` seconds.
+            ConnectionError: one of ``others`` closed or has a message.
         """
         deadline = time.monotonic() + timeout
         while True:
-            ready = wait([self._listener, *beside], max(0.0, deadline - time.monotonic()))
+            ready = wait([self._listener, *others], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"no other process connected within {timeout:g} s")
             if self._listener not in ready:
@@ -167,17 +167,17 @@ class _Others:
         conn, accepted, pid = self._orders[rank], None, None
         with self._lock, suppress(EOFError, OSError):
             _send(conn, ["start"])
-            accepted = self._accept(_PATIENCE, conn)
+            accepted = self._accept(_ORDER_TIMEOUT, conn)
             pid = self._answer(conn)
         if accepted is None or pid is None:
             conn.close()  # as in `_answer`
             if accepted is not None:
                 accepted.close()
             raise ConnectionError(f"the process of rank {rank} that the launcher started has ended")
-        return _Remote(self, rank, pid), WorkerConnection(accepted)
+        return _RemoteProcess(self, rank, pid), WorkerConnection(accepted)
 
     def ask(self, rank: int, *order: Any) -> Any:
-        """The answer of another process to an order; ``None`` when it has ended."""
+        """Send an order to another process and return its answer; ``None`` if the process has ended."""
         conn = self._orders[rank]
         with self._lock, suppress(EOFError, OSError):
             _send(conn, order)
@@ -185,16 +185,16 @@ class _Others:
         return None
 
     def _answer(self, conn: Connection) -> Any:
-        if conn.poll(_PATIENCE):
+        if conn.poll(_ORDER_TIMEOUT):
             return _receive(conn)
-        conn.close()  # an answer that comes later would be taken for that to another order
+        conn.close()  # a late answer would be mistaken for the answer to the next order
         return None
 
 
-class _Remote:
-    """A worker that another process has started."""
+class _RemoteProcess:
+    """A worker that another process of the launcher has started."""
 
-    def __init__(self, others: _Others, rank: int, pid: int) -> None:
+    def __init__(self, others: _LauncherProcesses, rank: int, pid: int) -> None:
         self.pid = pid
         self.returncode: Any = None
         self._order = functools.partial(others.ask, rank)
@@ -207,43 +207,43 @@ class _Remote:
         return self.returncode
 
 
-_making = threading.Lock()
+_creation_lock = threading.Lock()
 
 
-def _others(secret: str | None) -> _Others:
-    with _making:
-        if not (made := _made(os.getpid())):
-            made.append(_Others(secret))
-    (others,) = made
+def _launcher_processes(secret: str | None) -> _LauncherProcesses:
+    with _creation_lock:
+        if not (created := _created(os.getpid())):
+            created.append(_LauncherProcesses(secret))
+    (others,) = created
     if others.secret != secret:
         raise ValueError("deploy_secret is not that of the model deployed before, to which the other processes belong")
     return others
 
 
 @functools.cache
-def _made(pid: int) -> list[_Others]:
+def _created(pid: int) -> list[_LauncherProcesses]:
     return []
 
 
 def _store() -> Any:
-    """Where the processes of the launcher can leave each other messages."""
+    """The key-value store that the processes of the launcher share."""
     if dist.is_initialized():
         assert dist.group.WORLD is not None
         shared: Any = dist.group.WORLD.get_group_store()
-        store = shared.clone()  # waiting for an answer, it is of no use to others
+        store = shared.clone()  # a connection that waits for an answer blocks its other users
     else:
         store, _, _ = next(rendezvous("env://"))
-    # The launcher keeps its store when it starts the processes again.
+    # The prefix changes when the launcher restarts the processes, as its store keeps the old values.
     return PrefixStore(f"oslo_models.deploy {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def serve(secret: str | None = None) -> NoReturn:
-    """Start workers for the application, in all processes but its own, until it ends.
+    """Start workers on behalf of the application until it exits; runs in all processes of the launcher but rank 0.
 
     Raises:
-        SystemExit: it has ended.
-        ValueError: the processes are on several hosts, and there is no secret.
-        ConnectionError: the store leads to something else than the application.
+        SystemExit: the application has exited.
+        ValueError: the processes are on several hosts, and no secret is given.
+        ConnectionError: the address in the store is not that of the application.
     """
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application
@@ -281,12 +281,12 @@ def serve(secret: str | None = None) -> NoReturn:
 
 
 def _send(conn: Connection, value: Any) -> None:
-    """Send what JSON can say."""
+    """Send a value as JSON."""
     conn.send_bytes(json.dumps(value).encode())
 
 
 def _receive(conn: Connection) -> Any:
     try:
-        return json.loads(conn.recv_bytes(_LONGEST))
+        return json.loads(conn.recv_bytes(_MAX_MESSAGE_BYTES))
     except ValueError as error:
-        raise ConnectionError(f"what came is not JSON: {error}") from error
+        raise ConnectionError(f"the message is not JSON: {error}") from error

@@ -1,4 +1,4 @@
-"""What clients of the server send and get: requests, answers and errors in the form of OpenAI's API."""
+"""Requests, answers and errors of the server, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import BaseHandler, Modality, ToolCall
 
-from oslo_models.deploy.engine import EngineError
+from oslo_models.deploy.errors import EngineError
 from oslo_models.deploy.generation_limits import LEAST, MOST, is_scale
 
 
@@ -28,9 +28,9 @@ Bias = Annotated[float, Field(ge=-100, le=100)]  # as OpenAI's; NaN is not betwe
 
 
 class Generation(BaseModel):
-    """What all endpoints take: OpenAI's fields, and some of transformers' `generate`.
+    """The fields common to all endpoints: OpenAI's, and some of transformers' `generate`.
 
-    Fields that would change the answer and are not supported are refused; those that ask for nothing are not.
+    Unsupported fields are rejected, unless their value is empty and so would not change the answer.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -54,23 +54,23 @@ class Generation(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_asks_for_nothing(cls, body: Any) -> Any:
+    def _without_empty_fields(cls, body: Any) -> Any:
         _require_text(body)
         if not isinstance(body, dict):
             return body
         return {key: value for key, value in body.items() if value is not None and (key in cls.model_fields or value)}
 
     def settings(self, defaults: Any) -> dict[str, Any]:
-        """Arguments of `generate`. It draws if the request or else the model's own configuration says so."""
+        """Arguments of `generate`. It samples if the request, or else the model's own configuration, says so."""
         names = ("temperature", "top_p", "top_k", "repetition_penalty", "num_beams", "no_repeat_ngram_size")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        asked = defaults.do_sample or self.top_p or self.top_k
-        draws = bool(asked if self.temperature is None else self.temperature)
-        if not draws:
+        by_default = defaults.do_sample or self.top_p or self.top_k
+        samples = bool(by_default if self.temperature is None else self.temperature)
+        if not samples:
             given = {name: value for name, value in given.items() if name not in ("temperature", "top_p", "top_k")}
         if self.logit_bias:
             given["sequence_bias"] = {(token,): bias for token, bias in self.logit_bias.items()}
-        return {**given, "do_sample": draws}
+        return {**given, "do_sample": samples}
 
     @property
     def stops(self) -> list[str]:
@@ -78,9 +78,9 @@ class Generation(BaseModel):
 
 
 def _require_text(body: Any) -> None:
-    """Raise ``ValueError`` if a string anywhere in the body, or a key, cannot be text: half of a surrogate pair."""
+    """Raise ``ValueError`` if a string or key anywhere in the body has an unpaired surrogate, which is no text."""
     left = [(None, body)]
-    while left:  # without recursion: the body may be as deep as JSON allows
+    while left:  # not recursive: the body may be nested as deeply as JSON allows
         place, value = left.pop()
         if isinstance(value, dict):
             left += [(place, key) for key in value]
@@ -111,8 +111,8 @@ class CompletionRequest(Generation):
         prompts: list[Any] = [self.prompt] if single else list(self.prompt)
         return [tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in prompts]
 
-    def most(self, left: int) -> int:
-        return self.max_tokens or min(16, left)  # as OpenAI's
+    def max_new_tokens(self, room: int) -> int:
+        return self.max_tokens or min(16, room)  # OpenAI's default
 
     def choice(self, answer: Answer, delta: bool, first: bool) -> dict[str, Any]:
         return {"text": answer.content, "logprobs": None}
@@ -136,11 +136,15 @@ class ChatRequest(Generation):
         options = {"add_generation_prompt": True, "return_dict": True, "tools": self.tools}
         try:
             return [tokenizer.apply_chat_template(messages, **options)["input_ids"]]
-        except (LookupError, TypeError, AttributeError) as error:  # what templates raise of what they do not expect
+        except (
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:  # what templates raise for messages they do not expect
             raise ValueError(f"messages: the chat template cannot write them ({error})") from error
 
-    def most(self, left: int) -> int:
-        return self.max_completion_tokens or self.max_tokens or min(1024, left)
+    def max_new_tokens(self, room: int) -> int:
+        return self.max_completion_tokens or self.max_tokens or min(1024, room)
 
     def choice(self, answer: Answer, delta: bool, first: bool) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant"} if first else {}
@@ -157,7 +161,7 @@ class ChatRequest(Generation):
 
 @dataclass
 class Answer:
-    """What came of it, or the next piece of that; ``tokens`` and ``finish`` in the last piece only."""
+    """A complete answer, or a piece of one; only the last piece has ``tokens`` and ``finish``."""
 
     content: str = ""
     reasoning: str = ""
@@ -167,7 +171,7 @@ class Answer:
 
 
 class Stops:
-    """Passes text on up to the first of some strings; keeps back what may become one of them."""
+    """Passes text on up to the first stop string; holds back a suffix that may become one."""
 
     def __init__(self, stops: list[str]) -> None:
         self.stops, self.held, self.hit = stops, "", False
@@ -178,14 +182,14 @@ class Stops:
         self.hit = bool(found)
         pairs = ((stop, k) for stop in self.stops for k in range(1, min(len(stop), len(text) + 1)))
         ends = (len(text) - k for stop, k in pairs if text.endswith(stop[:k]))
-        cut = min(found) if found else min(ends, default=len(text))
-        self.held = text[cut:]
-        return text[:cut]
+        stop_at = min(found) if found else min(ends, default=len(text))
+        self.held = text[stop_at:]
+        return text[:stop_at]
 
 
 def tally(prompts: list[list[int]], answers: list[int]) -> dict[str, int]:
-    asked, given = sum(map(len, prompts)), sum(answers)
-    return {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given}
+    asked, new = sum(map(len, prompts)), sum(answers)
+    return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}
 
 
 def event(content: Any) -> str:
@@ -193,7 +197,7 @@ def event(content: Any) -> str:
 
 
 def problem(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status of an error, and what OpenAI's clients find its message in."""
+    """The status of an error, and its body as OpenAI's clients expect it."""
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, (RequestValidationError, ValidationError)):
@@ -204,7 +208,7 @@ def problem(error: Exception) -> tuple[int, dict[str, Any]]:
     else:
         status = 503 if isinstance(error, EngineError) else 500
         message = f"{type(error).__name__}: {error}"
-    message = message.encode("utf-8", "backslashreplace").decode()  # it may cite what is no text
+    message = message.encode("utf-8", "backslashreplace").decode()  # it may quote unpaired surrogates
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     kind = "server_error" if status >= 500 else kind
     return status, {"error": {"message": message, "type": kind, "param": None, "code": status}}

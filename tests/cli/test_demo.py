@@ -28,7 +28,7 @@ def test_demo_runs_briefly(
     out, err = capfd.readouterr()
     assert code == 0, out + err
     assert "3/3" in err and "Traceback" not in err and "Warning" not in err
-    for text in ("held-out loss", "rank 1", "whole model", "logits differ", "'def '"):
+    for text in ("held-out loss", "rank 1", "full model", "logits differ", "'def '"):
         assert out.count(text) >= 1, out
     assert out.count("held-out loss") == 1, "every rank speaks"
     assert {path.name for path in tmp_path.iterdir()} == {"demo"}

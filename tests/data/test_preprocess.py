@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oslo_models.data import DatasetPreprocessor, preprocess
-from oslo_models.data.bpe_cache import GPT2, PATTERNS, splitting
+from oslo_models.data.bpe_cache import GPT2, PATTERNS, find_pattern
 from oslo_models.data.indexed_dataset import IMPLS, IndexedDataset
 from oslo_models.data.readers import open_documents, open_jsonl
 from oslo_models.data.tokenizer_pool import Encoder
@@ -85,7 +85,7 @@ ALPHABET = st.one_of(
 def test_bpe_cache_gives_the_tokens_of_the_tokenizer(split: str, normalizer: str | None, pieces: list[str]) -> None:
     tok = tokenizer("" if split == GPT2 else split, normalizer=normalizer)
     encoder = Encoder(tok, None, "int32")
-    assert splitting(encoder._spec) == split
+    assert find_pattern(encoder._spec) == split
     text = "".join(pieces)
     assert encoder.encode([text]).tokens.tolist() == tok.encode(text, add_special_tokens=False)
 
@@ -97,7 +97,7 @@ def test_bpe_cache_recognises_tokenizers_of_transformers() -> None:
     for cls, split in ((hf.GPT2Tokenizer, GPT2), (hf.Qwen2Tokenizer, list(PATTERNS)[2])):
         made = cls(vocab=alphabet, merges=[("a", "b")])
         encoder = Encoder(made, None, "int32")
-        assert splitting(encoder._spec) == split
+        assert find_pattern(encoder._spec) == split
         assert encoder.encode(["ab ba"]).tokens.tolist() == made.encode("ab ba", add_special_tokens=False) != []
 
 
@@ -108,7 +108,7 @@ def test_bpe_cache_is_not_used_for_other_tokenizers(tmp_path: Path, seed: int) -
     made = Tokenizer(models.WordLevel({"[UNK]": 0, "[SEP]": 1, "def": 2, "self": 3}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     plain = PreTrainedTokenizerFast(tokenizer_object=made, sep_token="[SEP]")
-    assert splitting(Encoder(plain, None, "int32")._spec) is None
+    assert find_pattern(Encoder(plain, None, "int32")._spec) is None
 
     class Own(PreTrainedTokenizerFast):  # cannot be sent to a process by its name, and has a method of its own
         def encode(self, *args: Any, **kwargs: Any) -> list[int]:
@@ -122,7 +122,7 @@ def test_bpe_cache_is_not_used_for_other_tokenizers(tmp_path: Path, seed: int) -
         DatasetPreprocessor(own, num_workers=1).preprocess(given_texts, tmp_path / "b", 0)
     lowered = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
     lowered.normalizer = normalizers.Lowercase()
-    assert splitting(Encoder(PreTrainedTokenizerFast(tokenizer_object=lowered), None, "int32")._spec) is None
+    assert find_pattern(Encoder(PreTrainedTokenizerFast(tokenizer_object=lowered), None, "int32")._spec) is None
 
 
 def test_lone_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:

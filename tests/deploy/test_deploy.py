@@ -24,7 +24,7 @@ from transformers import TextIteratorStreamer
 from benchmarks import faults
 from benchmarks.faults import gone
 from oslo_models import GPT2LMHeadModel
-from oslo_models.deploy import EngineError, messages
+from oslo_models.deploy import EngineError, messages, serialization
 from oslo_models.deploy import options as serving
 from oslo_models.deploy.worker import _Log
 
@@ -105,16 +105,20 @@ def test_calls_of_many_threads_are_batched_and_correct(model: Any, whole: Any, s
 
 
 def test_single_caller_receives_replies_in_its_own_thread(model: Any, seed: int) -> None:
-    """A caller that is alone hears the workers for itself, also after many have called at once."""
-    given, engine, heard = prompt(seed), model._engine, list[str]()
-    tell = engine._tell
+    """A lone caller receives its own answer, also after many have called at once."""
+    given, engine, receivers = prompt(seed), model._engine, list[str]()
+    dispatch = engine._dispatch
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda number: model(**given), range(12)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_tell", lambda executor: (heard.append(threading.current_thread().name), tell(executor)))
+        patch.setattr(
+            engine,
+            "_dispatch",
+            lambda executor: (receivers.append(threading.current_thread().name), dispatch(executor)),
+        )
         for _ in range(20):
             model(**given)
-    assert heard.count(threading.current_thread().name) >= 5
+    assert receivers.count(threading.current_thread().name) >= 5
 
 
 def test_generate_streams_tokens(model: Any, seed: int) -> None:
@@ -224,7 +228,7 @@ def test_fault_while_the_caller_polls_raises_and_ends_all_workers(
     stand: faults.Stand, fault: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand.answers()
-    monkeypatch.setattr(stand.model._engine, "_awake", 60.0)
+    monkeypatch.setattr(stand.model._engine, "_spin_seconds", 60.0)
     stand.rng.seed(seed)
     seconds, all_gone = faults.strike(stand, faults.FAULTS[fault])
     assert all_gone and seconds < 5
@@ -235,7 +239,7 @@ def test_exception_of_a_signal_handler_leaves_the_deployment_working(
     model: Any, whole: Any, seed: int, awake: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the handler of a signal raises while a call waits is the caller's; the model answers on."""
-    monkeypatch.setattr(model._engine, "_awake", awake)
+    monkeypatch.setattr(model._engine, "_spin_seconds", awake)
     slow = {"max_new_tokens": 400, "min_new_tokens": 400, "logits_processor": [deployment.Trouble("sleep", 0)]}
 
     def ring(*_: object) -> None:
@@ -303,33 +307,26 @@ def test_failed_loading_raises_and_ends_the_workers(pool: Pool, stand: faults.St
 
 def test_messages_that_cannot_be_read_or_written_become_errors() -> None:
     """A message that cannot be read is a failure of its call; an error that cannot be sent becomes its ancestor."""
-    data = messages.encode(messages.Reply(7), 7)
-    failure = messages.decode(data[:8] + b"no pickle")
-    assert (failure.number, type(failure.error)) == (7, messages.pickle.UnpicklingError)
+    data = serialization.encode(messages.Reply(7), 7)
+    failure = serialization.decode(data[:8] + b"no pickle")
+    assert (failure.number, type(failure.error)) == (7, serialization.pickle.UnpicklingError)
 
     tensors = [torch.tensor(3), torch.ones(2, 0), torch.eye(3, dtype=torch.bool).T, torch.arange(6.0)[::2].bfloat16()]
     conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
     tensors += [torch.ones(2, requires_grad=True), conjugate, torch._neg_view(torch.ones(2)), torch.eye(2).to_sparse()]
-    found = messages.decode(messages.encode(messages.Reply(7, tensors))).result
+    found = serialization.decode(serialization.encode(messages.Reply(7, tensors))).result
     for mine, right in zip(found, tensors, strict=True):
         assert mine.dtype == right.dtype and torch.equal(mine.to_dense(), right.to_dense())
-    assert len(messages.encode(messages.Reply(7, torch.zeros(10_000)[:1]))) < 1000
-    data = messages.encode(messages.Reply(7, (torch.zeros(10_000), torch.ones(1))))
+    assert len(serialization.encode(messages.Reply(7, torch.zeros(10_000)[:1]))) < 1000
+    data = serialization.encode(messages.Reply(7, (torch.zeros(10_000), torch.ones(1))))
     holders = sys.getrefcount(data)
-    kept = messages.decode(data).result[1]
+    kept = serialization.decode(data).result[1]
     assert sys.getrefcount(data) == holders and kept.untyped_storage().nbytes() == 4  # it does not keep the other
-
-    def alarm(*parts: Any) -> None:
-        raise TimeoutError("too late")  # as the handler of a signal may, in the midst of a rehearsal
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(TimeoutError, match="too late"):
-        patch.setitem(messages._MADE_OF, "tensor", alarm)
-        messages.rehearse()
 
     class Odd(UnicodeDecodeError):
         pass
 
-    odd = messages.portable(Odd("utf-8", b"x", 0, 1, "here"))
+    odd = serialization.portable(Odd("utf-8", b"x", 0, 1, "here"))
     assert isinstance(odd, ValueError) and "here" in str(odd)
     with open("/dev/full", "wb", buffering=0) as full:
         log = _Log(full, "utf-8", line_buffering=True)
@@ -369,7 +366,7 @@ nested = st.recursive(
 @given(nested)
 def test_messages_keep_types_values_and_order(value: Any) -> None:
     message = messages.Request(7, "forward", (value,), {"value": value}, 1)
-    assert same(tuple(messages.decode(messages.encode(message))), tuple(message))
+    assert same(tuple(serialization.decode(serialization.encode(message))), tuple(message))
 
 
 def test_bad_call_fails_alone_in_a_batch(model: Any, whole: Any, seed: int) -> None:

@@ -104,7 +104,7 @@ def launched_with_attacker(address: Any, checkpoint: Path, prompt: Any, mark: Pa
         with pytest.raises(SystemExit):
             torchrun.serve(secret)
         return None
-    others, listened = torchrun._Others, []
+    others, listened = torchrun._LauncherProcesses, []
 
     class Besieged(others):  # type: ignore[misc, valid-type]
         def _listen(self) -> Any:
@@ -120,14 +120,14 @@ def launched_with_attacker(address: Any, checkpoint: Path, prompt: Any, mark: Pa
                 connected.shutdown(socket.SHUT_WR)
             return listener, address
 
-    torchrun._Others = Besieged  # type: ignore[misc]
+    torchrun._LauncherProcesses = Besieged  # type: ignore[misc]
     try:
         options = {"tensor_parallel_size": 2, "deploy": True, "deploy_secret": secret}
         with GPT2LMHeadModel.from_pretrained_with_parallel(checkpoint, **options) as model:
             return model.generate(**prompt, max_new_tokens=5, do_sample=False), model._engine.pids, listened
     finally:
-        torchrun._Others = others  # type: ignore[misc]
-        torchrun._made.cache_clear()
+        torchrun._LauncherProcesses = others  # type: ignore[misc]
+        torchrun._created.cache_clear()
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])

@@ -258,7 +258,7 @@ def _is_model(cls: type) -> bool:
 def test_documentation_has_the_current_support_table() -> None:
     """`make table` writes it."""
     text = (ROOT / "docs/models.md").read_text()
-    assert support.renewed(text) == text
+    assert support.update_table(text) == text
 
 
 SHARDED_BY_TRANSFORMERS = [

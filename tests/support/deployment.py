@@ -91,7 +91,7 @@ def launched_script(address: str, checkpoint: Path, prompt: dict[str, torch.Tens
             other.close()
     except SystemExit as end:
         return end.code
-    torchrun._made.cache_clear()  # as the end of the program would
+    torchrun._created.cache_clear()  # as the end of the program would
     return reached
 
 

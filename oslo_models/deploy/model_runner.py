@@ -1,0 +1,187 @@
+"""One rank of a model in a worker process: loads it and carries out the calls."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import socket
+import time
+from collections.abc import Callable, Container, Iterator, Sized
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oslo_models.deploy.messages import Join, Listening, Loading, Request, Setup, Streamed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# torch and transformers take seconds to import: only the functions that need them do so, after the worker listens.
+
+Send = Callable[[tuple[Any, ...], int], None]
+
+
+class ModelRunner:
+    """The part of a model that one rank holds.
+
+    Args:
+        send: sends a message about a call to the application.
+        join: waits for the message that announces the store of rank 0.
+        cancelled: numbers of the calls to end at the next token; changed by another thread.
+
+    Attributes:
+        has_outputs: whether the results of calls come from this rank: the first of the last pipeline stage.
+        progress: how many tokens `generate` has made.
+    """
+
+    def __init__(self, setup: Setup, send: Send, join: Callable[[], Join], cancelled: Container[int]) -> None:
+        import torch
+        from transformers.utils.logging import set_tqdm_hook
+
+        self.rank, self._send = setup.rank, send
+        self.progress, self._cancelled = 0, cancelled
+        torch.set_num_threads(setup.threads)
+        torch.set_grad_enabled(False)
+        if setup.world_size > 1:
+            _start_process_group(setup, send, join)
+        cls, constructor, args, kwargs = pickle.loads(setup.make)
+        set_tqdm_hook(self._progress_hook)
+        self.model = getattr(cls, constructor)(*args, **kwargs).eval()
+        set_tqdm_hook(None)
+        self.device = self.model.device  # kept: a module searches its parameters for it each time
+        self.has_outputs = setup.rank == self.model.mesh.tp.size * (self.model.mesh.pp.size - 1)
+
+    def _progress_hook(self, bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replaces the progress bars of transformers: the application shows them."""
+        if not args or not isinstance(args[0], Sized):
+            return bar(*args, **kwargs)
+        return self._with_progress(args[0])
+
+    def _with_progress(self, items: Any) -> Iterator[Any]:
+        reported_at = 0.0
+        for number, item in enumerate(items, 1):
+            yield item
+            if number == len(items) or time.monotonic() > reported_at + 0.1:
+                reported_at = time.monotonic()
+                self._send(Loading(number, len(items)), 0)
+
+    def call(self, request: Request) -> Any:
+        """Carry out a call. Raises whatever the model does."""
+        _seed(request.seed, self.device, only_torch=request.method == "forward")
+        if request.generation_config is not None:
+            self.model.generation_config = request.generation_config
+        if self.model.pipeline is not None:  # an earlier call that was abandoned does not concern this one
+            self.model.pipeline.runner.abandoned = False
+        kwargs = dict(request.kwargs)
+        if request.method == "memory":
+            return self._memory(*request.args)
+        if request.method == "generate":
+            return self._generate(request, kwargs)
+        if request.method == "forward":
+            return self._forward(request.args, kwargs)
+        result = getattr(self.model, request.method)(*request.args, **kwargs)
+        return None if result is self.model else result
+
+    def _generate(self, request: Request, kwargs: dict[str, Any]) -> Any:
+        from transformers import StoppingCriteriaList
+
+        criteria = [*(kwargs.pop("stopping_criteria", None) or []), self._cancellation_criterion(request.number)]
+        if request.stream:  # on every rank, so that transformers treats the call alike on all of them
+            send = partial(self._stream, request.number) if self.has_outputs else lambda value: None
+            kwargs["streamer"] = _ForwardingStreamer(send)
+        kwargs = _to_device(kwargs, self.device)
+        args = _to_device(request.args, self.device)
+        return self.model.generate(*args, **kwargs, stopping_criteria=StoppingCriteriaList(criteria))
+
+    def _stream(self, number: int, value: Any) -> None:
+        self._send(Streamed(number, value), number)
+
+    def _cancellation_criterion(self, number: int) -> Callable[..., Tensor]:
+        """Stops `generate` when the application has cancelled the call; all ranks agree on the token."""
+        import torch
+
+        from oslo_models.distributed.collectives import all_reduce
+
+        def is_cancelled(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            self.progress += 1
+            # reduced over the ranks: the message may reach one of them a token earlier than the others
+            flag = all_reduce(self.model.mesh.model, torch.tensor([float(number in self._cancelled)]))
+            return torch.full((len(input_ids),), bool(flag), device=input_ids.device)
+
+        return is_cancelled
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = (_to_device(given, self.device) for given in (args, kwargs))
+        if not self.model.is_pipeline_parallelized():
+            return self.model(*args, **kwargs)
+        from torch import Tensor
+
+        rows = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
+        self.model.set_micro_batch_size(rows[0] if rows else 1)
+        (output,) = self.model(*args, **kwargs)
+        return output
+
+    def _memory(self, kind: str) -> tuple[str, Any]:
+        """The device of this rank and its memory: in bytes, or for ``"summary"`` a text."""
+        import torch
+
+        if self.device.type == "cuda":
+            measure = {"allocated": torch.cuda.memory_allocated, "reserved": torch.cuda.memory_reserved}
+            return str(self.device), measure.get(kind, torch.cuda.memory_summary)(self.device)
+        status = Path("/proc/self/status").read_text()
+        resident = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS:"))
+        return f"cpu:{self.rank}", status if kind == "summary" else resident
+
+
+def _start_process_group(setup: Setup, send: Send, join: Callable[[], Join]) -> None:
+    """Meet the other ranks at the store of rank 0, whose port the application passes on."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if setup.rank == 0:
+        listener = socket.create_server((setup.host, 0))  # the store's own socket would listen on all interfaces
+        port = listener.getsockname()[1]
+        options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+        store = TCPStore(setup.host, port, setup.world_size, is_master=True, **options)
+        send(Listening(port), 0)
+    else:
+        store = TCPStore(setup.host, join().port, setup.world_size, is_master=False)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.world_size)
+
+
+def _seed(seed: int, device: Any, only_torch: bool) -> None:
+    """As transformers' ``set_seed``, without seeding unused devices, which takes as long as a call of a small model."""
+    import torch
+
+    if not only_torch:
+        import numpy
+
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+class _ForwardingStreamer:
+    """A streamer that sends on what it is given, and ``None`` at the end."""
+
+    def __init__(self, send: Callable[[Any], Any]) -> None:
+        self._send = send
+
+    def put(self, value: Any) -> None:
+        self._send(value)
+
+    def end(self) -> None:
+        self._send(None)
+
+
+def _to_device(values: Any, device: Any) -> Any:
+    if device.type == "cpu":  # messages bring them there
+        return values
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), values)
