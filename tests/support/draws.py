@@ -291,8 +291,10 @@ def variants(model_type: str) -> list[str]:
 def draws(name: str, model_type: str, seed: int) -> Iterator[Draw]:
     """Configurations for a class, each with fewer options than the one before, and then of other sizes."""
     choose = random.Random(f"{name} {seed}")
-    for _ in range(4):
-        yield from _draws(name, choose.choice(variants(model_type)), model_type, choose, seed)
+    starts = variants(model_type)
+    choose.shuffle(starts)
+    for attempt in range(4):
+        yield from _draws(name, starts[attempt % len(starts)], model_type, choose, seed)
 
 
 def _draws(name: str, variant: str, model_type: str, choose: random.Random, seed: int) -> Iterator[Draw]:
