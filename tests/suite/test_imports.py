@@ -41,7 +41,7 @@ def test_names_of_test_files_are_unique() -> None:
 
 @pytest.mark.parametrize("package", ["oslo_models", "benchmarks"])
 def test_package_has_no_import_cycles(package: str) -> None:
-    """Of modules, imports inside functions and under TYPE_CHECKING counted; `make imports` checks the order of packages."""
+    """Imports inside functions and under TYPE_CHECKING count; `make imports` checks the order of packages."""
     modules = grimp.build_graph(package, cache_dir=None)
     imported = networkx.DiGraph(
         (module, other) for module in modules.modules for other in modules.find_modules_directly_imported_by(module)
