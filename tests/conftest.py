@@ -104,11 +104,10 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def stand(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A deployed model on two workers that are forked, which takes less time than to start them; see `faults.Stand`."""
-    from benchmarks import faults
     from oslo_models.deploy import options as serving
     from oslo_models.deploy import pending_call
 
-    from support import deployment
+    from support import deployment, faults
 
     pool.start(1)  # and with it the server that workers are forked from
     with pytest.MonkeyPatch.context() as patch:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from oslo_models.distributed.failure_diagnosis import FailureDiagnosis
-
-if TYPE_CHECKING:
-    from oslo_models.distributed.watchdog import Watchdog
 
 SLOW_TIMEOUT = 1800.0
 """Seconds to wait for a rank that is alive but reads or writes files."""
 
 
-def store_barrier(watchdog: Watchdog, axis: Any, what: str, first_status_timeout: float = 0.0) -> None:
+def store_barrier(watchdog: Any, axis: Any, what: str, first_status_timeout: float = 0.0) -> None:
     """Wait until all ranks of ``axis`` are here, up to `SLOW_TIMEOUT` as long as they are alive.
 
     Args:

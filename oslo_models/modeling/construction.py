@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, set_seed
@@ -23,11 +23,8 @@ from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.weight_mapping import open_with_mapping
 
-if TYPE_CHECKING:
-    from oslo_models.modeling.base import ParallelModel
 
-
-def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arguments, kwargs: dict[str, Any]) -> Any:
+def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kwargs: dict[str, Any]) -> Any:
     """What the constructors of `ParallelModel` do; ``method`` is the name of the one that was called."""
     if arguments.deploy or kwargs.get("deployment"):
         return deploy(cls, method, source, arguments, kwargs)
@@ -43,7 +40,7 @@ def construct(cls: type[ParallelModel], method: str, source: Any, arguments: Arg
     return (model, info) if kwargs.get("output_loading_info") else model
 
 
-def start(model: ParallelModel, arguments: Arguments, are_random: bool = False) -> None:
+def start(model: Any, arguments: Arguments, are_random: bool = False) -> None:
     """What is left to do when this rank's part of a model has its weights; a collective of all ranks."""
     assert model.mesh is not None
     model.gather_logits = arguments.gather_logits
@@ -57,13 +54,13 @@ def start(model: ParallelModel, arguments: Arguments, are_random: bool = False) 
 
 
 def _from_config(
-    cls: type[ParallelModel],
+    cls: type[Any],
     config: PreTrainedConfig,
     arguments: Arguments,
     kwargs: dict[str, Any],
     world: Axis,
     call: str,
-) -> tuple[ParallelModel, None]:
+) -> tuple[Any, None]:
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
         config = copy_of_config(cls, config)
@@ -84,13 +81,13 @@ def _from_config(
 
 
 def _from_pretrained(
-    cls: type[ParallelModel],
+    cls: type[Any],
     name: str | Path,
     arguments: Arguments,
     kwargs: dict[str, Any],
     world: Axis,
     call: str,
-) -> tuple[ParallelModel, dict[str, Any]]:
+) -> tuple[Any, dict[str, Any]]:
     """Load this rank's part of a checkpoint; returns the model and the loading info of transformers."""
     options = {key: value for key, value in kwargs.items() if key != "deployment"}
     ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)

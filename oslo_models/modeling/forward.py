@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from oslo_models.distributed.rng import synchronize
 from oslo_models.fusion.lazy_logits import LazyLogits
 from oslo_models.layers.vocab_parallel import VocabParallelLogits
 from oslo_models.pipeline.stage import Stage
-
-if TYPE_CHECKING:
-    from oslo_models.modeling.base import ParallelModel
 
 
 class ForwardMode(Enum):
@@ -40,14 +37,14 @@ def with_full_outputs(forward: Any) -> Any:
     """``forward`` with its sharded outputs gathered. It keeps its signature, which ``generate`` inspects."""
 
     @functools.wraps(forward)
-    def full_forward(model: ParallelModel, /, *args: Any, **kwargs: Any) -> Any:
+    def full_forward(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         if model.mesh is not None:
             args, kwargs = _on_device(model.mesh.device, args, kwargs)
             if not model._generates and not (model.pipeline and model.pipeline.runner.is_running):
                 model._compare(args, kwargs)
         mode = _forward_mode(model, kwargs)
         if mode is ForwardMode.PIPELINE:
-            return model.pipeline(args, kwargs)  # type: ignore[misc]
+            return model.pipeline(args, kwargs)
         if mode is ForwardMode.DIRECT:
             return forward(model, *args, **kwargs)
         return _gathered_forward(forward, model, args, kwargs)
@@ -55,7 +52,7 @@ def with_full_outputs(forward: Any) -> Any:
     return full_forward
 
 
-def _forward_mode(model: ParallelModel, kwargs: Mapping[str, Any]) -> ForwardMode:
+def _forward_mode(model: Any, kwargs: Mapping[str, Any]) -> ForwardMode:
     """The mode of a call with these arguments; heads are told whether their logits may be lazy in it."""
     if model.pipeline is not None:
         return ForwardMode.PIPELINE
@@ -66,7 +63,7 @@ def _forward_mode(model: ParallelModel, kwargs: Mapping[str, Any]) -> ForwardMod
     return ForwardMode.GATHERED if lazy or model.is_tensor_parallelized() else ForwardMode.DIRECT
 
 
-def _gathered_forward(forward: Any, model: ParallelModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _gathered_forward(forward: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     as_tuple = not (model.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"])
     if as_tuple:  # the names of the outputs tell which of them are sharded
         kwargs["return_dict"] = True
@@ -100,7 +97,7 @@ def with_full_stage_outputs(forward: Any) -> Any:
     """``forward`` on a pipeline stage, with its sharded outputs gathered."""
 
     @functools.wraps(forward)
-    def stage_forward(model: ParallelModel, /, **kwargs: Any) -> Any:
+    def stage_forward(model: Any, /, **kwargs: Any) -> Any:
         if "return_dict" in kwargs or not model.config.return_dict:
             kwargs["return_dict"] = True  # the pipeline needs the loss by name
         wanted = kwargs.get("output_hidden_states")
@@ -162,7 +159,7 @@ def with_synchronized_rng(generate: Any) -> Any:
 
     @functools.wraps(generate)
     def synchronized_generate(
-        model: ParallelModel, /, *args: Any, fused_no_repeat_ngram_blocking: bool | None = None, **kwargs: Any
+        model: Any, /, *args: Any, fused_no_repeat_ngram_blocking: bool | None = None, **kwargs: Any
     ) -> Any:
         model.fuse_ngram_blocking(fused_no_repeat_ngram_blocking)
         if model.mesh is None or model._generates:
@@ -183,7 +180,7 @@ def with_synchronized_rng(generate: Any) -> Any:
     return synchronized_generate
 
 
-def _gather_fields(model: ParallelModel, output: ModelOutput, given: Mapping[str, Any]) -> dict[str, Any]:
+def _gather_fields(model: Any, output: ModelOutput, given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a forward's output as transformers returns them: logits and attention weights are gathered."""
     loss = output.get("loss")
     omit_logits = loss is not None and (loss.requires_grad if model.gather_logits is None else not model.gather_logits)

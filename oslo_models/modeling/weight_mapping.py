@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,10 @@ from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of
 from oslo_models.sharding.layout import EvenSplit, Layout
 
-if TYPE_CHECKING:
-    from oslo_models.modeling.base import ParallelModel
-
 
 @contextmanager
 def open_with_mapping(
-    cls: type[ParallelModel],
+    cls: type[Any],
     config: PreTrainedConfig,
     mesh: ParallelMesh,
     directory: Path,
@@ -77,7 +74,7 @@ class WeightMapping:
 
     def __init__(
         self,
-        cls: type[ParallelModel],
+        cls: type[Any],
         config: PreTrainedConfig,
         options: dict[str, Any],
         mesh: ParallelMesh,

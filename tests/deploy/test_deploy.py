@@ -21,15 +21,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import TextIteratorStreamer
 
-from benchmarks import faults
-from benchmarks.faults import gone
 from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import EngineError, messages, serialization
 from oslo_models.deploy import options as serving
 from oslo_models.deploy.worker import _Log
 
-from support import deployment
+from support import deployment, faults
 from support.deployment import Collected, prompt
+from support.faults import gone
 from support.pool import Pool
 
 TYPES = [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64]

@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import faults
-from benchmarks.faults import gone
 from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import EngineError
 from oslo_models.deploy import options as serving
 
-from support import ROOT, deployment
+from support import ROOT, deployment, faults
 from support.deployment import Collected, prompt
+from support.faults import gone
 from support.pool import Pool
 
 SCRIPT = """

@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import faults
-from benchmarks.faults import gone
 from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import handshake
 from oslo_models.deploy import options as serving
 from oslo_models.deploy import torchrun_executor as torchrun
 
-from support import deployment
+from support import deployment, faults
+from support.faults import gone
 from support.pool import Pool
 
 SECRET = "0123456789abcdef"

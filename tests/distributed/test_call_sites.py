@@ -51,7 +51,7 @@ def callers(names: set[str]) -> dict[str, set[str]]:
 def test_process_groups_are_made_in_mesh_and_by_workers_of_a_deployment() -> None:
     """A worker of a deployment joins the world of its engine before there is a mesh."""
     assert callers(GROUPS) == {
-        "deploy/worker.py": {"init_process_group"},
+        "deploy/model_runner.py": {"init_process_group"},
         "distributed/mesh.py": {"init_process_group", "new_group"},
     }
 

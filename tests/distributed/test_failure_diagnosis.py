@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from benchmarks.training_faults import Training, end_of, one_fault
 from oslo_models import GPT2LMHeadModel, RankFailedError
 from oslo_models.distributed import collectives
 from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, pid_namespace, process_start_time
 from oslo_models.distributed.mesh import ParallelMesh, world_axis
 from oslo_models.distributed.store_client import StoreClient, StoreLostError
 
+from support.faults import CONFIG, Training, end_of, one_fault
 from support.pool import Pool
 
 VICTIM = 2
@@ -206,8 +206,6 @@ def test_diagnoses_of_other_ranks_are_adopted() -> None:
 
 def test_training_script_names_a_killed_rank(tmp_path: Path, seed: int) -> None:
     """Once; ``python -m benchmarks.faults --only "rank "`` does it many times, in each phase."""
-    from benchmarks.faulty import CONFIG
-
     GPT2LMHeadModel(CONFIG).save_pretrained(tmp_path / "checkpoint")
     training = Training(tmp_path / "checkpoint", random.Random(seed), loaded=False, keep=tmp_path)
     training.count = seed % 8

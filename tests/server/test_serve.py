@@ -24,7 +24,6 @@ import torch
 import uvicorn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-from benchmarks.faults import gone
 from oslo_models.cli.main import main
 from oslo_models.deploy import EngineError
 from oslo_models.server.app import application
@@ -32,6 +31,7 @@ from oslo_models.server.schema import Stops
 
 from support import ROOT
 from support.corpora import tokenizer
+from support.faults import gone
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
