@@ -115,6 +115,10 @@ def host_store(conn: Any) -> None:
     time.sleep(60)
 
 
+def is_stopped(task: Path) -> bool:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def test_store_client_thread_can_be_ended_while_the_store_is_stopped(pool: Pool) -> None:
     """One that returned from C++ while the interpreter is finalized would abort the process."""
     context: Any = multiprocessing.get_context("forkserver")
@@ -126,6 +130,10 @@ def test_store_client_thread_can_be_ended_while_the_store_is_stopped(pool: Pool)
         stopped, killed = StoreClient(store, "a"), StoreClient(store, "b")
         assert stopped.ask(lambda store: store.add("x", 1)) == killed.ask(lambda store: store.add("y", 1)) == 1
         os.kill(host.pid, signal.SIGSTOP)
+        while not all(
+            is_stopped(task) for task in Path(f"/proc/{host.pid}/task").iterdir()
+        ):
+            time.sleep(0.01)
         with pytest.raises(TimeoutError, match="does not answer"):
             stopped.ask(lambda store: store.check(["x"]), 0.2)
         (thread,) = stopped._threads

@@ -29,7 +29,7 @@ def batch_of(seed: int) -> dict[str, Tensor]:
         "mask": torch.randint(2, (ROWS, LENGTH), generator=draw).bool(),
         "row_labels": torch.randint(CLASSES, (ROWS,), generator=draw),
         "numbers": torch.randn(ROWS, 2, generator=draw, dtype=torch.float64),
-        "start_positions": torch.randint(3 * LENGTH, (ROWS,), generator=draw),
+        "start_positions": torch.tensor([1, *torch.randint(3 * LENGTH, (ROWS - 1,), generator=draw).tolist()]),
     }
 
 
@@ -96,7 +96,7 @@ def test_micro_batch_losses_add_up(loss: Callable[..., Tensor], size: int, seed:
     total = torch.zeros((), dtype=torch.float64)
     for start in range(0, ROWS, size):
         micro = {name: x[start : start + size].clone() for name, x in batch.items()}
-        with shares.of(micro):
+        with shares.for_micro_batch(micro):
             total += loss(**micro)
     torch.testing.assert_close(total, loss(**batch), rtol=0, atol=1e-12)
 
@@ -105,9 +105,12 @@ def test_targets_that_are_not_labels_are_refused(seed: int) -> None:
     batch = batch_of(seed)
     micro = {name: x[:2].clone() for name, x in batch.items()}
     shares = GlobalMeanLoss(batch, "ContrastiveModel")
-    with shares.of(micro), pytest.raises(ValueError, match="ContrastiveModel computes cross_entropy of targets"):
+    with (
+        shares.for_micro_batch(micro),
+        pytest.raises(ValueError, match="ContrastiveModel computes cross_entropy of targets"),
+    ):
         F.cross_entropy(micro["logits"][:, 0], torch.arange(2))
-    with shares.of(micro), pytest.raises(ValueError, match=r"call model\.set_micro_batch_size"):
+    with shares.for_micro_batch(micro), pytest.raises(ValueError, match=r"call model\.set_micro_batch_size"):
         F.cross_entropy(micro["logits"][:, 0], torch.randn(2, CLASSES).argmax(-1))  # of hidden states
 
 
