@@ -130,9 +130,7 @@ def test_store_client_thread_can_be_ended_while_the_store_is_stopped(pool: Pool)
         stopped, killed = StoreClient(store, "a"), StoreClient(store, "b")
         assert stopped.ask(lambda store: store.add("x", 1)) == killed.ask(lambda store: store.add("y", 1)) == 1
         os.kill(host.pid, signal.SIGSTOP)
-        while not all(
-            is_stopped(task) for task in Path(f"/proc/{host.pid}/task").iterdir()
-        ):
+        while not all(is_stopped(task) for task in Path(f"/proc/{host.pid}/task").iterdir()):
             time.sleep(0.01)
         with pytest.raises(TimeoutError, match="does not answer"):
             stopped.ask(lambda store: store.check(["x"]), 0.2)
