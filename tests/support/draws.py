@@ -154,9 +154,9 @@ def _fit_wav2vec2(values: Values, draw: random.Random) -> None:
 
 
 def _fit_detr(values: Values, draw: random.Random) -> None:
-    # two dimensions, each with sine and cosine; the masks' convolutions have groups of eight of it and the heads
-    values["encoder_attention_heads"], values["d_model"] = 4, draw.choice((12, 20, 36, 60))
-    values["decoder_attention_heads"] = draw.choice([n for n in (3, 4, 5, 6) if values["d_model"] % n == 0])
+    # the convolutions that make masks halve the width again and again, in groups of eight, and take the heads beside it
+    values["encoder_attention_heads"], values["d_model"] = 8, draw.choice((16, 32))
+    values["decoder_attention_heads"] = draw.choice((4, 8))
 
 
 def _fit_helium(values: Values, draw: random.Random) -> None:
