@@ -86,8 +86,8 @@ def loss(
 
     torch.manual_seed(0)
     tp = ParallelMesh(peer.processes).tp
-    words = Layout.divided((vocab, hidden), 0, (EvenSplit(vocab),), tp.size)
-    ((start, stop),) = words.ranges[tp.rank]
+    layout = Layout.sharded((vocab, hidden), 0, (EvenSplit(vocab),), tp.size)
+    ((start, stop),) = layout.ranges[tp.rank]
     states, target = torch.randn(rows, hidden, requires_grad=True), torch.randint(vocab, (rows,))
     weight = (0.02 * torch.randn(stop - start, hidden)).requires_grad_()
 
@@ -98,7 +98,9 @@ def loss(
 
     def unfused() -> None:
         logits = F.linear(copy_to(tp, states), weight)
-        F.cross_entropy(VocabParallelLogits.from_local(logits, tp, words) if tp.size > 1 else logits, target).backward()
+        if tp.size > 1:
+            logits = VocabParallelLogits.from_local(logits, tp, layout)
+        F.cross_entropy(logits, target).backward()
         del logits
         states.grad = weight.grad = None
 

@@ -39,7 +39,7 @@ def gather_full_tensor(
     if axis.rank != 0:
         if axis.rank in senders:
             assert tensor is not None
-            for block in _blocks(tensor, [here for _, here in layout.places(tp.rank)]):
+            for block in _blocks(tensor, [here for _, here in layout.shard_indices(tp.rank)]):
                 data = block.to(device).contiguous().view(-1)
                 send(axis, data.view(torch.uint8), 0, slow=True)
         return None
@@ -50,9 +50,9 @@ def gather_full_tensor(
     for rank, sender in enumerate(senders):
         if sender == 0:
             assert tensor is not None
-            layout.place(full, tensor, 0)
+            layout.write_shard(full, tensor, 0)
             continue
-        blocks = [*_blocks(full, [there for there, _ in layout.places(rank)])]
+        blocks = [*_blocks(full, [there for there, _ in layout.shard_indices(rank)])]
         buffer = torch.empty(max((block.nbytes for block in blocks), default=0), dtype=torch.uint8, device=device)
         for block in blocks:
             data = receive(axis, buffer[: block.nbytes], sender, slow=True)

@@ -104,9 +104,9 @@ class CheckpointReader:
         stored = self.tensors[name]
         if layout.shape != stored.shape:
             raise ValueError(f"{name} in {self.directory} has shape {stored.shape}, but the model needs {layout.shape}")
-        pieces = [(file, place) for part, file in enumerate(stored.files) for place in stored.layout.owned(part)]
+        pieces = [(file, at) for part, file in enumerate(stored.files) for at in stored.layout.owned_indices(part)]
         out = torch.empty(layout.local_shape(rank), dtype=stored.dtype)
-        for wanted, local in layout.places(rank):
+        for wanted, local in layout.shard_indices(rank):
             for file, (available, in_file) in pieces:
                 bounds = zip(wanted, available, strict=True)
                 common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in bounds)

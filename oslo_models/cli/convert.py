@@ -102,7 +102,7 @@ def _are_equal(reader: CheckpointReader, one: str, other: str) -> bool:
     shape = reader.tensors[one].shape
     if shape != reader.tensors[other].shape:
         return False
-    chunks = Layout.divided(shape, 0, (EvenSplit(shape[0]),), min(shape[0], 64))
+    chunks = Layout.sharded(shape, 0, (EvenSplit(shape[0]),), min(shape[0], 64))
     return all(
         torch.equal(reader.read(one, chunks, chunk), reader.read(other, chunks, chunk))
         for chunk in range(len(chunks.ranges))

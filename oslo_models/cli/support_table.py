@@ -12,7 +12,7 @@ from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.sharding.plan import ColumnParallel, Plan, VocabParallel
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
-COLUMNS = ("model type", "classes", "tp", "pp", "fused", "what it is, and what cannot be divided")
+COLUMNS = ("model type", "classes", "tp", "pp", "fused", "kind of model, and what stays replicated")
 DEPTHS = {
     *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),
     *("encoder_layers", "decoder_layers", "l_layers", "r_layers", "x_layers"),
@@ -74,12 +74,12 @@ def _plan(cls: Any) -> Plan:
 
 def _tensor_parallel(plan: Plan) -> str:
     """What is sharded in the blocks, which limits the number of ranks."""
-    if plan.limit() is not None:
+    if plan.max_ranks() is not None:
         return "heads"
     return (
         "MLP"
         if any(isinstance(e, ColumnParallel) for block in plan.blocks.values() for e in block.values())
-        else "words"
+        else "vocabulary"
     )
 
 
@@ -97,7 +97,7 @@ def _fused_operations(cls: Any) -> list[str]:
         config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):
         model = cls._from_config(config)
-    operations = {site.operation for site in fusion_candidates(model, "triton") if site.cls is not None}
+    operations = {candidate.operation for candidate in fusion_candidates(model, "triton") if candidate.cls is not None}
     parts = {part for operation in operations for part in operation.split(", ")}
     return sorted({KERNELS.get(part, part) for part in parts})
 

@@ -43,12 +43,12 @@ def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -
 
     Raises:
         ValueError: an argument is invalid, or the models of the ranks differ; on every rank, with the model unchanged.
-        RuntimeError: the model is divided already; or several processes are needed, and no launcher started them.
+        RuntimeError: the model is already sharded; or several processes are needed, and no launcher started them.
         OSError: the JSON file cannot be read.
     """
     start_process_group()
     world = world_axis()
-    world.at(f"initialization of a {type(model).__name__}")
+    world.set_phase(f"initialization of a {type(model).__name__}")
     with agree(world, "checking arguments of initialize"):
         arguments = _arguments(config)
         cls = zoo_class(model)
@@ -88,10 +88,10 @@ def zoo_class(model: PreTrainedModel, may_be_empty: bool = False) -> Any:
 
     Raises:
         ValueError: the zoo has none.
-        RuntimeError: the model is divided already.
+        RuntimeError: the model is already sharded.
     """
     if getattr(model, "mesh", None) is not None:
-        raise RuntimeError(f"this {type(model).__name__} is divided already")
+        raise RuntimeError(f"this {type(model).__name__} is already sharded")
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a model of transformers, got a {type(model).__name__}")
     try:
@@ -117,12 +117,12 @@ def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> N
                 tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))
     model.__class__ = cls
     with local_torch_dtype(model.dtype, cls.__name__):
-        model.shard_(mesh, arguments.blocks_per_stage)
-    aliases: dict[str, str] = {} if model.stage is None else model.stage.aliases
+        model._shard(mesh, arguments.blocks_per_stage)
+    full_names: dict[str, str] = {} if model.stage is None else model.stage.full_names
     parts: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     for name, param in parts.items():  # keep the objects that an optimizer may refer to
         owner, _, leaf = name.rpartition(".")
-        old = before[aliases.get(name, name)]
+        old = before[full_names.get(name, name)]
         old.data, old.grad = param.data, None
         model.get_submodule(owner)._parameters[leaf] = old
     here = {id(param) for param in model.parameters()}

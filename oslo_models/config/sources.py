@@ -85,7 +85,7 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
     """
     config = options.pop("config", None)
     if config is not None:
-        return copy_of_config(cls, config)
+        return copy_config(cls, config)
     if not (directory / "config.json").is_file():
         raise OSError(f"{directory} holds no config.json")
     raw, _ = PreTrainedConfig.get_config_dict(directory)
@@ -100,7 +100,7 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
     return config
 
 
-def copy_of_config(cls: type[Any], config: PreTrainedConfig) -> PreTrainedConfig:
+def copy_config(cls: type[Any], config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of a configuration. Raises ``ValueError`` if it is not one for ``cls``."""
     if not isinstance(config, cls.config_class):
         raise ValueError(f"config must be a {cls.config_class.__name__} for {cls.__name__}, got {config!r:.200}")

@@ -20,7 +20,7 @@ BACKENDS = ("auto", "process", "ray", "torchrun")
 
 
 @dataclass(frozen=True)
-class Serving:
+class DeployOptions:
     """The arguments of the constructors that only ``deploy=True`` accepts.
 
     Attributes:
@@ -42,7 +42,7 @@ class Serving:
     deploy_secret: str | None = field(default=None, repr=False)
 
     @classmethod
-    def taken_from(cls, kwargs: dict[str, Any]) -> Serving:
+    def taken_from(cls, kwargs: dict[str, Any]) -> DeployOptions:
         """Take the arguments out of ``kwargs``."""
         return cls(**{each.name: kwargs.pop(each.name) for each in fields(cls) if each.name in kwargs})
 

@@ -21,7 +21,7 @@ from oslo_models.config.sources import open_source, read_generation_config
 from oslo_models.deploy.batching import Batcher
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
-from oslo_models.deploy.options import Serving, executor_of
+from oslo_models.deploy.options import DeployOptions, executor_of
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, serve
 
 
@@ -229,7 +229,7 @@ def deploy(
     """
     arguments.check(kwargs)
     kwargs = {key: value for key, value in kwargs.items() if key != "deployment"}
-    serving = Serving.taken_from(kwargs)
+    serving = DeployOptions.taken_from(kwargs)
     ranks = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
     serving.check()
     backend = serving.backend(ranks)

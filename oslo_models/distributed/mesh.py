@@ -55,7 +55,7 @@ class Axis:
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # a process group cannot be copied, and a copied model lives on the same ranks
 
-    def at(self, phase: str, steps: int = 0) -> None:
+    def set_phase(self, phase: str, steps: int = 0) -> None:
         """Note what this process starts to do, for the error that other ranks raise if it fails there.
 
         Args:

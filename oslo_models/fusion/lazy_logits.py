@@ -88,11 +88,11 @@ class LazyLogits(ShardedLogits):
     def _with_local(self, hidden: Tensor) -> LazyLogits:
         return LazyLogits.from_hidden(hidden, self.head, self.logits_dtype, self.bias)
 
-    def _losses(self, target: Tensor, words: VocabShard, reduction: str) -> Any:
+    def _losses(self, target: Tensor, shard: VocabShard, reduction: str) -> Any:
         """The sum of the losses; losses per row (``reduction="none"``) need the logits."""
         if reduction == "none":
             return NotImplemented
-        return linear_cross_entropy(self.local(), *self._parameters(), target, words)
+        return linear_cross_entropy(self.local(), *self._parameters(), target, shard)
 
     def compute(self) -> Tensor:
         """The logits, sharded where the vocabulary is; computed once, so that changes in place persist."""

@@ -25,7 +25,7 @@ CHUNKS, FAST_ROWS = 16, 256
 
 
 def linear_cross_entropy(
-    hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None, target_N: Tensor, words: VocabShard
+    hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None, target_N: Tensor, shard: VocabShard
 ) -> Tensor:
     """The cross entropy of ``hidden @ weight.T + bias``, summed over the rows that are not ignored, as a scalar.
 
@@ -38,33 +38,33 @@ def linear_cross_entropy(
         weight_vH: this rank's rows of the head's weight.
         bias_v: this rank's part of the head's bias.
         target_N: indices into the full vocabulary, the same on every rank.
-        words: this rank's shard of the vocabulary, and how targets count.
+        shard: this rank's shard of the vocabulary, and how targets count.
 
     Raises:
         IndexError: a target is neither in the vocabulary nor ``ignore_index``. On CUDA it is a device-side assertion,
             as with torch's cross entropy, which the next synchronisation reports.
     """
-    return _LinearCrossEntropy.apply(hidden_NH, weight_vH, bias_v, target_N, words)
+    return _LinearCrossEntropy.apply(hidden_NH, weight_vH, bias_v, target_N, shard)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None, target_N: Tensor, words: VocabShard
+        ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None, target_N: Tensor, shard: VocabShard
     ) -> Tensor:
         rows = None
-        known = ((target_N == words.ignore_index) | ((target_N >= 0) & (target_N < words.size))).all()
-        wrong = f"a target is neither in [0, {words.size}) nor ignore_index={words.ignore_index}"
+        known = ((target_N == shard.ignore_index) | ((target_N >= 0) & (target_N < shard.size))).all()
+        wrong = f"a target is neither in [0, {shard.size}) nor ignore_index={shard.ignore_index}"
         if target_N.is_cuda:
             torch._assert_async(known, wrong)  # asynchronous
         else:
             if not known:
                 raise IndexError(wrong)
-            rows = (target_N != words.ignore_index).nonzero().squeeze(-1)  # ignored rows cost nothing
+            rows = (target_N != shard.ignore_index).nonzero().squeeze(-1)  # ignored rows cost nothing
             target_N = target_N[rows]
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            loss, ctx.grads = _run(hidden_NH, weight_vH, bias_v, target_N, rows, words, ctx.needs_input_grad)
-        ctx.axis = words.axis
+            loss, ctx.grads = _run(hidden_NH, weight_vH, bias_v, target_N, rows, shard, ctx.needs_input_grad)
+        ctx.axis = shard.axis
         return loss
 
     @staticmethod
@@ -90,7 +90,7 @@ def _run(
     bias_v: Tensor | None,
     target_N: Tensor,
     rows: Tensor | None,
-    words: VocabShard,
+    shard: VocabShard,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The summed loss, and its gradients on this rank: of hidden states, weight and bias.
@@ -101,7 +101,7 @@ def _run(
     """
     dtype = weight_vH.dtype
     sum_dtype = wide(dtype)
-    size = _rows_at_once(len(target_N), weight_vH, words)
+    size = _rows_at_once(len(target_N), weight_vH, shard)
     grad_NH = torch.zeros_like(hidden_NH) if needs[0] else None
     grad_vH = torch.zeros_like(weight_vH, dtype=sum_dtype) if needs[1] else None
     grad_v = torch.zeros_like(bias_v, dtype=sum_dtype) if bias_v is not None and needs[2] else None
@@ -116,7 +116,7 @@ def _run(
             torch.mm(hidden_CH, weight_vH.T, out=logits_Cv)
         else:
             torch.addmm(bias_v, hidden_CH, weight_vH.T, out=logits_Cv)
-        total += _loss_and_gradient(logits_Cv, target_C, words, any(needs))
+        total += _loss_and_gradient(logits_Cv, target_C, shard, any(needs))
         if grad_NH is not None:
             grad_NH[part] = logits_Cv @ weight_vH
         if grad_vH is not None:
@@ -129,29 +129,29 @@ def _run(
     return total, [grad if grad is None else grad.to(dtype) for grad in (grad_NH, grad_vH, grad_v)]
 
 
-def _rows_at_once(rows: int, weight_vH: Tensor, words: VocabShard) -> int:
+def _rows_at_once(rows: int, weight_vH: Tensor, shard: VocabShard) -> int:
     """The number of rows of a chunk: the same on every rank, however unevenly the vocabulary is sharded."""
     most_bytes = CHUNK_BYTES.get(weight_vH.device.type, CHUNK_BYTES["cuda"])
-    most = most_bytes // (-(-words.size // words.axis.size) * weight_vH.itemsize)
+    most = most_bytes // (-(-shard.size // shard.axis.size) * weight_vH.itemsize)
     fast = max(FAST_ROWS, rows // CHUNKS)
     if weight_vH.is_cpu:  # every chunk rewrites the weight's gradient, so chunks are longer where that is large
-        fast = 2 * fast if words.axis.size == 1 else (fast + 1) // 2
+        fast = 2 * fast if shard.axis.size == 1 else (fast + 1) // 2
     return max(1, min(most, fast))
 
 
-def _loss_and_gradient(logits_Cv: Tensor, target_C: Tensor, words: VocabShard, differentiate: bool) -> Tensor:
+def _loss_and_gradient(logits_Cv: Tensor, target_C: Tensor, shard: VocabShard, differentiate: bool) -> Tensor:
     """The summed loss of a chunk, whose logits are overwritten by their gradient."""
-    start, stop = words.local
-    ignored_C = target_C == words.ignore_index
+    start, stop = shard.local
+    ignored_C = target_C == shard.ignore_index
     elsewhere_C = ignored_C | (target_C < start) | (target_C >= stop)
     index_C1 = (target_C - start).masked_fill(elsewhere_C, 0).unsqueeze(-1)
     own_max_C, total_C, sum_C = row_statistics(logits_Cv)
-    max_C = reduce_fresh(words.axis, own_max_C.clone(), op=dist.ReduceOp.MAX)
+    max_C = reduce_fresh(shard.axis, own_max_C.clone(), op=dist.ReduceOp.MAX)
     picked_C = logits_Cv.gather(-1, index_C1).squeeze(-1).to(max_C.dtype).masked_fill(elsewhere_C, 0.0)
     sums_3C = torch.stack((total_C * (own_max_C - max_C).exp(), picked_C, sum_C))
-    total_C, picked_C, sum_C = reduce_fresh(words.axis, sums_3C)
+    total_C, picked_C, sum_C = reduce_fresh(shard.axis, sums_3C)
     log_total_C = total_C.log() + max_C
-    hit, rest = 1.0 - words.smoothing, words.smoothing / words.size
+    hit, rest = 1.0 - shard.smoothing, shard.smoothing / shard.size
     loss_C = log_total_C - hit * picked_C
     if rest:
         loss_C -= rest * sum_C

@@ -173,7 +173,7 @@ def _lm_head(s: Subject) -> Iterator[FusionCandidate]:
     if getattr(s.model.config, "final_logit_softcapping", None):
         why_not = "logits are capped by tanh before the loss"
     elif s.model.loss_needs_full_logits:
-        why_not = "the loss needs the logits of all words"
+        why_not = "the loss needs the logits of the full vocabulary"
     if why_not:
         yield s.candidate("head and cross entropy", None, why_not)
         yield from _linear(s)
@@ -182,7 +182,7 @@ def _lm_head(s: Subject) -> Iterator[FusionCandidate]:
     attributes: dict[str, Any] = {"lazy": False}
     if not isinstance(s.module, VocabParallelHead):
         vocab, hidden = s.module.weight.shape
-        layout = Layout.divided((vocab, hidden), 0, (EvenSplit(vocab),), 1)
+        layout = Layout.sharded((vocab, hidden), 0, (EvenSplit(vocab),), 1)
         cls, attributes = LazyFullHead, {**attributes, "tp": _NO_AXIS, "layouts": {"weight": layout}}
     timed = s.model.device.type == "cpu"
     options = {"attributes": attributes, "timed": timed, "otherwise": cls if timed else None}

@@ -16,7 +16,7 @@ from oslo_models.layers.vocab_parallel import vocab_parallel_embedding
 from oslo_models.sharding.layout import Layout
 
 
-class Overridden(TorchFunctionMode):
+class FunctionOverrides(TorchFunctionMode):
     """While active, calls of some torch functions are replaced.
 
     Args:
@@ -47,7 +47,7 @@ class RowParallelModule(_ShardedModule):
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return _add_bias(reduce_from(self.tp, F.linear(x, weight)), bias)
 
-        with Overridden({F.linear: linear}):
+        with FunctionOverrides({F.linear: linear}):
             return super().forward(self.leave_region(x), *args, **kwargs)
 
 
@@ -61,7 +61,7 @@ class VocabParallelModule(_ShardedModule):
         def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> Tensor:
             return vocab_parallel_embedding(self.tp, ids, weight, self.layouts["weight"], padding_idx)
 
-        with Overridden({F.embedding: embedding}):
+        with FunctionOverrides({F.embedding: embedding}):
             return super().forward(*args, **kwargs)
 
 
@@ -72,5 +72,5 @@ class GlobalMinMaxModule(_ShardedModule):
         def largest(x: Tensor) -> Tensor:
             return reduce_fresh(self.tp, x.max(), MAX)
 
-        with Overridden({Tensor.max: largest, Tensor.min: lambda x: -largest(-x)}):
+        with FunctionOverrides({Tensor.max: largest, Tensor.min: lambda x: -largest(-x)}):
             return super().forward(*args, **kwargs)

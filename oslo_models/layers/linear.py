@@ -129,5 +129,5 @@ class SumReplicatedGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         full = grad.new_zeros(ctx.layout.shape)
-        ctx.layout.place(full, grad, ctx.axis.rank)
+        ctx.layout.write_shard(full, grad, ctx.axis.rank)
         return ctx.layout.shard(reduce_fresh(ctx.axis, full), ctx.axis.rank).clone(), None, None

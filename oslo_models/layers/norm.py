@@ -44,7 +44,7 @@ class WidthParallelNorm(HeadParallelNorm):
         layout = self.layouts["weight"]
         eps = next(getattr(self, name) for name in ("variance_epsilon", "eps") if hasattr(self, name))
         squares = x.float().pow(2)
-        parts = [squares[..., index[0]].sum(-1, keepdim=True) for _, index in layout.owned(self.tp.rank)]
+        parts = [squares[..., index[0]].sum(-1, keepdim=True) for _, index in layout.owned_indices(self.tp.rank)]
         owned = torch.stack(parts).sum(0) if parts else squares.sum(-1, keepdim=True) * 0
         mean = copy_to(self.tp, reduce_from(self.tp, owned)) / layout.shape[0]
         scale = ((squares.mean(-1, keepdim=True) + eps) / (mean + eps)).sqrt()
@@ -62,7 +62,7 @@ class HeadParallelNorms(nn.Module):
     norms: nn.ModuleList
 
     def forward(self, x: Tensor) -> Tensor:
-        start, stop = self.heads.counts(self.tp.size)[self.tp.rank]
+        start, stop = self.heads.unit_ranges(self.tp.size)[self.tp.rank]
         norms: list[Any] = list(self.norms)
         leaves = [[getattr(norm, leaf) for norm in norms] for leaf in ("weight", "bias")]
         weights, biases = (None if params[0] is None else torch.stack(params) for params in leaves)

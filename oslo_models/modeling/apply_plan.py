@@ -169,7 +169,7 @@ def _slice_per_head_arguments(
     value = kwargs.get(name, args[position] if position < len(args) else None)
     if value is None:
         return args, kwargs
-    start, stop = heads.counts(tp.size)[tp.rank]
+    start, stop = heads.unit_ranges(tp.size)[tp.rank]
     if value.dim() >= 4:  # [rows, heads or one for all, queries, keys]
         own = value[:, start:stop] if value.shape[1] == heads.count else value
     else:

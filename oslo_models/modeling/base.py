@@ -87,9 +87,9 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         self._init_seed = init_seed
         for param in self.parameters():  # some of XLNet's and DeBERTa's are always created in float32
             param.data = param.data.to(torch.get_default_dtype())
-        self.shard_(mesh, blocks_per_stage)
+        self._shard(mesh, blocks_per_stage)
 
-    def shard_(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
+    def _shard(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
         """Turn the full model, with weights or on the meta device, into this rank's part of it."""
         self.mesh, self.mpu = mesh, MPU(mesh)
         plan, prefix, head = self.plan(self.config), self._prefix(), type(self).head_plan
@@ -102,9 +102,9 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
                 self, plan, prefix, head, self.layouts, pp.rank, pp.size, blocks_per_stage, mesh.device
             )
             names = (name for name, _ in self.named_parameters(remove_duplicate=False))
-            self.layouts = {name: self.layouts[self.stage.aliases.get(name, name)] for name in names}
+            self.layouts = {name: self.layouts[self.stage.full_names.get(name, name)] for name in names}
 
-    def start_pipeline(self, are_random: bool) -> None:
+    def _start_pipeline(self, are_random: bool) -> None:
         """Create the pipeline, once the model has its weights; a collective of all ranks.
 
         Args:
@@ -218,10 +218,10 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         root = self.stage.canonical_name if self.stage is not None else lambda name: tied.get(name, name)
         with SeededByName(self, self.layouts, self._init_seed, self.mesh.tp.rank, root):
             super().initialize_weights()
-            self.initialize_constructed()
+            self._initialize_constructed()
         initialize_computed(self, self._init_seed)
 
-    def initialize_constructed(self) -> None:
+    def _initialize_constructed(self) -> None:
         """Initialise parameters that transformers fills only in constructors, which run on the meta device here."""
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +238,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
     def _at(self, phase: str, steps: int = 0) -> None:
         """Report the phase of this rank, for the diagnosis of failures; ``generate`` is one phase."""
         if self.mesh is not None and not self._generates:
-            self.mesh.world.at(phase, steps)
+            self.mesh.world.set_phase(phase, steps)
 
     def _compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compare the arguments of a call over the ranks of one replica, if ``check_inputs`` says so for this call."""

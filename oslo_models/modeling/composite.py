@@ -29,7 +29,7 @@ def plan_of_part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapp
         plan,
         head={**plan.head, **{f"{name}.{key}": entry for key, entry in cls.head_plan.items()}},
         replicated_attentions=[
-            given for own, given in outputs.items() if own in plan.replicated_attentions or plan.limit() is None
+            given for own, given in outputs.items() if own in plan.replicated_attentions or plan.max_ranks() is None
         ],
         single_stage_reason=plan.single_stage_reason
         or ("one of its parts has blocks of several types" if types else ""),

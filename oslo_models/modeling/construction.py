@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from oslo_models.checkpoint import CheckpointReader
 from oslo_models.config.arguments import Arguments, is_timeout, parse_dtype
-from oslo_models.config.sources import copy_of_config, open_source, read_generation_config
+from oslo_models.config.sources import copy_config, open_source, read_generation_config
 from oslo_models.deploy import deploy
 from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group, world_axis
@@ -33,7 +33,7 @@ def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kw
     )  # an invalid one is reported by the checks of all ranks
     start_process_group(timeout=timeout)
     world = world_axis(timeout)
-    world.at(f"construction of {cls.__name__}")
+    world.set_phase(f"construction of {cls.__name__}")
     make = _from_config if method == "from_config_with_parallel" else _from_pretrained
     model, info = make(cls, source, arguments, kwargs, world, f"{cls.__name__}.{method}")
     start(model, arguments, are_random=info is None)
@@ -48,9 +48,9 @@ def start(model: Any, arguments: Arguments, are_random: bool = False) -> None:
     model.check_inputs = InputCheck(arguments.check_inputs)
     synchronize(model.mesh.tp, model.mesh.device)
     synchronize_numpy(model.mesh.tp)
-    model.mark_parameters()
-    model.start_pipeline(are_random)
-    model.mesh.world.at(f"after construction of {type(model).__name__}")
+    model._mark_parameters()
+    model._start_pipeline(are_random)
+    model.mesh.world.set_phase(f"after construction of {type(model).__name__}")
 
 
 def _from_config(
@@ -63,7 +63,7 @@ def _from_config(
 ) -> tuple[Any, None]:
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
-        config = copy_of_config(cls, config)
+        config = copy_config(cls, config)
         options = {key: value for key, value in kwargs.items() if key != "deployment"}
         dtype = parse_dtype(options) or config.dtype
         for key in [key for key in options if hasattr(config, key)]:

@@ -185,7 +185,7 @@ def _gather_fields(model: Any, output: ModelOutput, given: Mapping[str, Any]) ->
     loss = output.get("loss")
     omit_logits = loss is not None and (loss.requires_grad if model.gather_logits is None else not model.gather_logits)
     plan = model.plan(model.config)
-    replicated = output.keys() if plan.limit() is None else plan.replicated_attentions
+    replicated = output.keys() if plan.max_ranks() is None else plan.replicated_attentions
     fields = {}
     for name, value in output.items():
         if isinstance(value, (VocabParallelLogits, LazyLogits)):

@@ -56,8 +56,8 @@ class FusableModel(PreTrainedModel):
             require_equal(self.mesh.model, {"modules": names, "backend": backend}, "arguments of fuse")
         chosen = choose_backend(backend, self.device)
         found = list(self._fusion.fusion_candidates if self._fusion is not None else self._fusion_candidates(chosen))
-        known = {cls for site in found for cls in site.classes} | set(type(self).__mro__)
-        offered = self._layer_names({cls.__name__ for site in found for cls in site.classes})
+        known = {cls for candidate in found for cls in candidate.classes} | set(type(self).__mro__)
+        offered = self._layer_names({cls.__name__ for candidate in found for cls in candidate.classes})
         if unknown := [cls.__name__ for cls in modules or () if cls not in known and cls.__name__ not in offered]:
             raise ValueError(f"{type(self).__name__} has no {', '.join(unknown)} to fuse in; it has {sorted(offered)}")
         if self._fusion is None:

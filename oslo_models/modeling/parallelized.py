@@ -45,12 +45,12 @@ class ParallelizedModel(SavableModel):
             OSError: there is no checkpoint, or it is damaged (``CheckpointError``, which names the file).
         """
         mesh = self.mesh or ParallelMesh()
-        mesh.world.at(f"loading {directory}")
+        mesh.world.set_phase(f"loading {directory}")
         blocks = None if self.stage is None else [stop - first for first, stop in self.stage.ranges]
-        source = open_with_mapping(type(self), self.full_config(), mesh, Path(directory), blocks_per_stage=blocks)
+        source = open_with_mapping(type(self), self._full_config(), mesh, Path(directory), blocks_per_stage=blocks)
         with source as (mapping, reader), agree(mesh.world, f"reading {directory}"):
             self._copy_from(mapping.slices(reader), directory)
-        mesh.world.at("after loading")
+        mesh.world.set_phase("after loading")
         return self
 
     def _copy_from(self, slices: Mapping[str, LazySlice], directory: str | Path) -> None:

@@ -71,7 +71,7 @@ class SavableModel(PreTrainedModel):
     ) -> None:
         """`save_pretrained_with_parallel`, with the separator in the names of split files as an argument."""
         mesh = self.mesh or ParallelMesh()
-        mesh.world.at(f"saving to {save_directory}")
+        mesh.world.set_phase(f"saving to {save_directory}")
         with agree(mesh.world, "checking arguments of saving"):
             if unknown := kwargs.keys() - {"max_shard_size", "variant"}:
                 raise ValueError(f"unknown arguments {sorted(unknown)}; beside the named ones: max_shard_size, variant")
@@ -94,24 +94,24 @@ class SavableModel(PreTrainedModel):
             separator=separator,
             **kwargs,
         )
-        mesh.world.at("after saving")
+        mesh.world.set_phase("after saving")
 
     def _full_names(self, state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Layout]]:
         """The tensors to be saved and their layouts, by their names in the full model."""
-        aliases = {} if self.stage is None else self.stage.aliases
-        tensors = {aliases.get(name, name): tensor for name, tensor in state_dict.items()}
+        full_names = {} if self.stage is None else self.stage.full_names
+        tensors = {full_names.get(name, name): tensor for name, tensor in state_dict.items()}
         for name in self._keys_to_ignore_on_save or ():
             tensors.pop(name, None)
-        sharded = {aliases.get(name, name): layout for name, layout in self.layouts.items()}
+        sharded = {full_names.get(name, name): layout for name, layout in self.layouts.items()}
         return tensors, {name: sharded.get(name, Layout(tuple(tensor.shape))) for name, tensor in tensors.items()}
 
-    def full_config(self) -> PreTrainedConfig:
+    def _full_config(self) -> PreTrainedConfig:
         """The configuration of the full model; on a pipeline stage, ``self.config`` counts fewer layers."""
         changed = {} if self.stage is None else self.stage.full_config
         return type(self.config).from_dict({**self.config.to_dict(), **changed})
 
     def _write_config(self, directory: Path) -> None:
-        config = self.full_config()
+        config = self._full_config()
         config.dtype, config.architectures = self.dtype, [type(self).__name__]
         config.save_pretrained(directory)
         if self.can_generate() and self.generation_config is not None:

@@ -102,7 +102,7 @@ class TrainableModel(PreTrainedModel):
             part.mul_(scale.to(part.dtype))
         return norm.to(local[0].dtype) if local else norm
 
-    def mark_parameters(self) -> None:
+    def _mark_parameters(self) -> None:
         """Set the attributes of parameters by which DeepSpeed decides which of them count in gradient norms here.
 
         As in `clip_grad_norm_`, but for full parameters only: partly shared key-value heads are counted repeatedly.
@@ -111,7 +111,7 @@ class TrainableModel(PreTrainedModel):
         for name, param in self.named_parameters():
             counts = self.stage is None or self.stage.is_first_holder(name)
             param.ds_pipe_replicated = not counts
-            param.model_parallel = counts and bool(self.layouts[name].owned(self.mesh.tp.rank))
+            param.model_parallel = counts and bool(self.layouts[name].owned_indices(self.mesh.tp.rank))
 
     def _counted(self, name: str, grad: Tensor) -> list[Tensor]:
         """The slices of a gradient that this rank contributes to a norm in which each element counts once."""
@@ -123,11 +123,11 @@ class TrainableModel(PreTrainedModel):
         if isinstance(grad, DTensor):
             sharded = any(placement.is_shard() for placement in grad.placements)
             if sharded and not layout.overlaps:  # each replica's shard counts in full or not at all
-                return [grad.to_local()] if layout.owned(rank) else []
+                return [grad.to_local()] if layout.owned_indices(rank) else []
             grad = grad.full_tensor()
             if self.mesh.dp.rank:
                 return []
-        return [grad[here] for _, here in layout.owned(rank)]
+        return [grad[here] for _, here in layout.owned_indices(rank)]
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, save_directory: str | Path, **state: Any) -> None:
         """Save the optimizer and the random states of all ranks. A collective.
@@ -144,9 +144,9 @@ class TrainableModel(PreTrainedModel):
             OSError: the directory cannot be written.
         """
         mesh = self.mesh or ParallelMesh()
-        mesh.world.at(f"saving the optimizer to {save_directory}")
+        mesh.world.set_phase(f"saving the optimizer to {save_directory}")
         optimizers.save_optimizer(save_directory, optimizer, mesh, state)
-        mesh.world.at("after saving")
+        mesh.world.set_phase("after saving")
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: str | Path) -> dict[str, Any]:
         """Resume from `save_optimizer` at the same parallel sizes. A collective, and the last call before training.
@@ -160,9 +160,9 @@ class TrainableModel(PreTrainedModel):
             OSError: a file of it is damaged (``CheckpointError``, which names it).
         """
         mesh = self.mesh or ParallelMesh()
-        mesh.world.at(f"loading the optimizer from {directory}")
+        mesh.world.set_phase(f"loading the optimizer from {directory}")
         state = optimizers.load_optimizer(directory, optimizer, mesh)
-        mesh.world.at("after loading")
+        mesh.world.set_phase("after loading")
         return state
 
 

@@ -89,8 +89,8 @@ class WeightMapping:
         self.rank = mesh.tp.rank
         self._layouts: dict[int, dict[str, Layout]] = {}
         self.layouts = self._layouts_over(mesh.tp.size)
-        aliases = {} if local.stage is None else local.stage.aliases
-        self.names = {name: aliases.get(name, name) for name in local.state_dict()}
+        full_names = {} if local.stage is None else local.stage.full_names
+        self.names = {name: full_names.get(name, name) for name in local.state_dict()}
 
     def target_names(self, sources: Iterable[str], key_mapping: dict[str, str] | None) -> Iterator[tuple[str, str]]:
         """Yield pairs of a tensor name in the checkpoint and the name of the parameter in the full model."""
@@ -252,7 +252,7 @@ class WeightMapping:
         """The layouts over ``n`` ranks; empty if the model cannot be sharded over that many."""
         if n not in self._layouts:
             model, plan = self.model, self.model.plan(self.model.config)
-            limit = 1 if plan.single_rank_reason else plan.limit()
+            limit = 1 if plan.single_rank_reason else plan.max_ranks()
             fits = limit is None or n <= limit
             self._layouts[n] = layouts_of(model, plan, model._prefix(), type(model).head_plan, n) if fits else {}
         return self._layouts[n]
@@ -290,7 +290,7 @@ class ResizedSlice(checkpoint.LazySlice):
         new = self.shape[0] - old.shape[0]
         if not new:
             return old
-        chunks = Layout.divided(shape, 0, (EvenSplit(shape[0]),), min(shape[0], 64))
+        chunks = Layout.sharded(shape, 0, (EvenSplit(shape[0]),), min(shape[0], 64))
         total = torch.stack(
             [self.reader.read(self.name, chunks, chunk).double().sum(0) for chunk in range(len(chunks.ranges))]
         ).sum(0)

@@ -25,7 +25,7 @@ class CLIPParallel(ParallelModel):
     encoders: ClassVar[dict[str, str]] = {VISION: f"{VISION}.", TEXT: f"{TEXT}."}
     loss_inputs = ("return_loss",)
 
-    def initialize_constructed(self) -> None:
+    def _initialize_constructed(self) -> None:
         if "logit_scale" in type(self).head_plan:
             init.constant_(self.logit_scale, self.config.logit_scale_init_value)
 

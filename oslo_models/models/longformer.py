@@ -17,7 +17,7 @@ from oslo_models.sharding.plan import Plan
 class LongformerParallel(BertParallel):
     """Sharding plan of the Longformer family."""
 
-    def initialize_constructed(self) -> None:
+    def _initialize_constructed(self) -> None:
         if hasattr(self, "lm_head"):
             init.zeros_(self.lm_head.bias)
 

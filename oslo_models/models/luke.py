@@ -21,7 +21,7 @@ class LukeParallel(BertParallel):
 
     labels_of = {"logits": "labels", "entity_logits": "entity_labels"}
 
-    def initialize_constructed(self) -> None:
+    def _initialize_constructed(self) -> None:
         if hasattr(self, "entity_predictions"):
             init.zeros_(self.entity_predictions.bias)
 

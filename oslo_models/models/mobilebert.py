@@ -42,13 +42,13 @@ class MobileBertParallel(BertParallel):
             }
         for name in BOTTLENECKS:
             block |= {f"{name}.dense": Replicated(), f"{name}.LayerNorm": Norm()}
-        words = {
+        vocab_entries = {
             "embeddings.word_embeddings": ReplicatedEmbedding(),
             "embeddings.embedding_transformation": Replicated(),
         }
         return replace(
             plan,
-            embed={**plan.embed, **words},
+            embed={**plan.embed, **vocab_entries},
             blocks={"encoder.layer": block},
             disabled_after_first_stage={"embeddings.trigram_input": False},
             optional=("pooler.dense", *(f"{name}.{layer}" for name in BOTTLENECKS for layer in ("dense", "LayerNorm"))),

@@ -17,7 +17,7 @@ from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, R
 class OpenAIGPTParallel(ParallelModel):
     """Sharding plan of the GPT family."""
 
-    def initialize_constructed(self) -> None:
+    def _initialize_constructed(self) -> None:
         for module in self.modules():
             if isinstance(module, Conv1D):
                 init.normal_(module.weight, std=0.02)

@@ -9,7 +9,7 @@ from transformers import initialization as init
 from transformers.models.reformer import modeling_reformer as hf
 
 from oslo_models.distributed.rng import default_generator
-from oslo_models.layers.custom_layers import Overridden
+from oslo_models.layers.custom_layers import FunctionOverrides
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit
@@ -38,7 +38,7 @@ class ShardedLSHSelfAttention(hf.LSHSelfAttention):
             return torch.randn(layout.shape[0] // width, *shape[1:], **options)[start // width : stop // width]
 
         before = (generator := default_generator(vectors.device)).get_state()
-        with Overridden({torch.randn: local_rotations}):
+        with FunctionOverrides({torch.randn: local_rotations}):
             hashes = super()._hash_vectors(vectors, *args, **kwargs)
         if self.training:  # the backward pass reuses these hashes and has to draw the same dropout masks
             generator.set_state(before)
@@ -58,12 +58,12 @@ class SynchronizedReformerLayer(hf.ReformerLayer):
 class ReformerParallel(ParallelModel):
     """Sharding plan of the Reformer family."""
 
-    def initialize_constructed(self) -> None:
+    def _initialize_constructed(self) -> None:
         if hasattr(self, "lm_head"):
             init.zeros_(self.lm_head.bias)
 
-    def shard_(self, *args: Any) -> None:
-        super().shard_(*args)
+    def _shard(self, *args: Any) -> None:
+        super()._shard(*args)
         classes = {hf.LSHSelfAttention: ShardedLSHSelfAttention, hf.ReformerLayer: SynchronizedReformerLayer}
         for module in self.modules() if self.is_tensor_parallelized() else ():
             module.__class__ = classes.get(type(module), type(module))

@@ -24,7 +24,7 @@ class Wav2Vec2Parallel(ParallelModel):
 
     returns_features: ClassVar[bool] = False
 
-    def initialize_constructed(self) -> None:
+    def _initialize_constructed(self) -> None:
         if hasattr(self, "layer_weights"):
             init.constant_(self.layer_weights, 1 / len(self.layer_weights))
 

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from oslo_models.pipeline.placeholders import BoundaryDropout, Output, Placeholder, placeholder, zeros_without_memory
+from oslo_models.pipeline.placeholders import (
+    BoundaryDropout,
+    OutputKind,
+    Placeholder,
+    make_placeholder,
+    zeros_without_memory,
+)
 from oslo_models.pipeline.stage import Stage, stack_of
 from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, ReplicatedEmbedding, VocabParallel
 
@@ -29,10 +35,10 @@ def place_boundaries(
         stack = stack_of(key, prefix, stage.stacks, 0)
         if stage.index == stack.first:
             continue
-        output = _output(entry, _find(model, prefix + key), embeds_tokens=stack.positions is None)
+        output = _output(entry, _find(model, prefix + key), embeds_tokens=stack.input_positions is None)
         replacement = _replace(model, prefix + key, device, output)
         is_stacks_own = len(stage.stacks) == 1 or (prefix + key).startswith(f"{stack.name}.")
-        if is_stacks_own and replacement is not None and output is Output.ZEROS:
+        if is_stacks_own and replacement is not None and output is OutputKind.ZEROS:
             stack.receiver = replacement  # of several, the last: its output is the input of the blocks
     for key, value in plan.disabled_after_first_stage.items():
         if stage.index != stack_of(key, prefix, stage.stacks, 0).first:
@@ -52,16 +58,15 @@ def place_boundaries(
         model.set_submodule(prefix + key, boundary)
     after_blocks = [prefix + key for key in plan.head if stage.index != stack_of(key, prefix, stage.stacks, -1).last]
     for key in (*after_blocks, *(head if not stage.is_last else ())):
-        _replace(model, key, device, Output.INPUT)
+        _replace(model, key, device, OutputKind.INPUT)
 
 
-def _output(entry: Replicated, module: nn.Module | None, embeds_tokens: bool) -> Output:
+def _output(entry: Replicated, module: nn.Module | None, embeds_tokens: bool) -> OutputKind:
     """What the placeholder of a module before the blocks returns."""
     if isinstance(entry, Norm) or (embeds_tokens and isinstance(module, nn.Linear)):
-        return Output.INPUT
-    return (
-        Output.ADDEND if embeds_tokens and not isinstance(entry, (VocabParallel, ReplicatedEmbedding)) else Output.ZEROS
-    )
+        return OutputKind.INPUT
+    embeds_here = isinstance(entry, (VocabParallel, ReplicatedEmbedding))
+    return OutputKind.ADDEND if embeds_tokens and not embeds_here else OutputKind.ZEROS
 
 
 def _with_argument(
@@ -71,7 +76,7 @@ def _with_argument(
     return args, {**kwargs, name: value}
 
 
-def _replace(model: nn.Module, path: str, device: torch.device, output: Output) -> Placeholder | None:
+def _replace(model: nn.Module, path: str, device: torch.device, output: OutputKind) -> Placeholder | None:
     """Replace a module, a parameter or a buffer by a placeholder, if it exists: some entries are optional.
 
     Returns:
@@ -79,7 +84,7 @@ def _replace(model: nn.Module, path: str, device: torch.device, output: Output) 
     """
     module = _find(model, path)
     if module is not None:
-        replacement = placeholder(module, device, output)
+        replacement = make_placeholder(module, device, output)
         model.set_submodule(path, replacement)
         return replacement
     owner, _, leaf = path.rpartition(".")

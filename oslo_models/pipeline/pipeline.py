@@ -66,7 +66,7 @@ class Pipeline:
             first = broadcast(axis, param.data.clone())
             if not bool(((first == param.data) | first.isnan()).all()):
                 name = names[id(param)]
-                differing.append(self.stage.aliases.get(name, name))
+                differing.append(self.stage.full_names.get(name, name))
         found = sorted({name for each in gather_objects(self.mesh.model, differing) for name in each})
         if found:
             raise ValueError(
@@ -92,7 +92,7 @@ class Pipeline:
             )
         if "use_cache" in self._signature.parameters:
             batch.setdefault("use_cache", False)  # a cache of this stage's blocks alone is of no use
-        self.mesh.world.at(f"beginning of the loop over micro-batches, stage {self.stage.index}", steps=1)
+        self.mesh.world.set_phase(f"beginning of the loop over micro-batches, stage {self.stage.index}", steps=1)
         deepspeed = DeepSpeedAdapter.find(self.model)
         micro_batches = self._micro_batches(batch)
         name, loss = type(self.model).__name__, None

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding
 
 
-class Output(Enum):
+class OutputKind(Enum):
     """What a placeholder returns.
 
     Attributes:
@@ -36,11 +36,11 @@ class Placeholder(nn.Module):
     It has the class, the attributes and the submodules of the module that it replaces. Its weights have the same
     shape, dtype and device, but take no memory, are not parameters, and are skipped by initialization.
 
-    Its output is the hidden states in ``arrived``, once after they are set, and otherwise as `Output` describes.
+    Its output is the hidden states in ``arrived``, once after they are set, and otherwise as `OutputKind` describes.
     """
 
     arrived: Tensor | None
-    _output: Output
+    _output: OutputKind
     _weights: list[str]
     _replaced: tuple[nn.Module]  # in a tuple, so that it is no submodule
 
@@ -49,10 +49,10 @@ class Placeholder(nn.Module):
         if arrived is not None:
             return arrived.clone()  # not a leaf: `copy_to` caches a copy on it, and readers may modify it in place
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if self._output is Output.INPUT:
+        if self._output is OutputKind.INPUT:
             return x
         zeros = self._zeros(x, args, kwargs)
-        return zeros[..., :1] if self._output is Output.ADDEND else zeros
+        return zeros[..., :1] if self._output is OutputKind.ADDEND else zeros
 
     def _zeros(self, x: Tensor | None, args: Any, kwargs: Any) -> Any:
         """Zeros for each tensor that the replaced module returns; it runs on the meta device to find the shapes."""
@@ -87,7 +87,7 @@ class Placeholder(nn.Module):
         return self
 
 
-def placeholder(module: nn.Module, device: torch.device, output: Output = Output.ZEROS) -> Placeholder:
+def make_placeholder(module: nn.Module, device: torch.device, output: OutputKind = OutputKind.ZEROS) -> Placeholder:
     """Make the placeholder of ``module``, which is not changed.
 
     Args:
@@ -107,7 +107,7 @@ def placeholder(module: nn.Module, device: torch.device, output: Output = Output
     for name in result._weights:
         setattr(result, name, zeros_without_memory(tensors[name].shape, tensors[name].dtype, device))
     for name, child in children.items():
-        result._modules[name] = None if child is None else placeholder(child, device)
+        result._modules[name] = None if child is None else make_placeholder(child, device)
     result._replaced = (_on_meta(module),)
     return result
 

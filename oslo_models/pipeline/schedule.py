@@ -116,7 +116,7 @@ class Schedule:
         self._finish()
 
     def _set_phase(self, phase: str) -> None:
-        self.mesh.world.at(f"{phase}, stage {self.stage.index}")
+        self.mesh.world.set_phase(f"{phase}, stage {self.stage.index}")
 
     def _is_complete(self) -> bool:
         return self.forwards == self.num_micro_batches and (not self.trains or self.backwards == self.num_micro_batches)

@@ -64,7 +64,7 @@ def split_stage(
             del model.get_submodule(prefix + stack)._modules[name]
     _renumber_layers(model, plan, prefix)
     stage.full_config = _restrict_layer_types(model, ranges[index])
-    stage.returned = {prefix + key: width for key, width in plan.early_outputs.items()}
+    stage.early_outputs = {prefix + key: width for key, width in plan.early_outputs.items()}
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
     model.all_tied_weights_keys = _local_tied_keys(model, stage.tied_names)
     return stage
@@ -103,7 +103,7 @@ def _stacks(
         before = sum(stage < index for stage in stages)
         positions = plan.input_positions.get(stack)
         stacks.append(
-            Stack(module, prefix + stack, stages[0], stages[-1], index in stages, before, positions=positions)
+            Stack(module, prefix + stack, stages[0], stages[-1], index in stages, before, input_positions=positions)
         )
     return stacks
 
@@ -216,7 +216,7 @@ def _copy_first_block_modules(
                     setattr(target, attribute, value)
             for parameter, _ in getattr(source, leaf).named_parameters():
                 local = f"{prefix}{stack}.{names[0]}.{path}.{parameter}"
-                stage.aliases[local] = f"{prefix}{stack}.0.{path}.{parameter}"
+                stage.full_names[local] = f"{prefix}{stack}.0.{path}.{parameter}"
 
 
 def _renumber_layers(model: nn.Module, plan: Plan, prefix: str) -> None:

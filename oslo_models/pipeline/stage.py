@@ -23,7 +23,7 @@ class Stack:
         blocks_before: the number of its blocks on earlier stages.
         receiver: the placeholder of the embedding, which outputs the hidden states received from the stage before;
             ``None`` on the first stage.
-        positions: see `Plan`; ``None`` for a stack that embeds tokens.
+        input_positions: see `Plan`; ``None`` for a stack that embeds tokens.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Stack:
     is_local: bool
     blocks_before: int = 0
     receiver: Placeholder | None = None
-    positions: InputPositions | None = None
+    input_positions: InputPositions | None = None
 
 
 @dataclass
@@ -47,24 +47,24 @@ class Stage:
         count: the number of stages.
         stacks: the stacks in the order in which a forward runs them.
         ranges: for each stage its range of blocks, counted through all stacks.
-        aliases: for parameters whose name differs in the full model, from the name here to that in the full model.
+        full_names: for parameters whose name differs in the full model, from the name here to that in the full model.
         shared_parameters: for parameters that several stages hold, from the canonical name to those stages.
         tied_names: for tied weights, from each other name in the full model to the canonical name.
         full_config: values of the full model's configuration that differ from those of this stage.
         frozen: the canonical names of parameters that get no gradient.
-        returned: see `Plan`; with the names of the full model.
+        early_outputs: see `Plan`; with the names of the full model.
     """
 
     index: int
     count: int
     stacks: list[Stack]
     ranges: tuple[Range, ...]
-    aliases: dict[str, str] = field(default_factory=dict)
+    full_names: dict[str, str] = field(default_factory=dict)
     shared_parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tied_names: dict[str, str] = field(default_factory=dict)
     full_config: dict[str, Any] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
-    returned: dict[str, int] = field(default_factory=dict)
+    early_outputs: dict[str, int] = field(default_factory=dict)
 
     def is_first_holder(self, name: str) -> bool:
         """Whether this stage is the first that holds the parameter; sums over all parameters count it there only."""
@@ -72,7 +72,7 @@ class Stage:
 
     def canonical_name(self, name: str) -> str:
         """The canonical name of the parameter that is called ``name`` on this stage."""
-        full_name = self.aliases.get(name, name)
+        full_name = self.full_names.get(name, name)
         return self.tied_names.get(full_name, full_name)
 
     @property

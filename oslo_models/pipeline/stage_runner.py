@@ -32,7 +32,7 @@ class StageRunner:
     """One stage of a model, as a function of a micro-batch and of the received hidden states.
 
     Each tensor that is sent between stages has a number: that of its stack for hidden states, and the numbers after
-    these for further outputs of the model (`Stage.returned`).
+    these for further outputs of the model (`Stage.early_outputs`).
 
     Args:
         model: this stage of the model.
@@ -56,7 +56,7 @@ class StageRunner:
                 model.get_submodule(stage.stacks[i].name).register_forward_hook(
                     partial(self._record_stack, i, ends_stage)
                 )
-        self._returned = dict(enumerate(stage.returned, len(stage.stacks)))
+        self._returned = dict(enumerate(stage.early_outputs, len(stage.stacks)))
         if stage.index == 0:
             for number, path in self._returned.items():
                 model.get_submodule(path).register_forward_hook(partial(self._record_returned, number))
@@ -86,11 +86,11 @@ class StageRunner:
     def shape(self, batch: Batch, number: int) -> tuple[int, int, int]:
         """``(rows, length, width)`` of the tensor with this number; every rank can derive it from the batch."""
         if number in self._returned:
-            return (*self.shape(batch, 0)[:2], self.stage.returned[self._returned[number]])
+            return (*self.shape(batch, 0)[:2], self.stage.early_outputs[self._returned[number]])
         stack = self.stage.stacks[number]
         width = self._width(stack)
-        if stack.positions is not None:
-            return (*stack.positions(batch), width)
+        if stack.input_positions is not None:
+            return (*stack.input_positions(batch), width)
         is_decoder = number == len(self.stage.stacks) - 1 and len(self.stage.stacks) > 1
         labels = batch.get("labels")
         has_token_labels = labels is not None and labels.dim() > 1 and not labels.is_floating_point()

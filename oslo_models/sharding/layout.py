@@ -30,7 +30,7 @@ class EvenSplit:
     count: int
     width: int = 1
 
-    def limit(self) -> int:
+    def max_ranks(self) -> int:
         """The largest number of ranks that the dimension can be split over."""
         return self.count
 
@@ -38,17 +38,17 @@ class EvenSplit:
         """The full size of the dimension, in elements."""
         return self.count * self.width
 
-    def counts(self, n: int) -> tuple[Range, ...]:
+    def unit_ranges(self, n: int) -> tuple[Range, ...]:
         """The range of units of each of ``n`` ranks. Ranges overlap where key-value heads are replicated."""
         return even_ranges(self.count, n)
 
     def ranges(self, n: int) -> tuple[Range, ...]:
         """The range of elements of each of ``n`` ranks."""
-        return tuple((start * self.width, stop * self.width) for start, stop in self.counts(n))
+        return tuple((start * self.width, stop * self.width) for start, stop in self.unit_ranges(n))
 
     def local_count(self, n: int, rank: int) -> int:
         """The number of units on ``rank``."""
-        start, stop = self.counts(n)[rank]
+        start, stop = self.unit_ranges(n)[rank]
         return stop - start
 
     def local_extent(self, n: int, rank: int) -> int:
@@ -120,10 +120,10 @@ class _Heads(EvenSplit):
     kv: bool
     first: int = 0
 
-    def limit(self) -> int:
+    def max_ranks(self) -> int:
         return self.groups.query_heads
 
-    def counts(self, n: int) -> tuple[Range, ...]:
+    def unit_ranges(self, n: int) -> tuple[Range, ...]:
         ranges = [pair[self.kv] for pair in self.groups.head_ranges(n)]
         clipped = [(max(start - self.first, 0), min(stop - self.first, self.count)) for start, stop in ranges]
         return tuple((start, stop) if start < stop else (0, 0) for start, stop in clipped)
@@ -155,7 +155,7 @@ class Layout:
             raise ValueError(f"ranges {self.ranges} do not cover dimension {self.dim} of shape {self.shape}")
 
     @classmethod
-    def divided(cls, shape: Sequence[int], dim: int, splits: Sequence[EvenSplit], n: int) -> Layout:
+    def sharded(cls, shape: Sequence[int], dim: int, splits: Sequence[EvenSplit], n: int) -> Layout:
         """Shard ``dim`` over ``n`` ranks.
 
         Args:
@@ -183,7 +183,7 @@ class Layout:
         size = sum(stop - start for start, stop in self.ranges[rank])
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
-    def places(self, rank: int) -> Iterator[tuple[Index, Index]]:
+    def shard_indices(self, rank: int) -> Iterator[tuple[Index, Index]]:
         """For each range of ``rank``, its index in the full tensor and its index in the local tensor.
 
         A replicated tensor is one range. An index has a slice with both bounds for every dimension.
@@ -198,12 +198,12 @@ class Layout:
             yield (*before, slice(start, stop), *after), (*before, slice(offset, end), *after)
             offset = end
 
-    def owned(self, rank: int) -> list[tuple[Index, Index]]:
+    def owned_indices(self, rank: int) -> list[tuple[Index, Index]]:
         """Those `places` of ``rank`` that no earlier rank holds: over all ranks, every element appears once."""
         if self.dim is None:
-            return [*self.places(rank)] if rank == 0 else []
+            return [*self.shard_indices(rank)] if rank == 0 else []
         earlier = {interval for local in self.ranges[:rank] for interval in local}
-        pairs = zip(self.ranges[rank], self.places(rank), strict=True)
+        pairs = zip(self.ranges[rank], self.shard_indices(rank), strict=True)
         return [place for interval, place in pairs if interval not in earlier]
 
     @property
@@ -214,10 +214,10 @@ class Layout:
 
     def shard(self, full: Tensor, rank: int) -> Tensor:
         """The shard of ``rank``, cut out of the full tensor."""
-        parts = [full[index] for index, _ in self.places(rank)]
+        parts = [full[index] for index, _ in self.shard_indices(rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim or 0)
 
-    def place(self, full: Tensor, local: Tensor, rank: int) -> None:
+    def write_shard(self, full: Tensor, local: Tensor, rank: int) -> None:
         """Write the shard ``local`` of ``rank`` into ``full``."""
-        for full_index, local_index in self.places(rank):
+        for full_index, local_index in self.shard_indices(rank):
             full[full_index].copy_(local[local_index])

@@ -20,7 +20,7 @@ class Replicated:
         """The layout over ``n`` ranks of the parameter ``leaf`` (its last name, such as ``"weight"``)."""
         return Layout(shape)
 
-    def limit(self) -> int | None:
+    def max_ranks(self) -> int | None:
         """The largest number of ranks that the entry allows; ``None``: any."""
         return None
 
@@ -42,7 +42,7 @@ class HeadNorm(Norm):
     split: EvenSplit | None = None
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        return Layout(shape) if self.split is None else Layout.divided(shape, 0, (self.split,), n)
+        return Layout(shape) if self.split is None else Layout.sharded(shape, 0, (self.split,), n)
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class ColumnParallel(Replicated):
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         return self._sharded(shape, len(shape) - 1 if self.transposed else 0, n)
 
-    def limit(self) -> int | None:
-        return min((split.limit() for split in self.splits), default=None)
+    def max_ranks(self) -> int | None:
+        return min((split.max_ranks() for split in self.splits), default=None)
 
     def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
-        return Layout.divided(shape, dim, self.splits or (EvenSplit(shape[dim] // self.parts),) * self.parts, n)
+        return Layout.sharded(shape, dim, self.splits or (EvenSplit(shape[dim] // self.parts),) * self.parts, n)
 
 
 class RowParallel(ColumnParallel):
@@ -115,10 +115,10 @@ class EinsumHeads(Replicated):
     attributes: Mapping[str, LocalValue] = field(default_factory=dict)
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        return Layout.divided(shape, len(shape) - 2, (self.heads,), n)
+        return Layout.sharded(shape, len(shape) - 2, (self.heads,), n)
 
-    def limit(self) -> int | None:
-        return self.heads.limit()
+    def max_ranks(self) -> int | None:
+        return self.heads.max_ranks()
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class VocabParallel(Replicated):
     """Shard the rows of an embedding, of a language-model head or of its bias: one row per token of the vocabulary."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        return Layout.divided(shape, 0, (EvenSplit(shape[0]),), n)
+        return Layout.sharded(shape, 0, (EvenSplit(shape[0]),), n)
 
 
 @dataclass(frozen=True)
@@ -220,15 +220,15 @@ class Plan:
     early_outputs: Mapping[str, int] = field(default_factory=dict)
     single_stage_reason: str = ""
 
-    def limit(self) -> int | None:
+    def max_ranks(self) -> int | None:
         """The largest tensor_parallel_size that every entry allows; ``None``: any."""
         entries = [entry for stack in self.blocks.values() for entry in stack.values()]
-        limits = [entry.limit() for entry in entries]
+        limits = [entry.max_ranks() for entry in entries]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_ranks(self, name: str, config: str, count: int) -> None:
         """Raise ``ValueError`` if the model ``name``, with a ``config``, cannot be sharded over ``count`` ranks."""
-        limit, more = self.limit(), f"tensor_parallel_size={count} is more than"
+        limit, more = self.max_ranks(), f"tensor_parallel_size={count} is more than"
         if count > 1 and self.single_rank_reason:
             raise ValueError(f"{more} 1, all that {name} allows: {self.single_rank_reason}")
         if limit is not None and count > limit:

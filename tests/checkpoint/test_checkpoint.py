@@ -231,7 +231,7 @@ for how in saves:
     kept = []
     for name, info in reader.tensors.items():
         dim = int(name.startswith("down"))
-        kept.append(reader.read(name, Layout.divided(info.shape, dim, (EvenSplit(info.shape[dim]),), 2), 1))
+        kept.append(reader.read(name, Layout.sharded(info.shape, dim, (EvenSplit(info.shape[dim]),), 2), 1))
     print("reading", how, (status("VmHWM") - start) / total, (total / 2 + largest) / total + 0.01)
     reader.close()
     del kept, reader

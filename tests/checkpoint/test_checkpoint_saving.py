@@ -132,7 +132,7 @@ def merged_peak(directory: Path) -> float:
     """Growth of this rank's memory during a merged save, in largest tensors."""
     mesh = ParallelMesh(2)
     cut = {
-        f"{dim}.{i}": Layout.divided((4096, 4096), dim, (EvenSplit((4096, 4096)[dim]),), 2)
+        f"{dim}.{i}": Layout.sharded((4096, 4096), dim, (EvenSplit((4096, 4096)[dim]),), 2)
         for dim in (0, 1)
         for i in (0, 1)
     }

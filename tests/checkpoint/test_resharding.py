@@ -145,7 +145,7 @@ def test_resize_token_embeddings_grows_the_logits_bias(pool: Pool, tmp_path: Pat
 def _seeded(sizes: dict[str, int]) -> dict[str, Tensor]:
     cls = registry.find("T5ForConditionalGeneration")
     model = cls.from_config_with_parallel(zoo.config("t5"), seed=7, **sizes)  # type: ignore[attr-defined]
-    aliases = model.stage.aliases if model.stage else {}
+    aliases = model.stage.full_names if model.stage else {}
     return {
         aliases.get(name, name): (model.layouts[name], model.mesh.tp.rank, param.detach().clone())  # type: ignore[misc]
         for name, param in model.named_parameters()

@@ -18,7 +18,7 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 from support import ROOT
 from support.pool import Pool
 
-LAYOUTS = {"weight": Layout.divided((5, 4), 0, [EvenSplit(5)], 2), "bias": Layout((4,))}
+LAYOUTS = {"weight": Layout.sharded((5, 4), 0, [EvenSplit(5)], 2), "bias": Layout((4,))}
 
 
 def _save_split(folder: Path) -> None:

@@ -364,7 +364,7 @@ def test_tensor_parallel_rejects_unsupported_arguments() -> None:
         ("GPUs only or CPUs only", ["cuda:0", "cpu"], {}),
         ("there is no GPU", [], {}),
         ("sharded_param_names has 'wte', which is no parameter", ["cpu"] * 2, {"sharded_param_names": ["wte"]}),
-        ("which is divided already", ["cpu"] * 2, {"sharded_param_names": ["lm_head.weight"]}),
+        ("which is already sharded", ["cpu"] * 2, {"sharded_param_names": ["lm_head.weight"]}),
         ("tensor_parallel_config=.*the sharding plan", ["cpu"] * 2, {"tensor_parallel_config": {}}),
         ("no argument colour", ["cpu"] * 2, {"colour": "red"}),
         ("leave out device_ids", ["cpu"] * 2, {"distributed": True}),
@@ -381,5 +381,5 @@ def test_tensor_parallel_rejects_unsupported_arguments() -> None:
     with pytest.raises(RuntimeError, match="resize it before"):
         other.resize_token_embeddings(50)
     assert other.to("cpu").half().dtype == torch.float16 and model.dtype == torch.float32
-    with pytest.raises(RuntimeError, match="divided already"):
+    with pytest.raises(RuntimeError, match="already sharded"):
         oslo_models.tensor_parallel(other.parts[0], ["cpu"] * 2)

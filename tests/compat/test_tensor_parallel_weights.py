@@ -14,7 +14,7 @@ from support.float64 import lifted_casts
 from support.reference import TOLERANCE, full_gradients, shard_differences
 from support.tensor_parallel import check_tensor_parallel_step, tensor_parallel_model, transformers_model
 
-# What is not divided by layers ----------------------------------------------------------------------------------------
+# What is not sharded by layers ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("variant", "n"), [("gpt2", 3), ("llama-one-kv", 2), ("qwen3", 2), ("bert", 2)])

@@ -209,12 +209,12 @@ def test_resize_token_embeddings_must_be_at_least_the_vocabulary(pool: Pool, siz
         assert message == f"resize_token_embeddings must be an integer of at least vocab_size=53, got {size!r}"
 
 
-def _resize_divided() -> None:
+def _resize_sharded() -> None:
     GPT2LMHeadModel.from_config_with_parallel(GPT2Config(**CONFIG), tensor_parallel_size=2).resize_token_embeddings(60)
 
 
 def test_resizing_sharded_embeddings_after_construction_is_rejected(pool: Pool) -> None:
-    for message in refused(pool, 2, _resize_divided, kind=RuntimeError):
+    for message in refused(pool, 2, _resize_sharded, kind=RuntimeError):
         assert "pass resize_token_embeddings=60 to from_pretrained_with_parallel" in message
 
 

@@ -183,7 +183,7 @@ def test_deploy_backend_is_chosen_from_the_environment(
     if launched:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "2")
-    assert serving.Serving().backend(2) == backend
+    assert serving.DeployOptions().backend(2) == backend
 
 
 def test_deployment_needs_one_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:

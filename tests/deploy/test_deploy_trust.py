@@ -240,7 +240,7 @@ def test_deployment_on_several_hosts_requires_a_secret(monkeypatch: pytest.Monke
         with pytest.raises(ValueError, match=text) as caught:
             GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, deploy=True, deploy_secret=secret)
         assert "short but" not in str(caught.value)
-    assert SECRET not in repr(serving.Serving(deploy_secret=SECRET))
+    assert SECRET not in repr(serving.DeployOptions(deploy_secret=SECRET))
     with pytest.raises(ValueError, match="deploy_secret"):
         torchrun.serve()
 

@@ -178,7 +178,7 @@ def check_stages(config: Any, batch: dict[str, Any], weights: Weights) -> None:
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     expected = stage_parameters(twin)
     assert all(torch.equal(param, expected[name]) for name, param in stage_parameters(model).items())
-    with pytest.raises(RuntimeError, match="divided already"):
+    with pytest.raises(RuntimeError, match="already sharded"):
         oslo_models.initialize(model, {})
     model.save_parallelized("saved")
     with torch.no_grad():

@@ -60,10 +60,10 @@ def check_steps(steps: list[Step], n: int) -> None:
         names = list(model.state_dict())
         needed = model.loss_needs_full_logits or getattr(step.config, "final_logit_softcapping", None)  # by tanh
         heads = (*type(model).head_plan.values(), *model.plan(model.config).head.values())
-        divided = any(isinstance(entry, VocabParallel) for entry in heads)
-        assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == (divided and not needed)
+        sharded = any(isinstance(entry, VocabParallel) for entry in heads)
+        assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == (sharded and not needed)
         with small_chunks(), mock.patch.object(LazyLogits, "compute", side_effect=AssertionError("logits were made")):
-            without = LOGITS if divided and not needed else ()
+            without = LOGITS if sharded and not needed else ()
             lines += [f"{step.name}: {line}" for line in step_differences(model, step, without=without)]
         assert names == list(model.state_dict())
     assert not lines, "\n".join(lines)
@@ -421,7 +421,7 @@ def deferred(tp: Any, seed: int) -> tuple[list[Tensor], Tensor, list[Tensor], Te
     """Leaves and whole logits made of them; this rank's leaves and the logits deferred."""
     torch.manual_seed(seed)
     full = [torch.randn(*shape, dtype=torch.float64) for shape in ((*SHAPE[:-1], HIDDEN), (VOCAB, HIDDEN), (VOCAB,))]
-    words = Layout.divided((VOCAB, HIDDEN), 0, (EvenSplit(VOCAB),), tp.size)
+    words = Layout.sharded((VOCAB, HIDDEN), 0, (EvenSplit(VOCAB),), tp.size)
     own = [full[0].clone(), *(mine(words, x, tp.rank).clone() for x in full[1:])]
     head = nn.Linear(1, 1)
     head.weight, head.bias = nn.Parameter(own[1]), nn.Parameter(own[2])

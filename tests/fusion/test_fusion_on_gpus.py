@@ -246,11 +246,11 @@ def test_graph_decoding_gives_the_same_tokens(pool: Pool) -> None:
 def test_graph_decoding_is_offered_where_it_pays() -> None:
     model = gpt2()
     with mock.patch.object(type(model), "device", torch.device("cuda")):
-        assert any(site.operation == "decoding" and site.cls is not None for site in fusion_candidates(model, "torch"))
+        assert any(each.operation == "decoding" and each.cls is not None for each in fusion_candidates(model, "torch"))
     neo = registry.find("GPTNeoForCausalLM").from_config_with_parallel(zoo.config("gpt_neo"))
     with mock.patch.object(type(neo), "device", torch.device("cuda")):
-        (site,) = [site for site in fusion_candidates(neo, "torch") if site.operation == "decoding"]
-    assert site.cls is None and "static cache" in site.reason
+        (candidate,) = [candidate for candidate in fusion_candidates(neo, "torch") if candidate.operation == "decoding"]
+    assert candidate.cls is None and "static cache" in candidate.reason
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ Gradients = Mapping[str, Tensor | None]
 def step_with_recorded_masks(
     name: str, config: PreTrainedConfig, weights: Weights, batch: Batch, n: int, seed: int
 ) -> tuple[Tensor, Gradients, list[Tensor], dict[str, Layout]]:
-    """A step of this rank: loss, gradients, masks in the order of their calls, and how the parameters are divided."""
+    """A step of this rank: loss, gradients, masks in the order of their calls, and how the parameters are sharded."""
     model = parallel_model(name, config, weights, n, attn_implementation="eager")
     torch.manual_seed(seed)
     with lifted_casts(), Recorder() as recorder:
@@ -66,7 +66,7 @@ def check_dropout(pool: Pool, name: str, variant: str, n: int, seed: int) -> Non
             expected = None if gradient is None else layouts[rank][key].shard(gradient, rank)
             lines += differences(f"gradient of {key} on rank {rank}", gradients[rank][key], expected, TOLERANCE)
     assert not lines, "\n".join(lines)
-    check_masks([mask for mask, divided in joined if divided], [mask for mask, divided in joined if not divided], masks)
+    check_masks([mask for mask, sharded in joined if sharded], [mask for mask, sharded in joined if not sharded], masks)
 
 
 @pytest.mark.parametrize("n", [2, 3])

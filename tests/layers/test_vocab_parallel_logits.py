@@ -20,9 +20,9 @@ from support.pool import Pool
 from support.reference import TOLERANCE, differences
 
 
-def divided(full: Tensor, tp: Any) -> tuple[Tensor, VocabParallelLogits]:
+def sharded(full: Tensor, tp: Any) -> tuple[Tensor, VocabParallelLogits]:
     """A leaf that holds this rank's part of ``full``, and the logits made of it."""
-    words = Layout.divided((VOCAB, 1), 0, (EvenSplit(VOCAB),), tp.size)
+    words = Layout.sharded((VOCAB, 1), 0, (EvenSplit(VOCAB),), tp.size)
     ((start, stop),) = words.ranges[tp.rank]
     leaf = full[..., start:stop].clone().requires_grad_()
     return leaf, VocabParallelLogits.from_local(leaf * 1, tp, words)
@@ -34,9 +34,9 @@ def part_of(full: Tensor, logits: VocabParallelLogits) -> Tensor:
 
 
 def compare(what: str, full: Tensor, tp: Any, operation: Callable[[Tensor], Any], tolerance: float) -> list[str]:
-    """Apply an operation to whole logits and to divided ones; where result and gradient differ."""
+    """Apply an operation to whole logits and to sharded ones; where result and gradient differ."""
     whole = full.clone().requires_grad_()
-    leaf, logits = divided(full, tp)
+    leaf, logits = sharded(full, tp)
     expected, found = operation(whole * 1), operation(logits)
     if not isinstance(expected, Tensor):
         return [] if found == expected else [f"{what}: {found} instead of {expected}"]
@@ -93,7 +93,7 @@ def check_half_precision(seed: int) -> None:
         for options in LOSSES[:-1]:
             whole = full.float().requires_grad_()
             expected = F.cross_entropy(whole, target, **options)
-            leaf, logits = divided(full, tp)
+            leaf, logits = sharded(full, tp)
             found = F.cross_entropy(logits, target, **options)
             expected.sum().backward()
             found.sum().backward()
@@ -110,7 +110,7 @@ def test_vocab_parallel_cross_entropy_in_half_precision(pool: Pool, seed: int) -
 
 
 def lose(label: int, options: Loss) -> None:
-    _, logits = divided(torch.zeros(2, VOCAB), ParallelMesh(2).tp)
+    _, logits = sharded(torch.zeros(2, VOCAB), ParallelMesh(2).tp)
     F.cross_entropy(logits, torch.tensor([1, label]), **options)
 
 
@@ -126,7 +126,7 @@ def test_vocab_parallel_cross_entropy_rejects_labels_outside_the_vocabulary(
 
 
 def check_operations(table: str, n: int, seed: int) -> None:
-    """On every rank: each operation on divided logits gives what it gives on whole ones, and the same gradient."""
+    """On every rank: each operation on sharded logits gives what it gives on whole ones, and the same gradient."""
     tp = ParallelMesh(n).tp
     torch.manual_seed(seed)
     full = torch.randn(SHAPE, dtype=torch.float64)

@@ -30,7 +30,7 @@ def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path
     """Outputs or loss, every gradient and greedy tokens; or the refusal that the plan states."""
     cls: Any = registry.find(step.name)
     plan = cls.plan(step.config)
-    limit = 1 if plan.single_rank_reason else plan.limit() or tp
+    limit = 1 if plan.single_rank_reason else plan.max_ranks() or tp
     if tp > limit or (pp > 1 and plan.single_stage_reason):
         with pytest.raises(ValueError, match=r"parallel_size=\d is more than"):
             cls.from_pretrained_with_parallel(folder, tp, pp, **options)

@@ -38,7 +38,7 @@ from support.reference import (
 )
 
 
-def check_divided(
+def check_sharded(
     step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, tp: int
 ) -> None:
     """Loaded from transformers' own file: the step, the tokens; then saved in parts."""
@@ -69,7 +69,7 @@ def check_stages(
 
 def check_both(step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], folder: Path, n: int) -> None:
     """Both in one process group."""
-    check_divided(step, tokens, ways, folder / "whole", folder / "split", n)
+    check_sharded(step, tokens, ways, folder / "whole", folder / "split", n)
     check_stages(step, tokens, ways, folder / "split", folder / "merged", n)
 
 
@@ -86,7 +86,7 @@ def check_type(
     if tp == pp:
         pool.run(tp, check_both, step, tokens, ways, folder, tp)
     else:
-        pool.run(tp, check_divided, step, tokens, ways, folder / "whole", folder / "split", tp)
+        pool.run(tp, check_sharded, step, tokens, ways, folder / "whole", folder / "split", tp)
         pool.run(pp, check_stages, step, tokens, ways, folder / "split", folder / "merged", pp)
     assert (folder / "merged/model.safetensors").read_bytes() == (folder / "whole/model.safetensors").read_bytes()
     assert (folder / "merged/config.json").read_bytes() == (folder / "whole/config.json").read_bytes()

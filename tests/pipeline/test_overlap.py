@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.pipeline.pipeline import Pipeline
-from oslo_models.pipeline.placeholders import placeholder
+from oslo_models.pipeline.placeholders import make_placeholder
 from oslo_models.pipeline.stage import Stack, Stage
 
 from support.pool import Pool
@@ -92,7 +92,7 @@ class IdleModel(nn.Module):
         self.clock, self.mesh = clock, ParallelMesh(1, STAGES)
         self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
         self.blocks = nn.ModuleList()
-        self.received = placeholder(nn.Embedding(1, 2), self.mesh.device)
+        self.received = make_placeholder(nn.Embedding(1, 2), self.mesh.device)
         stack = Stack("", "blocks", 0, STAGES - 1, is_local=True, receiver=self.received)
         stage = Stage(self.mesh.pp.rank, STAGES, [stack], ranges=tuple((i, i + 1) for i in range(STAGES)))
         self.pipeline = Pipeline(self, stage, IdleModel.run)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from oslo_models import registry
-from oslo_models.pipeline.placeholders import Output, Placeholder, placeholder
+from oslo_models.pipeline.placeholders import OutputKind, Placeholder, make_placeholder
 
 from support import pipelines, zoo
 from support.float64 import lifted_casts
@@ -63,7 +63,7 @@ class Table(nn.Module):
     ids=lambda module: type(module).__name__,
 )
 def test_placeholder_has_type_and_attributes_of_its_module(module: nn.Module) -> None:
-    made = placeholder(module, CPU)
+    made = make_placeholder(module, CPU)
     assert isinstance(made, Placeholder) and not list(made.parameters()) and not made.state_dict()
     attributes = ("embedding_dim", "num_embeddings", "padding_idx", "in_features", "out_features", "normalized_shape")
     for (name, own), (_, part) in zip(made.named_modules(), module.named_modules(), strict=False):
@@ -80,7 +80,7 @@ def test_placeholder_has_type_and_attributes_of_its_module(module: nn.Module) ->
 
 
 def test_placeholder_is_skipped_by_initialization() -> None:
-    made: Any = placeholder(nn.Linear(3, 4), CPU)
+    made: Any = make_placeholder(nn.Linear(3, 4), CPU)
     with torch.no_grad(), init.guard_torch_init_functions():
         init.normal_(made.weight)
         nn.init.ones_(made.bias)
@@ -89,19 +89,19 @@ def test_placeholder_is_skipped_by_initialization() -> None:
 
 
 def test_placeholder_follows_dtype_and_device_of_the_model() -> None:
-    model = nn.Sequential(placeholder(nn.Embedding(9, 4), CPU), nn.Linear(4, 4))
+    model = nn.Sequential(make_placeholder(nn.Embedding(9, 4), CPU), nn.Linear(4, 4))
     model.to(torch.float16)
     table: Any = model[0]
     assert table.weight.dtype == torch.float16 and table.weight.shape == (9, 4)
     assert table(torch.zeros(2, 3, dtype=torch.long)).dtype == torch.float16
     with torch.device("meta"):
-        late = nn.Sequential(placeholder(nn.Embedding(9, 4), CPU))
+        late = nn.Sequential(make_placeholder(nn.Embedding(9, 4), CPU))
     table = late.to_empty(device=CPU)[0]
     assert table.weight.device == CPU and not table.weight.any()
 
 
 def test_placeholder_returns_zeros_its_input_or_the_received_tensor() -> None:
-    table: Any = placeholder(Table(), CPU)
+    table: Any = make_placeholder(Table(), CPU)
     mask = torch.ones(2, 5, dtype=torch.long)
     values, more = table(mask, past=1)
     assert values.shape == (2, 5, 6) and values.dtype == torch.float64 and not values.any()
@@ -109,9 +109,9 @@ def test_placeholder_returns_zeros_its_input_or_the_received_tensor() -> None:
     arrived = torch.randn(2, 5, 6)
     table.arrived = arrived
     assert torch.equal(table(mask), arrived) and isinstance(table(mask), tuple)  # once
-    added = placeholder(nn.Embedding(9, 4), CPU, Output.ADDEND)
+    added = make_placeholder(nn.Embedding(9, 4), CPU, OutputKind.ADDEND)
     assert added(mask).shape == (2, 5, 1)
-    norm = placeholder(nn.LayerNorm(6), CPU, Output.INPUT)
+    norm = make_placeholder(nn.LayerNorm(6), CPU, OutputKind.INPUT)
     assert norm(arrived) is arrived
     assert torch.equal(copy.deepcopy(norm)(arrived), arrived)
 

@@ -168,7 +168,7 @@ def test_each_parameter_is_on_the_stages_that_use_it(variant: str, name: str) ->
         for index, (part, stage) in enumerate(parts):
             assert (stage.index, stage.count, stage.ranges) == (index, count, ranges)
             here = {
-                stage.aliases.get(local, local): param for local, param in part.named_parameters(remove_duplicate=False)
+                stage.full_names.get(key, key): param for key, param in part.named_parameters(remove_duplicate=False)
             }
             assert here.keys() == {full for full in shapes if index in expected_stages(model, full, ranges)}
             assert {full: tuple(param.shape) for full, param in here.items()} == {full: shapes[full] for full in here}
@@ -239,7 +239,7 @@ def test_relative_bias_of_t5_is_in_the_first_block_of_each_stage(variant: str) -
                 assert hasattr(attention, "relative_attention_bias") == (block == names[0])
             if names and names[0] != "0":
                 expected[f"{stack}.block.{names[0]}.{path}.weight"] = f"{stack}.block.0.{path}.weight"
-        assert stage.aliases == expected
+        assert stage.full_names == expected
 
 
 def test_blocks_per_stage_determines_the_partition() -> None:

@@ -23,7 +23,7 @@ def test_place_inverts_shard(case: tuple[Layout, int]) -> None:
     assert [tuple(shard.shape) for shard in shards] == [layout.local_shape(rank) for rank in range(n)]
     placed = torch.full_like(full, torch.nan)
     for rank in reversed(range(n)):
-        layout.place(placed, shards[rank], rank)
+        layout.write_shard(placed, shards[rank], rank)
     assert torch.equal(placed, full)
 
 
@@ -35,7 +35,7 @@ def test_shard_and_place_keep_every_bit(case: tuple[Layout, int]) -> None:
     full = bits.view(torch.bfloat16) if bits.dim() else bits
     joined = torch.empty_like(full)
     for rank in range(n):
-        layout.place(joined, layout.shard(full, rank), rank)
+        layout.write_shard(joined, layout.shard(full, rank), rank)
     assert torch.equal(joined.view(torch.int16) if bits.dim() else joined, bits)
 
 
@@ -46,7 +46,7 @@ def test_each_element_is_owned_by_one_rank(case: tuple[Layout, int]) -> None:
     held = [layout.shard(full, rank) for rank in range(n)]
     owned = []
     for rank, local in enumerate(held):
-        for there, here in layout.owned(rank):
+        for there, here in layout.owned_indices(rank):
             assert torch.equal(full[there], local[here])
             owned += local[here].flatten().tolist()
     assert sorted(owned) == sorted(full.flatten().tolist())
@@ -65,7 +65,7 @@ def test_even_ranges_differ_by_at_most_one(count: int, n: int) -> None:
 
 @given(units, st.data())
 def test_even_split_differs_by_at_most_one_unit(split: EvenSplit, data: st.DataObject) -> None:
-    n = data.draw(st.integers(1, split.limit()))
+    n = data.draw(st.integers(1, split.max_ranks()))
     sizes = [stop - start for start, stop in split.ranges(n)]
     assert sizes == [split.local_extent(n, rank) for rank in range(n)]
     assert sizes == [split.local_count(n, rank) * split.width for rank in range(n)]
@@ -76,7 +76,7 @@ def test_even_split_differs_by_at_most_one_unit(split: EvenSplit, data: st.DataO
 
 @given(grouped_heads(), st.data())
 def test_grouped_heads_keep_query_heads_with_their_key_value_head(heads: GroupedHeads, data: st.DataObject) -> None:
-    n = data.draw(st.integers(1, heads.query.limit()))
+    n = data.draw(st.integers(1, heads.query.max_ranks()))
     group = heads.query_heads // heads.kv_heads
     query_of = torch.arange(heads.query_heads).repeat_interleave(heads.head_dim)
     kv_of = torch.arange(heads.kv_heads).repeat_interleave(heads.head_dim)
@@ -99,15 +99,15 @@ def test_nine_heads_and_three_key_value_heads_over_two_ranks() -> None:
     heads = GroupedHeads(9, 3, 64)
     assert heads.head_ranges(2) == (((0, 6), (0, 2)), ((6, 9), (2, 3)))
     assert [heads.local_ratio(2, rank) for rank in (0, 1)] == [3, 3]
-    assert not Layout.divided((192, 8), 0, [heads.key_value], 2).overlaps
+    assert not Layout.sharded((192, 8), 0, [heads.key_value], 2).overlaps
 
 
 def test_nine_heads_and_three_key_value_heads_over_four_ranks() -> None:
     heads = GroupedHeads(9, 3, 1)
     assert heads.head_ranges(4) == (((0, 2), (0, 1)), ((2, 3), (0, 1)), ((3, 6), (1, 2)), ((6, 9), (2, 3)))
-    layout = Layout.divided((3, 8), 0, [heads.key_value], 4)
+    layout = Layout.sharded((3, 8), 0, [heads.key_value], 4)
     first = [slice(0, 1)]
-    assert [[here[0] for _, here in layout.owned(rank)] for rank in range(4)] == [first, [], first, first]
+    assert [[here[0] for _, here in layout.owned_indices(rank)] for rank in range(4)] == [first, [], first, first]
     assert layout.overlaps
 
 
@@ -118,14 +118,14 @@ def test_twelve_heads_over_five_ranks() -> None:
 
 def test_one_key_value_head_is_on_every_rank() -> None:
     heads = GroupedHeads(8, 1, 4)
-    layout = Layout.divided((4,), 0, [heads.key_value], 3)
+    layout = Layout.sharded((4,), 0, [heads.key_value], 3)
     assert [layout.local_shape(rank) for rank in range(3)] == [(4,)] * 3
-    assert [[here for _, here in layout.owned(rank)] for rank in range(3)] == [[(slice(0, 4),)], [], []]
+    assert [[here for _, here in layout.owned_indices(rank)] for rank in range(3)] == [[(slice(0, 4),)], [], []]
 
 
 def test_fused_query_key_value_is_sharded_by_part() -> None:
     qkv = torch.cat([torch.arange(4) + offset for offset in (0, 100, 200)])
-    layout = Layout.divided((12,), 0, [EvenSplit(2, 2)] * 3, 2)
+    layout = Layout.sharded((12,), 0, [EvenSplit(2, 2)] * 3, 2)
     assert layout.shard(qkv, 0).tolist() == [0, 1, 100, 101, 200, 201]
     assert layout.shard(qkv, 1).tolist() == [2, 3, 102, 103, 202, 203]
 
@@ -141,7 +141,7 @@ def test_shard_reads_only_its_slices_of_a_lazy_tensor() -> None:
             return piece
 
     lazy = Lazy(distinct((5, 12)))
-    layout = Layout.divided((5, 12), 1, [EvenSplit(2, 2)] * 3, 2)
+    layout = Layout.sharded((5, 12), 1, [EvenSplit(2, 2)] * 3, 2)
     shard = layout.shard(lazy, 1)
     assert lazy.read == shard.numel() == 30
     assert torch.equal(shard, layout.shard(lazy.full, 1))
@@ -149,7 +149,7 @@ def test_shard_reads_only_its_slices_of_a_lazy_tensor() -> None:
 
 def test_invalid_layouts_are_rejected() -> None:
     with pytest.raises(ValueError, match=re.escape("extents [6, 4] do not add up to dimension 1 of shape (3, 12)")):
-        Layout.divided((3, 12), 1, [EvenSplit(3, 2), EvenSplit(4)], 2)
+        Layout.sharded((3, 12), 1, [EvenSplit(3, 2), EvenSplit(4)], 2)
     with pytest.raises(ValueError, match="do not cover dimension 0"):
         Layout((6,), 0, (((0, 2),), ((3, 6),)))
     with pytest.raises(ValueError, match="do not cover dimension 0"):

@@ -103,7 +103,7 @@ def a_copy_for_each_reader(patch: Patch) -> None:
     patch.setattr(linear, "copy_to", lambda axis, x: autograd_collectives._CopyTo.apply(x, axis))
 
 
-def same_masks_on_divided_activations(patch: Patch) -> None:
+def same_masks_on_sharded_activations(patch: Patch) -> None:
     patch.setattr(ShardedRngStream, "enter", lambda self: None)
 
 
@@ -243,7 +243,7 @@ MUTANTS: dict[str, list[Caught]] = {
     ],
     "layers/test_dropout.py": [
         (
-            same_masks_on_divided_activations,
+            same_masks_on_sharded_activations,
             "test_step_with_dropout_matches_a_replay_of_its_masks",
             {"variant": "gpt2", "n": 2},
         ),

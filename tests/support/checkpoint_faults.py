@@ -137,8 +137,8 @@ def tensors_of(generation: int, tp_rank: int = 0, tp: int = 1) -> tuple[dict[str
     shapes = {"wte": (6, 4), "up": (4, 8), "norm": (4,), "big": (40, 100), f"only_in_{generation}": (2, 2)}
     full = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     layouts = {name: Layout(shape) for name, shape in shapes.items()}
-    layouts["wte"] = Layout.divided((6, 4), 0, (EvenSplit(6),), tp)
-    layouts["up"] = Layout.divided((4, 8), 1, (EvenSplit(4), EvenSplit(4)), tp)
+    layouts["wte"] = Layout.sharded((6, 4), 0, (EvenSplit(6),), tp)
+    layouts["up"] = Layout.sharded((4, 8), 1, (EvenSplit(4), EvenSplit(4)), tp)
     return {name: layouts[name].shard(full[name], tp_rank).contiguous() for name in full}, layouts
 
 

@@ -38,7 +38,7 @@ def model(tp: int = 1, generation: int = 0) -> tuple[dict[str, Tensor], dict[str
     tensors["h.1.up"] = tensors["h.1.up"].bfloat16()
     tensors["head.weight"] = tensors["wte.weight"]
     cut = {
-        name: Layout(shape) if dim is None else Layout.divided(shape, dim, splits, tp)
+        name: Layout(shape) if dim is None else Layout.sharded(shape, dim, splits, tp)
         for name, (shape, dim, splits) in divisions.items()
     }
     return tensors, cut

@@ -26,11 +26,11 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     kinds = (units, heads.map(lambda h: h.query), heads.map(lambda h: h.key_value))
     fused = heads.map(lambda h: [h.query, h.key_value, h.key_value])
     splits: list[EvenSplit] = draw(st.one_of(st.lists(st.one_of(*kinds), min_size=1, max_size=3), fused))
-    n = draw(st.integers(1, min(split.limit() for split in splits)))
+    n = draw(st.integers(1, min(split.max_ranks() for split in splits)))
     others = draw(st.lists(st.integers(1, 3), max_size=2))
     dim = draw(st.integers(0, len(others)))
     shape = (*others[:dim], sum(split.extent() for split in splits), *others[dim:])
-    return Layout.divided(shape, dim, splits, n), n
+    return Layout.sharded(shape, dim, splits, n), n
 
 
 def distinct(shape: tuple[int, ...]) -> Tensor:

@@ -92,12 +92,12 @@ def model_on_stages(
 
 def stage_parameters(model: Any) -> dict[str, nn.Parameter]:
     """This rank's parameters by the names that they have in the full model, tied ones under each of their names."""
-    aliases = {} if model.stage is None else model.stage.aliases
+    aliases = {} if model.stage is None else model.stage.full_names
     return {aliases.get(name, name): param for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def model_layout(model: Any, full_name: str) -> Any:
-    aliases = {} if model.stage is None else {full: local for local, full in model.stage.aliases.items()}
+    aliases = {} if model.stage is None else {full: local for local, full in model.stage.full_names.items()}
     return model.layouts[aliases.get(full_name, full_name)]
 
 

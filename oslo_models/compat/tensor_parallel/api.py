@@ -63,7 +63,7 @@ def tensor_parallel(
 
     Raises:
         ValueError: an argument is invalid, or the zoo has no such class.
-        RuntimeError: the model is divided already.
+        RuntimeError: the model is already sharded.
     """
     given = {"tensor_parallel_config": tensor_parallel_config, **options}
     for name, value in given.items():
@@ -75,7 +75,7 @@ def tensor_parallel(
         if device_ids is not None or output_device is not None:
             raise ValueError("with distributed=True each process has the device of its rank: leave out device_ids")
         if sharded or sharded_param_names:
-            raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 divides what is left whole")
+            raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 shards the rest")
         start_process_group()
         sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
         return initialize(model, {"model_parallelism": sizes})
@@ -131,7 +131,7 @@ def _part(model: Any, cls: type, config: PreTrainedConfig, threads: ThreadGroup,
     part: Any = copy.deepcopy(model, {id(model.config): config, **{id(param): param for param in model.parameters()}})
     part.__class__ = cls
     before = dict(part.named_parameters(remove_duplicate=False))
-    part.shard_(ParallelMesh.of_thread(threads, rank), None)
+    part._shard(ParallelMesh.of_thread(threads, rank), None)
     device, made = threads.devices[rank], {}
     for name, param in list(part.named_parameters(remove_duplicate=False)):
         full = before[name]
@@ -150,16 +150,16 @@ def _join_parts(
     original: Any = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
     joined: Any = type(original.__name__, (TensorParallelModel, original), {"__module__": original.__module__})
     joined.forward = functools.wraps(original.forward)(TensorParallelModel.forward)
-    divided = joined.__new__(joined)
-    nn.Module.__init__(divided)
-    own = vars(divided).keys()
-    vars(divided).update({name: copy.copy(value) for name, value in vars(model).items() if name not in own})
-    divided.parts, divided.threads, divided.output_device = nn.ModuleList(parts), threads, output_device
+    sharded = joined.__new__(joined)
+    nn.Module.__init__(sharded)
+    own = vars(sharded).keys()
+    vars(sharded).update({name: copy.copy(value) for name, value in vars(model).items() if name not in own})
+    sharded.parts, sharded.threads, sharded.output_device = nn.ModuleList(parts), threads, output_device
     if threads.devices[0].type == "cuda":  # tells transformers' Trainer not to move it
-        divided.hf_device_map = {f"parts.{rank}": device.index for rank, device in enumerate(threads.devices)}
-    divided.register_state_dict_post_hook(_merge_state)
-    divided.register_load_state_dict_pre_hook(_shard_state)
-    return divided.train(model.training)
+        sharded.hf_device_map = {f"parts.{rank}": device.index for rank, device in enumerate(threads.devices)}
+    sharded.register_state_dict_post_hook(_merge_state)
+    sharded.register_load_state_dict_pre_hook(_shard_state)
+    return sharded.train(model.training)
 
 
 class TensorParallelModel(PreTrainedModel):
@@ -265,7 +265,7 @@ def _merge_state(model: Any, state: dict[str, Any], prefix: str, metadata: Any) 
         if key not in made:
             made[key] = first.new_empty(layout.shape, device="cpu")
             for rank, part in enumerate(parts):
-                layout.place(made[key], part[name], rank)
+                layout.write_shard(made[key], part[name], rank)
         state[prefix + name] = made[key]
 
 

@@ -40,7 +40,7 @@ def shard_replicated(parts: Sequence[Any], names: Collection[str] | None) -> Non
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name in [name for name, param in params.items() if id(param) in chosen]:  # tied parameters by all their names
         shape = parts[0].layouts[name].shape
-        layout = Layout.divided(shape, 0, (EvenSplit(shape[0]),), len(parts))
+        layout = Layout.sharded(shape, 0, (EvenSplit(shape[0]),), len(parts))
         owner, _, leaf = name.rpartition(".")
         modules = tuple(part.get_submodule(owner) for part in parts)
         for rank, (part, module) in enumerate(zip(parts, modules, strict=True)):
@@ -57,7 +57,7 @@ def _reason_against(layout: Layout | None, ranks: int) -> str | None:
     if layout is None:
         return "is no parameter of the model"
     if layout.dim is not None:
-        return "is divided already"
+        return "is already sharded"
     if not layout.shape or layout.shape[0] < ranks:
         return f"has too few rows for {ranks} devices: {list(layout.shape)}"
     return None
