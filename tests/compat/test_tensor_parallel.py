@@ -368,7 +368,7 @@ def test_tensor_parallel_rejects_unsupported_arguments() -> None:
         ("tensor_parallel_config=.*the sharding plan", ["cpu"] * 2, {"tensor_parallel_config": {}}),
         ("no argument colour", ["cpu"] * 2, {"colour": "red"}),
         ("leave out device_ids", ["cpu"] * 2, {"distributed": True}),
-        ("FSDP2 divides", None, {"distributed": True, "sharded": True}),
+        ("FSDP2 shards", None, {"distributed": True, "sharded": True}),
     ):
         with pytest.raises(ValueError, match=message):
             oslo_models.tensor_parallel(model, devices, **options)
