@@ -25,11 +25,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x: ``[batch, heads, length, width]``.
         cos, sin: ``[batch or 1, length, width]``.
     """
+    width = x.shape[-1]
     constant = not (cos.requires_grad or sin.requires_grad)
-    if constant and cos.dim() == 3 and x.dtype == cos.dtype:
+    if constant and cos.dim() == 3 and x.dtype == cos.dtype and cos.shape[-1] == width and width % 2 == 0:
         return rotary(x, cos, sin)
-    one, two = x.chunk(2, -1)
-    return x * cos.unsqueeze(1) + torch.cat((-two, one), -1) * sin.unsqueeze(1)
+    turned = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), -1)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
 
 class FusedLlamaAttention(FusedEagerAttention):

@@ -304,10 +304,13 @@ def _rotary(s: Subject) -> Iterator[FusionCandidate]:
     yield s.candidate("attention", _mixed(ROTARY_CLASSES[s.layer], s.cls), reason)
 
 
+def _upcasts(s: Subject) -> bool:
+    """Whether GPT-2 computes its eager scores by code of its own."""
+    return bool(getattr(s.module, "reorder_and_upcast_attn", False))
+
+
 def _is_eager(s: Subject) -> bool:
-    """GPT-2's option to upcast its eager scores has code of its own."""
-    upcasts = getattr(s.module, "reorder_and_upcast_attn", False)
-    return s.layer in CALL_EAGER_ATTENTION and s.backend in _EAGER and not upcasts
+    return s.layer in CALL_EAGER_ATTENTION and s.backend in _EAGER and not _upcasts(s)
 
 
 def _eager(s: Subject) -> Iterator[FusionCandidate]:
@@ -318,7 +321,9 @@ def _eager(s: Subject) -> Iterator[FusionCandidate]:
 def _other_attention(s: Subject) -> Iterator[FusionCandidate]:
     reason = _attention_implementation(s.module)
     if s.layer in ROTARY_LEFT_UNFUSED:
-        reason = f"{reason}; rotary positions are left unfused: they are inside a forward unlike Llama's"
+        reason = f"{reason}; left unfused: rotary positions in a forward unlike Llama's"
+    elif _upcasts(s):
+        reason = f"{reason}; left unfused: reorder_and_upcast_attn has a softmax of its own"
     yield s.candidate("attention", None, reason)
 
 
