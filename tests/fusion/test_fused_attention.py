@@ -41,7 +41,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # options of forwards that the zoo's con
     "qwen3": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
     "stablelm": {"qk_layernorm": True, "partial_rotary_factor": 0.7},
 }
-EAGER = ("albert", "bart", "bert", "clip", "cohere", "distilbert", "gpt2", "gpt_bigcode", "mt5", "opt", "whisper")
+EAGER = ("albert", "bart", "bert", "clip", "cohere", "distilbert", "gpt2", "gpt_bigcode", "mt5", "opt", "pegasus")
 """Architectures without Llama's positions, with and without cross attention and biases."""
 
 
