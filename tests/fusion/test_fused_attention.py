@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
 
@@ -109,6 +110,32 @@ def test_rotary_attention_matches_transformers(variant: str, seed: int) -> None:
     check_rotary(fusion_reference(variant, zoo.lm_head(variant), seed), 1)
 
 
+@pytest.mark.parametrize("variant", [variant for variant in ROTARY if variant not in ("gemma2", "vaultgemma")])
+def test_rotary_attention_passes_the_same_arguments_on(variant: str) -> None:
+    """Windows, scales and dropout, which only some attention functions use, and dropout of the output (not Gemma 2: eager only)."""
+    name, config = zoo.lm_head(variant), zoo.config(variant, dropout=0.3)
+    options = {"seed": 1, "dtype": torch.float64, "attn_implementation": "sdpa"}
+    model = registry.find(name).from_config_with_parallel(config, **options).train()
+    batch, found = zoo.batch(name, config, 1), []
+    unused = {"use_cache", "output_attentions"}  # StableLM's forward drops them
+    for fuse in (False, True):
+        if fuse:
+            swapped(model)
+        given: list[dict[str, Any]] = []
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def noting(*args: Any, given: Any = given, sdpa: Any = sdpa, **kwargs: Any) -> Any:
+            own = {key: value for key, value in kwargs.items() if key not in unused}
+            given.append({key: value for key, value in own.items() if not isinstance(value, Tensor)})
+            return sdpa(*args, **kwargs)
+
+        torch.manual_seed(1)
+        with mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=noting), lifted_casts():
+            found.append((model(**batch).loss.detach(), given))
+    assert found[0][1] and found[0][1] == found[1][1]
+    assert not differences("loss", found[1][0], found[0][0], TOLERANCE)
+
+
 @pytest.mark.parametrize("variant", CHANGES)
 def test_options_of_rotary_attention_match_transformers(variant: str, seed: int) -> None:
     check_rotary(reference_step(zoo.lm_head(variant), zoo.config(variant, **CHANGES[variant]), seed), 1)
@@ -154,6 +181,15 @@ def test_rows_that_the_rotary_kernel_does_not_support(seed: int) -> None:
         with spied(rotary_attention, "rotary") as rotary:
             assert torch.equal(rotary_attention.rotate(x, cos, sin), expected)
         assert not rotary.called
+
+
+def test_masks_of_integers_take_torch(seed: int) -> None:
+    """The kernel adds floating masks only."""
+    scores = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    mask = torch.ones(2, 1, 4, 5, dtype=torch.bool).tril()
+    with spied(attention, "masked_softmax") as softmax:
+        found = attention.FusedEagerAttention().softmax(scores, mask, 0.5)
+    assert not softmax.called and torch.equal(found, (scores * 0.5 + mask).softmax(-1))
 
 
 def test_the_fused_function_is_for_fused_layers_only() -> None:
