@@ -110,9 +110,10 @@ def test_rotary_attention_matches_transformers(variant: str, seed: int) -> None:
     check_rotary(fusion_reference(variant, zoo.lm_head(variant), seed), 1)
 
 
+# Gemma 2 and VaultGemma have eager attention only
 @pytest.mark.parametrize("variant", [variant for variant in ROTARY if variant not in ("gemma2", "vaultgemma")])
 def test_rotary_attention_passes_the_same_arguments_on(variant: str) -> None:
-    """Windows, scales and dropout, which only some attention functions use, and dropout of the output (not Gemma 2: eager only)."""
+    """Windows, scales and dropout, which only some attention functions use; and dropout of the output."""
     name, config = zoo.lm_head(variant), zoo.config(variant, dropout=0.3)
     options = {"seed": 1, "dtype": torch.float64, "attn_implementation": "sdpa"}
     model = registry.find(name).from_config_with_parallel(config, **options).train()
