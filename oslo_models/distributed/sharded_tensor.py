@@ -265,7 +265,8 @@ class PartialNorm(Tensor):
             raise RuntimeError(
                 "the norm of a gradient of one pipeline stage was used as a number: a sum of such norms would lack "
                 "the other stages. Use torch.nn.utils.clip_grad_norm_(model.parameters(), ...) or "
-                "model.clip_grad_norm_(...), whose norms are those of the full model on every stage"
+                "model.clip_grad_norm_(...), whose norms are those of the full model on every stage, or take the norm "
+                "of param.grad.full_tensor()"
             )
         with without_override():
             local = self.as_subclass(Tensor)
