@@ -17,7 +17,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -77,16 +77,19 @@ class Shard(Tensor):
 
     Attributes:
         sharding: what it is a part of.
+        has_plain_storage: kernels that read memory may read it as that of a plain tensor.
     """
 
     sharding: Sharding
+    has_plain_storage: ClassVar[bool] = True
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
+        # while torch.compile traces a model, all shards are in their layers
+        handler = None if torch.compiler.is_compiling() else _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
         with without_override():
@@ -161,6 +164,7 @@ class _Parameter(nn.Parameter):
     """A parameter whose gradient is a `GradientShard`."""
 
     sharding: Sharding
+    has_plain_storage: ClassVar[bool] = True
 
     @property
     def grad(self) -> Tensor | None:
