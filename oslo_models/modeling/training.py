@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,15 @@ class TrainableModel(PreTrainedModel):
         for part in local:
             part.mul_(scale.to(part.dtype))
         return norm.to(local[0].dtype) if local else norm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy on the same mesh, as ``torch.optim.swa_utils.AveragedModel`` makes it."""
+        copied: Any = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        if self.mesh is not None:
+            copied._mark_parameters()
+        return copied
 
     def _mark_parameters(self) -> None:
         """Set the attributes of parameters by which DeepSpeed decides which of them count in gradient norms here.
