@@ -241,7 +241,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel, CountableMo
 
     def _at(self, phase: str, steps: int = 0) -> None:
         """Report the phase of this rank, for the diagnosis of failures; ``generate`` is one phase."""
-        if self.mesh is not None and not self._generates:
+        if self.mesh is not None and not self._generates and not torch.compiler.is_compiling():
             self.mesh.world.set_phase(phase, steps)
 
     def _compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
