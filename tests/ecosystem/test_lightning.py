@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from typing import Any
 
@@ -17,7 +18,10 @@ from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import TOLERANCE, full_parameters, parallel_model, reference_model, shard_differences
 
-pytest.importorskip("lightning")
+pytestmark = [
+    pytest.mark.zoo,  # importing it takes many seconds
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed"),
+]
 Rows = list[dict[str, Tensor]]
 CLIP = 0.05
 
