@@ -139,8 +139,8 @@ def _local_optimizer(optimizer: Optimizer) -> Optimizer:
         return optimizer
     if not hasattr(zero, "optim"):
         raise ValueError(
-            "with overlap_with_ddp=True, a ZeroRedundancyOptimizer assigns parameters to ranks in its second step: save "
-            "or load its state after that, or leave overlap_with_ddp out"
+            "with overlap_with_ddp=True, a ZeroRedundancyOptimizer assigns parameters to ranks once DDP has rebuilt "
+            "its buckets: save or load its state after that, or leave overlap_with_ddp out"
         )
     local: Optimizer = zero.optim
     return local
