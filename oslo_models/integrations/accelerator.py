@@ -1,4 +1,4 @@
-"""`Accelerator`: accelerate's, with the replicas of a sharded model in the place of its processes."""
+"""`Accelerator`: accelerate's, with the replicas of a parallel model in the place of its processes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ MODEL_FOLDER = "model"
 """The folder of a model's checkpoint in one of `Accelerator.save_state`; further models get a number."""
 
 
-def find_sharded_model(module: Any) -> ParallelModel | None:
-    """The model of this library in ``module``, however it is wrapped, if several ranks hold it together."""
+def find_parallel_model(module: Any) -> ParallelModel | None:
+    """The model of this library in ``module``, however it is wrapped, if it is on several ranks."""
     modules = module.modules() if isinstance(module, nn.Module) else ()
-    models = (each for each in modules if isinstance(each, ParallelModel) and each.is_model_parallelized())
-    return next(models, None)
+    models = (each for each in modules if isinstance(each, ParallelModel) and each.mesh is not None)
+    return next((model for model in models if model.mesh.world.size > 1), None)  # type: ignore[union-attr]
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's ``Accelerator`` for a model that several ranks hold together; without one, it is accelerate's.
+    """accelerate's ``Accelerator`` for a model of this library on several ranks; without one, it is accelerate's.
 
     Its ``num_processes`` and ``process_index`` are those of the replicas: all ranks of a replica get the same batches,
     and ``gather``, ``gather_for_metrics`` and ``reduce`` count each replica once. ``is_main_process`` is rank 0.
@@ -45,8 +45,8 @@ class Accelerator(accelerate.Accelerator):
         cpu: compute on the CPU; by default where there is no CUDA.
     """
 
-    sharded_model: ParallelModel | None = None
-    """The first sharded model that was prepared."""
+    parallel_model: ParallelModel | None = None
+    """The first parallel model that was prepared."""
     _models: list[Any]
     _optimizers: list[Any]
     flag_tensor: Tensor | None
@@ -56,24 +56,24 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def mesh(self) -> ParallelMesh | None:
-        """The mesh of the sharded model."""
-        return None if self.sharded_model is None else self.sharded_model.mesh
+        """The mesh of the parallel model."""
+        return None if self.parallel_model is None else self.parallel_model.mesh
 
     def use_model(self, module: Any) -> None:
-        """Adopt the mesh of a sharded model; `prepare` calls it for its arguments. Other objects have no effect.
+        """Adopt the mesh of a parallel model; `prepare` calls it for its arguments. Other objects have no effect.
 
         Raises:
             ValueError: accelerate is configured for other processes, another device or another kind of parallelism, or
-                has prepared data loaders already, as for a model that is not sharded.
+                has prepared data loaders already, with another batch for each rank.
         """
-        model = find_sharded_model(module)
-        if model is None or model is self.sharded_model:
+        model = find_parallel_model(module)
+        if model is None or model is self.parallel_model:
             return
         assert model.mesh is not None
         self._check_setting(model.mesh)
-        if self.mesh is None and self._dataloaders:
+        if self.mesh is None and self._dataloaders and model.is_model_parallelized():
             raise ValueError(
-                "data loaders were prepared before the sharded model, so each rank would get another batch: prepare "
+                "data loaders were prepared before the parallel model, so each rank would get another batch: prepare "
                 "the model first, or all in one call, prepare(model, optimizer, loader)"
             )
         if self.mesh is not None and self.mesh.dp.ranks != model.mesh.dp.ranks:
@@ -81,7 +81,7 @@ class Accelerator(accelerate.Accelerator):
                 f"this rank has the replicas {self.mesh.dp.ranks} of one model and {model.mesh.dp.ranks} of another: "
                 "give the models the same tensor_parallel_size and pipeline_parallel_size"
             )
-        self.sharded_model = self.sharded_model or model
+        self.parallel_model = self.parallel_model or model
 
     def _check_setting(self, mesh: ParallelMesh) -> None:
         """Raise ``ValueError`` unless accelerate sees the processes and the device of the mesh and nothing more."""
@@ -101,8 +101,9 @@ class Accelerator(accelerate.Accelerator):
         if state.distributed_type in others or state.parallelism_config is not None:
             what = "parallelism_config" if state.parallelism_config is not None else state.distributed_type.value
             raise ValueError(
-                f"the model is sharded already (tensor_parallel_size={mesh.tp.size}, pipeline_parallel_size="
-                f"{mesh.pp.size}), and accelerate is configured to shard it too, by {what}: leave that out"
+                f"the model is distributed already (tensor_parallel_size={mesh.tp.size}, pipeline_parallel_size="
+                f"{mesh.pp.size}), and accelerate is configured to do that too, by {what}: leave that out, or, with "
+                "both sizes 1, use accelerate's own Accelerator"
             )
 
     # Processes are replicas -------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Never with a sharded model: one rank would read the batches and give another part to each rank."""
+        """Never with a parallel model: one rank would read the batches and give another part to each rank."""
         return super().dispatch_batches if self.mesh is None else False
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
@@ -136,7 +137,7 @@ class Accelerator(accelerate.Accelerator):
     # Preparation ------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """accelerate's method, with replicas of a sharded model wrapped in DDP over their ranks."""
+        """accelerate's method, with replicas of a parallel model wrapped in DDP over their ranks."""
         for each in args:
             self.use_model(each)
         return super().prepare(*args, device_placement=device_placement)
@@ -144,23 +145,23 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """accelerate's method, with replicas of a sharded model wrapped in DDP over their ranks."""
+        """accelerate's method, with replicas of a parallel model wrapped in DDP over their ranks."""
         self.use_model(model)
-        sharded = find_sharded_model(model)
-        if sharded is None:
+        parallel = find_parallel_model(model)
+        if parallel is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
-        assert sharded.mesh is not None
+        assert parallel.mesh is not None
         first_time = not getattr(model, "_is_accelerate_prepared", False)
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)  # which does not wrap it
-        if first_time and self.native_amp and sharded.is_pipeline_parallelized():
+        if first_time and self.native_amp and parallel.is_pipeline_parallelized():
             _autocast_micro_batches(prepared, self.autocast)
-        trains = any(param.requires_grad for param in model.parameters()) or sharded.is_pipeline_parallelized()
-        if evaluation_mode or not trains or sharded.mesh.dp.size == 1 or isinstance(model, DistributedDataParallel):
+        trains = any(param.requires_grad for param in model.parameters()) or parallel.is_pipeline_parallelized()
+        if evaluation_mode or not trains or parallel.mesh.dp.size == 1 or isinstance(model, DistributedDataParallel):
             return prepared
         options = {} if self.ddp_handler is None else self.ddp_handler.to_kwargs()
-        if sharded.is_pipeline_parallelized():  # the call returns a loop, in which DDP would find no parameters
+        if parallel.is_pipeline_parallelized():  # the call returns a loop, in which DDP would find no parameters
             options["find_unused_parameters"] = False
-        wrapped: Any = DistributedDataParallel(prepared, process_group=sharded.mesh.dp.group, **options)
+        wrapped: Any = DistributedDataParallel(prepared, process_group=parallel.mesh.dp.group, **options)
         if self.ddp_handler is not None:
             self.ddp_handler.register_comm_hook(wrapped)
         self._models[self._models.index(model)] = wrapped
@@ -194,13 +195,13 @@ class Accelerator(accelerate.Accelerator):
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
         """Clip by the norm over the full model, not over the shards of this rank."""
-        model = self.sharded_model
+        model = self.parallel_model
         if model is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if {id(param) for param in given} != {id(param) for param in model.parameters()}:
             raise ValueError(
-                f"clip_grad_norm_ of a sharded model takes all parameters of {type(model).__name__} "
+                f"clip_grad_norm_ of a parallel model takes all parameters of {type(model).__name__} "
                 f"({len(list(model.parameters()))} tensors here), and was given {len(given)}: pass model.parameters()"
             )
         self.unscale_gradients()
@@ -253,7 +254,7 @@ class Accelerator(accelerate.Accelerator):
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """accelerate's method; a sharded model is saved with its optimizer in a folder, one file per rank.
+        """accelerate's method; a parallel model is saved with its optimizer in a folder, one file per rank.
 
         The optimizer is saved last: a folder of a save that was interrupted is refused by `load_state`.
         """
@@ -292,16 +293,16 @@ class Accelerator(accelerate.Accelerator):
             model.load_optimizer(optimizer, folder)
 
     def _models_with_optimizers(self) -> list[tuple[ParallelModel, Any]]:
-        """The prepared sharded models, each with the optimizer of its parameters."""
+        """The prepared parallel models, each with the optimizer of its parameters."""
         if self.mesh is None:
             return []
         pairs = []
         for module in self._models:
-            model, own = find_sharded_model(module), {id(param) for param in module.parameters()}
+            model, own = find_parallel_model(module), {id(param) for param in module.parameters()}
             found = [each.optimizer for each in self._optimizers if own & _parameter_ids(each)]
             if model is None or len(found) != 1:
                 raise ValueError(
-                    f"save_state and load_state need one optimizer for each sharded model, and the prepared "
+                    f"save_state and load_state need one optimizer for each parallel model, and the prepared "
                     f"{type(module).__name__} has {len(found)}: prepare it with its optimizer, or save it by "
                     "model.save_pretrained_with_parallel"
                 )
@@ -309,16 +310,17 @@ class Accelerator(accelerate.Accelerator):
         return pairs
 
     def save_model(self, model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint that transformers loads; a sharded model is merged. A collective of all ranks."""
-        sharded = find_sharded_model(model)
-        if sharded is None:
+        """Save a checkpoint that transformers loads; a parallel model is merged. A collective of all ranks."""
+        parallel = find_parallel_model(model)
+        if parallel is None:
             super().save_model(model, save_directory, *args, **kwargs)
         else:
-            sharded.save_pretrained_with_parallel(save_directory, save_with_merging=True)
+            parallel.save_pretrained_with_parallel(save_directory, save_with_merging=True)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """accelerate's method. Raises ``ValueError`` for a sharded model, whose tensors are shards."""
-        if find_sharded_model(model) is None:
+        """accelerate's method. Raises ``ValueError`` for a model whose tensors are shards."""
+        parallel = find_parallel_model(model)
+        if parallel is None or not parallel.is_model_parallelized():
             return super().get_state_dict(model, unwrap)
         raise ValueError(
             "get_state_dict of a sharded model would return the shards of this rank: call "

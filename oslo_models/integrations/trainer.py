@@ -1,4 +1,4 @@
-"""`ParallelTrainerMixin`: trains a sharded model with any subclass of transformers' Trainer."""
+"""`ParallelTrainerMixin`: trains a parallel model with any subclass of transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, with_variant
 from oslo_models.distributed.collectives import MAX, all_reduce, broadcast
 from oslo_models.distributed.object_exchange import agree, broadcast_object
-from oslo_models.integrations.accelerator import Accelerator, find_sharded_model
+from oslo_models.integrations.accelerator import Accelerator, find_parallel_model
 from oslo_models.integrations.stages import EvaluationStages, TrainingStages, count_rows, micro_batch_size
-from oslo_models.integrations.training_arguments import check_training_arguments
+from oslo_models.integrations.training_arguments import check_training_arguments, divides_loss_by_items
 from oslo_models.modeling.base import ParallelModel
 
 STATE = "trainer_state.json"
@@ -34,13 +34,13 @@ else:
 
 
 class ParallelTrainerMixin(_Base):
-    """Put in front of a subclass of transformers' Trainer, it trains a model that several ranks hold together.
+    """Put in front of a subclass of transformers' Trainer, it trains a model of this library on several ranks.
 
     >>> class MyTrainer(ParallelTrainerMixin, transformers.Trainer): ...
 
     Batch sizes are those of a replica, as everywhere in Trainer, and with pipeline stages they are divided into
-    micro-batches. Checkpoints are split, one file per rank; ``save_model`` writes what transformers loads. Without a
-    sharded model, nothing changes.
+    micro-batches. Checkpoints are split, one file per rank; ``save_model`` writes what transformers loads. Without such
+    a model, nothing changes.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -58,31 +58,35 @@ class ParallelTrainerMixin(_Base):
         return model
 
     def _uses_model(self, model: Any) -> None:
-        """Check the arguments for a sharded model, on all ranks, and let the accelerator know it."""
-        found = find_sharded_model(model)
+        """Check the arguments for a parallel model, on all ranks, and let the accelerator know it."""
+        found = find_parallel_model(model)
         if found is not None:
             check_training_arguments(self.args, found)
             self.accelerator.use_model(found)
 
     @property
-    def _sharded(self) -> ParallelModel | None:
-        """The sharded model, if there is one."""
-        model: ParallelModel | None = self.accelerator.sharded_model
+    def _parallel(self) -> ParallelModel | None:
+        """The model of this library, if it is on several ranks."""
+        model: ParallelModel | None = self.accelerator.parallel_model
         return model
 
     @property
     def _mesh(self) -> Any:
-        """The mesh of the sharded model."""
+        """Its mesh."""
         return self.accelerator.mesh
 
     @property
     def _staged(self) -> ParallelModel | None:
-        """The sharded model if it is split into stages."""
-        model: ParallelModel | None = self._sharded
+        """That model, if it is split into stages."""
+        model: ParallelModel | None = self._parallel
         return model if model is not None and model.is_pipeline_parallelized() else None
 
     def _validate_args(self) -> None:
         super()._validate_args()
+        if self._parallel is not None and not divides_loss_by_items(type(self._parallel)):
+            # transformers takes every forward with **kwargs for one that divides by the labels of all replicas and
+            # accumulated batches, and would scale a mean over one batch as if it were such a share.
+            self.model_accepts_loss_kwargs = False
         if self._staged is not None and self.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func needs logits, which only the last pipeline stage has: leave it out, so that the "
@@ -93,7 +97,7 @@ class ParallelTrainerMixin(_Base):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The rows of a step over all replicas."""
-        if self._sharded is None:
+        if self._parallel is None:
             return super().get_total_train_batch_size(args)
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
@@ -103,7 +107,7 @@ class ParallelTrainerMixin(_Base):
 
     def _share(self, batch: Any) -> Any:
         """The batch of the first rank of this replica: what a collator draws may differ between stages."""
-        if self._sharded is None:
+        if self._parallel is None:
             return batch
         return broadcast_object(self._mesh.model, send_to_device(batch, "cpu"))
 
@@ -125,7 +129,7 @@ class ParallelTrainerMixin(_Base):
         return broadcast(self._mesh.pp, loss.double(), self._mesh.pp.size - 1).to(loss.dtype)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self._sharded is not None:
+        if self._parallel is not None:
             self._agree_on_control(self.control)
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -140,15 +144,15 @@ class ParallelTrainerMixin(_Base):
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """transformers' method; with pipeline stages, every stage gets the output of the last one."""
-        if self._sharded is not None:
+        if self._parallel is not None:
             inputs = self._share(inputs)
         if self._staged is not None:
             model = EvaluationStages(model, self._staged)
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method. Raises ``ValueError`` for a sharded model."""
-        if self._sharded is None:
+        """transformers' method. Raises ``ValueError`` for a parallel model."""
+        if self._parallel is None:
             return super().hyperparameter_search(*args, **kwargs)
         raise ValueError(
             "hyperparameter_search would run trials on each rank of a sharded model: run it around torchrun"
@@ -157,7 +161,7 @@ class ParallelTrainerMixin(_Base):
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self._sharded is None:
+        if self._parallel is None:
             super()._save_checkpoint(model, trial)
             return
         folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -180,11 +184,11 @@ class ParallelTrainerMixin(_Base):
 
         A collective of all ranks.
         """
-        if self._sharded is None:
+        if self._parallel is None:
             super().save_model(output_dir, _internal_call)
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        self._sharded.save_pretrained_with_parallel(folder, save_with_merging=not getattr(self, "_splits", False))
+        self._parallel.save_pretrained_with_parallel(folder, save_with_merging=not getattr(self, "_splits", False))
         with agree(self._mesh.world, f"saving to {folder}"):
             if self.args.should_save:
                 tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -195,14 +199,14 @@ class ParallelTrainerMixin(_Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._sharded is None:
+        if self._parallel is None:
             super()._save_optimizer_and_scheduler(output_dir)
         else:
             scheduler = self.lr_scheduler.state_dict()
-            self._sharded.save_optimizer(_unwrap(self.optimizer), output_dir, scheduler=scheduler)
+            self._parallel.save_optimizer(_unwrap(self.optimizer), output_dir, scheduler=scheduler)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self._sharded is None:
+        if self._parallel is None:
             super()._save_rng_state(output_dir)
             return
         # transformers restores these after it has skipped batches. All are written before the checkpoint is complete.
@@ -211,7 +215,7 @@ class ParallelTrainerMixin(_Base):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' method. ``resume_from_checkpoint=True`` takes the last checkpoint that is complete."""
-        if self._sharded is not None and resume_from_checkpoint is True:
+        if self._parallel is not None and resume_from_checkpoint is True:
             world = self._mesh.world
             last = _last_complete(Path(self.args.output_dir)) if world.rank == 0 else None
             resume_from_checkpoint = broadcast_object(world, last)
@@ -220,7 +224,7 @@ class ParallelTrainerMixin(_Base):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._sharded is None:
+        if self._parallel is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         folder = Path(resume_from_checkpoint)
@@ -235,28 +239,28 @@ class ParallelTrainerMixin(_Base):
                     f"{folder} has no optimizer state of a sharded model, as with save_only_model=True or without this "
                     "Trainer: load the model from there by from_pretrained_with_parallel, and do not resume"
                 )
-        self._sharded.from_parallelized(folder)
+        self._parallel.from_parallelized(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._sharded is None or checkpoint is None:
+        if self._parallel is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
-            state = self._sharded.load_optimizer(_unwrap(self.optimizer), checkpoint)
+            state = self._parallel.load_optimizer(_unwrap(self.optimizer), checkpoint)
             self.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _load_best_model(self) -> None:
-        if self._sharded is None:
+        if self._parallel is None:
             super()._load_best_model()
         else:
-            self._sharded.from_parallelized(self.state.best_model_checkpoint)
+            self._parallel.from_parallelized(self.state.best_model_checkpoint)
 
 
 class Trainer(ParallelTrainerMixin, transformers.Trainer):
-    """transformers' ``Trainer`` for sharded models."""
+    """transformers' ``Trainer`` for models of this library on several ranks."""
 
 
 class Seq2SeqTrainer(ParallelTrainerMixin, transformers.Seq2SeqTrainer):
-    """transformers' ``Seq2SeqTrainer`` for sharded models."""
+    """transformers' ``Seq2SeqTrainer`` for models of this library on several ranks."""
 
 
 def _unwrap(optimizer: Any) -> Any:

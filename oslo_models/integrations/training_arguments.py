@@ -1,7 +1,9 @@
-"""Refuses training arguments that a sharded model cannot follow, before anything is trained."""
+"""Refuses training arguments that a parallel model cannot follow, before anything is trained."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 from oslo_models.distributed.object_exchange import agree, require_equal
@@ -17,7 +19,7 @@ _COMPARED = (
 
 
 def check_training_arguments(args: Any, model: ParallelModel) -> None:
-    """Check the arguments of a Trainer of a sharded model. A collective of all ranks.
+    """Check the arguments of a Trainer of a parallel model. A collective of all ranks.
 
     Raises:
         ValueError: an argument does not work with the model, or differs between ranks; on every rank.
@@ -34,10 +36,10 @@ def check_training_arguments(args: Any, model: ParallelModel) -> None:
 
 def _refused(args: Any, model: ParallelModel) -> dict[str, tuple[Any, str]]:
     """Arguments by name: whether they are given, and what to do instead."""
-    sharded = "the model is sharded already, so leave it out"
+    sharded = "the model is distributed already, so leave it out, or, with both sizes 1, use transformers' Trainer"
     refused = {
         f"fsdp={args.fsdp!r}": (args.fsdp, sharded),
-        "deepspeed": (args.deepspeed, f"{sharded}, or train with deepspeed.initialize"),
+        "deepspeed": (args.deepspeed, sharded),
         "parallelism_config": (args.parallelism_config, sharded),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "only some ranks may run out of memory; set the size"),
         "enable_jit_checkpoint=True": (
@@ -68,3 +70,13 @@ def _refused(args: Any, model: ParallelModel) -> dict[str, tuple[Any, str]]:
         "neftune_noise_alpha": (args.neftune_noise_alpha, "later stages have no token embedding; leave it out"),
         "ddp_find_unused_parameters=True": (args.ddp_find_unused_parameters, "a step is a loop of calls; leave it out"),
     }
+
+
+def divides_loss_by_items(cls: type[ParallelModel]) -> bool:
+    """Whether the forward of a class passes its further arguments, with ``num_items_in_batch``, to its loss function.
+
+    Many of transformers' models accept that argument without using it. Where the source of a forward does not show it,
+    the answer is no, and its loss is used as what it is, the mean over a batch.
+    """
+    source = inspect.getsource(inspect.unwrap(cls.forward))
+    return re.search(r"self\.loss_function\((?:[^()]|\([^()]*\))*\*\*\w+", source) is not None

@@ -30,13 +30,13 @@ def fresh_accelerate() -> None:
     GradientState._reset_state()
 
 
-def text_rows(config: PreTrainedConfig, seed: int, count: int, length: int = 7) -> Rows:
-    """Rows of tokens; every third has labels that do not count."""
+def text_rows(config: PreTrainedConfig, seed: int, count: int, length: int = 7, masked: int = 2) -> Rows:
+    """Rows of tokens, with up to ``2 * masked`` labels that do not count."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, config.vocab_size, (count, length), generator=generator).tolist()
     return [
-        {"input_ids": row, "attention_mask": [1] * length, "labels": [-100] * (2 * (i % 3)) + row[2 * (i % 3) :]}
-        for i, row in enumerate(tokens)
+        {"input_ids": row, "attention_mask": [1] * length, "labels": [-100] * skipped + row[skipped:]}
+        for row, skipped in ((row, i % (masked + 1) * 2) for i, row in enumerate(tokens))
     ]
 
 
