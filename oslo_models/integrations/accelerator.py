@@ -12,7 +12,7 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import get_sampler
+from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
@@ -172,13 +172,17 @@ class Accelerator(accelerate.Accelerator):
         """accelerate's method, with the same batches in the same order on all ranks of a replica."""
         if self.mesh is not None and super().dispatch_batches:
             raise ValueError("dispatch_batches=True gives another part of a batch to each rank: leave it out")
+        if self.mesh is None or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        sampler = get_sampler(data_loader)
+        generator = getattr(sampler, "generator", None)
         loader = super().prepare_data_loader(data_loader, *args, **kwargs)
-        sampler: Any = get_sampler(loader) if loader.batch_sampler is not None else None
-        # With one replica accelerate sees one process, and leaves the order of random samplers to each rank.
-        if self.mesh is not None and loader.synchronized_generator is None and hasattr(sampler, "generator"):
-            if sampler.generator is None:
-                sampler.generator = torch.Generator()
-            loader.synchronized_generator, loader.rng_types = sampler.generator, ["generator"]
+        if not hasattr(sampler, "generator") or isinstance(get_sampler(loader), SeedableRandomSampler):
+            return loader
+        # accelerate leaves the order to each rank where it sees one process, and otherwise gives the sampler a
+        # generator that is in no checkpoint. The default generator is; rank 0 sets it when an epoch begins.
+        sampler.generator = loader.synchronized_generator = generator
+        loader.rng_types = ["torch" if generator is None else "generator"]
         return loader
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -191,19 +195,12 @@ class Accelerator(accelerate.Accelerator):
         self._schedulers[-1] = own
         return own
 
-    # Gradients --------------------------------------------------------------------------------------------------------
-
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip by the norm over the full model, not over the shards of this rank."""
-        model = self.parallel_model
-        if model is None:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        """accelerate's method, by the norm over the full model, also where a whole stage has no gradients."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if {id(param) for param in given} != {id(param) for param in model.parameters()}:
-            raise ValueError(
-                f"clip_grad_norm_ of a parallel model takes all parameters of {type(model).__name__} "
-                f"({len(list(model.parameters()))} tensors here), and was given {len(given)}: pass model.parameters()"
-            )
+        model = self.parallel_model
+        if model is None or {id(param) for param in given} != {id(param) for param in model.parameters()}:
+            return super().clip_grad_norm_(given, max_norm, norm_type)
         self.unscale_gradients()
         return model.clip_grad_norm_(max_norm, norm_type)
 
