@@ -45,24 +45,25 @@ class ParallelTrainerMixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """transformers' method; the accelerator becomes one that knows replicas."""
+        self._check_arguments(self.model)
         super().create_accelerator_and_postprocess()
         # transformers creates the accelerator itself, and ours has no state that is not there.
         self.accelerator.__class__ = Accelerator
         self.gather_function = self.accelerator.gather_for_metrics
-        self._uses_model(self.model)
+        self.accelerator.use_model(self.model)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """transformers' method."""
         model = super().call_model_init(trial)
-        self._uses_model(model)
+        self._check_arguments(model)
+        self.accelerator.use_model(model)
         return model
 
-    def _uses_model(self, model: Any) -> None:
-        """Check the arguments for a parallel model, on all ranks, and let the accelerator know it."""
+    def _check_arguments(self, model: Any) -> None:
+        """Check that a parallel model can follow the arguments of this trainer, on all ranks."""
         found = find_parallel_model(model)
         if found is not None:
             check_training_arguments(self.args, found)
-            self.accelerator.use_model(found)
 
     @property
     def _parallel(self) -> ParallelModel | None:

@@ -132,6 +132,7 @@ def test_a_callback_on_one_rank_speaks_for_all(pool: Pool, tmp_path: Path, seed:
 
 REFUSED: dict[str, tuple[dict[str, Any], int, int, str]] = {
     "fsdp": ({"fsdp": True}, 2, 1, "fsdp=.* leave it out"),
+    "deepspeed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, 2, 1, "deepspeed does not .* leave it out"),
     "batch size": ({"per_device_train_batch_size": 3}, 1, 2, "multiple of micro_batch_size=2"),
     "auto batch size": ({"auto_find_batch_size": True}, 2, 1, "only some ranks may run out of memory"),
     "smoothing": ({"label_smoothing_factor": 0.1}, 1, 2, "only the last pipeline stage has"),
