@@ -102,7 +102,7 @@ def loop_on_ranks(run: Run, tp: int, pp: int, rows: Any, test_rows: Any, norms: 
     assert not lines, "\n".join(lines)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@trainers.at_sizes("tp=2", "pp=2", "tp=2, dp=2")
 def test_loop_equals_one_process(pool: Pool, sizes: str, seed: int) -> None:
     """The test set has nine rows: with two replicas, the last batch is filled with rows that do not count."""
     tp, pp, ranks = SIZES[sizes]
@@ -145,7 +145,7 @@ def save_and_load(run: Run, tp: int, pp: int, rows: Any, folder: Path) -> None:
     accelerator.save_model(prepared[0], folder / "merged")
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@trainers.at_sizes("tp=2", "pp=2", "tp=2, dp=2")
 def test_save_state_and_load_state(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
     tp, pp, ranks = SIZES[sizes]
     config = pipelines.config("gpt2", dropout=0.2)

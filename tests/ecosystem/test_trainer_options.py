@@ -51,7 +51,7 @@ def train_own(run: Run, tp: int, pp: int, args: dict[str, Any], rows: trainers.R
 
 
 @pytest.mark.parametrize("option", INEXACT)
-@pytest.mark.parametrize("sizes", ["tp=2", "pp=2", "tp=2, dp=2"])
+@trainers.at_sizes("tp=2", "pp=2")
 def test_rounding_and_recomputation(pool: Pool, sizes: str, option: str, tmp_path: Path, seed: int) -> None:
     tp, pp, ranks = SIZES[sizes]
     run, rows = start(seed), trainers.text_rows(pipelines.config("gpt2"), seed, 24)
@@ -97,7 +97,7 @@ def train_on_random_batches(run: Run, tp: int, pp: int, out: str, rows: trainers
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("sizes", ["tp=2", "pp=2", "tp=2, dp=2", "pp=2, dp=2"])
+@trainers.at_sizes("pp=2", "tp=2, dp=2")
 def test_ranks_of_a_replica_share_batches(pool: Pool, sizes: str, streams: bool, tmp_path: Path, seed: int) -> None:
     """Batches of a collator that draws, and of a stream."""
     tp, pp, ranks = SIZES[sizes]
