@@ -185,10 +185,16 @@ def test_own_loss_of_a_subclass(pool: Pool, tmp_path: Path, seed: int) -> None:
 
 
 def initialize_model(run: Run, out: str, rows: trainers.Rows) -> list[float]:
+    """``train`` makes the model anew: that one is trained and saved."""
     trainers.fresh_accelerate()
     args = trainers.arguments(out)
     init = lambda: pipelines.model_on_stages(run.name, run.config, run.weights, 2, 1, torch.float32)  # noqa: E731
-    return losses_of(Trainer(model_init=init, args=args, train_dataset=rows))
+    trainer = Trainer(model_init=init, args=args, train_dataset=rows)
+    losses = losses_of(trainer)
+    trainer.save_model()
+    saved = transformers.GPT2LMHeadModel.from_pretrained(out).transformer.wpe.weight
+    assert torch.equal(saved, trainer.model.transformer.wpe.weight.detach())
+    return losses
 
 
 def test_model_init(pool: Pool, tmp_path: Path, seed: int) -> None:
