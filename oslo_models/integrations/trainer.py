@@ -1,0 +1,302 @@
+"""`ParallelTrainerMixin`: trains a parallel model with any subclass of transformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate.utils import send_to_device
+from torch import Tensor
+from transformers.trainer_callback import TrainerControl
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, with_variant
+from oslo_models.distributed.collectives import MAX, all_reduce, broadcast
+from oslo_models.distributed.object_exchange import agree, broadcast_object
+from oslo_models.integrations.accelerator import Accelerator, find_parallel_model
+from oslo_models.integrations.stages import EvaluationStages, TrainingStages, count_rows, micro_batch_size
+from oslo_models.integrations.training_arguments import check_training_arguments, divides_loss_by_items
+from oslo_models.modeling.base import ParallelModel
+
+STATE = "trainer_state.json"
+"""Written last into a checkpoint: a checkpoint without it is one of a save that was interrupted."""
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+
+class ParallelTrainerMixin(_Base):
+    """Put in front of a subclass of transformers' Trainer, it trains a model of this library on several ranks.
+
+    >>> class MyTrainer(ParallelTrainerMixin, transformers.Trainer): ...
+
+    Batch sizes are those of a replica, as everywhere in Trainer, and with pipeline stages they are divided into
+    micro-batches. Checkpoints are split, one file per rank; ``save_model`` writes what transformers loads. Without such
+    a model, nothing changes.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """transformers' method; the accelerator becomes one that knows replicas."""
+        self._check_arguments(self.model)
+        super().create_accelerator_and_postprocess()
+        # transformers creates the accelerator itself, and ours has no state that is not there.
+        self.accelerator.__class__ = Accelerator
+        self.gather_function = self.accelerator.gather_for_metrics
+        self.accelerator.use_model(self.model)
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """transformers' method."""
+        model = super().call_model_init(trial)
+        self._check_arguments(model)
+        self.accelerator.use_model(model)
+        return model
+
+    def _check_arguments(self, model: Any) -> None:
+        """Check that a parallel model can follow the arguments of this trainer, on all ranks."""
+        found = find_parallel_model(model)
+        if found is not None:
+            check_training_arguments(self.args, found)
+
+    @property
+    def _parallel(self) -> ParallelModel | None:
+        """The model of this library, if it is on several ranks."""
+        return find_parallel_model(self.model)
+
+    @property
+    def _mesh(self) -> Any:
+        """Its mesh."""
+        return self._parallel.mesh if self._parallel is not None else None
+
+    @property
+    def _staged(self) -> ParallelModel | None:
+        """That model, if it is split into stages."""
+        model = self._parallel
+        return model if model is not None and model.is_pipeline_parallelized() else None
+
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        if self._parallel is not None and not divides_loss_by_items(type(self._parallel)):
+            # transformers takes every forward with **kwargs for one that divides by the labels of all replicas and
+            # accumulated batches, and would scale a mean over one batch as if it were such a share.
+            self.model_accepts_loss_kwargs = False
+        if self._staged is not None and self.compute_loss_func is not None:
+            raise ValueError(
+                "compute_loss_func needs logits, which only the last pipeline stage has: leave it out, so that the "
+                "model computes its own loss, or load it with pipeline_parallel_size=1"
+            )
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The rows of a step over all replicas."""
+        if self._parallel is None:
+            return super().get_total_train_batch_size(args)
+        return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """transformers' figure for a batch, of which each rank of a replica has its share."""
+        total: float = super().floating_point_ops(inputs)
+        return total if self._parallel is None else total / self._mesh.model.size
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        """transformers' method, with the batches of the first rank of each replica on all of its ranks."""
+        return super().get_batch_samples(map(self._share, epoch_iterator), *args, **kwargs)
+
+    def _share(self, batch: Any) -> Any:
+        """The batch of the first rank of this replica: what a collator draws may differ between stages."""
+        if self._parallel is None:
+            return batch
+        return broadcast_object(self._mesh.model, send_to_device(batch, "cpu"))
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """transformers' method; with pipeline stages, it runs for each micro-batch.
+
+        Returns:
+            The loss of the batch, on every stage.
+        """
+        if self._staged is None:
+            return super().training_step(model, inputs, *args, **kwargs)
+        losses = []
+        with TrainingStages(model, self._staged) as stages:
+            for _ in range(count_rows(inputs) // micro_batch_size(self._staged, inputs)):
+                losses.append(super().training_step(stages, dict(inputs), *args, **kwargs))
+            stages.finish()
+        loss = torch.stack(losses).sum()
+        # Only the last stage knows what became of the losses that the model returned.
+        return broadcast(self._mesh.pp, loss.double(), self._mesh.pp.size - 1).to(loss.dtype)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self._parallel is not None:
+            self._agree_on_control(self.control)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _agree_on_control(self, control: TrainerControl) -> None:
+        """Let all ranks do what a callback has asked for on any: saving and evaluating are collectives."""
+        names = [name for name, value in vars(control).items() if name.startswith("should_") and value in (True, False)]
+        flags = torch.tensor([float(getattr(control, name)) for name in names], device=self._mesh.device)
+        for name, flag in zip(names, all_reduce(self._mesh.world, flags, MAX).tolist(), strict=True):
+            setattr(control, name, bool(flag))
+
+    # Evaluation -------------------------------------------------------------------------------------------------------
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method; with pipeline stages, every stage gets the output of the last one."""
+        if self._parallel is not None:
+            inputs = self._share(inputs)
+        if self._staged is not None:
+            model = EvaluationStages(model, self._staged)
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method. Raises ``ValueError`` for a parallel model."""
+        if self._parallel is None:
+            return super().hyperparameter_search(*args, **kwargs)
+        raise ValueError(
+            "hyperparameter_search would run trials on each rank of a sharded model: run it around torchrun"
+        )
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._parallel is None:
+            super()._save_checkpoint(model, trial)
+            return
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with agree(self._mesh.world, f"saving {folder}"):
+            if self.args.should_save:  # until it is written again, the checkpoint is not complete
+                (folder / STATE).unlink(missing_ok=True)
+        with self._splitting():
+            super()._save_checkpoint(model, trial)
+
+    @contextmanager
+    def _splitting(self) -> Iterator[None]:
+        self._splits = True
+        try:
+            yield
+        finally:
+            self._splits = False
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save a checkpoint that transformers loads; within a checkpoint of the training, one file per rank.
+
+        A collective of all ranks.
+        """
+        if self._parallel is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        if _has_adapters(self.model):
+            self.model.save_pretrained(folder)
+        else:
+            self._parallel.save_pretrained_with_parallel(folder, save_with_merging=not getattr(self, "_splits", False))
+        with agree(self._mesh.world, f"saving to {folder}"):
+            if self.args.should_save:
+                tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(folder)
+                torch.save(self.args, Path(folder) / "training_args.bin")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._parallel is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            scheduler = self.lr_scheduler.state_dict()
+            self._parallel.save_optimizer(_unwrap(self.optimizer), output_dir, scheduler=scheduler)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self._parallel is None:
+            super()._save_rng_state(output_dir)
+            return
+        # transformers restores these after it has skipped batches. All are written before the checkpoint is complete.
+        with agree(self._mesh.world, f"saving random states to {output_dir}"):
+            super()._save_rng_state(output_dir)
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method. ``resume_from_checkpoint=True`` takes the last checkpoint that is complete."""
+        if self._parallel is not None and resume_from_checkpoint is True:
+            world = self._mesh.world
+            last = _last_complete(Path(self.args.output_dir)) if world.rank == 0 else None
+            resume_from_checkpoint = broadcast_object(world, last)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"{self.args.output_dir} has no complete checkpoint to resume from")
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._parallel is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        folder = Path(resume_from_checkpoint)
+        with agree(self._mesh.world, f"resuming from {folder}"):
+            if not _is_complete(folder):
+                raise ValueError(
+                    f"{folder} is no complete checkpoint, as it has no valid {STATE}: the save may have been "
+                    "interrupted; resume_from_checkpoint=True takes the last complete one"
+                )
+            if not (folder / with_variant(MANIFEST, OPTIMIZER)).is_file():
+                raise ValueError(
+                    f"{folder} has no optimizer state of a sharded model, as with save_only_model=True or without this "
+                    "Trainer: load the model from there by from_pretrained_with_parallel, and do not resume"
+                )
+        if _has_adapters(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._parallel.from_parallelized(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._parallel is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            state = self._parallel.load_optimizer(_unwrap(self.optimizer), checkpoint)
+            self.lr_scheduler.load_state_dict(state["scheduler"])
+
+    def _load_best_model(self) -> None:
+        if self._parallel is None or _has_adapters(self.model):
+            super()._load_best_model()
+        else:
+            self._parallel.from_parallelized(self.state.best_model_checkpoint)
+
+
+class Trainer(ParallelTrainerMixin, transformers.Trainer):
+    """transformers' ``Trainer`` for models of this library on several ranks."""
+
+
+class Seq2SeqTrainer(ParallelTrainerMixin, transformers.Seq2SeqTrainer):
+    """transformers' ``Seq2SeqTrainer`` for models of this library on several ranks."""
+
+
+def _has_adapters(model: Any) -> bool:
+    """Whether peft has added adapters, which are saved and loaded instead of the model."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def _unwrap(optimizer: Any) -> Any:
+    """The optimizer that accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _last_complete(directory: Path) -> str | None:
+    """The checkpoint with the highest step that is complete."""
+    steps = {}
+    for path in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = path.name.rpartition("-")[2]
+        if step.isdecimal() and _is_complete(path):
+            steps[int(step)] = str(path)
+    return steps[max(steps)] if steps else None

@@ -1,0 +1,156 @@
+"""Runs of transformers' Trainer in float64 on one process, and the same on the ranks of a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedConfig, TrainingArguments
+
+from support.float64 import lifted_casts
+from support.pipelines import model_on_stages, stage_differences, stage_parameters
+from support.reference import TOLERANCE, full_parameters, reference_model
+
+Rows = list[dict[str, list[int]]]
+
+SIZES = {
+    "tp=2": (2, 1, 2),
+    "pp=2": (1, 2, 2),
+    "dp=2": (1, 1, 2),
+    "tp=2, dp=2": (2, 1, 4),
+    "pp=2, dp=2": (1, 2, 4),
+    "tp=2, pp=2": (2, 2, 4),
+    "tp=2, pp=2, dp=2": (2, 2, 8),
+}
+"""The sizes of tp and pp, and the number of ranks."""
+
+
+def at_sizes(*quick: str) -> Any:
+    """Run a test at all sizes, those but the given ones in the tests of the zoo only."""
+    cases = [size if size in quick else pytest.param(size, marks=pytest.mark.zoo) for size in SIZES]
+    return pytest.mark.parametrize("sizes", cases)
+
+
+def fresh_accelerate() -> None:
+    """Forget what accelerate knows of the processes of an earlier test: its state lives as long as the worker."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def text_rows(config: PreTrainedConfig, seed: int, count: int, length: int = 7, masked: int = 2) -> Rows:
+    """Rows of tokens, with up to ``2 * masked`` labels that do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, config.vocab_size, (count, length), generator=generator).tolist()
+    return [
+        {"input_ids": row, "attention_mask": [1] * length, "labels": [-100] * skipped + row[skipped:]}
+        for row, skipped in ((row, i % (masked + 1) * 2) for i, row in enumerate(tokens))
+    ]
+
+
+def arguments(output_dir: Any, **options: Any) -> TrainingArguments:
+    """Arguments of a short training on CPUs that reports each step to nobody but its state."""
+    defaults = {
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "max_steps": 5,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+    }
+    return options.pop("cls", TrainingArguments)(str(output_dir), **{**defaults, **options})
+
+
+class Ordered:
+    """Takes the rows in their order: with another batch size, shuffled batches of one process hold other rows."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(train_dataset)
+
+
+def watch(trainer: Any, steps: tuple[int, ...], parameters: Any) -> dict[int, dict[str, Tensor]]:
+    """The parameters by step, filled while the trainer runs."""
+    seen: dict[int, dict[str, Tensor]] = {}
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step in steps:
+                named = parameters(trainer.model).items()
+                seen[state.global_step] = {name: param.detach().clone() for name, param in named}
+
+    trainer.add_callback(Watch())
+    return seen
+
+
+@dataclass
+class Run:
+    """What a training on one process has given."""
+
+    name: str
+    config: PreTrainedConfig
+    weights: dict[str, Tensor]
+    logs: list[dict[str, float]] = field(default_factory=list)
+    parameters: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+
+def in_float64(function: Any) -> Any:
+    """Call ``function`` with float64 as the default, which the sums of losses in Trainer have then too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with lifted_casts():
+            return function()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def reference_run(
+    name: str, config: PreTrainedConfig, seed: int, rows: Rows, args: TrainingArguments, cls: Any, **options: Any
+) -> Run:
+    """Train on one process, by the class of transformers."""
+    fresh_accelerate()
+    model = reference_model(name, config, seed)
+    run = Run(name, config, full_parameters(model))
+    trainer = type("Reference", (Ordered, cls), {})(model, args, train_dataset=rows, **options)
+    run.parameters = watch(trainer, (1, 5), full_parameters)
+    in_float64(trainer.train)
+    run.logs = trainer.state.log_history
+    return run
+
+
+def rank_trainer(
+    run: Run, tp: int, pp: int, args: Mapping[str, Any], rows: Rows, cls: Any, micro: int = 2, **options: Any
+) -> Any:
+    """A trainer of this rank's part of the same model."""
+    fresh_accelerate()
+    more = {"micro_batch_size": micro} if pp > 1 else {}
+    model = model_on_stages(run.name, run.config, run.weights, tp, pp, **more)
+    return type("Own", (Ordered, cls), {})(model, arguments(**args), train_dataset=rows, **options)
+
+
+def differences_of_run(trainer: Any, run: Run) -> list[str]:
+    """Train, and a line for each loss, gradient norm, learning rate and parameter that is not that of one process."""
+    seen = watch(trainer, (1, 5), stage_parameters)
+    in_float64(trainer.train)
+    lines = []
+    logs = trainer.state.log_history
+    if [log.keys() for log in logs[:-1]] != [log.keys() for log in run.logs[:-1]]:
+        lines.append(f"logs {logs} instead of {run.logs}")
+    for own, expected in zip(logs[:-1], run.logs[:-1], strict=False):
+        for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "step"):
+            if abs(own.get(key, 0) - expected.get(key, 0)) > TOLERANCE:
+                lines.append(f"{key} in step {own['step']}: {own[key]} instead of {expected[key]}")
+    if logs[-1]["total_flos"] != pytest.approx(run.logs[-1]["total_flos"], rel=1e-6):
+        lines.append(f"total_flos {logs[-1]['total_flos']} instead of {run.logs[-1]['total_flos']}")
+    for step, expected in run.parameters.items():
+        lines += stage_differences(trainer.model, f"step {step}:", seen[step], expected, TOLERANCE)
+    return lines
