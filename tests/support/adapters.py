@@ -1,0 +1,172 @@
+"""Training with adapters on one process with plain ``peft``, and how a rank compares its shard of the results."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from support import zoo
+from support.float64 import lifted_casts
+from support.pipelines import model_on_stages
+from support.reference import TOLERANCE, differences, full_parameters, reference_model
+
+Batch = dict[str, Tensor]
+STEPS = (0, 4)
+"""The training steps whose results are compared."""
+PREFIX = "base_model.model."
+
+
+@dataclass
+class Run:
+    """What one process computes in some steps of training an adapter; tensors are full, names those of ``PeftModel``.
+
+    Attributes:
+        initial: the adapter as ``peft`` makes it from ``seed``.
+        start: the adapter when training starts.
+        logits: the logits of the first batch, in evaluation mode.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    adapter: Any
+    seed: int
+    optimizer: str
+    weights: dict[str, Tensor]
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    start: dict[str, Tensor] = field(default_factory=dict)
+    batches: list[Batch] = field(default_factory=list)
+    logits: Tensor | None = None
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    trained: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def trained_parameters(model: Any) -> dict[str, Any]:
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def reference_run(
+    name: str,
+    config: PreTrainedConfig,
+    adapter: Any,
+    seed: int,
+    optimizer: str = "AdamW",
+    folder: Path | None = None,
+    keep_initial: bool = False,
+) -> Run:
+    """Train an adapter with plain ``peft``; in ``folder``, leave what it saves before the training."""
+    from peft import get_peft_model
+
+    base = reference_model(name, config, seed)
+    run = Run(name, config, copy.deepcopy(adapter), seed, optimizer, full_parameters(base))
+    torch.manual_seed(seed)
+    model: Any = get_peft_model(base, adapter)
+    trained = trained_parameters(model)
+    run.initial = {key: param.detach().clone() for key, param in trained.items()}
+    with torch.no_grad():
+        for param in trained.values() if not keep_initial else ():  # half of it is zero
+            param += 0.1 * torch.randn_like(param)
+    run.start = {key: param.detach().clone() for key, param in trained.items()}
+    if folder is not None:
+        model.save_pretrained(folder)
+    run.batches = [zoo.batch(name, config, seed + step) for step in range(max(STEPS) + 1)]
+    run.logits = logits_of(model, run.batches[0])
+    run.losses, run.gradients, run.trained = train(model, run.batches, optimizer)
+    return run
+
+
+@torch.no_grad()
+def logits_of(model: Any, batch: Batch) -> Tensor:
+    model.eval()
+    with lifted_casts():
+        logits: Tensor = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    model.train()
+    return logits
+
+
+def train(
+    model: Any, batches: Sequence[Batch], optimizer: str, backward: Callable[[Any, Batch], Tensor] | None = None
+) -> tuple[list[float], list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Losses of all steps; gradients and parameters of those in `STEPS`."""
+    params = trained_parameters(model)
+    stepper = getattr(torch.optim, optimizer)(params.values(), lr=0.01)
+    losses, gradients, trained = [], [], []
+    for step, batch in enumerate(batches):
+        stepper.zero_grad()
+        with lifted_casts():
+            if backward is None:
+                loss = model(**batch).loss
+                loss.backward()
+            else:
+                loss = backward(model, batch)
+        losses.append(loss.item())
+        if step in STEPS:
+            gradients.append({name: param.grad.clone() for name, param in params.items()})
+        stepper.step()
+        if step in STEPS:
+            trained.append({name: param.detach().clone() for name, param in params.items()})
+    return losses, gradients, trained
+
+
+def own_shards(model: Any, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's shards of full tensors, by their names in ``PeftModel``."""
+    base = model.get_base_model()
+    layouts = {PREFIX + name: layout for name, layout in base.layouts.items()}
+    return {
+        name: layouts[name].shard(tensor, base.mesh.tp.rank) if name in layouts else tensor
+        for name, tensor in full.items()
+    }
+
+
+def compare(model: Any, what: str, own: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> list[str]:
+    """A line for each tensor of this rank that is not its shard of the full one."""
+    expected = own_shards(model, {name: full[name] for name in own if name in full})
+    lines = [f"{what} {name}: not in the reference" for name in own if name not in full]
+    return lines + [line for name in expected for line in differences(f"{what} {name}", own[name], expected[name], TOLERANCE)]
+
+
+@torch.no_grad()
+def start_from(model: Any, full: Mapping[str, Tensor]) -> None:
+    own = trained_parameters(model)
+    for name, shard in own_shards(model, {name: full[name] for name in own}).items():
+        own[name].copy_(shard)
+
+
+def parallel_base(run: Run, tp: int, pp: int = 1, **options: Any) -> Any:
+    """This rank's part of the model without adapters."""
+    return model_on_stages(run.name, run.config, run.weights, tp, pp, **options).train()
+
+
+def check_run(run: Run, tp: int, pp: int = 1, options: Mapping[str, Any] | None = None) -> None:
+    """On each rank: an adapter has the same first values, and trains as on one process."""
+    from peft import get_peft_model
+
+    base = parallel_base(run, tp, pp, **(options or {}))
+    torch.manual_seed(run.seed)
+    model: Any = get_peft_model(base, copy.deepcopy(run.adapter))
+    lines = compare(model, "initial", {n: p.detach() for n, p in trained_parameters(model).items()}, run.initial)
+    start_from(model, run.start)
+    assert run.logits is not None
+    if pp == 1:
+        lines += differences("logits", logits_of(model, run.batches[0]), run.logits, TOLERANCE)
+    backward = None if pp == 1 else _train_batch
+    losses, gradients, trained = train(model, run.batches, run.optimizer, backward)
+    for step, (own, expected) in enumerate(zip(losses, run.losses, strict=True)):
+        if not abs(own - expected) <= TOLERANCE:
+            lines.append(f"loss {step}: {own} instead of {expected}")
+    for i, step in enumerate(STEPS):
+        lines += compare(model, f"gradient {step}", gradients[i], run.gradients[i])
+        lines += compare(model, f"trained {step}", trained[i], run.trained[i])
+    assert not lines, "\n".join(lines[:12])
+
+
+def _train_batch(model: Any, batch: Batch) -> Tensor:
+    loss: Tensor = model.train_batch(**batch)
+    return loss
