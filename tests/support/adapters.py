@@ -129,7 +129,9 @@ def compare(model: Any, what: str, own: Mapping[str, Tensor], full: Mapping[str,
     """A line for each tensor of this rank that is not its shard of the full one."""
     expected = own_shards(model, {name: full[name] for name in own if name in full})
     lines = [f"{what} {name}: not in the reference" for name in own if name not in full]
-    return lines + [line for name in expected for line in differences(f"{what} {name}", own[name], expected[name], TOLERANCE)]
+    return lines + [
+        line for name in expected for line in differences(f"{what} {name}", own[name], expected[name], TOLERANCE)
+    ]
 
 
 @torch.no_grad()
@@ -170,3 +172,18 @@ def check_run(run: Run, tp: int, pp: int = 1, options: Mapping[str, Any] | None 
 def _train_batch(model: Any, batch: Batch) -> Tensor:
     loss: Tensor = model.train_batch(**batch)
     return loss
+
+
+def check_files(run: Run, tp: int, pp: int, saved: str, folder: str) -> None:
+    """On each rank: an adapter that plain ``peft`` has saved loads, and is saved again as it was."""
+    from peft import PeftModel
+
+    base = parallel_base(run, tp, pp)
+    model: Any = PeftModel.from_pretrained(base, saved, is_trainable=True)
+    own = {name: param.detach() for name, param in trained_parameters(model).items()}
+    lines = compare(model, "loaded", own, run.start)
+    assert not lines and own, "\n".join(lines[:12])
+    model.save_pretrained(folder)
+    assert (
+        Path(folder, "adapter_model.safetensors").read_bytes() == Path(saved, "adapter_model.safetensors").read_bytes()
+    )

@@ -36,6 +36,7 @@ from oslo_models.modeling.adapters.layers import (
     VocabParallelLoraEmbedding,
 )
 from oslo_models.modeling.adapters.layouts import FULL, adapter_layouts, shards_outputs, weight_layout
+from oslo_models.modeling.adapters.peft_model import become_sharded, under_construction
 from oslo_models.modeling.adapters.state import register_state_hooks
 from oslo_models.modeling.adapters.support import check_config, check_layer
 from oslo_models.pipeline.placeholders import Placeholder
@@ -73,10 +74,13 @@ def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
                 _adopt_ia3(tuner, name)
         if rng_state is None:
             _check_replicated(model, name, tuners)
-    for tuner in tuners.values():
-        register_state_hooks(tuner)
+    for module in model.modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            register_state_hooks(module)
     _name_parameters(model)
     model._mark_parameters()
+    if (peft_model := under_construction()) is not None:
+        become_sharded(peft_model)
 
 
 def wrapped_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -192,8 +196,9 @@ def _name_parameters(model: Any) -> None:
     before, stage = dict(model.layouts), model.stage
     sharded = {
         f"{path}.{leaf}": layout
-        for path, tuner in wrapped_layers(model)
-        for leaf, layout in adapter_layouts(tuner).items()
+        for path, module in model.named_modules()
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        for leaf, layout in adapter_layouts(module).items()
     }
     for name, param in model.named_parameters(remove_duplicate=False):
         plain = plain_name(name, model.peft_config)

@@ -6,9 +6,10 @@ from typing import Any
 
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import LoraLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+from oslo_models.distributed.mesh import Axis
 from oslo_models.sharding.layout import Layout
 
 FULL = Layout(())
@@ -35,7 +36,9 @@ def features(layer: Any) -> tuple[int, int]:
 
 
 def adapter_layouts(tuner: Any) -> dict[str, Layout]:
-    """The layouts of the sharded parameters of a layer that ``peft`` has wrapped, by their names in the wrapper."""
+    """The layouts of the sharded parameters of a module that ``peft`` has wrapped, by their names in the wrapper."""
+    if isinstance(tuner, AuxiliaryTrainingWrapper):
+        return _layouts_of_copies(tuner)
     base = tuner.get_base_layer()
     weight = weight_layout(base)
     if weight is FULL:
@@ -63,3 +66,18 @@ def adapter_layouts(tuner: Any) -> dict[str, Layout]:
                     found[leaf] = sharded(outputs, dim=0)
     own = {name for name, _ in tuner.named_parameters()}
     return {name: layout for name, layout in found.items() if name in own and layout.dim is not None}
+
+
+def _layouts_of_copies(wrapper: AuxiliaryTrainingWrapper) -> dict[str, Layout]:
+    """The layouts of the sharded parameters of ``modules_to_save``: of the original module and of its copies."""
+    return {
+        f"{path}.{leaf}": layout
+        for path, module in wrapper.named_modules()
+        for leaf, layout in vars(module).get("layouts", {}).items()
+        if layout.dim is not None
+    }
+
+
+def axis_of(wrapper: nn.Module) -> Axis | None:
+    """The axis over which the modules inside a wrapper are sharded; ``None`` if none is."""
+    return next((module.tp for module in wrapper.modules() if isinstance(vars(module).get("tp"), Axis)), None)

@@ -5,45 +5,48 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oslo_models.distributed.collectives import all_gather
 from oslo_models.distributed.mesh import Axis
-from oslo_models.modeling.adapters.layouts import adapter_layouts
+from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
+from oslo_models.modeling.adapters.layouts import adapter_layouts, axis_of
 from oslo_models.sharding.layout import Layout
 
-
-def register_state_hooks(tuner: Any) -> None:
-    """Let ``state_dict`` of a wrapped layer gather, and ``load_state_dict`` shard; once per layer."""
-    if "has_state_hooks" not in vars(tuner) and adapter_layouts(tuner):
-        vars(tuner)["has_state_hooks"] = True
-        tuner.register_state_dict_post_hook(_gather)
-        tuner.register_load_state_dict_pre_hook(_shard)
+_OVER_VOCABULARY = (VocabParallelEmbedding, VocabParallelHead)
 
 
-def _gather(tuner: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A collective of the ranks of the layer's axis."""
-    base = tuner.get_base_layer()
-    is_embedding = _is_vocabulary(base)
-    for leaf, layout in adapter_layouts(tuner).items():
-        key = prefix + leaf
-        # peft saves an adapted embedding or head with the adapter, and no other layer
-        if key in state and (is_embedding or not leaf.startswith("base_layer.")):
-            state[key] = gather_shards(base.tp, state[key].detach(), layout)
+def register_state_hooks(wrapper: nn.Module) -> None:
+    """Let ``state_dict`` of a module that ``peft`` has wrapped gather, and ``load_state_dict`` shard; done once."""
+    if "_has_state_hooks" not in vars(wrapper) and adapter_layouts(wrapper):
+        vars(wrapper)["_has_state_hooks"] = True
+        wrapper.register_state_dict_post_hook(_gather)
+        wrapper.register_load_state_dict_pre_hook(_shard)
 
 
-def _shard(tuner: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    rank = tuner.get_base_layer().tp.rank
-    for leaf, layout in adapter_layouts(tuner).items():
+def _gather(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A collective of the ranks over which the module is sharded."""
+    axis = axis_of(wrapper)
+    assert axis is not None
+    for leaf, layout in adapter_layouts(wrapper).items():
+        if prefix + leaf in state and _is_saved(wrapper, leaf):
+            state[prefix + leaf] = gather_shards(axis, state[prefix + leaf].detach(), layout)
+
+
+def _is_saved(wrapper: Any, leaf: str) -> bool:
+    """Whether ``peft`` saves a parameter: those of adapters, and the weights of adapted embeddings and heads."""
+    if not leaf.startswith(("base_layer.", "original_module.")):
+        return True
+    return leaf.startswith("base_layer.") and isinstance(wrapper.get_base_layer(), _OVER_VOCABULARY)
+
+
+def _shard(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    axis = axis_of(wrapper)
+    assert axis is not None
+    for leaf, layout in adapter_layouts(wrapper).items():
         full = state.get(prefix + leaf)
         if full is not None and tuple(full.shape) == layout.shape:
-            state[prefix + leaf] = layout.shard(full, rank).clone()
-
-
-def _is_vocabulary(layer: Any) -> bool:
-    from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
-
-    return isinstance(layer, (VocabParallelEmbedding, VocabParallelHead))
+            state[prefix + leaf] = layout.shard(full, axis.rank).clone()
 
 
 @torch.no_grad()

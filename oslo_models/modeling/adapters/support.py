@@ -62,7 +62,9 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
         return
     known = (lora.Linear, lora.Embedding) if isinstance(tuner, lora.LoraLayer) else (ia3.Linear,)
     if not isinstance(tuner, known) or not isinstance(base, (nn.Linear, Conv1D, nn.Embedding)):
-        raise ValueError(f"{path} is sharded, and {type(tuner).__name__} does not support a sharded {type(base).__name__}")
+        raise ValueError(
+            f"{path} is sharded, and {type(tuner).__name__} does not support a sharded {type(base).__name__}"
+        )
     if isinstance(tuner, ia3.IA3Layer) and hasattr(base, "layouts") and _is_head(base):
         raise ValueError(f"IA3 does not work on {path}, whose vocabulary is sharded: leave it out of target_modules")
 
