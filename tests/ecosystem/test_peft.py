@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support import pipelines, zoo
-from support.adapters import check_files, check_run, reference_run
+from support.adapters import check_adapters, check_files, check_run, plain_model, reference_run, use_adapters
 from support.pool import Pool
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -81,3 +81,25 @@ def test_adapters_are_saved_byte_for_byte_as_by_peft(
     for config in configs:
         config["target_modules"] = sorted(config["target_modules"])
     assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_adapters_train_on_pipeline_stages(pool: Pool, seed: int, kind: str, tp: int) -> None:
+    run = reference_run("LlamaForCausalLM", pipelines.config("llama"), FILES[kind](), seed)
+    pool.run(2 * tp, check_run, run, tp, 2)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_many_adapters(pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, use_dora: bool) -> None:
+    """Added, selected, disabled, saved, loaded, deleted, combined and merged as by plain ``peft``."""
+    options = {"task_type": "CAUSAL_LM", "init_lora_weights": False, "use_dora": use_dora}
+    first, other = (
+        peft.LoraConfig(r=3, target_modules=targets, **options)
+        for targets in (["q_proj", "down_proj"], ["down_proj", "v_proj"])
+    )
+    run = reference_run("LlamaForCausalLM", pipelines.config("llama"), first, seed)
+    model = plain_model(run)
+    expected = use_adapters(model, other, run.batches[0], str(tmp_path / "plain"))
+    pool.run(tp * pp, check_adapters, run, tp, pp, other, expected, str(tmp_path / "ours"))

@@ -48,6 +48,15 @@ class Run:
     trained: list[dict[str, Tensor]] = field(default_factory=list)
 
 
+def plain_model(run: Run) -> Any:
+    """The model of one process, with the adapter as ``peft`` makes it."""
+    from peft import get_peft_model
+
+    base = reference_model(run.name, run.config, run.seed)
+    torch.manual_seed(run.seed)
+    return get_peft_model(base, copy.deepcopy(run.adapter))
+
+
 def trained_parameters(model: Any) -> dict[str, Any]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
@@ -59,7 +68,6 @@ def reference_run(
     seed: int,
     optimizer: str = "AdamW",
     folder: Path | None = None,
-    keep_initial: bool = False,
 ) -> Run:
     """Train an adapter with plain ``peft``; in ``folder``, leave what it saves before the training."""
     from peft import get_peft_model
@@ -71,7 +79,7 @@ def reference_run(
     trained = trained_parameters(model)
     run.initial = {key: param.detach().clone() for key, param in trained.items()}
     with torch.no_grad():
-        for param in trained.values() if not keep_initial else ():  # half of it is zero
+        for param in trained.values():  # half of which is zero
             param += 0.1 * torch.randn_like(param)
     run.start = {key: param.detach().clone() for key, param in trained.items()}
     if folder is not None:
@@ -187,3 +195,59 @@ def check_files(run: Run, tp: int, pp: int, saved: str, folder: str) -> None:
     assert (
         Path(folder, "adapter_model.safetensors").read_bytes() == Path(saved, "adapter_model.safetensors").read_bytes()
     )
+
+
+def check_adapters(run: Run, tp: int, pp: int, other: Any, expected: dict[str, Tensor], folder: str) -> None:
+    """On each rank: two adapters, added, selected, disabled, saved, deleted and merged."""
+    from peft import get_peft_model
+
+    base = parallel_base(run, tp, pp)
+    torch.manual_seed(run.seed)
+    model: Any = get_peft_model(base, copy.deepcopy(run.adapter))
+    actual = use_adapters(model, other, run.batches[0], folder)
+    lines = [line for what in expected for line in differences(what, actual[what], expected[what], TOLERANCE)]
+    assert not lines, "\n".join(lines)
+
+
+@torch.no_grad()
+def use_adapters(model: Any, other: Any, batch: Batch, folder: str) -> dict[str, Tensor]:
+    """The logits, or on pipeline stages the loss, after each of many calls of ``PeftModel``."""
+    results: dict[str, Tensor] = {}
+
+    def note(what: str, called: Any = model) -> None:
+        results[what] = loss_of(called, batch)
+
+    model.eval()
+    model.add_adapter("other", copy.deepcopy(other))
+    note("first")
+    model.set_adapter("other")
+    note("other")
+    model.save_pretrained(folder)
+    model.load_adapter(f"{folder}/other", "loaded")
+    model.set_adapter("loaded")
+    note("loaded")
+    with model.disable_adapter():
+        note("disabled")
+    model.delete_adapter("loaded")
+    if not other.use_dora:  # peft combines no magnitudes
+        model.add_weighted_adapter(["default", "other"], [0.3, 0.6], "both", combination_type="cat")
+        model.set_adapter("both")
+        note("both")
+    model.merge_adapter()
+    note("merged")
+    model.unmerge_adapter()
+    note("unmerged")
+    model.base_model.set_adapter(["default", "other"])
+    note("two at once")
+    merged = model.merge_and_unload()
+    note("unloaded", merged)
+    return results
+
+
+@torch.no_grad()
+def loss_of(model: Any, batch: Batch) -> Tensor:
+    with lifted_casts():
+        if getattr(model, "pipeline", None) is None:
+            loss: Tensor = model(**batch).loss
+            return loss
+        return torch.stack([output.loss for output in model(**batch)]).sum()

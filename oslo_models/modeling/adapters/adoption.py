@@ -68,8 +68,10 @@ def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
             draw(model, name, tuners, rng_state)
         stream = ShardedRngStream(mesh.tp, mesh.device)
         for tuner in tuners.values():
-            if isinstance(tuner, lora.LoraLayer) and name in tuner.r and weight_layout(tuner.get_base_layer()) != FULL:
-                _adopt_lora(tuner, name, stream, are_new=rng_state is not None)
+            if isinstance(tuner, lora.LoraLayer) and name in tuner.r:
+                _adopt_lora(tuner, name, stream)
+                if rng_state is not None and name in tuner.lora_magnitude_vector:
+                    _compute_magnitudes(tuner, name)
             elif isinstance(tuner, ia3.IA3Layer) and name in tuner.ia3_l:
                 _adopt_ia3(tuner, name)
         if rng_state is None:
@@ -104,9 +106,11 @@ def _restore_placeholders(model: nn.Module) -> None:
 # LoRA -----------------------------------------------------------------------------------------------------------------
 
 
-def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream, are_new: bool) -> None:
-    """Make one LoRA adapter of a sharded layer parallel."""
+def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
+    """Make one LoRA adapter parallel, if its layer is sharded."""
     base = tuner.get_base_layer()
+    if weight_layout(base) is FULL:
+        return
     outputs = shards_outputs(base)
     if isinstance(tuner, lora.Embedding):
         tuner.__class__ = FeatureParallelLoraEmbedding if outputs else VocabParallelLoraEmbedding
@@ -114,7 +118,7 @@ def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream, are_new: bool) 
         _adopt_dropout(tuner.lora_dropout[name], outputs, base.stream, stream)
         _adopt_linear(tuner, name, outputs)
     if name in tuner.lora_magnitude_vector:
-        _adopt_dora(tuner, name, are_new)
+        _adopt_dora(tuner, name)
 
 
 def _adopt_linear(tuner: Any, name: str, outputs: bool) -> None:
@@ -147,16 +151,26 @@ def _adopt_dropout(dropout: Any, outputs: bool, models: ShardedRngStream | None,
         dropout.__class__, dropout.stream = ReplicatedDropout, models  # type: ignore[assignment]
 
 
-@torch.no_grad()
-def _adopt_dora(tuner: Any, name: str, are_new: bool) -> None:
+def _adopt_dora(tuner: Any, name: str) -> None:
     base, dora = tuner.get_base_layer(), tuner.lora_magnitude_vector[name]
-    embeds = isinstance(tuner, lora.Embedding)
-    dora.__class__ = ParallelDoraEmbedding if embeds else ParallelDoraLinear
+    dora.__class__ = ParallelDoraEmbedding if isinstance(tuner, lora.Embedding) else ParallelDoraLinear
     dora.tp, dora.layout = base.tp, adapter_layouts(tuner).get(f"lora_magnitude_vector.{name}.weight")
-    if are_new and not dora.weight.is_meta:
-        pairs = (tuner.lora_embedding_A, tuner.lora_embedding_B) if embeds else (tuner.lora_A, tuner.lora_B)
-        a, b = (pair[name] if embeds else pair[name].weight for pair in pairs)
-        dora.weight.copy_(dora.get_weight_norm(base.weight, b @ a, tuner.scaling[name]))
+
+
+@torch.no_grad()
+def _compute_magnitudes(tuner: Any, name: str) -> None:
+    """Compute DoRA's first magnitudes again, since A and B were drawn again; a collective for sharded inputs."""
+    dora: Any = tuner.lora_magnitude_vector[name]
+    magnitude = dora.weight
+    if magnitude.is_meta:
+        return
+    if isinstance(tuner, lora.Embedding):
+        factors = {"lora_A": tuner.lora_embedding_A[name], "lora_B": tuner.lora_embedding_B[name]}
+    else:
+        factors = {"lora_A": tuner.lora_A[name].weight, "lora_B": tuner.lora_B[name].weight}
+    dora.update_layer(base_layer=tuner.get_base_layer(), **factors, scaling=tuner.scaling[name])
+    magnitude.copy_(dora.weight)
+    dora.weight = magnitude
 
 
 # IA3 ------------------------------------------------------------------------------------------------------------------
