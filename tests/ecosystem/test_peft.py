@@ -103,3 +103,24 @@ def test_many_adapters(pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, 
     model = plain_model(run)
     expected = use_adapters(model, other, run.batches[0], str(tmp_path / "plain"))
     pool.run(tp * pp, check_adapters, run, tp, pp, other, expected, str(tmp_path / "ours"))
+
+
+PROMPTS = {
+    "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prompts of the vocabulary": lambda: peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, prompt_tuning_init="SAMPLE_VOCAB"
+    ),
+    "p-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=7),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize("variant", ["llama-9-heads", "gpt2", "llama-one-kv"])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_prompts_train_as_on_one_process(
+    pool: Pool, seed: int, tmp_path: Path, tp: int, variant: str, kind: str
+) -> None:
+    run = reference_run(zoo.lm_head(variant), zoo.config(variant), PROMPTS[kind](), seed, folder=tmp_path / "plain")
+    pool.run(tp, check_run, run, tp)
+    pool.run(tp, check_files, run, tp, 1, str(tmp_path / "plain"), str(tmp_path / "ours"))

@@ -68,6 +68,16 @@ class AdaptableModel(PreTrainedModel):
             self._rng_before_adapters = default_generator(torch.get_default_device()).get_state()
         return super().named_modules(memo, prefix, remove_duplicate)
 
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of any module. ``peft`` asks for BERT's embeddings when it begins to make a prompt encoder."""
+        if target == "embeddings.word_embeddings" and self.mesh is not None and self.mesh.model.size > 1:
+            caller = sys._getframe(1)
+            if caller.f_code.co_name == "_setup_prompt_encoder":
+                from oslo_models.modeling.adapters.prompts import vocabulary_for_prompts
+
+                return vocabulary_for_prompts(self, caller.f_locals["self"], caller.f_locals["adapter_name"])
+        return super().get_submodule(target)
+
     def load_adapter(self, peft_model_id: str | Path | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' method; on a sharded model a collective of all ranks.
 

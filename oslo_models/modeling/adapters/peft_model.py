@@ -6,8 +6,11 @@ import sys
 from functools import cache
 from typing import Any
 
-from peft import PeftModel
+from peft import PeftModel, PeftType
+from peft.utils.other import AuxiliaryTrainingWrapper
 
+from oslo_models.distributed.object_exchange import agree
+from oslo_models.modeling.adapters.layouts import adapter_layouts
 from oslo_models.modeling.adapters.saving import save_peft_model
 
 
@@ -42,7 +45,38 @@ class ShardedPeftModel(PeftModel):
                 "path_initial_model_for_weight_conversion"
             )
         options = {"safe_serialization": safe_serialization, **kwargs}
+        if self._is_prompt_learning:
+            self._save_prompts(save_directory, selected_adapters, save_embedding_layers, options)
+            return
         save_peft_model(self, save_directory, selected_adapters, save_embedding_layers, **options)
+
+    def _save_prompts(self, save_directory: str, selected: Any, save_embedding_layers: Any, options: Any) -> None:
+        """Save prompt encoders, of which every rank has a full copy."""
+        world = self.get_base_model().mesh.world
+        with agree(world, f"saving adapters to {save_directory}"):
+            wrappers = (module for module in self.modules() if isinstance(module, AuxiliaryTrainingWrapper))
+            if save_embedding_layers is True or any(map(adapter_layouts, wrappers)):
+                raise ValueError(
+                    "prompts of a sharded model are saved without embeddings or other sharded modules: leave out "
+                    "save_embedding_layers=True and modules_to_save that are sharded"
+                )
+            if world.rank == 0:
+                super().save_pretrained(
+                    save_directory, selected_adapters=selected, save_embedding_layers=False, **options
+                )
+
+    def _get_base_model_class(self, *args: Any, **kwargs: Any) -> type:
+        """transformers' class, so that the saved adapter loads without this library."""
+        cls: type = super()._get_base_model_class(*args, **kwargs)
+        return next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+
+    def get_prompt(self, *args: Any, **kwargs: Any) -> Any:
+        prompt = super().get_prompt(*args, **kwargs)
+        if self.active_peft_config.peft_type != PeftType.PREFIX_TUNING:
+            return prompt
+        from oslo_models.modeling.adapters.prompts import local_heads
+
+        return local_heads(self.get_base_model(), prompt)
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
         super().add_adapter(*args, **kwargs)
