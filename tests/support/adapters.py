@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
 from support import zoo
+from support.dropout_masks import Recorder
 from support.float64 import lifted_casts
 from support.pipelines import model_on_stages
 from support.reference import TOLERANCE, differences, full_parameters, reference_model
@@ -48,11 +52,11 @@ class Run:
     trained: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def plain_model(run: Run) -> Any:
+def plain_model(run: Run, **options: Any) -> Any:
     """The model of one process, with the adapter as ``peft`` makes it."""
     from peft import get_peft_model
 
-    base = reference_model(run.name, run.config, run.seed)
+    base = reference_model(run.name, run.config, run.seed, **options)
     torch.manual_seed(run.seed)
     return get_peft_model(base, copy.deepcopy(run.adapter))
 
@@ -253,3 +257,92 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
             loss: Tensor = model(**batch).loss
             return loss
         return torch.stack([output.loss for output in model(**batch)]).sum()
+
+
+def step_with_recorded_masks(run: Run, tp: int) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+    """A step with dropout of this rank: loss, gradients in full, and masks in the order of their calls."""
+    from peft import get_peft_model
+
+    from oslo_models.modeling.adapters.state import gather_shards
+
+    base = parallel_base(run, tp, attn_implementation="eager")
+    model: Any = get_peft_model(base, copy.deepcopy(run.adapter))
+    start_from(model, run.start)
+    torch.manual_seed(run.seed)
+    with lifted_casts(), Recorder() as recorder:
+        loss = model(**run.batches[0]).loss
+    loss.backward()
+    layouts, axis = base.layouts, base.mesh.tp
+    gradients = {
+        name: gather_shards(axis, param.grad, layouts[name.removeprefix(PREFIX)])
+        for name, param in trained_parameters(model).items()
+    }
+    return loss.item(), gradients, recorder.masks
+
+
+def check_dropout(run: Run, loss: float, gradients: dict[str, Tensor], of_ranks: list[Any]) -> list[str]:
+    lines = [] if abs(loss - of_ranks[0][0]) <= TOLERANCE else [f"loss: {of_ranks[0][0]} instead of {loss}"]
+    for name, expected in gradients.items():
+        lines += differences(f"gradient {name}", of_ranks[0][1][name], expected, TOLERANCE)
+    return lines
+
+
+# transformers' own methods --------------------------------------------------------------------------------------------
+
+
+def check_injected(run: Run, tp: int, pp: int, saved: str, folder: str, expected: list[Tensor]) -> None:
+    """On each rank: adapters without a ``PeftModel``, by the methods of transformers."""
+    base = parallel_base(run, tp, pp).eval()
+    actual = use_injected(base, run.adapter, saved, run.batches[0], folder, run.seed)
+    lines = [line for i, x in enumerate(expected) for line in differences(f"loss {i}", actual[i], x, TOLERANCE)]
+    assert not lines, "\n".join(lines)
+
+
+def use_injected(model: Any, adapter: Any, saved: str, batch: Batch, folder: str, seed: int) -> list[Tensor]:
+    """Add, load, select, save and disable adapters of a transformers model; returns losses."""
+    torch.manual_seed(seed)
+    model.add_adapter(copy.deepcopy(adapter), "first")
+    losses = [loss_of(model, batch)]
+    model.load_adapter(saved, adapter_name="second")
+    model.set_adapter("second")
+    losses.append(loss_of(model, batch))
+    model.save_pretrained(folder)
+    model.set_adapter("first")
+    losses.append(loss_of(model, batch))
+    model.disable_adapters()
+    losses.append(loss_of(model, batch))
+    return losses
+
+
+# With other tools -----------------------------------------------------------------------------------------------------
+
+
+def check_data_parallel(run: Run, wrapper: str, tp: int, norms: list[float]) -> None:
+    """On each of 2 replicas: training on a half of each batch, with clipping, is training on all of it."""
+    from peft import get_peft_model
+
+    base = parallel_base(run, tp)
+    dp = base.mesh.dp
+    torch.manual_seed(run.seed + dp.rank)  # replicas with random states of their own begin with equal adapters
+    model: Any = get_peft_model(base, copy.deepcopy(run.adapter))
+    start_from(model, run.start)
+    if wrapper == "DDP":
+        wrapped = DistributedDataParallel(model, process_group=base.mpu.get_data_parallel_group())
+    else:
+        wrapped = fully_shard(model, mesh=base.mesh.device_mesh["dp"])
+    stepper = torch.optim.SGD(params := list(trained_parameters(wrapped).values()), lr=0.01)
+    lines = []
+    for batch, loss, norm in zip(run.batches, run.losses, norms, strict=True):
+        own = {key: value[dp.rank :: dp.size].contiguous() for key, value in batch.items()}
+        stepper.zero_grad()
+        with lifted_casts():
+            mean = wrapped(**own).loss
+            mean.backward()
+        actual = base.clip_grad_norm_(0.1)
+        stepper.step()
+        mean = mean.detach() / dp.size
+        dist.all_reduce(mean, group=dp.group)
+        lines += differences("loss", mean, torch.tensor(loss, dtype=mean.dtype), TOLERANCE)
+        lines += differences("norm", actual, torch.tensor(norm, dtype=actual.dtype), TOLERANCE)
+    assert len(params) == len(run.start)
+    assert not lines, "\n".join(lines)
