@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from support import pipelines, zoo
 from support.adapters import (
@@ -28,7 +29,7 @@ from support.adapters import (
 from support.dropout_masks import RATE, Replay, Shapes, check_masks, join_masks
 from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import reference_model
+from support.reference import TOLERANCE, differences, reference_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -121,6 +122,9 @@ def test_many_adapters(pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, 
     model = plain_model(run)
     expected = use_adapters(model, other, run.batches[0], str(tmp_path / "plain"))
     pool.run(tp * pp, check_adapters, run, tp, pp, other, expected, str(tmp_path / "ours"))
+    merged = [load_file(tmp_path / name / "merged" / "model.safetensors") for name in ("plain", "ours")]
+    assert merged[0].keys() == merged[1].keys()
+    assert not [line for key in merged[0] for line in differences(key, merged[1][key], merged[0][key], TOLERANCE)]
 
 
 PROMPTS = {
@@ -247,3 +251,18 @@ def refuse(config: Any, message: str) -> None:
 def test_what_does_not_work_is_refused_by_name(pool: Pool, kind: str) -> None:
     make, message = REFUSED[kind]
     pool.run(2, refuse, make(), message)
+
+
+def test_models_of_threads_and_models_with_adapters_are_refused() -> None:
+    from transformers import LlamaForCausalLM
+
+    from oslo_models.compat.tensor_parallel.api import tensor_parallel
+
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    model: Any = LlamaForCausalLM(zoo.config("llama"))
+    for each in (config, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)):
+        with pytest.raises(ValueError, match="cannot be added to a model of tensor_parallel"):
+            peft.get_peft_model(tensor_parallel(model, ["cpu", "cpu"]), each)
+    model.add_adapter(config)
+    with pytest.raises(ValueError, match=r"has the adapters .'default'.*merge"):
+        tensor_parallel(model, ["cpu", "cpu"])

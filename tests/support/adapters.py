@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,10 @@ def use_adapters(model: Any, other: Any, batch: Batch, folder: str) -> dict[str,
     note("two at once")
     merged = model.merge_and_unload()
     note("unloaded", merged)
+    if hasattr(merged, "save_pretrained_with_parallel"):
+        merged.save_pretrained_with_parallel(f"{folder}/merged", save_with_merging=True)
+    else:
+        merged.save_pretrained(f"{folder}/merged")
     return results
 
 
@@ -338,7 +343,8 @@ def check_data_parallel(run: Run, wrapper: str, tp: int, norms: list[float]) -> 
         with lifted_casts():
             mean = wrapped(**own).loss
             mean.backward()
-        actual = base.clip_grad_norm_(0.1)
+        clip = base.clip_grad_norm_ if wrapper == "FSDP2" else partial(torch.nn.utils.clip_grad_norm_, params)
+        actual = torch.as_tensor(clip(0.1))
         stepper.step()
         mean = mean.detach() / dp.size
         dist.all_reduce(mean, group=dp.group)

@@ -94,7 +94,7 @@ class ShardedPeftModel(PeftModel):
 def become_sharded(peft_model: Any) -> None:
     """Give a ``PeftModel`` the class of one whose model is sharded, in place."""
     if not isinstance(peft_model, ShardedPeftModel):
-        peft_model.__class__ = _sharded_class(type(peft_model))
+        peft_model.__class__ = _sharded_class(type(peft_model))  # type: ignore[arg-type]
 
 
 def under_construction() -> PeftModel | None:
