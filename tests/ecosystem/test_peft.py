@@ -19,12 +19,14 @@ from support.adapters import (
     check_files,
     check_injected,
     check_run,
+    check_variant,
     plain_model,
     reference_run,
     step_with_recorded_masks,
     trained_parameters,
     use_adapters,
     use_injected,
+    use_variant,
 )
 from support.dropout_masks import RATE, Replay, Shapes, check_masks, join_masks
 from support.float64 import lifted_casts
@@ -266,3 +268,24 @@ def test_models_of_threads_and_models_with_adapters_are_refused() -> None:
     model.add_adapter(config)
     with pytest.raises(ValueError, match=r"has the adapters .'default'.*merge"):
         tensor_parallel(model, ["cpu", "cpu"])
+
+
+@pytest.mark.parametrize("how", ["generate", "checkpointing", "low memory", "fused", "fused before"])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]])
+def test_together_with(pool: Pool, seed: int, tmp_path: Path, how: str, targets: Any) -> None:
+    adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=3)
+    run = reference_run("LlamaForCausalLM", zoo.config("llama-untied"), adapter, seed, folder=tmp_path)
+    model = plain_model(run, attn_implementation="eager")
+    model.load_state_dict(run.start, strict=False)
+    expected = use_variant(model, how, run.batches[0])
+    pool.run(2, check_variant, run, 2, how, str(tmp_path), expected)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("kind", ["SEQ_CLS", "TOKEN_CLS"])
+def test_heads_of_classification(pool: Pool, seed: int, tp: int, pp: int, kind: str) -> None:
+    """``peft`` adds their heads to ``modules_to_save`` itself."""
+    name = {"SEQ_CLS": "BertForSequenceClassification", "TOKEN_CLS": "BertForTokenClassification"}[kind]
+    adapter = peft.LoraConfig(task_type=kind, target_modules=["query", "dense"], r=3)
+    run = reference_run(name, pipelines.config("bert"), adapter, seed, "SGD")
+    pool.run(tp * pp, check_run, run, tp, pp)
