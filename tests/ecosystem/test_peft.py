@@ -35,6 +35,11 @@ from support.reference import TOLERANCE, differences, reference_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
+MODELS = [
+    ("llama", 3),  # 2 key-value heads, one of which is on two ranks
+    ("gpt2", 2),
+    *(pytest.param(*each, marks=pytest.mark.zoo) for each in (("llama", 2), ("gpt2", 3), ("llama-one-kv", 2))),
+]
 LORA: dict[str, dict[str, Any]] = {
     "all linear": {"target_modules": "all-linear", "r": 3},
     "rsLoRA, biases, not zero": {
@@ -63,8 +68,7 @@ IA3: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", LORA)
-@pytest.mark.parametrize("variant", ["llama", "gpt2", "llama-one-kv"])
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(("variant", "tp"), MODELS)
 def test_lora_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
     config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA[options])
     # the gradient of a bias of keys is zero but for rounding, which Adam would make as large as any other
@@ -74,8 +78,7 @@ def test_lora_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: 
 
 
 @pytest.mark.parametrize("options", IA3)
-@pytest.mark.parametrize("variant", ["llama", "gpt2", "llama-one-kv"])
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(("variant", "tp"), MODELS)
 def test_ia3_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
     config = peft.IA3Config(task_type="CAUSAL_LM", **IA3[options])
     run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed)
@@ -92,7 +95,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=pytest.mark.zoo), (3, 1), (2, 2)])
 def test_adapters_are_saved_byte_for_byte_as_by_peft(
     pool: Pool, seed: int, tmp_path: Path, kind: str, tp: int, pp: int
 ) -> None:
@@ -111,7 +114,7 @@ def test_adapters_train_on_pipeline_stages(pool: Pool, seed: int, kind: str, tp:
     pool.run(2 * tp, check_run, run, tp, 2)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(3, 1, marks=pytest.mark.zoo), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_many_adapters(pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, use_dora: bool) -> None:
     """Added, selected, disabled, saved, loaded, deleted, combined and merged as by plain ``peft``."""
@@ -140,8 +143,7 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
-@pytest.mark.parametrize("variant", ["llama-9-heads", "gpt2", "llama-one-kv"])
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(("variant", "tp"), [("llama-9-heads", 2), ("gpt2", 3), ("llama-one-kv", 2)])
 def test_prompts_train_as_on_one_process(
     pool: Pool, seed: int, tmp_path: Path, tp: int, variant: str, kind: str
 ) -> None:
