@@ -14,6 +14,7 @@ from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
 from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.modeling.adapters.adaptable import AdaptableModel
 from oslo_models.modeling.apply_plan import apply_plan, layouts_of
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
@@ -28,7 +29,7 @@ from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Entries, Plan
 
 
-class ParallelModel(FusableModel, TrainableModel, ParallelizedModel, CountableModel):
+class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedModel, CountableModel):
     """The parallel base class of a zoo class; its other base is the transformers class of the same name.
 
     An architecture states a `plan`, and each of its classes a `head_plan`. Constructed by
