@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from oslo_models.checkpoint.quantized import check_quantization, quantization_of
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
 
@@ -16,7 +17,10 @@ UNSUPPORTED = {
     "places the weights in transformers' own way; sizes here are tensor_parallel_size and pipeline_parallel_size": (
         *("device_map", "tp_plan", "tp_size", "tp_mesh", "device_mesh", "distributed_config", "max_memory"),
     ),
-    "quantised weights cannot be sharded yet": ("quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file"),
+    "is not supported: weights are not quantised while they are loaded": (
+        *("quantization_config", "load_in_8bit", "load_in_4bit"),
+    ),
+    "is not supported; load it with transformers on one process, and save that with save_pretrained()": ("gguf_file",),
     "is not supported; weights are read from the checkpoint": ("state_dict", "from_tf", "from_flax", "offload_folder"),
 }
 """Arguments of transformers' ``from_pretrained`` that the constructors refuse, by the reason."""
@@ -36,11 +40,12 @@ class Arguments:
     timeout: float = TIMEOUT
     blocks_per_stage: Sequence[int] | None = None
     check_inputs: bool | int | str = True
+    dequantize: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
         """Pick them from the local variables of a constructor."""
-        return cls(**{field.name: given[field.name] for field in fields(cls)})
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check what does not depend on the configuration of the model.
@@ -63,6 +68,8 @@ class Arguments:
         when = self.check_inputs
         if not isinstance(when, bool) and when != "always" and not (isinstance(when, int) and when > 0):
             raise ValueError(f'check_inputs must be True, False, "always" or an integer of at least 1, got {when!r}')
+        if not isinstance(self.dequantize, bool):
+            raise ValueError(f"dequantize must be True or False, got {self.dequantize!r}")
         blocks = self.blocks_per_stage
         if blocks is not None and not isinstance(blocks, (list, tuple)):
             raise ValueError(f"blocks_per_stage must be a list of integers, got {blocks!r}")
@@ -85,16 +92,14 @@ class Arguments:
             config: its configuration.
 
         Raises:
-            ValueError: the model cannot be sharded over so many ranks or stages, is quantised, or its vocabulary cannot
-                be resized to ``resize_token_embeddings``.
+            ValueError: the model cannot be sharded over so many ranks or stages, its weights are quantised and
+                ``dequantize`` is not set, or its vocabulary cannot be resized to ``resize_token_embeddings``.
         """
         name, plan = type(config).__name__, cls.plan(config)
         plan.check_ranks(cls.__name__, name, self.tensor_parallel_size)
         plan.check_stages(cls.__name__, self.pipeline_parallel_size)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ValueError(
-                "the checkpoint is quantised (config.quantization_config); quantised weights cannot be sharded yet"
-            )
+        if (quantization := quantization_of(config)) is not None:
+            check_quantization(quantization, self.dequantize)
         vocab, size = getattr(config, "vocab_size", None), self.resize_token_embeddings
         if size is None:
             return

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
+from oslo_models.checkpoint.quantized import take_quantization
 from oslo_models.config.arguments import Arguments, is_timeout, parse_dtype
 from oslo_models.config.sources import open_source, read_generation_config
 from oslo_models.deploy.batching import Batcher
@@ -280,6 +281,7 @@ def _read_configs(
         generation_config = read_generation_config(directory)
     config.dtype = dtype or config.dtype
     arguments.check_config(cls, config)
+    take_quantization(config)
     if generation_config is None and cls.can_generate():
         generation_config = GenerationConfig.from_model_config(config)
     return config, generation_config

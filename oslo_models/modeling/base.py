@@ -134,6 +134,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         timeout: float = TIMEOUT,
         blocks_per_stage: Sequence[int] | None = None,
         check_inputs: bool | int | str = True,
+        dequantize: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Load this rank's part of a checkpoint. Every rank calls it with the same arguments.
@@ -162,6 +163,8 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
             check_inputs: compare the batches of the ranks that share a model, which have to be equal: in the first
                 three calls and every hundredth (``True``), every n-th (an integer), ``"always"`` or never (``False``).
                 A call of ``generate`` counts once.
+            dequantize: load a quantised checkpoint as plain weights in ``dtype``: each rank dequantises its part. The
+                formats are in the guide on quantisation. Ignored if the checkpoint is not quantised.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``, ``cache_dir``,
                 ``revision``, ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the
                 configuration (``pad_token_id``, ...).

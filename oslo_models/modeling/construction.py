@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig, set_seed
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from oslo_models.checkpoint import CheckpointReader
+from oslo_models.checkpoint.quantized import dequantizing_reader, take_quantization
 from oslo_models.config.arguments import Arguments, is_timeout, parse_dtype
 from oslo_models.config.sources import copy_config, open_source, read_generation_config
 from oslo_models.deploy import deploy
@@ -99,6 +101,7 @@ def _from_pretrained(
         directory, variant, config = open_source(cls, name, options)
         old_vocab = getattr(config, "vocab_size", None)
         arguments.check_config(cls, config)
+        quantization = take_quantization(config)
     mesh, init_seed = join(arguments, config, {**kwargs, "pretrained_model_name_or_path": str(name)}, call)
     key_mapping = options.pop("key_mapping", None)
     source = open_with_mapping(
@@ -111,6 +114,9 @@ def _from_pretrained(
         variant=variant,
     )
     with source as (mapping, reader), agree(world, f"reading {directory}"), ExitStack() as stack:
+        dtype = dtype or config.dtype
+        if quantization is not None:
+            reader = dequantizing_reader(reader, quantization, dtype, partial(mapping.is_transposed, key_mapping))
         slices = mapping.slices(
             reader,
             old_vocab=old_vocab,
@@ -124,7 +130,7 @@ def _from_pretrained(
             None,
             config=config,
             state_dict=slices,
-            dtype=dtype or config.dtype or _dtype_of(reader),
+            dtype=dtype or _dtype_of(reader),
             device_map={"": mesh.device} if mesh.device.type == "cuda" else None,
             generation_config=read_generation_config(directory),
             output_loading_info=True,
