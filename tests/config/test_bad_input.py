@@ -208,7 +208,10 @@ def test_quantised_checkpoint_is_rejected(pool: Pool, saved: Path, tmp_path: Pat
         ({"bits": 3}, "as gptq cannot be read from this checkpoint: bits=3 "),
         ({"dynamic": {"+:.*down.*": {"bits": 5}}}, ": bits=5 "),
         ({"checkpoint_format": "marlin"}, 'checkpoint_format="marlin" is packed for one kernel'),
-        ({"quant_method": "mxfp4"}, "quantised as mxfp4 cannot be read from this checkpoint: the formats that can are fp8, "),
+        (
+            {"quant_method": "mxfp4"},
+            "quantised as mxfp4 cannot be read from this checkpoint: the formats that can are fp8, ",
+        ),
     ):
         config["quantization_config"] = {**settings, **changed}
         (tmp_path / "config.json").write_text(json.dumps(config))

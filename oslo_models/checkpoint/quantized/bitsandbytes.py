@@ -1,4 +1,4 @@
-"""bitsandbytes: nf4 and fp4 in blocks of consecutive elements, and int8 by rows; the library dequantises each region."""
+"""bitsandbytes: nf4 and fp4 in blocks of elements, and int8 by rows; its own library dequantises each region."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ class Bnb4BitWeight(QuantizedWeight):
             absmax = dequantize_blockwise(absmax, absmax=scales, code=code, blocksize=size)
             absmax = absmax + self.state["nested_offset"]
         chosen = absmax.float()[within(blocks, wide)].view(-1, per_row)
-        return chosen[:, slice(*units(columns, self.state["blocksize"]))].flatten()
+        return (
+            chosen[:, slice(*units(columns, self.state["blocksize"]))].flatten().contiguous()
+        )  # kernels ignore strides
 
 
 class Bnb8BitWeight(QuantizedWeight):
