@@ -284,3 +284,33 @@ def test_bitsandbytes_8bit(pool: Pool, tmp_path: Path, seed: int, tp: int, pp: i
     settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     model = quantized.write_checkpoint(tmp_path / "bnb", seed, settings, quantize)
     compare(pool, tmp_path / "bnb", model, seed, tp, pp)
+
+
+# ---- what is read
+
+
+@pytest.mark.parametrize("name", ["fp8", "gptq", "awq", "pack-quantized", "bitsandbytes"])
+def test_ranks_read_their_shards_only(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
+    """Where shards are whole blocks, the ranks together read each quantised element once."""
+    settings: dict[str, Any]
+    suffix, quantize = "weight", fp8(16, 64)
+    settings = fp8_settings(16, 64)
+    if name == "gptq":
+        settings = gptq_settings(4, 64)
+        suffix, quantize = "qweight", gptq(settings)
+    elif name == "awq":
+        settings = {"quant_method": "awq", "bits": 4, "group_size": 64}
+        suffix, quantize = "qweight", awq(64)
+    elif name == "pack-quantized":
+        settings = compressed(4, "int", name, "group", group_size=64)
+        suffix, quantize = "weight_packed", by_compressed_tensors(settings)
+    elif name == "bitsandbytes":
+        settings, quantize = {"quant_method": name, "load_in_4bit": True}, bnb_4bit("nf4", True)
+    sizes = dict(hidden_size=128, num_attention_heads=8, num_key_value_heads=4, head_dim=16, intermediate_size=256)
+    model = quantized.write_checkpoint(tmp_path / name, seed, settings, quantize, **sizes)
+    by_rank = compare(pool, tmp_path / name, model, seed, 2, 1)
+    stored = load_file(tmp_path / name / "model.safetensors")
+    names = [key for key in stored if key.endswith(f"_proj.{suffix}")]
+    assert len(names) == 14
+    for key in names:
+        assert [read[key] for read in by_rank] == [stored[key].nbytes // 2] * 2, key
