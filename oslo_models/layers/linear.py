@@ -36,6 +36,22 @@ class _ShardedModule(nn.Module):
     product: ClassVar[Callable[..., Tensor]]
     """``product(x, weight, bias or None)``: ``F.linear``, or what `fusion` replaces it with."""
 
+    @property
+    def qconfig(self) -> Any:
+        """torch's eager quantisation announces here what to do with a layer, which it then replaces by its class.
+
+        Raises:
+            RuntimeError: when set: it would leave sharded layers as they are, without saying so.
+        """
+        raise AttributeError("qconfig")
+
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        raise RuntimeError(
+            f"torch.ao.quantization does not quantise sharded layers ({type(self).__name__}): use torchao's quantize_(), "
+            "which changes weights only, or tensor_parallel_size=1"
+        )
+
     def enter_region(self, x: Tensor) -> Tensor:
         """Pass the replicated input of a layer whose outputs are sharded through this."""
         if self.stream is not None and self.training:

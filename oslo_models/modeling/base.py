@@ -20,6 +20,7 @@ from oslo_models.modeling.forward import with_full_outputs, with_full_stage_outp
 from oslo_models.modeling.fusing import FusableModel
 from oslo_models.modeling.initialization import SeededByName, initialize_computed
 from oslo_models.modeling.parallelized import ParallelizedModel
+from oslo_models.modeling.replaced_layers import ShardedLayers
 from oslo_models.modeling.training import TrainableModel
 from oslo_models.pipeline.pipeline import Pipeline
 from oslo_models.pipeline.split import split_stage
@@ -45,6 +46,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
         loss_needs_full_logits: whether the loss is computed from the logits of the full vocabulary.
         loss_is_mean: whether the loss is a mean over labels or rows, which can be split into micro-batches.
         check_inputs: compares the inputs of the ranks; ``None``: never.
+        sharded_layers: notices that a sharded layer was replaced; ``None`` if there are none.
     """
 
     head_plan: ClassVar[Entries] = {}
@@ -57,6 +59,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
     loss_is_mean: ClassVar[bool] = True
     _init_seed: int | None = None
     check_inputs: InputCheck | None = None
+    sharded_layers: ShardedLayers | None = None
     _generates = False
 
     @classmethod
@@ -103,6 +106,7 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
             )
             names = (name for name, _ in self.named_parameters(remove_duplicate=False))
             self.layouts = {name: self.layouts[self.stage.full_names.get(name, name)] for name in names}
+        self.sharded_layers = ShardedLayers(self) if mesh.tp.size > 1 else None
 
     def _start_pipeline(self, are_random: bool) -> None:
         """Create the pipeline, once the model has its weights; a collective of all ranks.
