@@ -23,6 +23,7 @@ from oslo_models.checkpoint.serialization import SaveFunction, explain_write_err
 from oslo_models.checkpoint.tensor_info import TensorInfo, TensorInfos, gather_infos, merge_stages
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.object_exchange import agree, gather_objects
+from oslo_models.distributed.sharded_tensor import local_tensor
 from oslo_models.sharding.layout import Layout
 
 
@@ -240,4 +241,4 @@ def _on_meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def _without_fsdp(tensor: Tensor) -> Tensor:
     """The tensor-parallel shard of this rank, which FSDP may shard again. A collective of the replicas if it does."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else local_tensor(tensor).detach()

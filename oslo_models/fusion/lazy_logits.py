@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from oslo_models.distributed.autograd_collectives import copy_to, scatter_to
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion.linear_cross_entropy import linear_cross_entropy
 from oslo_models.fusion.modules import FusedLinear, FusedProduct
 from oslo_models.layers.cross_entropy import VocabShard
@@ -83,7 +84,8 @@ class LazyLogits(ShardedLogits):
     def _parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in the dtype of the hidden states, which autocast may have changed."""
         weight, bias, dtype = self.head.weight, self.bias, self.local().dtype
-        return weight.to(dtype), None if bias is None else bias.to(dtype)
+        with without_override():
+            return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _with_local(self, hidden: Tensor) -> LazyLogits:
         return LazyLogits.from_hidden(hidden, self.head, self.logits_dtype, self.bias)
@@ -92,12 +94,15 @@ class LazyLogits(ShardedLogits):
         """The sum of the losses; losses per row (``reduction="none"``) need the logits."""
         if reduction == "none":
             return NotImplemented
-        return linear_cross_entropy(self.local(), *self._parameters(), target, shard)
+        with without_override():
+            return linear_cross_entropy(self.local(), *self._parameters(), target, shard)
 
     def compute(self) -> Tensor:
         """The logits, sharded where the vocabulary is; computed once, so that changes in place persist."""
         if self.computed is None:
-            self.computed = F.linear(copy_to(self.tp, self.local()), *self._parameters()).to(self.logits_dtype)
+            hidden = copy_to(self.tp, self.local())
+            with without_override():
+                self.computed = F.linear(hidden, *self._parameters()).to(self.logits_dtype)
             if self.tp.size > 1:
                 self.computed = VocabParallelLogits.from_local(self.computed, self.tp, self.vocab)
         return self.computed

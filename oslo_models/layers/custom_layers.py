@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from oslo_models.distributed.autograd_collectives import reduce_from
 from oslo_models.distributed.collectives import MAX, reduce_fresh
+from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.linear import _add_bias, _ShardedModule
 from oslo_models.layers.vocab_parallel import vocab_parallel_embedding
 from oslo_models.sharding.layout import Layout
@@ -37,7 +38,8 @@ class ColumnParallelModule(_ShardedModule):
     """A layer that calls ``F.linear``, with sharded outputs. Its input ``[..., in]`` is replicated."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(self.enter_region(x), *args, **kwargs)
+        with without_override():
+            return super().forward(self.enter_region(x), *args, **kwargs)
 
 
 class RowParallelModule(_ShardedModule):
@@ -47,7 +49,7 @@ class RowParallelModule(_ShardedModule):
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return _add_bias(reduce_from(self.tp, F.linear(x, weight)), bias)
 
-        with FunctionOverrides({F.linear: linear}):
+        with without_override(), FunctionOverrides({F.linear: linear}):
             return super().forward(self.leave_region(x), *args, **kwargs)
 
 
@@ -61,7 +63,7 @@ class VocabParallelModule(_ShardedModule):
         def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any) -> Tensor:
             return vocab_parallel_embedding(self.tp, ids, weight, self.layouts["weight"], padding_idx)
 
-        with FunctionOverrides({F.embedding: embedding}):
+        with without_override(), FunctionOverrides({F.embedding: embedding}):
             return super().forward(*args, **kwargs)
 
 

@@ -18,6 +18,7 @@ from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.collectives import has_dispatch_mode, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import ShardedRngStream
+from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.sharding.layout import Layout
 
 
@@ -73,14 +74,16 @@ class _ColumnParallel(_ShardedModule):
     """A layer with sharded outputs. Input ``[..., in]`` is replicated, output is ``[..., local_out]``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(self.enter_region(x), self.weight, self.bias)
+        with without_override():
+            return self.product(self.enter_region(x), self.weight, self.bias)
 
 
 class _RowParallel(_ShardedModule):
     """A layer with sharded inputs. Input ``[..., local_in]``, output ``[..., out]`` is replicated."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), self.weight)), self.bias)
+        with without_override():
+            return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), self.weight)), self.bias)
 
 
 class ColumnParallelLinear(_ColumnParallel, nn.Linear):
@@ -99,9 +102,10 @@ class KeyValueParallelLinear(ColumnParallelLinear):
     layouts: dict[str, Layout]
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = SumReplicatedGrad.apply(self.weight, self.tp, self.layouts["weight"])
-        bias = None if self.bias is None else SumReplicatedGrad.apply(self.bias, self.tp, self.layouts["bias"])
-        return self.product(self.enter_region(x), weight, bias)
+        with without_override():
+            weight = SumReplicatedGrad.apply(self.weight, self.tp, self.layouts["weight"])
+            bias = None if self.bias is None else SumReplicatedGrad.apply(self.bias, self.tp, self.layouts["bias"])
+            return self.product(self.enter_region(x), weight, bias)
 
 
 class ColumnParallelConv1D(_ColumnParallel, Conv1D):

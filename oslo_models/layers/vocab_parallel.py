@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from oslo_models.sharding.layout import Layout
 
@@ -23,7 +24,8 @@ class VocabParallelEmbedding(nn.Embedding):
     layouts: dict[str, Layout]
 
     def forward(self, ids: Tensor) -> Tensor:
-        return vocab_parallel_embedding(self.tp, ids, self.weight, self.layouts["weight"], self.padding_idx)
+        with without_override():
+            return vocab_parallel_embedding(self.tp, ids, self.weight, self.layouts["weight"], self.padding_idx)
 
 
 def vocab_parallel_embedding(
@@ -57,7 +59,9 @@ class VocabParallelHead(nn.Linear):
     product: ClassVar[Callable[..., Tensor]] = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        local, vocab = self.product(copy_to(self.tp, x), self.weight, self.bias), self.layouts["weight"]
+        vocab = self.layouts["weight"]
+        with without_override():
+            local = self.product(copy_to(self.tp, x), self.weight, self.bias)
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # decoding reads all logits anyway
             return gather_from(self.tp, local, -1, [stop - start for ((start, stop),) in vocab.ranges])
         return VocabParallelLogits.from_local(local, self.tp, vocab)

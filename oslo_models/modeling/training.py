@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from oslo_models.checkpoint import optimizer as optimizers
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh, check_size
+from oslo_models.distributed.sharded_tensor import Sharding, mark_parameter
+from oslo_models.modeling.matrix_optimizer import matrix_optimizer
 from oslo_models.pipeline.pipeline import Pipeline
 from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
@@ -102,14 +104,35 @@ class TrainableModel(PreTrainedModel):
             part.mul_(scale.to(part.dtype))
         return norm.to(local[0].dtype) if local else norm
 
-    def _mark_parameters(self) -> None:
-        """Set the attributes of parameters by which DeepSpeed decides which of them count in gradient norms here.
+    def matrix_optimizer(
+        self, cls: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter] | None = None, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Construct an optimizer that needs a matrix as a whole, such as ``torch.optim.Muon``, for this rank.
 
-        As in `clip_grad_norm_`, but for full parameters only: partly shared key-value heads are counted repeatedly.
+        Its updates are those of one process; a shard by itself would get others. Each sharded matrix is updated on one
+        rank of its tensor-parallel group, which keeps the full matrix and its state. A step is a collective.
+
+        Args:
+            cls: the class of the optimizer.
+            parameters: those to optimize, ``model.parameters()`` by default. torch's Muon wants matrices only.
+            options: further arguments of ``cls``.
+
+        Raises:
+            ValueError: ``parameters`` holds something else than parameters.
+        """
+        return matrix_optimizer(cls, self.parameters() if parameters is None else parameters, **options)
+
+    def _mark_parameters(self) -> None:
+        """Let parameters know their sharding, and DeepSpeed which of them count in gradient norms on this rank.
+
+        DeepSpeed counts a parameter in full or not at all: partly shared key-value heads are counted repeatedly.
         """
         assert self.mesh is not None
+        full_names = {} if self.stage is None else self.stage.full_names
         for name, param in self.named_parameters():
             counts = self.stage is None or self.stage.is_first_holder(name)
+            if self.mesh.model.size > 1:
+                mark_parameter(param, Sharding(full_names.get(name, name), self.layouts[name], self.mesh, counts))
             param.ds_pipe_replicated = not counts
             param.model_parallel = counts and bool(self.layouts[name].owned_indices(self.mesh.tp.rank))
 

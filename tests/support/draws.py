@@ -181,6 +181,8 @@ def _fit_luke(values: Values, draw: random.Random) -> None:
 
 def _fit_prophetnet(values: Values, draw: random.Random) -> None:
     values["ngram"] = draw.randint(1, 3)
+    # transformers sizes the cache of the decoder by the encoder's layers
+    values["num_decoder_layers"] = min(values["num_decoder_layers"], values["num_encoder_layers"])
 
 
 def _fit_albert(values: Values, draw: random.Random) -> None:

@@ -1,0 +1,427 @@
+"""Parameters that know that they are shards, so that tools which handle parameters themselves are right or refused.
+
+An optimizer, a checkpoint library or a function that clips gradients sees a shard as an ordinary parameter. Those that
+work element by element are right. For the others, `ShardedParameter` and the tensors derived from it (its gradient, the
+states of optimizers, what ``state_dict()`` returns) answer torch's own protocols:
+
+* norms of gradients are those of the full model (``torch.nn.utils.clip_grad_norm_``, and all that call it);
+* ``torch.distributed.checkpoint`` saves and loads them as chunks of full tensors, at any parallel sizes;
+* products with the weight of a shard outside of its layer are refused, and those with gradients reported once.
+
+Everything else runs on the local tensor, as if the class were not there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oslo_models.distributed.collectives import all_reduce
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.sharding.layout import Index, Layout
+
+without_override = torch._C.DisableTorchFunctionSubclass
+"""A context in which shards are plain tensors, at no cost: the layers that own them compute in it."""
+
+
+_GRAD: Any = Tensor.grad
+
+
+class ShardWarning(UserWarning):
+    """A shard is used as a matrix of its own, with another result than that of the full matrix."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a tensor is a shard of.
+
+    Attributes:
+        name: the name of the parameter in the full model.
+        layout: its layout over the tp axis.
+        mesh: the axes of the model.
+        counts: whether this stage's copy is the one that counts in norms; tied weights are on several stages.
+    """
+
+    name: str
+    layout: Layout
+    mesh: ParallelMesh
+    counts: bool = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        return self  # a copied model lives on the same ranks
+
+    def __str__(self) -> str:
+        tp, dim = self.mesh.tp, self.layout.dim
+        if dim is None:
+            return f"{self.name}, replicated, tensor-parallel rank {tp.rank} of {tp.size}"
+        held = " and ".join(f"{start}:{stop}" for start, stop in self.layout.ranges[tp.rank])
+        shape = tuple(self.layout.shape)
+        return f"{self.name}, {held} of dimension {dim} of {shape}, tensor-parallel rank {tp.rank} of {tp.size}"
+
+    def counted(self, local: Tensor) -> list[Tensor]:
+        """The slices of a local tensor that this rank contributes to a norm in which each element counts once."""
+        owned = self.layout.owned_indices(self.mesh.tp.rank) if self.counts else []
+        return [local[here] for _, here in owned]
+
+
+class Shard(Tensor):
+    """This rank's part of a full tensor, or its copy of a replicated one.
+
+    Attributes:
+        sharding: what it is a part of.
+    """
+
+    sharding: Sharding
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        with without_override():
+            return func(*args, **kwargs)
+
+    def full_tensor(self) -> Tensor:
+        """The full tensor, on every rank of the tensor-parallel group. A collective of them."""
+        layout, tp, local = self.sharding.layout, self.sharding.mesh.tp, local_tensor(self)
+        if layout.dim is None:
+            return local.clone()
+        full = local.new_zeros(layout.shape)
+        for there, here in layout.owned_indices(tp.rank):
+            full[there] = local[here]
+        # Bytes are summed, not numbers: -0.0 + 0.0 is 0.0.
+        all_reduce(tp, full.view(torch.uint8) if full.dim() else full)
+        return full
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.sharding}):\n{local_tensor(self)!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            copied = local_tensor(self).clone(memory_format=torch.preserve_format)
+            if isinstance(self, nn.Parameter):
+                copied = nn.Parameter(copied, self.requires_grad)
+            memo[id(self)] = mark(copied, self.sharding, type(self))
+            vars(copied).update({name: value for name, value in vars(self).items() if name != "sharding"})
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, it is a plain tensor: what unpickles it may run on other ranks, or on none."""
+        local = local_tensor(self)
+        if isinstance(self, nn.Parameter):
+            return torch._utils._rebuild_parameter, (local, self.requires_grad, OrderedDict())
+        return local.__reduce_ex__(protocol)
+
+    # torch.distributed.checkpoint's protocol for tensors that are parts of others
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(local_tensor(self))
+        size = torch.Size(self.sharding.layout.shape)
+        return [
+            WriteItem(
+                index=_metadata_index(fqn, there, number),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(there), properties=properties, size=size),
+            )
+            for number, (there, _) in enumerate(self._chunks())
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [_chunk(there) for there, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        for there, here in self._chunks():
+            if index.offset is None or tuple(index.offset) == _offsets(there):
+                return local_tensor(self)[here]
+        raise ValueError(f"{self.sharding} has no chunk at offset {tuple(index.offset)}")
+
+    def _chunks(self) -> Iterator[tuple[Index, Index]]:
+        return self.sharding.layout.shard_indices(self.sharding.mesh.tp.rank)
+
+
+class GradientShard(Shard):
+    """The gradient of a `Shard`."""
+
+
+class _Parameter(nn.Parameter):
+    """A parameter whose gradient is a `GradientShard`."""
+
+    sharding: Sharding
+
+    @property
+    def grad(self) -> Tensor | None:
+        """As of any parameter."""
+        with without_override():
+            grad: Tensor | None = _GRAD.__get__(self)
+        return mark(grad, self.sharding, GradientShard) if type(grad) is Tensor else grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        with without_override():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with without_override():
+            _GRAD.__delete__(self)
+
+
+class ShardedParameter(Shard, _Parameter):
+    """This rank's part of a parameter that is sharded over the tensor-parallel group."""
+
+
+class ReplicatedParameter(_Parameter):
+    """A parameter of which every rank of the tensor-parallel group has a copy: an ordinary one but for its gradient."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with without_override():
+            copied = memo.setdefault(id(self), super().__deepcopy__(memo))
+        return mark(copied, self.sharding, type(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch._utils._rebuild_parameter, (self.data, self.requires_grad, OrderedDict())
+
+
+def mark(tensor: Any, sharding: Sharding, cls: type) -> Any:
+    """Make ``tensor`` an instance of ``cls``, in place: optimizers and modules refer to the object."""
+    tensor.__class__ = cls
+    tensor.sharding = sharding
+    return tensor
+
+
+def mark_parameter(param: nn.Parameter, sharding: Sharding) -> None:
+    """Let a parameter know its sharding, in place."""
+    is_full = sharding.layout.dim is None or sharding.mesh.tp.size == 1
+    mark(param, sharding, ReplicatedParameter if is_full else ShardedParameter)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The elements of a shard as a plain tensor that shares their memory, without gradients."""
+    with without_override():
+        return tensor.detach().as_subclass(Tensor) if isinstance(tensor, Shard) else tensor
+
+
+# Norms ----------------------------------------------------------------------------------------------------------------
+
+
+class PartialNorm(Tensor):
+    """Norms of shards, computed from the elements that count on this rank; used as numbers, they are reduced first.
+
+    Stacked, and their norm taken, as ``torch.nn.utils.get_total_norm`` does, they are reduced once over all ranks of
+    the model. Otherwise each is reduced over the tensor-parallel group.
+    """
+
+    mesh: ParallelMesh
+    order: float
+    of_gradient: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0][0] if func is torch.stack else args[0]
+        if func is torch.stack:
+            first = next(part for part in args[0] if isinstance(part, cls))
+            parts = [part if isinstance(part, cls) else first._counted_once(part) for part in args[0]]
+            with without_override():
+                return first._like(torch.stack(parts, *args[1:], **kwargs))
+        if func in _MOVES and isinstance(first, cls):
+            with without_override():
+                return first._like(func(*args, **kwargs))
+        if func is torch.linalg.vector_norm and isinstance(first, cls) and first.dim():
+            with without_override():
+                local = torch.linalg.vector_norm(first.as_subclass(Tensor), *args[1:], **kwargs)
+            return first._reduced(local, first.mesh.model)
+        if func in _QUESTIONS:
+            with without_override():
+                return func(*args, **kwargs)
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, PartialNorm._resolved, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _like(self, values: Tensor) -> PartialNorm:
+        return _partial_norm(values, self.mesh, self.order, self.of_gradient)
+
+    def _counted_once(self, norm: Tensor) -> Tensor:
+        """A norm of what all ranks of the model hold."""
+        return norm if self.mesh.model.rank == 0 else torch.zeros_like(norm)
+
+    def _resolved(self) -> Tensor:
+        if self.of_gradient and self.mesh.pp.size > 1:
+            raise RuntimeError(
+                "the norm of a gradient of one pipeline stage was used as a number: a sum of such norms would lack "
+                "the other stages. Use torch.nn.utils.clip_grad_norm_(model.parameters(), ...) or "
+                "model.clip_grad_norm_(...), whose norms are those of the full model on every stage"
+            )
+        with without_override():
+            local = self.as_subclass(Tensor)
+        return self._reduced(local, self.mesh.tp)
+
+    def _reduced(self, local: Tensor, axis: Any) -> Tensor:
+        local = local.detach().clone()
+        if self.order == float("inf"):
+            return all_reduce(axis, local, op=dist.ReduceOp.MAX)
+        return all_reduce(axis, local.pow_(self.order)).pow_(1.0 / self.order)
+
+
+def _partial_norm(values: Tensor, mesh: ParallelMesh, order: float, of_gradient: bool) -> PartialNorm:
+    result: Any = values.as_subclass(PartialNorm)
+    result.mesh, result.order, result.of_gradient = mesh, order, of_gradient
+    return cast(PartialNorm, result)
+
+
+_QUESTIONS = {Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "ndim"))}
+_MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.clone, Tensor.detach}
+
+
+def _norm(func: Any, args: Any, kwargs: Any) -> Any:
+    """``vector_norm(x, ord, dim, keepdim, dtype)`` and its older forms ``norm(x, p, dim, keepdim, dtype)``."""
+    shard, *more = args
+    names = ("ord" if func is torch.linalg.vector_norm or func is torch.linalg.norm else "p", "dim", "keepdim")
+    given = {**dict(zip(names, more, strict=False)), **kwargs}
+    order, dim = given.get(names[0]), given.get("dim")
+    is_spectral = func is torch.linalg.norm and order is not None and shard.dim() == 2
+    order = 2.0 if order is None or order == "fro" else order
+    if not isinstance(shard, Shard) or dim is not None or is_spectral or not isinstance(order, (int, float)):
+        return _of_matrix(func, args, kwargs)
+    if order <= 0:
+        raise ValueError(f"the norm of order {order} of a shard ({shard.sharding}) cannot be put together from parts")
+    sharding, order = shard.sharding, float(order)
+    dtype = kwargs.get("dtype") or shard.dtype
+    parts = [torch.linalg.vector_norm(part, order, dtype=dtype) for part in sharding.counted(local_tensor(shard))]
+    norm = torch.linalg.vector_norm(torch.stack(parts), order) if parts else torch.zeros((), dtype=dtype).to(shard)
+    return _partial_norm(norm, sharding.mesh, order, isinstance(shard, GradientShard))
+
+
+def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors, order = args[0], (args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    return tuple(torch.linalg.vector_norm(tensor, order, dtype=kwargs.get("dtype")) for tensor in tensors)
+
+
+# Matrices -------------------------------------------------------------------------------------------------------------
+
+
+def _derived(func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions of each element by itself, such as those that create and update the states of optimizers."""
+    with without_override():
+        result = func(*args, **kwargs)
+    shard = args[0] if isinstance(args[0], Shard) else next((arg for arg in args if isinstance(arg, Shard)), None)
+    if shard is None or type(result) is not Tensor or result.shape != local_tensor(shard).shape:
+        return result
+    return mark(result, shard.sharding, Shard)
+
+
+def _product(func: Any, args: Any, kwargs: Any) -> Any:
+    weight = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, ShardedParameter)), None)
+    if weight is not None:
+        raise RuntimeError(
+            f"{_name(func)} with a shard ({weight.sharding}) outside of its layer would give a part of the result: "
+            "call the layer itself, or pass weight.full_tensor(), a collective of the tensor-parallel group"
+        )
+    return _of_matrix(func, args, kwargs)
+
+
+def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions that mix the elements of a matrix; those of a replicated one are all here."""
+    flat = torch.utils._pytree.tree_leaves((args, kwargs))
+    shard = next((arg for arg in flat if isinstance(arg, Shard)), None)
+    if shard is not None and shard.sharding.layout.dim is not None:
+        warnings.warn(
+            f"{_name(func)} of a shard ({shard.sharding}) treats it as a matrix of its own. An optimizer that does so "
+            "(Muon, Shampoo, SOAP, GaLore, Adafactor) makes other updates than on one process: construct it by "
+            "model.matrix_optimizer(cls, parameters, **options), which gives it full matrices",
+            ShardWarning,
+            stacklevel=4,
+        )
+    with without_override():
+        return func(*args, **kwargs)
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func)).strip("_")
+
+
+def _size(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of a value of ``state_dict()`` or of an optimizer's state the full size, which torch compares with the saved one.
+
+    Its ``shape``, and the size of a single dimension, are those of the local tensor.
+    """
+    if len(args) == 1 and not kwargs and type(args[0]) is Shard:
+        return torch.Size(args[0].sharding.layout.shape)
+    with without_override():
+        return func(*args, **kwargs)
+
+
+def _new_empty(func: Any, args: Any, kwargs: Any) -> Any:
+    """What ``torch.distributed.checkpoint`` copies a value to before it saves it asynchronously; see `_set`."""
+    with without_override():
+        result = func(*args, **kwargs)
+    return mark(result, args[0].sharding, Shard) if type(args[0]) is Shard and not result.dim() else result
+
+
+def _set(func: Any, args: Any, kwargs: Any) -> Any:
+    """``copy.set_(storage, offset, x.size(), x.stride())``, where ``x.size()`` is the full size; see `_size`."""
+    target, *more = args
+    if type(target) is Shard and len(more) > 2 and tuple(more[2]) == tuple(target.sharding.layout.shape):
+        more[2] = target.sharding.layout.local_shape(target.sharding.mesh.tp.rank)
+    with without_override():
+        return func(target, *more, **kwargs)
+
+
+def _metadata_index(fqn: str, there: Index, number: int) -> Any:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    return MetadataIndex(fqn, torch.Size(_offsets(there)), number)
+
+
+def _chunk(there: Index) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    sizes = torch.Size(index.stop - index.start for index in there)
+    return ChunkStorageMetadata(offsets=torch.Size(_offsets(there)), sizes=sizes)
+
+
+def _offsets(there: Index) -> tuple[int, ...]:
+    return tuple(index.start for index in there)
+
+
+_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
+_FACTORIES = (torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like)
+_CASTS = ("clone", "detach", "to", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous", "type")
+_ARITHMETIC = ("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "abs", "sign", "lerp", "square", "addcdiv")
+_OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow")
+_PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.addmm, Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.__matmul__)
+_MATRIX_FUNCTIONS = (
+    *(Tensor.__rmatmul__, torch.bmm, torch.baddbmm, torch.tensordot, torch.svd, torch.qr, Tensor.svd, Tensor.qr),
+    *(torch.linalg.svd, torch.linalg.qr, torch.linalg.eigh, torch.linalg.inv, torch.linalg.matrix_norm),
+    *(torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var, torch.std, Tensor.std),
+    *(torch.amax, Tensor.amax, torch.max, Tensor.max),
+)
+
+_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    **dict.fromkeys(_MATRIX_FUNCTIONS, _of_matrix),
+    **dict.fromkeys(_PRODUCTS, _product),
+    **dict.fromkeys(_FACTORIES, _derived),
+    **{getattr(Tensor, name): _derived for name in (*_CASTS, *_ARITHMETIC)},
+    **{getattr(torch, name): _derived for name in ("clone", *_ARITHMETIC)},
+    **{getattr(Tensor, f"__{name}__"): _derived for name in _OPERATORS},
+    **dict.fromkeys(_NORMS, _norm),
+    torch._foreach_norm: _foreach_norm,
+    Tensor.size: _size,
+    Tensor.new_empty: _new_empty,
+    Tensor.set_: _set,
+}

@@ -1,0 +1,281 @@
+"""What others do with the parameters of a sharded model: norms, checkpoints and optimizers of torch, copies."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import PreTrainedConfig
+
+from oslo_models.distributed.sharded_tensor import Shard, ShardedParameter, ShardWarning
+
+from support import zoo
+from support.float64 import lifted_casts
+from support.pipelines import config as config_of
+from support.pipelines import model_on_stages, stage_differences, stage_parameters
+from support.pool import Pool
+from support.reference import TOLERANCE, differences, full_parameters, reference_model
+
+Weights = dict[str, Tensor]
+Batch = dict[str, Tensor]
+SIZES = [(2, 1), (3, 1), (1, 2), (2, 2)]
+VARIANTS = ["llama-one-kv", "gpt2"]
+
+
+def backward(model: Any, batch: Batch) -> None:
+    with lifted_casts():
+        if getattr(model, "pipeline", None) is None:
+            model(**batch).loss.backward()
+        else:
+            model.train_batch(**batch)
+
+
+def reference(variant: str, seed: int) -> tuple[str, PreTrainedConfig, Any, Weights, Batch]:
+    name, config = zoo.lm_head(variant), config_of(variant)
+    model = reference_model(name, config, seed).eval()
+    return name, config, model, full_parameters(model), zoo.batch(name, config, seed)
+
+
+# Norms ----------------------------------------------------------------------------------------------------------------
+
+
+def check_clipping(
+    name: str, config: Any, weights: Weights, batch: Batch, sizes: Any, norms: list[float], trained: Weights
+) -> None:
+    tp, pp = sizes
+    model = model_on_stages(name, config, weights, tp, pp).eval()
+    lines = []
+    for foreach in (None, True, False):
+        model.zero_grad()
+        backward(model, batch)
+        for (order, limit), expected in zip(LIMITS, norms, strict=True):
+            found = nn.utils.clip_grad_norm_(model.parameters(), limit, order, foreach=foreach)
+            assert type(found) is Tensor
+            lines += differences(f"norm {order} {foreach}", found, torch.tensor(expected, dtype=found.dtype), TOLERANCE)
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    lines += stage_differences(model, "trained", stage_parameters(model), trained, TOLERANCE)
+    assert not lines, "\n".join(lines)
+
+
+LIMITS = [(2.0, 1.0), (1.0, 3.0), (float("inf"), 0.01), (3.0, 1e-3)]
+
+
+@pytest.mark.parametrize(("tp", "pp"), SIZES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_torch_clips_gradients_by_the_norm_of_the_full_model(
+    pool: Pool, variant: str, tp: int, pp: int, seed: int
+) -> None:
+    name, config, model, weights, batch = reference(variant, seed)
+    backward(model, batch)
+    norms = [float(nn.utils.clip_grad_norm_(model.parameters(), limit, order)) for order, limit in LIMITS]
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    pool.run(tp * pp, check_clipping, name, config, weights, batch, (tp, pp), norms, full_parameters(model))
+
+
+def check_single_norms(name: str, config: Any, weights: Weights, batch: Batch, expected: dict[str, float]) -> None:
+    model = model_on_stages(name, config, weights, 2, 1).eval()
+    backward(model, batch)
+    found = {key: float(param.grad.norm()) for key, param in model.named_parameters()}
+    assert found == pytest.approx(expected, rel=TOLERANCE)
+    total = sum(param.grad.norm() ** 2 for param in model.parameters()) ** 0.5
+    assert float(total) == pytest.approx(sum(norm**2 for norm in expected.values()) ** 0.5, rel=TOLERANCE)
+
+
+def test_norm_of_one_gradient_is_that_of_the_full_one(pool: Pool, seed: int) -> None:
+    name, config, model, weights, batch = reference("llama-one-kv", seed)
+    backward(model, batch)
+    norms = {key: float(param.grad.norm()) for key, param in model.named_parameters()}
+    pool.run(2, check_single_norms, name, config, weights, batch, norms)
+
+
+def norm_of_one_stage(name: str, config: Any, weights: Weights, batch: Batch) -> None:
+    model = model_on_stages(name, config, weights, 1, 2).eval()
+    backward(model, batch)
+    with pytest.raises(RuntimeError, match="would lack the other stages"):
+        sum(param.grad.norm() ** 2 for param in model.parameters())
+
+
+def test_sum_of_norms_over_one_stage_is_refused(pool: Pool, seed: int) -> None:
+    name, config, _, weights, batch = reference("gpt2", seed)
+    pool.run(2, norm_of_one_stage, name, config, weights, batch)
+
+
+# torch.distributed.checkpoint -----------------------------------------------------------------------------------------
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([param for _, param in sorted(model.named_parameters())], lr=0.01)
+
+
+def states(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
+    return {"model": get_model_state_dict(model), "optimizer": optimizer_state}
+
+
+def step_and_save(name: str, config: Any, weights: Weights, batch: Batch, sizes: Any, folder: Path) -> None:
+    model = model_on_stages(name, config, weights, *sizes).eval()
+    optimizer = adamw(model)
+    backward(model, batch)
+    optimizer.step()
+    dcp.save(states(model, optimizer), checkpoint_id=folder)
+    dcp.async_save({"model": model.state_dict()}, checkpoint_id=f"{folder}-async").result()
+
+
+def load_and_step(
+    name: str, config: Any, weights: Weights, batch: Batch, sizes: Any, folder: Path, trained: Weights
+) -> None:
+    model = model_on_stages(name, config, {key: torch.zeros_like(value) for key, value in weights.items()}, *sizes)
+    optimizer = adamw(model.eval())
+    state = states(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    again = {"model": model.state_dict()}
+    dcp.load(again, checkpoint_id=f"{folder}-async")
+    own = model.state_dict()
+    for key, value in own.items():
+        assert torch.equal(again["model"][key], value), key
+    optimizer.zero_grad()
+    backward(model, batch)
+    optimizer.step()
+    lines = stage_differences(model, "trained", stage_parameters(model), trained, TOLERANCE)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("variant", "saved", "loaded"),
+    [
+        ("llama-one-kv", (2, 1), (3, 1)),
+        ("llama-one-kv", (3, 1), (1, 1)),
+        ("gpt2-untied", (3, 1), (1, 2)),
+        ("gpt2-untied", (1, 2), (2, 2)),
+        ("gpt2-untied", (2, 2), (2, 1)),
+    ],
+)
+def test_torch_distributed_checkpoint_goes_on_at_other_sizes(
+    pool: Pool, tmp_path: Path, variant: str, saved: tuple[int, int], loaded: tuple[int, int], seed: int
+) -> None:
+    """With the states of the optimizer, and asynchronously."""
+    name, config, model, weights, batch = reference(variant, seed)
+    optimizer = adamw(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model, batch)
+        optimizer.step()
+    folder = tmp_path / "checkpoint"
+    pool.run(saved[0] * saved[1], step_and_save, name, config, weights, batch, saved, folder)
+    pool.run(loaded[0] * loaded[1], load_and_step, name, config, weights, batch, loaded, folder, full_parameters(model))
+
+
+# Optimizers -----------------------------------------------------------------------------------------------------------
+
+
+def is_hidden_matrix(key: str, param: Tensor) -> bool:
+    return param.dim() == 2 and "embed" not in key and "lm_head" not in key
+
+
+def muon(model: Any, optimizer_of: Any) -> list[torch.optim.Optimizer]:
+    matrices = [param for key, param in model.named_parameters() if is_hidden_matrix(key, param)]
+    rest = [param for key, param in model.named_parameters() if not is_hidden_matrix(key, param)]
+    return [optimizer_of(torch.optim.Muon, matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+
+def check_muon(
+    name: str, config: Any, weights: Weights, batch: Batch, sizes: Any, trained: list[Weights], tolerance: float
+) -> None:
+    model = model_on_stages(name, config, weights, *sizes).eval()
+    optimizers = muon(model, model.matrix_optimizer)
+    lines = []
+    for number, expected in enumerate(trained):
+        model.zero_grad()
+        backward(model, batch)
+        for optimizer in optimizers:
+            optimizer.step()
+        lines += stage_differences(model, f"step {number}", stage_parameters(model), expected, tolerance)
+    assert not lines, "\n".join(lines)
+    held = sum(state["momentum_buffer"].numel() for state in optimizers[0].state.values())
+    full = sum(value.numel() for key, value in weights.items() if is_hidden_matrix(key, value))
+    assert 0 < held < 0.7 * full
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+def test_matrix_optimizer_makes_the_updates_of_one_process(pool: Pool, tp: int, pp: int, seed: int) -> None:
+    """Muon orthogonalises in bfloat16, so rounding differences in the gradients may come out as one unit in it."""
+    name, config, model, weights, batch = reference("llama-one-kv", seed)
+    optimizers = muon(model, lambda cls, params, **options: cls(params, **options))
+    trained = []
+    for _ in range(3):
+        model.zero_grad()
+        backward(model, batch)
+        for optimizer in optimizers:
+            optimizer.step()
+        trained.append(full_parameters(model))
+    pool.run(tp * pp, check_muon, name, config, weights, batch, (tp, pp), trained, 2e-4)
+
+
+def plain_muon(name: str, config: Any, weights: Weights, batch: Batch) -> None:
+    model = model_on_stages(name, config, weights, 2, 1).eval()
+    optimizer = muon(model, lambda cls, params, **options: cls(params, **options))[0]
+    backward(model, batch)
+    with pytest.warns(ShardWarning, match=r"of a shard \(model\.layers\.0.*matrix_optimizer"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShardWarning)
+        for elementwise in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop):
+            elementwise(model.parameters(), lr=0.0).step()
+
+
+def test_optimizer_that_treats_shards_as_matrices_is_reported(pool: Pool, seed: int) -> None:
+    name, config, _, weights, batch = reference("llama-one-kv", seed)
+    pool.run(2, plain_muon, name, config, weights, batch)
+
+
+# The parameters themselves --------------------------------------------------------------------------------------------
+
+
+def check_parameters(name: str, config: Any, weights: Weights) -> None:
+    model = model_on_stages(name, config, weights, 2, 1)
+    for key, param in model.named_parameters():
+        assert isinstance(param, nn.Parameter) and param.sharding.name == key
+        if isinstance(param, ShardedParameter):
+            assert torch.equal(param.full_tensor(), weights[key]), key
+            assert key in repr(param) and "rank" in repr(param)
+    head = model.lm_head.weight
+    with pytest.raises(RuntimeError, match=r"linear with a shard \(lm_head\.weight.*call the layer itself"):
+        F.linear(torch.ones(1, head.shape[1], dtype=head.dtype), head)
+    with pytest.raises(RuntimeError, match="matmul with a shard"):
+        torch.ones(1, head.shape[1], dtype=head.dtype) @ head
+    assert isinstance(model.state_dict()["lm_head.weight"], Shard)
+
+    copied = copy.deepcopy(model)
+    twin = copied.lm_head.weight
+    assert isinstance(twin, ShardedParameter) and twin is not head
+    assert torch.equal(twin.full_tensor(), head.full_tensor())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    for key, value in torch.load(file).items():
+        assert type(value) is Tensor and torch.equal(value, model.state_dict()[key])
+    assert isinstance(model.float().lm_head.weight, ShardedParameter) and head.dtype == torch.float32
+
+
+def test_parameter_knows_that_it_is_a_shard(pool: Pool, seed: int) -> None:
+    name, config, _, weights, _ = reference("llama-one-kv", seed)
+    pool.run(2, check_parameters, name, config, weights)
