@@ -17,8 +17,8 @@ UNSUPPORTED = {
     "places the weights in transformers' own way; sizes here are tensor_parallel_size and pipeline_parallel_size": (
         *("device_map", "tp_plan", "tp_size", "tp_mesh", "device_mesh", "distributed_config", "max_memory"),
     ),
-    "is not supported: weights are not quantised while they are loaded": (
-        *("quantization_config", "load_in_8bit", "load_in_4bit"),
+    "is not supported; quantization_config=TorchAoConfig(...) quantises weights as they are loaded": (
+        *("load_in_8bit", "load_in_4bit"),
     ),
     "is not supported; load it with transformers on one process, and save that with save_pretrained()": ("gguf_file",),
     "is not supported; weights are read from the checkpoint": ("state_dict", "from_tf", "from_flax", "offload_folder"),
@@ -81,6 +81,8 @@ class Arguments:
             for name in names:
                 if kwargs.get(name) is not None and kwargs[name] is not False:
                     raise ValueError(f"{name}={kwargs[name]!r} {reason}")
+        if kwargs.get("quantization_config") is not None:
+            _check_quantization_config(kwargs["quantization_config"])
         if None not in (self.deploy, deployment) and self.deploy != deployment:
             raise ValueError(f"deploy={self.deploy} and deployment={deployment} are the same argument; pass one")
 
@@ -106,6 +108,28 @@ class Arguments:
         if vocab is None or config.get_text_config() is not config:  # a nested vocab_size is not resized
             raise ValueError(f"resize_token_embeddings={size} was passed, and a {name} has no vocab_size; leave it out")
         check_size("resize_token_embeddings", size, vocab, "vocab_size=")
+
+
+def _check_quantization_config(config: Any) -> None:
+    """Check a ``quantization_config`` for weights that are quantised after they were loaded.
+
+    Raises:
+        ValueError: it is not one that can be applied to shards.
+    """
+    name = type(config).__name__
+    if name != "TorchAoConfig":
+        raise ValueError(
+            f"quantization_config={name}(...) is not supported: weights can be quantised as they are loaded by a "
+            "TorchAoConfig only. A checkpoint that is already quantised is loaded as plain weights by dequantize=True; "
+            "weights stay quantised in other ways on one process only, with transformers"
+        )
+    kind = type(config.quant_type).__name__
+    if kind == "FqnToConfig" or config.include_input_output_embeddings:
+        what = "FqnToConfig" if kind == "FqnToConfig" else "include_input_output_embeddings=True"
+        raise ValueError(
+            f"TorchAoConfig with {what} is not supported: all linear layers of the blocks are quantised in the same "
+            "way, but for those in modules_to_not_convert"
+        )
 
 
 def is_timeout(value: object) -> bool:

@@ -272,7 +272,7 @@ def _read_configs(
         source: a configuration, or the name or directory of a checkpoint.
     """
     arguments.check(kwargs)
-    options = dict(kwargs)
+    options = {key: value for key, value in kwargs.items() if key != "quantization_config"}
     dtype = parse_dtype(options)
     if isinstance(source, PreTrainedConfig):
         config, generation_config = copy.deepcopy(source), None

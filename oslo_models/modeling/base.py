@@ -169,9 +169,10 @@ class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
                 A call of ``generate`` counts once.
             dequantize: load a quantised checkpoint as plain weights in ``dtype``: each rank dequantises its part. The
                 formats are in the guide on quantisation. Ignored if the checkpoint is not quantised.
-            **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``, ``cache_dir``,
-                ``revision``, ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the
-                configuration (``pad_token_id``, ...).
+            **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
+                ``quantization_config=TorchAoConfig(...)``, ``cache_dir``, ``revision``, ``token``,
+                ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
+                (``pad_token_id``, ...).
 
         Returns:
             The model in evaluation mode, as from transformers.

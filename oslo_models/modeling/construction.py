@@ -23,6 +23,7 @@ from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group
 from oslo_models.distributed.object_exchange import agree, broadcast_object, require_equal
 from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.modeling.quantizing import quantize_linear_layers, skipped_modules
 from oslo_models.modeling.weight_mapping import open_with_mapping
 
 
@@ -65,6 +66,10 @@ def _from_config(
 ) -> tuple[Any, None]:
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
+        if kwargs.get("quantization_config") is not None:
+            raise ValueError(
+                "quantization_config is for from_pretrained_with_parallel; random weights stay as they are"
+            )
         config = copy_config(cls, config)
         options = {key: value for key, value in kwargs.items() if key != "deployment"}
         dtype = parse_dtype(options) or config.dtype
@@ -92,6 +97,7 @@ def _from_pretrained(
 ) -> tuple[Any, dict[str, Any]]:
     """Load this rank's part of a checkpoint; returns the model and the loading info of transformers."""
     options = {key: value for key, value in kwargs.items() if key != "deployment"}
+    on_the_fly = options.pop("quantization_config", None)
     ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)
     for ignored in ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info"):
         options.pop(ignored, None)
@@ -113,6 +119,7 @@ def _from_pretrained(
         blocks_per_stage=arguments.blocks_per_stage,
         variant=variant,
     )
+    skipped: list[str] = []
     with source as (mapping, reader), agree(world, f"reading {directory}"), ExitStack() as stack:
         dtype = dtype or config.dtype
         if quantization is not None:
@@ -126,6 +133,8 @@ def _from_pretrained(
         if world.rank > 0 and is_progress_bar_enabled():  # only rank 0 shows a progress bar
             disable_progress_bar()
             stack.callback(enable_progress_bar)
+        if on_the_fly is not None:
+            skipped = skipped_modules(mapping.model, on_the_fly)
         model, info = cls.from_pretrained(
             None,
             config=config,
@@ -139,6 +148,8 @@ def _from_pretrained(
             blocks_per_stage=arguments.blocks_per_stage,
             **options,
         )
+    if on_the_fly is not None:
+        quantize_linear_layers(model, on_the_fly, skipped)
     model.config.name_or_path = model.name_or_path = str(name)
     require_equal(mesh.tp, {"tied weights": sorted(model.all_tied_weights_keys)}, "checkpoints")
     return model, info
