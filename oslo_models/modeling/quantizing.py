@@ -54,7 +54,8 @@ def quantize_linear_layers(model: Any, config: Any, skipped: Collection[str]) ->
             raise ValueError(
                 f"{config.quant_type!r} has scales for elements that are on several ranks: {problems[0]} cannot be a "
                 "part of the quantised full weight. Use a granularity of rows (PerRow()) or a group size that divides "
-                'the shards, leave such layers out (modules_to_not_convert=[".*down_proj", "lm_head"]), or choose another tensor_parallel_size'
+                "the shards, leave such layers out (modules_to_not_convert=['.*down_proj', 'lm_head']), or choose "
+                "another tensor_parallel_size"
             )
 
 

@@ -43,7 +43,7 @@ class ShardedLayers:
             path, cls = next(iter(replaced.items()))
             raise RuntimeError(
                 f"{len(replaced)} sharded layers were replaced by layers that do not combine the results of the ranks: "
-                f"{path} is now a {cls.__module__}.{cls.__qualname__}. Change weights in place instead, as torchao's "
+                f"{path} is now {cls.__module__}.{cls.__qualname__}. Change weights in place instead, as torchao's "
                 "quantize_() with Int8WeightOnlyConfig does, or use tensor_parallel_size=1 (pipeline stages may remain)"
             )
         self._edges = list(self._seen(model))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -15,6 +16,7 @@ from transformers.utils import logging
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointReader
+from oslo_models.checkpoint.quantized import reader
 
 from support.float64 import lifted_casts
 
@@ -62,7 +64,14 @@ def tokens(seed: int) -> Tensor:
 
 
 def load_and_compare(
-    directory: Path, expected: dict[str, Tensor], logits: Tensor, seed: int, tp: int, pp: int, **options: Any
+    directory: Path,
+    expected: dict[str, Tensor],
+    logits: Tensor,
+    seed: int,
+    tp: int,
+    pp: int,
+    chunk: int = 1 << 22,
+    **options: Any,
 ) -> dict[str, int]:
     """In a worker: compare each parameter with its shard, bit for bit, and the logits; returns the bytes read."""
     logging.disable_progress_bar()
@@ -74,19 +83,16 @@ def load_and_compare(
         copy(self, name, wanted, out, *shape)
 
     cls: Any = registry.find("LlamaForCausalLM")
-    CheckpointReader._copy = counted  # type: ignore[method-assign]
-    try:
+    with patch.object(CheckpointReader, "_copy", counted), patch.object(reader, "_CHUNK", chunk):
         model = cls.from_pretrained_with_parallel(
             directory, tp, pp, dequantize=True, **{"dtype": torch.float64, **options}
         )
-    finally:
-        CheckpointReader._copy = copy  # type: ignore[method-assign]
     assert not hasattr(model.config, "quantization_config")
     names = {} if model.stage is None else model.stage.full_names
     for name, param in model.named_parameters(remove_duplicate=False):
         full = expected[names.get(name, name)].to(param.dtype)
         assert torch.equal(param.detach(), model.layouts[name].shard(full, model.mesh.tp.rank)), name
-        assert type(param) is torch.nn.Parameter
+        assert isinstance(param, torch.nn.Parameter) and param.requires_grad
     with torch.no_grad(), lifted_casts():
         outputs = list(model(input_ids=tokens(seed))) if pp > 1 else [model(input_ids=tokens(seed))]
     if outputs[0].logits is not None and not options:
