@@ -189,7 +189,7 @@ def test_dtype_and_torch_dtype_must_be_valid_and_agree(pool: Pool, saved: Path) 
     pool.run(1, _call, from_pretrained, (saved,), {"dtype": "float16", "torch_dtype": torch.float16})
 
 
-@pytest.mark.parametrize("name", ["device_map", "tp_plan", "distributed_config", "quantization_config", "gguf_file"])
+@pytest.mark.parametrize("name", ["device_map", "tp_plan", "distributed_config", "load_in_4bit", "gguf_file"])
 def test_arguments_that_exclude_parallel_loading_are_rejected(pool: Pool, saved: Path, name: str) -> None:
     for message in refused(pool, 1, from_pretrained, saved, **{name: "auto"}):
         assert message.startswith(f"{name}='auto' ")
