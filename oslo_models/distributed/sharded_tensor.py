@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -88,16 +88,19 @@ class Shard(Tensor):
 
     Attributes:
         sharding: what it is a part of.
+        has_plain_storage: kernels that read memory may read it as that of a plain tensor.
     """
 
     sharding: Sharding
+    has_plain_storage: ClassVar[bool] = True
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
+        # while torch.compile traces a model, all shards are in their layers
+        handler = None if torch.compiler.is_compiling() else _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
         with without_override():
@@ -172,6 +175,7 @@ class _Parameter(nn.Parameter):
     """A parameter whose gradient is a `GradientShard`."""
 
     sharding: Sharding
+    has_plain_storage: ClassVar[bool] = True
 
     @property
     def grad(self) -> Tensor | None:
@@ -278,7 +282,8 @@ class PartialNorm(Tensor):
             raise RuntimeError(
                 "the norm of a gradient of one pipeline stage was used as a number: a sum of such norms would lack "
                 "the other stages. Use torch.nn.utils.clip_grad_norm_(model.parameters(), ...) or "
-                "model.clip_grad_norm_(...), whose norms are those of the full model on every stage"
+                "model.clip_grad_norm_(...), whose norms are those of the full model on every stage, or take the norm "
+                "of param.grad.full_tensor()"
             )
         with without_override():
             local = self.as_subclass(Tensor)
