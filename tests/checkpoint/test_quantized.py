@@ -73,6 +73,18 @@ def test_fp8_blocks_cut_at_the_edge(pool: Pool, tmp_path: Path, seed: int, as_ex
     compare(pool, tmp_path / "fp8", model, seed, 2, 1, dtype=torch.bfloat16)
 
 
+def test_fp8_with_one_scale_for_each_weight(pool: Pool, tmp_path: Path, seed: int) -> None:
+    def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        scale = weight.abs().max() / 448
+        stored = (weight / scale).to(torch.float8_e4m3fn)
+        unused = torch.tensor(0.5)
+        return {"weight": stored, "weight_scale_inv": scale, "activation_scale": unused}, stored.float() * scale
+
+    settings = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
+    model = quantized.write_checkpoint(tmp_path / "fp8", seed, settings, quantize)
+    compare(pool, tmp_path / "fp8", model, seed, 3, 1)
+
+
 # ---- GPTQ
 
 
