@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -14,12 +12,12 @@ class ShardedLayers:
     """The sharded layers of a model, and where they were when they were last seen.
 
     A layer that was replaced would still compute, but nothing would sum the partial results of the ranks. A layer may
-    be wrapped (an adapter around it), and blocks may be removed.
+    be wrapped (an adapter around it), and blocks may be removed or become `nn.Identity`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = [path for path, module in model.named_modules() if _is_sharded(module)]
-        self._edges = list(self._seen(model))
+        self._edges = _edges(model)
 
     def check(self, model: nn.Module) -> None:
         """Raise ``RuntimeError`` if a layer was replaced since the last call; called before each forward pass.
@@ -34,28 +32,24 @@ class ShardedLayers:
                 return
 
     def _look_again(self, model: nn.Module) -> None:
-        replaced = {}
         for path in self._paths:
-            module = _get(model, path)
-            if module is not None and not any(_is_sharded(inner) for inner in module.modules()):
-                replaced[path] = type(module)
-        if replaced:
-            path, cls = next(iter(replaced.items()))
-            raise RuntimeError(
-                f"{len(replaced)} sharded layers were replaced by layers that do not combine the results of the ranks: "
-                f"{path} is now {cls.__module__}.{cls.__qualname__}. Change weights in place instead, as torchao's "
-                "quantize_() with Int8WeightOnlyConfig does, or use tensor_parallel_size=1 (pipeline stages may remain)"
-            )
-        self._edges = list(self._seen(model))
+            path, module = _deepest(model, path)
+            if type(module) is not nn.Identity and not any(_is_sharded(inner) for inner in module.modules()):
+                cls = type(module)
+                raise RuntimeError(
+                    f"a sharded layer was replaced by one that does not combine the results of the ranks: {path} is now "
+                    f"{cls.__module__}.{cls.__qualname__}. Change weights in place instead, as torchao's quantize_() "
+                    "with Int8WeightOnlyConfig does, or use tensor_parallel_size=1 (pipeline stages may remain)"
+                )
+        self._edges = _edges(model)
 
-    def _seen(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-        """Each module on the way to a sharded layer, with its parent and its name there."""
-        prefixes = {path[:end] for path in self._paths for end in _ends(path)}
-        for path in sorted(prefixes):
-            parent, name = _get(model, path.rpartition(".")[0]), path.rpartition(".")[2]
-            child = None if parent is None else parent._modules.get(name)
-            if parent is not None and child is not None:
-                yield parent, name, child
+
+def _edges(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Each module on the way to a sharded layer, wrappers included, with its parent and its name there."""
+    paths = [path for path, module in model.named_modules() if _is_sharded(module)]
+    prefixes = sorted({path[:end] for path in paths for end in _ends(path)})
+    split = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in prefixes]
+    return [(parent, name, parent.get_submodule(name)) for parent, name in split]
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -67,9 +61,12 @@ def _ends(path: str) -> list[int]:
     return [*(position for position, letter in enumerate(path) if letter == "."), len(path)]
 
 
-def _get(model: nn.Module, path: str) -> nn.Module | None:
-    """The module at a path; wrappers that pass on attributes may stand on the way."""
-    found: object = model
-    for name in path.split(".") if path else ():
-        found = getattr(found, name, None)
-    return found if isinstance(found, nn.Module) else None
+def _deepest(model: nn.Module, path: str) -> tuple[str, nn.Module]:
+    """The module at a path, or the last one on the way there; wrappers that pass on attributes may stand on it."""
+    found, names = model, path.split(".")
+    for depth, name in enumerate(names):
+        inner = getattr(found, name, None)
+        if not isinstance(inner, nn.Module):
+            return ".".join(names[:depth]), found
+        found = inner
+    return path, found

@@ -59,11 +59,16 @@ def _replace_and_wrap(seed: int) -> None:
         block.mlp.up_proj = plain
         with pytest.raises(RuntimeError, match=r"model\.layers\.1\.mlp\.up_proj is now torch\..*Linear"):
             model(ids)
-        with pytest.raises(RuntimeError, match="were replaced"):
+        with pytest.raises(RuntimeError, match="was replaced"):
             model.generate(ids, max_new_tokens=1)
         assert torch.equal(twin(ids).logits, expected)
         del twin.model.layers[1]
         twin(ids)
+        twin.model.layers[0].base_layer.mlp = nn.Identity()
+        twin(ids)
+        twin.model.layers[0].base_layer.mlp = nn.Linear(48, 48)
+        with pytest.raises(RuntimeError, match=r"model\.layers\.0\.mlp is now torch\..*Linear"):
+            twin(ids)
 
 
 def test_replaced_layers_are_refused_and_wrapped_ones_are_not(pool: Pool, seed: int) -> None:
