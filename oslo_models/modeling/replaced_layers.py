@@ -37,7 +37,7 @@ class ShardedLayers:
             if type(module) is not nn.Identity and not any(_is_sharded(inner) for inner in module.modules()):
                 cls = type(module)
                 raise RuntimeError(
-                    f"a sharded layer was replaced by one that does not combine the results of the ranks: {path} is now "
+                    f"a sharded layer was replaced by one that does not combine the ranks' results: {path} is now "
                     f"{cls.__module__}.{cls.__qualname__}. Change weights in place instead, as torchao's quantize_() "
                     "with Int8WeightOnlyConfig does, or use tensor_parallel_size=1 (pipeline stages may remain)"
                 )

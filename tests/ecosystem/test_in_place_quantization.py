@@ -66,8 +66,8 @@ def _replace_and_wrap(seed: int) -> None:
         twin(ids)
         twin.model.layers[0].base_layer.mlp = nn.Identity()
         twin(ids)
-        twin.model.layers[0].base_layer.mlp = nn.Linear(48, 48)
-        with pytest.raises(RuntimeError, match=r"model\.layers\.0\.mlp is now torch\..*Linear"):
+        twin.model.layers[0].base_layer.self_attn = nn.Linear(48, 48)
+        with pytest.raises(RuntimeError, match=r"model\.layers\.0\.self_attn is now torch\..*Linear"):
             twin(ids)
 
 
