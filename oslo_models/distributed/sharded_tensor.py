@@ -13,6 +13,7 @@ Everything else runs on the local tensor, as if the class were not there.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -345,12 +346,20 @@ def _derived(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
     weight = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, ShardedParameter)), None)
-    if weight is not None:
+    if weight is not None and not _is_called_by_graph():
         raise RuntimeError(
             f"{_name(func)} with a shard ({weight.sharding}) outside of its layer would give a part of the result: "
             "call the layer itself, or pass weight.full_tensor(), a collective of the tensor-parallel group"
         )
     return _of_matrix(func, args, kwargs)
+
+
+def _is_called_by_graph() -> bool:
+    """Whether a graph that torch.compile made runs operation by operation, as its debugging backend "eager" does."""
+    frame: Any = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith("<eval_with_key>"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:
