@@ -104,16 +104,43 @@ class CheckpointReader:
         stored = self.tensors[name]
         if layout.shape != stored.shape:
             raise ValueError(f"{name} in {self.directory} has shape {stored.shape}, but the model needs {layout.shape}")
-        pieces = [(file, at) for part, file in enumerate(stored.files) for at in stored.layout.owned_indices(part)]
         out = torch.empty(layout.local_shape(rank), dtype=stored.dtype)
         for wanted, local in layout.shard_indices(rank):
-            for file, (available, in_file) in pieces:
+            self._copy(name, wanted, out[local])
+        return out
+
+    def read_region(self, name: str, region: Index, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Read a rectangular region of a full tensor, and nothing else.
+
+        Args:
+            name: the name of the tensor.
+            region: a slice with both bounds for every dimension.
+            shape: another shape of as many elements, to which a tensor that is not sharded is reshaped before.
+
+        Returns:
+            The region, in memory of its own.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        out = torch.empty([each.stop - each.start for each in region], dtype=self.tensors[name].dtype)
+        self._copy(name, region, out, shape)
+        return out
+
+    def _copy(self, name: str, wanted: Index, out: Tensor, shape: tuple[int, ...] | None = None) -> None:
+        """Copy the region ``wanted`` of a full tensor into ``out``, which has its shape."""
+        stored, local = self.tensors[name], tuple(slice(0, size) for size in out.shape)
+        if shape is not None:
+            (file,) = stored.files
+            file.copy(file.views[name].view(shape)[wanted], out)
+            return
+        for part, file in enumerate(stored.files):
+            for available, in_file in stored.layout.owned_indices(part):
                 bounds = zip(wanted, available, strict=True)
                 common = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in bounds)
                 if all(interval.start < interval.stop for interval in common):
                     source = file.views[name][_translate(common, available, in_file)]
                     file.copy(source, out[_translate(common, wanted, local)])
-        return out
 
     def slice(self, name: str, layout: Layout, rank: int) -> LazySlice:
         """The same shard as `read`, to be read later."""

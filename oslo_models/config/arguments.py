@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from oslo_models.checkpoint.quantized import check_quantization, quantization_of
 from oslo_models.config.sources import HUB_ARGUMENTS
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
@@ -19,7 +20,10 @@ UNSUPPORTED = {
     "places the weights in transformers' own way; sizes here are tensor_parallel_size and pipeline_parallel_size": (
         *("device_map", "tp_plan", "tp_size", "tp_mesh", "device_mesh", "distributed_config", "max_memory"),
     ),
-    "quantised weights cannot be sharded yet": ("quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file"),
+    "is not supported; quantization_config=TorchAoConfig(...) quantises weights as they are loaded": (
+        *("load_in_8bit", "load_in_4bit"),
+    ),
+    "is not supported; load it with transformers on one process, and save that with save_pretrained()": ("gguf_file",),
     "is not needed: the zoo runs no code of checkpoints": ("trust_remote_code",),
     "is not supported; weights are read from the checkpoint": ("state_dict", "from_tf", "from_flax", "offload_folder"),
 }
@@ -28,7 +32,7 @@ IGNORED = ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loadi
 """Arguments of transformers' ``from_pretrained`` that change nothing in how weights are read here."""
 _OF_TRANSFORMERS = (
     *("dtype", "torch_dtype", "attn_implementation", "experts_implementation", "config", "variant", "subfolder"),
-    *("ignore_mismatched_sizes", "key_mapping", *IGNORED, *HUB_ARGUMENTS),
+    *("ignore_mismatched_sizes", "key_mapping", "quantization_config", *IGNORED, *HUB_ARGUMENTS),
     *("deployment", *(name for names in UNSUPPORTED.values() for name in names)),
 )
 """Arguments of transformers' ``from_pretrained`` that the constructors take."""
@@ -48,11 +52,12 @@ class Arguments:
     timeout: float = TIMEOUT
     blocks_per_stage: Sequence[int] | None = None
     check_inputs: bool | int | str = True
+    dequantize: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Arguments:
         """Pick them from the local variables of a constructor."""
-        return cls(**{field.name: given[field.name] for field in fields(cls)})
+        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check what does not depend on the configuration of the model.
@@ -75,6 +80,8 @@ class Arguments:
         when = self.check_inputs
         if not isinstance(when, bool) and when != "always" and not (isinstance(when, int) and when > 0):
             raise ValueError(f'check_inputs must be True, False, "always" or an integer of at least 1, got {when!r}')
+        if not isinstance(self.dequantize, bool):
+            raise ValueError(f"dequantize must be True or False, got {self.dequantize!r}")
         blocks = self.blocks_per_stage
         if blocks is not None and not isinstance(blocks, (list, tuple)):
             raise ValueError(f"blocks_per_stage must be a list of integers, got {blocks!r}")
@@ -86,6 +93,8 @@ class Arguments:
             for name in names:
                 if kwargs.get(name) is not None and kwargs[name] is not False:
                     raise ValueError(f"{name}={kwargs[name]!r} {reason}")
+        if kwargs.get("quantization_config") is not None:
+            _check_quantization_config(kwargs["quantization_config"])
         if None not in (self.deploy, deployment) and self.deploy != deployment:
             raise ValueError(f"deploy={self.deploy} and deployment={deployment} are the same argument; pass one")
 
@@ -97,22 +106,42 @@ class Arguments:
             config: its configuration.
 
         Raises:
-            ValueError: the model cannot be sharded over so many ranks or stages, is quantised, or its vocabulary cannot
-                be resized to ``resize_token_embeddings``.
+            ValueError: the model cannot be sharded over so many ranks or stages, its weights are quantised and
+                ``dequantize`` is not set, or its vocabulary cannot be resized to ``resize_token_embeddings``.
         """
         name, plan = type(config).__name__, cls.plan(config)
         plan.check_ranks(cls.__name__, name, self.tensor_parallel_size)
         plan.check_stages(cls.__name__, self.pipeline_parallel_size)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ValueError(
-                "the checkpoint is quantised (config.quantization_config); quantised weights cannot be sharded yet"
-            )
+        if (quantization := quantization_of(config)) is not None:
+            check_quantization(quantization, self.dequantize)
         vocab, size = getattr(config, "vocab_size", None), self.resize_token_embeddings
         if size is None:
             return
         if vocab is None or config.get_text_config() is not config:  # a nested vocab_size is not resized
             raise ValueError(f"resize_token_embeddings={size} was passed, and a {name} has no vocab_size; leave it out")
         check_size("resize_token_embeddings", size, vocab, "vocab_size=")
+
+
+def _check_quantization_config(config: Any) -> None:
+    """Check a ``quantization_config`` for weights that are quantised after they were loaded.
+
+    Raises:
+        ValueError: it is not one that can be applied to shards.
+    """
+    name = type(config).__name__
+    if name != "TorchAoConfig":
+        raise ValueError(
+            f"quantization_config={name}(...) is not supported: weights can be quantised as they are loaded by a "
+            "TorchAoConfig only. A checkpoint that is already quantised is loaded as plain weights by dequantize=True; "
+            "weights stay quantised in other ways on one process only, with transformers"
+        )
+    kind = type(config.quant_type).__name__
+    if kind == "FqnToConfig" or config.include_input_output_embeddings:
+        what = "FqnToConfig" if kind == "FqnToConfig" else "include_input_output_embeddings=True"
+        raise ValueError(
+            f"TorchAoConfig with {what} is not supported: all linear layers of the blocks are quantised in the same "
+            "way, but for those in modules_to_not_convert"
+        )
 
 
 def check_unused(

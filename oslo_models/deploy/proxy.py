@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
+from oslo_models.checkpoint.quantized import take_quantization
 from oslo_models.config.arguments import Arguments, check_unused, is_timeout, parse_dtype
 from oslo_models.config.sources import open_source, read_generation_config
 from oslo_models.deploy.batching import Batcher
@@ -288,7 +289,7 @@ def _read_configs(
         source: a configuration, or the name or directory of a checkpoint.
     """
     arguments.check(kwargs)
-    options = dict(kwargs)
+    options = {key: value for key, value in kwargs.items() if key != "quantization_config"}
     dtype = parse_dtype(options)
     if isinstance(source, PreTrainedConfig):
         config, generation_config = copy.deepcopy(source), None
@@ -298,6 +299,7 @@ def _read_configs(
     check_unused(cls, config, options, OF_DEPLOYMENT)
     config.dtype = dtype or config.dtype
     arguments.check_config(cls, config)
+    take_quantization(config)
     if generation_config is None and cls.can_generate():
         generation_config = GenerationConfig.from_model_config(config)
     return config, generation_config

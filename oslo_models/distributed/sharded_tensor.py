@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -33,6 +34,16 @@ without_override = torch._C.DisableTorchFunctionSubclass
 """A context in which shards are plain tensors, at no cost: the layers that own them compute in it."""
 
 
+def layer_context(weight: Tensor) -> Any:
+    """The context in which a layer computes with its weight.
+
+    It is `without_override`, unless the class of the weight is of another library, such as torchao's quantised ones,
+    whose override does the computation.
+    """
+    return without_override() if isinstance(weight, _Parameter) or type(weight) in _PLAIN else nullcontext()
+
+
+_PLAIN = (Tensor, nn.Parameter)
 _GRAD: Any = Tensor.grad
 
 
@@ -209,7 +220,9 @@ def mark(tensor: Any, sharding: Sharding, cls: type) -> Any:
 
 
 def mark_parameter(param: nn.Parameter, sharding: Sharding) -> None:
-    """Let a parameter know its sharding, in place."""
+    """Let a parameter know its sharding, in place; one whose class is of another library stays as it is."""
+    if type(param) is not nn.Parameter and not isinstance(param, _Parameter):
+        return
     is_full = sharding.layout.dim is None or sharding.mesh.tp.size == 1
     mark(param, sharding, ReplicatedParameter if is_full else ShardedParameter)
 

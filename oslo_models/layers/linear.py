@@ -18,7 +18,7 @@ from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.collectives import has_dispatch_mode, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import ShardedRngStream
-from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.distributed.sharded_tensor import layer_context
 from oslo_models.sharding.layout import Layout
 
 
@@ -36,6 +36,22 @@ class _ShardedModule(nn.Module):
     bias: Any
     product: ClassVar[Callable[..., Tensor]]
     """``product(x, weight, bias or None)``: ``F.linear``, or what `fusion` replaces it with."""
+
+    @property
+    def qconfig(self) -> Any:
+        """torch's eager quantisation announces here what to do with a layer, which it then replaces by its class.
+
+        Raises:
+            RuntimeError: when set: it would leave sharded layers as they are, without saying so.
+        """
+        raise AttributeError("qconfig")
+
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        raise RuntimeError(
+            f"torch.ao.quantization does not quantise sharded layers ({type(self).__name__}): use torchao's "
+            "quantize_(), which changes weights only, or tensor_parallel_size=1"
+        )
 
     def enter_region(self, x: Tensor) -> Tensor:
         """Pass the replicated input of a layer whose outputs are sharded through this."""
@@ -58,7 +74,7 @@ class _ColumnParallel(_ShardedModule):
     """A layer with sharded outputs. Input ``[..., in]`` is replicated, output is ``[..., local_out]``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with without_override():
+        with layer_context(self.weight):
             return self.product(self.enter_region(x), self.weight, self.bias)
 
 
@@ -66,7 +82,7 @@ class _RowParallel(_ShardedModule):
     """A layer with sharded inputs. Input ``[..., local_in]``, output ``[..., out]`` is replicated."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with without_override():
+        with layer_context(self.weight):
             return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), self.weight)), self.bias)
 
 
@@ -86,8 +102,10 @@ class KeyValueParallelLinear(ColumnParallelLinear):
     layouts: dict[str, Layout]
 
     def forward(self, x: Tensor) -> Tensor:
-        with without_override():
-            weight = SumReplicatedGrad.apply(self.weight, self.tp, self.layouts["weight"])
+        with layer_context(self.weight):
+            weight = self.weight
+            if weight.requires_grad:
+                weight = SumReplicatedGrad.apply(weight, self.tp, self.layouts["weight"])
             bias = None if self.bias is None else SumReplicatedGrad.apply(self.bias, self.tp, self.layouts["bias"])
             return self.product(self.enter_region(x), weight, bias)
 

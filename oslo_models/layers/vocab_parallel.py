@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.mesh import Axis
-from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.distributed.sharded_tensor import layer_context, without_override
 from oslo_models.layers.cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from oslo_models.sharding.layout import Layout
 
@@ -61,7 +61,7 @@ class VocabParallelHead(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         vocab = self.layouts["weight"]
-        with without_override():
+        with layer_context(self.weight):
             local = self.product(copy_to(self.tp, x), self.weight, self.bias)
         if torch.compiler.is_compiling():
             return gather_from(self.tp, local, -1, [stop - start for ((start, stop),) in vocab.ranges])

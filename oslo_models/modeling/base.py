@@ -22,6 +22,7 @@ from oslo_models.modeling.forward import with_full_outputs, with_full_stage_outp
 from oslo_models.modeling.fusing import FusableModel
 from oslo_models.modeling.initialization import SeededByName, initialize_computed
 from oslo_models.modeling.parallelized import ParallelizedModel
+from oslo_models.modeling.replaced_layers import ShardedLayers
 from oslo_models.modeling.training import TrainableModel
 from oslo_models.pipeline.pipeline import Pipeline
 from oslo_models.pipeline.split import split_stage
@@ -47,6 +48,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         loss_needs_full_logits: whether the loss is computed from the logits of the full vocabulary.
         loss_is_mean: whether the loss is a mean over labels or rows, which can be split into micro-batches.
         check_inputs: compares the inputs of the ranks; ``None``: never.
+        sharded_layers: notices that a sharded layer was replaced; ``None`` if there are none.
     """
 
     head_plan: ClassVar[Entries] = {}
@@ -59,6 +61,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     loss_is_mean: ClassVar[bool] = True
     _init_seed: int | None = None
     check_inputs: InputCheck | None = None
+    sharded_layers: ShardedLayers | None = None
     _generates = False
 
     @classmethod
@@ -108,6 +111,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             )
             names = (name for name, _ in self.named_parameters(remove_duplicate=False))
             self.layouts = {name: self.layouts[self.stage.full_names.get(name, name)] for name in names}
+        self.sharded_layers = ShardedLayers(self) if mesh.tp.size > 1 else None
 
     def _start_pipeline(self, are_random: bool) -> None:
         """Create the pipeline, once the model has its weights; a collective of all ranks.
@@ -139,6 +143,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         timeout: float = TIMEOUT,
         blocks_per_stage: Sequence[int] | None = None,
         check_inputs: bool | int | str = True,
+        dequantize: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Load this rank's part of a checkpoint. Every rank calls it with the same arguments.
@@ -167,9 +172,12 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             check_inputs: compare the batches of the ranks that share a model, which have to be equal: in the first
                 three calls and every hundredth (``True``), every n-th (an integer), ``"always"`` or never (``False``).
                 A call of ``generate`` counts once.
-            **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``, ``cache_dir``,
-                ``revision``, ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the
-                configuration (``pad_token_id``, ...).
+            dequantize: load a quantised checkpoint as plain weights in ``dtype``: each rank dequantises its part. The
+                formats are in the guide on quantisation. Ignored if the checkpoint is not quantised.
+            **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
+                ``quantization_config=TorchAoConfig(...)``, ``cache_dir``, ``revision``, ``token``,
+                ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
+                (``pad_token_id``, ...).
 
         Returns:
             The model in evaluation mode, as from transformers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig, set_seed
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from oslo_models.checkpoint import CheckpointReader
+from oslo_models.checkpoint.quantized import dequantizing_reader, take_quantization
 from oslo_models.config.arguments import IGNORED, UNSUPPORTED, Arguments, check_unused, is_timeout, parse_dtype
 from oslo_models.config.sources import copy_config, open_source, read_generation_config
 from oslo_models.deploy import deploy
@@ -22,6 +24,7 @@ from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group
 from oslo_models.distributed.object_exchange import agree, broadcast_object, require_equal
 from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.modeling.quantizing import quantize_linear_layers, skipped_modules
 from oslo_models.modeling.weight_mapping import open_with_mapping
 
 
@@ -64,6 +67,10 @@ def _from_config(
 ) -> tuple[Any, None]:
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
+        if kwargs.get("quantization_config") is not None:
+            raise ValueError(
+                "quantization_config is for from_pretrained_with_parallel; random weights stay as they are"
+            )
         config = copy_config(cls, config)
         options = _options(kwargs)
         dtype = parse_dtype(options) or config.dtype
@@ -92,6 +99,7 @@ def _from_pretrained(
 ) -> tuple[Any, dict[str, Any]]:
     """Load this rank's part of a checkpoint; returns the model and the loading info of transformers."""
     options = _options(kwargs)
+    on_the_fly = options.pop("quantization_config", None)
     ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)
     key_mapping = options.pop("key_mapping", None)
     for ignored in IGNORED:
@@ -103,6 +111,7 @@ def _from_pretrained(
         check_unused(cls, config, options, OF_DEPLOYMENT)
         old_vocab = getattr(config, "vocab_size", None)
         arguments.check_config(cls, config)
+        quantization = take_quantization(config)
     mesh, init_seed = join(arguments, config, {**kwargs, "pretrained_model_name_or_path": str(name)}, call)
     source = open_with_mapping(
         cls,
@@ -113,7 +122,11 @@ def _from_pretrained(
         blocks_per_stage=arguments.blocks_per_stage,
         variant=variant,
     )
+    skipped: list[str] = []
     with source as (mapping, reader), agree(world, f"reading {directory}"), ExitStack() as stack:
+        dtype = dtype or config.dtype
+        if quantization is not None:
+            reader = dequantizing_reader(reader, quantization, dtype, partial(mapping.is_transposed, key_mapping))
         slices = mapping.slices(
             reader,
             old_vocab=old_vocab,
@@ -123,11 +136,13 @@ def _from_pretrained(
         if world.rank > 0 and is_progress_bar_enabled():  # only rank 0 shows a progress bar
             disable_progress_bar()
             stack.callback(enable_progress_bar)
+        if on_the_fly is not None:
+            skipped = skipped_modules(mapping.model, on_the_fly)
         model, info = cls.from_pretrained(
             None,
             config=config,
             state_dict=slices,
-            dtype=dtype or config.dtype or _dtype_of(reader),
+            dtype=dtype or _dtype_of(reader),
             device_map={"": mesh.device} if mesh.device.type == "cuda" else None,
             generation_config=read_generation_config(directory),
             output_loading_info=True,
@@ -136,6 +151,8 @@ def _from_pretrained(
             blocks_per_stage=arguments.blocks_per_stage,
             **options,
         )
+    if on_the_fly is not None:
+        quantize_linear_layers(model, on_the_fly, skipped)
     model.config.name_or_path = model.name_or_path = str(name)
     require_equal(mesh.tp, {"tied weights": sorted(model.all_tied_weights_keys)}, "checkpoints")
     return model, info
@@ -143,7 +160,7 @@ def _from_pretrained(
 
 def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Further arguments of a constructor, without those that only `Arguments.check` looks at."""
-    checked = ("deployment", *(name for names in UNSUPPORTED.values() for name in names))
+    checked = ("deployment", "dequantize", *(name for names in UNSUPPORTED.values() for name in names))
     return {key: value for key, value in kwargs.items() if key not in checked}
 
 

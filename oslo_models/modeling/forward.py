@@ -41,6 +41,8 @@ def with_full_outputs(forward: Any) -> Any:
         if model._peft_config is not None:
             model.adopt_adapters()
         if model.mesh is not None:
+            if model.sharded_layers is not None:
+                model.sharded_layers.check(model)
             args, kwargs = _on_device(model.mesh.device, args, kwargs)
             if not model._generates and not (model.pipeline and model.pipeline.runner.is_running):
                 model._compare(args, kwargs)

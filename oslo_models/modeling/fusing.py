@@ -14,6 +14,7 @@ from oslo_models.distributed.object_exchange import gather_objects, require_equa
 from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide
+from oslo_models.modeling.quantizing import check_not_quantized
 
 _STEPWISE = ("greedy_search", "sample", "beam_search", "beam_sample")
 """The values of transformers' ``GenerationMode`` that decode one token per step."""
@@ -51,6 +52,9 @@ class FusableModel(PreTrainedModel):
         """
         if modules is not None and not (isinstance(modules, list) and all(isinstance(cls, type) for cls in modules)):
             raise ValueError(f"modules must be a list of classes such as [GPT2MLP], or None, got {modules!r}")
+        check_not_quantized(
+            dict(self.named_parameters()), "fused modules compute with plain weights only: leave fuse out"
+        )
         names = None if modules is None else sorted(cls.__name__ for cls in modules)
         if self.mesh is not None:
             require_equal(self.mesh.model, {"modules": names, "backend": backend}, "arguments of fuse")

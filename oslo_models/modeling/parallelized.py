@@ -13,6 +13,7 @@ from torch import Tensor
 from oslo_models.checkpoint import LazySlice
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
+from oslo_models.modeling.quantizing import check_not_quantized
 from oslo_models.modeling.saving import SavableModel
 from oslo_models.modeling.weight_mapping import open_with_mapping
 
@@ -46,6 +47,10 @@ class ParallelizedModel(SavableModel):
         """
         mesh = self.mesh or ParallelMesh()
         mesh.world.set_phase(f"loading {directory}")
+        with agree(mesh.world, "checking the model"):
+            check_not_quantized(
+                self.state_dict(), "takes no other values: call from_pretrained_with_parallel with quantization_config"
+            )
         blocks = None if self.stage is None else [stop - first for first, stop in self.stage.ranges]
         source = open_with_mapping(type(self), self._full_config(), mesh, Path(directory), blocks_per_stage=blocks)
         with source as (mapping, reader), agree(mesh.world, f"reading {directory}"):

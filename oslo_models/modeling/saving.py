@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from oslo_models import checkpoint
 from oslo_models.distributed.mesh import NOT_PICKLABLE, ParallelMesh
 from oslo_models.distributed.object_exchange import agree, require_equal
+from oslo_models.modeling.quantizing import check_not_quantized
 from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
 
@@ -83,6 +84,10 @@ class SavableModel(PreTrainedModel):
                 raise ValueError(f"unknown arguments {sorted(unknown)}; beside the named ones: max_shard_size, variant")
             if kwargs and not merging:
                 raise ValueError(f"{sorted(kwargs)} are for save_with_merging=True; split files are one per rank")
+            check_not_quantized(
+                self.state_dict() if state_dict is None else state_dict,
+                "quantised weights are not saved: save the model before, and pass quantization_config when loading it",
+            )
         arguments = {"save_directory": str(save_directory), "save_with_merging": merging, "save_config": save_config}
         require_equal(mesh.world, {**arguments, "safe_serialization": safe_serialization, **kwargs}, "save arguments")
         tensors, layouts = self._full_names(self.state_dict() if state_dict is None else state_dict)

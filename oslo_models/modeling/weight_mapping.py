@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
 
 from oslo_models import checkpoint
+from oslo_models.checkpoint.quantized import check_not_quantized
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of
@@ -124,9 +126,10 @@ class WeightMapping:
             key_mapping: as in transformers' ``from_pretrained``.
 
         Raises:
-            ValueError: shapes in the checkpoint differ from those of the model.
-            CheckpointError: the same for split files without a manifest.
+            ValueError: shapes in the checkpoint differ from those of the model, or its weights are quantised.
+            CheckpointError: shapes differ, for split files without a manifest.
         """
+        check_not_quantized(reader.directory, reader.tensors, self.state)
         targets = list(self.target_names(reader.tensors, key_mapping))
         slices: dict[str, Any] = {
             source: reader.slice(source, Layout(reader.tensors[source].shape), 0)
@@ -148,6 +151,16 @@ class WeightMapping:
         if mismatched and not ignore_mismatched_sizes:
             raise self._shape_error(reader, mismatched)
         return slices
+
+    def is_transposed(self, key_mapping: dict[str, str] | None, source: str) -> bool:
+        """Whether the layer of a weight holds it as ``[in, out]``, as ``Conv1D`` does.
+
+        Args:
+            key_mapping: as in transformers' ``from_pretrained``.
+            source: the name of the weight in the checkpoint.
+        """
+        target = next(target for _, target in self.target_names([source], key_mapping))
+        return target in self.state and isinstance(self.model.get_submodule(target.rpartition(".")[0]), Conv1D)
 
     def _find_source(self, name: str, sources: dict[str, str]) -> str | None:
         """The tensor of the checkpoint to read a parameter from; ``None`` if it is missing or tied to another one.

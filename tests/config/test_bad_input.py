@@ -190,7 +190,7 @@ def test_dtype_and_torch_dtype_must_be_valid_and_agree(pool: Pool, saved: Path) 
     pool.run(1, _call, from_pretrained, (saved,), {"dtype": "float16", "torch_dtype": torch.float16})
 
 
-@pytest.mark.parametrize("name", ["device_map", "tp_plan", "distributed_config", "quantization_config", "gguf_file"])
+@pytest.mark.parametrize("name", ["device_map", "tp_plan", "distributed_config", "load_in_4bit", "gguf_file"])
 def test_arguments_that_exclude_parallel_loading_are_rejected(pool: Pool, saved: Path, name: str) -> None:
     for message in refused(pool, 1, from_pretrained, saved, **{name: "auto"}):
         assert message.startswith(f"{name}='auto' ")
@@ -198,10 +198,26 @@ def test_arguments_that_exclude_parallel_loading_are_rejected(pool: Pool, saved:
 
 def test_quantised_checkpoint_is_rejected(pool: Pool, saved: Path, tmp_path: Path) -> None:
     config = json.loads((saved / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    settings = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = settings
     (tmp_path / "config.json").write_text(json.dumps(config))
     for message in refused(pool, 1, from_pretrained, tmp_path):
-        assert "quantised" in message
+        assert "quantised as gptq" in message and "dequantize=True" in message
+    for message in refused(pool, 1, from_pretrained, tmp_path, dequantize=1):
+        assert message == "dequantize must be True or False, got 1"
+    for changed, reason in (
+        ({"bits": 3}, "as gptq cannot be read from this checkpoint: bits=3 "),
+        ({"dynamic": {"+:.*down.*": {"bits": 5}}}, ": bits=5 "),
+        ({"checkpoint_format": "marlin"}, 'checkpoint_format="marlin" is packed for one kernel'),
+        (
+            {"quant_method": "mxfp4"},
+            "quantised as mxfp4 cannot be read from this checkpoint: the formats that can are fp8, ",
+        ),
+    ):
+        config["quantization_config"] = {**settings, **changed}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for message in refused(pool, 1, from_pretrained, tmp_path, dequantize=True):
+            assert reason in message
 
 
 @pytest.mark.parametrize("size", [52, 0, "60", True])

@@ -1,0 +1,97 @@
+"""The formats of quantised checkpoints: which can be dequantised shard by shard, and what is said of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from oslo_models.checkpoint.quantized.awq import AWQWeight
+from oslo_models.checkpoint.quantized.bitsandbytes import Bnb4BitWeight, Bnb8BitWeight
+from oslo_models.checkpoint.quantized.compressed_tensors import CompressedTensorsWeight
+from oslo_models.checkpoint.quantized.fp8 import Fp8Weight
+from oslo_models.checkpoint.quantized.gptq import GPTQWeight
+from oslo_models.checkpoint.quantized.weight import QuantizedWeight
+
+FORMATS: dict[str, type[QuantizedWeight]] = {
+    "fp8": Fp8Weight,
+    "mxfp8": Fp8Weight,
+    "gptq": GPTQWeight,
+    "awq": AWQWeight,
+    "compressed-tensors": CompressedTensorsWeight,
+    "bitsandbytes_4bit": Bnb4BitWeight,
+    "bitsandbytes_8bit": Bnb8BitWeight,
+}
+"""The formats that can be read, by the name that `format_name` gives."""
+
+
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """The ``quantization_config`` of a model's configuration; ``None`` if its weights are not quantised."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    return dict(settings) if isinstance(settings, Mapping) else dict(settings.to_dict())
+
+
+def take_quantization(config: Any) -> dict[str, Any] | None:
+    """Remove `quantization_of` a configuration from it and return it: the model will have plain weights."""
+    settings = quantization_of(config)
+    if settings is not None:
+        del config.quantization_config
+    return settings
+
+
+def format_name(settings: Mapping[str, Any]) -> str:
+    """The name of a format: transformers' ``quant_method``, with the bits for bitsandbytes, which has two formats."""
+    method = settings.get("quant_method") or "bitsandbytes"  # whose first versions did not write their name
+    method = str(getattr(method, "value", method))
+    if method == "bitsandbytes":
+        return f"{method}_4bit" if settings.get("load_in_4bit") or settings.get("_load_in_4bit") else f"{method}_8bit"
+    return method
+
+
+def format_of(settings: Mapping[str, Any]) -> type[QuantizedWeight]:
+    """The class that reads a format.
+
+    Raises:
+        ValueError: the format, or this variant of it, cannot be read.
+    """
+    name = format_name(settings)
+    reason = FORMATS[name].unreadable(settings) if name in FORMATS else f"the formats that can are {', '.join(FORMATS)}"
+    if reason is not None:
+        raise ValueError(
+            f"weights quantised as {name} cannot be read from this checkpoint: {reason}. With transformers on one "
+            "process, a model can be loaded, dequantised by its method dequantize(), and saved as plain weights"
+        )
+    return FORMATS[name]
+
+
+def check_quantization(settings: Mapping[str, Any], dequantize: bool) -> None:
+    """Check that a quantised checkpoint can be loaded as asked for.
+
+    Raises:
+        ValueError: its weights would stay quantised, or its format cannot be read.
+    """
+    format_of(settings)
+    if not dequantize:
+        raise ValueError(
+            f"the weights of the checkpoint are quantised as {format_name(settings)}, and stay so only on one process "
+            "with transformers: pass dequantize=True to load them as plain weights, whose shards are dequantised on "
+            "their ranks"
+        )
+
+
+def check_not_quantized(directory: Any, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise ``ValueError`` if tensors of a checkpoint belong to quantised weights.
+
+    Args:
+        directory: where it is.
+        names: the names of its tensors.
+        known: names that the model has, whatever they look like.
+    """
+    markers = tuple(f".{each}" for kind in FORMATS.values() for each in kind.markers)
+    found = next((name for name in names if name.endswith(markers) and name not in known), None)
+    if found is not None:
+        raise ValueError(
+            f"{directory} holds quantised weights ({found}), which are read by from_pretrained_with_parallel(..., "
+            "dequantize=True) only, and only with quantization_config in config.json"
+        )

@@ -1,0 +1,101 @@
+"""Reads a quantised checkpoint as if it held plain weights: each rank dequantises the shards that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_models.checkpoint.filenames import CheckpointError
+from oslo_models.checkpoint.quantized.formats import format_of
+from oslo_models.checkpoint.quantized.weight import QuantizedWeight
+from oslo_models.checkpoint.reader import CheckpointReader, StoredTensor
+from oslo_models.sharding.layout import Layout
+
+_CHUNK = 1 << 22
+"""Elements that are dequantised at a time, which bounds the memory for intermediate results."""
+
+
+@dataclass(frozen=True)
+class DequantizingReader(CheckpointReader):
+    """A checkpoint whose quantised weights are read as plain ones, under the name ``weight`` of their layer.
+
+    Attributes:
+        weights: the quantised weights, by that name.
+        transposed: the names of those whose layer holds them as ``[in, out]`` (``Conv1D``).
+    """
+
+    weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    transposed: frozenset[str] = frozenset()
+
+    def read(self, name: str, layout: Layout, rank: int) -> Tensor:
+        if name not in self.weights:
+            return super().read(name, layout, rank)
+        if layout.shape != self.tensors[name].shape:
+            raise ValueError(f"{name} in {self.directory} has shape {self.tensors[name].shape}, not {layout.shape}")
+        out = torch.empty(layout.local_shape(rank), dtype=self.tensors[name].dtype)
+        for wanted, local in layout.shard_indices(rank):
+            target = out[local].T if name in self.transposed else out[local]
+            rows, columns = wanted[::-1] if name in self.transposed else wanted
+            if not target.numel():
+                continue
+            step = max(1, _CHUNK // max(1, columns.stop - columns.start))
+            for chunk, start in zip(target.split(step), range(rows.start, rows.stop, step), strict=True):
+                stop = min(start + step, rows.stop)
+                chunk.copy_(self.weights[name].read((start, stop), (columns.start, columns.stop)))
+        return out
+
+
+def dequantizing_reader(
+    reader: CheckpointReader,
+    settings: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    is_transposed: Callable[[str], bool],
+) -> DequantizingReader:
+    """A reader of a quantised checkpoint that gives plain weights.
+
+    Args:
+        reader: the checkpoint.
+        settings: its ``quantization_config``.
+        dtype: the type of the dequantised weights; by default, that of the weights that are not quantised.
+        is_transposed: tells by the name of a weight whether its layer holds it as ``[in, out]``.
+
+    Raises:
+        CheckpointError: tensors of a quantised weight are missing.
+        ImportError: a library that the format needs is not installed.
+    """
+    kind = format_of(settings)
+    weights = {}
+    plain = dict(reader.tensors)
+    for module, parts in _layers(reader, kind).items():
+        for name in parts.values():
+            del plain[name]
+        try:
+            weights[f"{module}.weight"] = kind(reader, parts, settings)
+        except KeyError as error:
+            raise CheckpointError(
+                f"{module} in {reader.directory} has no tensor {error} beside {', '.join(sorted(parts))}; copy or save "
+                "the checkpoint again"
+            ) from error
+    floating = (info.dtype for info in plain.values() if info.dtype.is_floating_point)
+    dtype = dtype or next(floating, torch.get_default_dtype())
+    transposed = frozenset(name for name in weights if is_transposed(name))
+    for name, weight in weights.items():
+        shape = weight.shape[::-1] if name in transposed else weight.shape
+        plain[name] = StoredTensor(Layout(shape), dtype, ())
+    return DequantizingReader(
+        reader.directory, reader.files, reader.grid, reader.manifest, plain, weights=weights, transposed=transposed
+    )
+
+
+def _layers(reader: CheckpointReader, kind: type[QuantizedWeight]) -> dict[str, dict[str, str]]:
+    """For the path of each quantised layer the names of its tensors, by suffix."""
+    layers: dict[str, dict[str, str]] = {}
+    for name in reader.tensors:
+        suffix = max((each for each in kind.suffixes if name.endswith(f".{each}")), key=len, default=None)
+        if suffix is not None:
+            layers.setdefault(name.removesuffix(f".{suffix}"), {})[suffix] = name
+    return {module: parts for module, parts in layers.items() if parts.keys() & set(kind.markers)}

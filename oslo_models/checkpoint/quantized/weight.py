@@ -1,0 +1,103 @@
+"""`QuantizedWeight`: what the formats of quantised checkpoints have in common."""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from oslo_models.checkpoint.reader import CheckpointReader
+from oslo_models.sharding.layout import Range
+
+
+class QuantizedWeight(ABC):
+    """The weight of one linear layer, of which a checkpoint holds quantised values, scales and the like.
+
+    Attributes:
+        reader: the checkpoint.
+        parts: the names of these tensors, by their suffix after the path of the layer.
+        settings: the ``quantization_config`` of the checkpoint.
+        suffixes: the suffixes of all tensors that replace the weight in this format.
+        markers: a layer is quantised if it has a tensor with one of these suffixes.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]]
+    markers: ClassVar[tuple[str, ...]]
+
+    def __init__(self, reader: CheckpointReader, parts: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+        self.reader, self.parts, self.settings = reader, parts, settings
+
+    @classmethod
+    def unreadable(cls, settings: Mapping[str, Any]) -> str | None:
+        """Why this variant of the format cannot be read, and what to do instead; ``None`` if it can."""
+        return None
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """The shape of the weight, ``(out_features, in_features)``."""
+
+    @abstractmethod
+    def read(self, rows: Range, columns: Range) -> Tensor:
+        """Read and dequantise a region of the weight.
+
+        Args:
+            rows: the range of output features.
+            columns: the range of input features.
+
+        Returns:
+            ``[rows, columns]``, in the floating-point type in which the format is dequantised.
+        """
+
+    def part(self, suffix: str, *ranges: Range) -> Tensor:
+        """A region of one of the stored tensors; all of it without ``ranges``."""
+        full = [(0, size) for size in self.part_shape(suffix)]
+        return self.reader.read_region(self.parts[suffix], tuple(slice(*each) for each in ranges or full))
+
+    def part_shape(self, suffix: str) -> tuple[int, ...]:
+        """The shape of one of the stored tensors."""
+        return self.reader.tensors[self.parts[suffix]].shape
+
+
+def missing_library(name: str) -> str | None:
+    """Why a format cannot be read without its library; ``None`` if that is installed."""
+    if importlib.util.find_spec(name) is not None:
+        return None
+    return f"its library is not installed: pip install {name.replace('_', '-')}"
+
+
+def cover(interval: Range, unit: int, size: int | None = None) -> Range:
+    """The smallest range of whole units that contains ``interval``; ends at ``size``, where the last one may be cut."""
+    start, stop = interval[0] // unit * unit, -(-interval[1] // unit) * unit
+    return start, stop if size is None else min(stop, size)
+
+
+def units(interval: Range, unit: int) -> Range:
+    """The numbers of the units of ``unit`` elements that contain ``interval``."""
+    return interval[0] // unit, -(-interval[1] // unit)
+
+
+def within(interval: Range, outer: Range) -> slice:
+    """The index of ``interval`` in a tensor that begins at that of ``outer``."""
+    return slice(interval[0] - outer[0], interval[1] - outer[0])
+
+
+def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Unpack unsigned integers of ``bits`` bits, the first in the lowest bits of each 32-bit word.
+
+    Args:
+        words: int32, of two dimensions.
+        bits: a divisor of 32.
+        dim: the dimension along which the integers are packed.
+        order: for each integer of a word its position among them, counted from the lowest bits.
+
+    Returns:
+        int32, with ``32 / bits`` times as many elements along ``dim``.
+    """
+    positions = torch.tensor(order or range(32 // bits), dtype=torch.int32)
+    shifts = (positions * bits).view(1, -1, 1) if dim == 0 else positions * bits
+    return ((words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)).flatten(dim, dim + 1)

@@ -1,0 +1,122 @@
+"""Quantises the linear layers of a loaded model with torchao: shards are those of the quantised full weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.object_exchange import agree
+from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_parameter
+from oslo_models.sharding.layout import Layout
+
+
+def skipped_modules(model: Any, config: Any) -> list[str]:
+    """The modules of the full model that transformers would not quantise: heads, and those that the user names."""
+    fp32 = model._keep_in_fp32_modules
+    names: list[str] = HfQuantizer.get_modules_to_not_convert(model, config.modules_to_not_convert, fp32)
+    return names
+
+
+def quantize_linear_layers(model: Any, config: Any, skipped: Collection[str]) -> None:
+    """Quantise the linear layers of this rank's part of a model, in place. A collective of all ranks.
+
+    Each rank gathers one full weight after the other, has torchao quantise it and keeps its part, so scales are those
+    of one process, and no rank has more than one full weight at a time.
+
+    Args:
+        model: a model that has its weights.
+        config: a ``TorchAoConfig``.
+        skipped: names in the full model of modules that stay as they are.
+
+    Raises:
+        ValueError: scales are for elements on several ranks, and the format cannot be split there.
+    """
+    mesh: ParallelMesh = model.mesh
+    problems = []
+    for module, sharding in _layers(model, skipped):
+        weight: Any = module.weight
+        if sharding.layout.dim is not None and mesh.tp.size > 1:
+            mark_parameter(weight, sharding)
+            weight = weight.full_tensor()
+        shard = _quantized_shard(local_tensor(weight), local_tensor(module.weight), sharding, config.quant_type)
+        if shard is None:
+            problems.append(str(sharding))
+        else:
+            module.weight = nn.Parameter(shard, requires_grad=False)
+    with agree(mesh.world, "quantising weights"):
+        if problems:
+            raise ValueError(
+                f"{config.quant_type!r} has scales for elements that are on several ranks: {problems[0]} cannot be a "
+                "part of the quantised full weight. Use a granularity of rows (PerRow()) or a group size that divides "
+                "the shards, leave such layers out (modules_to_not_convert=['.*down_proj', 'lm_head']), or choose "
+                "another tensor_parallel_size"
+            )
+
+
+def check_not_quantized(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Raise ``ValueError`` if one of these tensors is one of torchao's quantised ones.
+
+    Args:
+        tensors: tensors of a model, by name.
+        what: what cannot be done with quantised weights, and what to do instead.
+    """
+    for name, tensor in tensors.items():
+        if type(tensor).__module__.startswith("torchao."):
+            raise ValueError(f"{name} is quantised ({type(tensor).__name__}), and {what}")
+
+
+def _layers(model: Any, skipped: Collection[str]) -> Iterator[tuple[nn.Linear, Sharding]]:
+    """The linear layers to quantise, in the same order on all ranks of a stage, and how their weights are sharded."""
+    full_names = {} if model.stage is None else model.stage.full_names
+    for path, module in model.named_modules():
+        name = f"{path}.weight"
+        full_name = full_names.get(name, name)
+        if isinstance(module, nn.Linear) and name in model.layouts and should_convert_module(full_name, skipped):
+            yield module, Sharding(full_name, model.layouts[name], model.mesh)
+
+
+def _quantized_shard(full: Tensor, local: Tensor, sharding: Sharding, config: Any) -> Tensor | None:
+    """This rank's part of a quantised weight; ``None`` if it would not have the values of the full one."""
+    quantized, layout, rank = _quantize(full, config), sharding.layout, sharding.mesh.tp.rank
+    if layout.dim is None or sharding.mesh.tp.size == 1:
+        return quantized
+    expected = layout.shard(_values(quantized), rank)
+    for attempt in (_cut, _quantize_part):
+        try:
+            part = attempt(quantized, local, layout, rank, config)
+            if part is not None and torch.equal(_values(part), expected):
+                return part
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError):
+            continue  # each class of torchao says in one of these ways what it cannot do
+    return None
+
+
+def _cut(quantized: Any, local: Tensor, layout: Layout, rank: int, config: Any) -> Tensor | None:
+    places = list(layout.shard_indices(rank))
+    return quantized[places[0][0]].clone() if len(places) == 1 else None
+
+
+def _quantize_part(quantized: Any, local: Tensor, layout: Layout, rank: int, config: Any) -> Tensor:
+    """For scales that rows do not share, and shards that consist of several ranges."""
+    return _quantize(local, config)
+
+
+def _quantize(weight: Tensor, config: Any) -> Tensor:
+    from torchao.quantization import quantize_
+
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_(layer, config)
+    return layer.weight.detach()
+
+
+def _values(quantized: Any) -> Tensor:
+    values: Tensor = quantized.dequantize()
+    return values

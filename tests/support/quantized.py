@@ -1,0 +1,106 @@
+"""Tiny quantised checkpoints of Llama, and the comparison of a rank's shards with the weights that one process has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from oslo_models import registry
+from oslo_models.checkpoint import CheckpointReader
+from oslo_models.checkpoint.quantized import reader
+
+from support.float64 import lifted_casts
+
+SIZES = dict(vocab_size=61, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6)
+"""Sizes at which three ranks get shards of the MLP that end within words and groups."""
+
+Quantize = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
+"""The weight of a linear layer to the tensors that replace it, by suffix, and the weight that they stand for."""
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    sizes = dict(num_key_value_heads=3, head_dim=8, max_position_embeddings=32, tie_word_embeddings=False)
+    return LlamaConfig(**{**SIZES, **sizes, **changes})
+
+
+def is_quantized(name: str) -> bool:
+    """Whether a weight of `write_checkpoint` is quantised: the linear layers of the blocks are."""
+    return name.endswith("_proj.weight")
+
+
+def write_checkpoint(directory: Path, seed: int, settings: dict[str, Any], quantize: Quantize, **sizes: Any) -> Any:
+    """Write a Llama whose linear layers are quantised; returns the model that one process would have, in float64."""
+    torch.manual_seed(seed)
+    config = llama_config(**sizes)
+    full = LlamaForCausalLM(config).state_dict()
+    stored, plain = {}, {}
+    for name, weight in full.items():
+        if not is_quantized(name):
+            stored[name] = plain[name] = weight + 0.1 * torch.randn_like(weight)
+            continue
+        parts, plain[name] = quantize(torch.randn_like(weight))
+        for suffix, part in parts.items():
+            stored[f"{name.removesuffix('weight')}{suffix}"] = part.contiguous()
+    directory.mkdir(exist_ok=True)
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.float32
+    written = {**config.to_dict(), "quantization_config": settings}
+    (directory / "config.json").write_text(json.dumps(written))
+    with lifted_casts():
+        return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=plain, dtype=torch.float64).eval()
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(SIZES["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def load_and_compare(
+    directory: Path,
+    expected: dict[str, Tensor],
+    logits: Tensor,
+    seed: int,
+    tp: int,
+    pp: int,
+    chunk: int = 1 << 22,
+    **options: Any,
+) -> dict[str, int]:
+    """In a worker: compare each parameter with its shard, bit for bit, and the logits; returns the bytes read."""
+    logging.disable_progress_bar()
+    read: dict[str, int] = {}
+    copy = CheckpointReader._copy
+
+    def counted(self: CheckpointReader, name: str, wanted: Any, out: Tensor, *shape: Any) -> None:
+        read[name] = read.get(name, 0) + out.nbytes
+        copy(self, name, wanted, out, *shape)
+
+    cls: Any = registry.find("LlamaForCausalLM")
+    with patch.object(CheckpointReader, "_copy", counted), patch.object(reader, "_CHUNK", chunk):
+        model = cls.from_pretrained_with_parallel(
+            directory, tp, pp, dequantize=True, **{"dtype": torch.float64, **options}
+        )
+    assert not hasattr(model.config, "quantization_config")
+    names = {} if model.stage is None else model.stage.full_names
+    for name, param in model.named_parameters(remove_duplicate=False):
+        full = expected[names.get(name, name)].to(param.dtype)
+        assert torch.equal(param.detach(), model.layouts[name].shard(full, model.mesh.tp.rank)), name
+        assert isinstance(param, torch.nn.Parameter) and param.requires_grad
+    with torch.no_grad(), lifted_casts():
+        outputs = list(model(input_ids=tokens(seed))) if pp > 1 else [model(input_ids=tokens(seed))]
+    if outputs[0].logits is not None and not options:
+        assert (torch.cat([output.logits for output in outputs]) - logits).abs().max() < 1e-10
+    return read
+
+
+def reference(model: Any, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights of one process and its logits."""
+    with torch.no_grad(), lifted_casts():
+        return model.state_dict(), model(input_ids=tokens(seed)).logits
