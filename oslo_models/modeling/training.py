@@ -140,6 +140,8 @@ class TrainableModel(PreTrainedModel):
         assert self.mesh is not None
         full_names = {} if self.stage is None else self.stage.full_names
         for name, param in self.named_parameters():
+            if name not in self.layouts:  # in a layer that was wrapped after it was marked, or the wrapper's own
+                continue
             counts = self.stage is None or self.stage.is_first_holder(name)
             if self.mesh.model.size > 1:
                 mark_parameter(param, Sharding(full_names.get(name, name), self.layouts[name], self.mesh, counts))
