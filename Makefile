@@ -21,7 +21,7 @@ $(DEMO): setup.py constraints.txt
 # DeepSpeed is built from source, which needs torch; its compiled operations are left out
 $(READY): $(DEMO)
 	echo "installing the tools of the tests and checks into .venv (about a minute, once)"
-	$(PIP) --no-build-isolation --editable '.[dev,demo,docs]'
+	$(PIP) --no-build-isolation --editable '.[dev,demo,docs,ecosystem]'
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation --editable '.[deepspeed]' >.venv/deepspeed.log 2>&1 \
 		|| echo "DeepSpeed cannot be installed here, so its tests are skipped: see .venv/deepspeed.log"
 	touch $@

@@ -97,6 +97,16 @@ setup(
         "deepspeed": ["deepspeed>=0.19,<0.20"],
         "demo": ["matplotlib"],
         "docs": ["matplotlib", "mkdocs", "mkdocs-material", "mkdocstrings[python]"],
+        # libraries that handle sharded models in the tests: docs/ecosystem.md says how
+        "ecosystem": [
+            "accelerate>=1.10",
+            "bitsandbytes>=0.48",
+            "compressed-tensors>=0.13",
+            "lightning>=2.5",
+            "peft>=0.18",
+            "torchao>=0.15",
+            "trl>=1.0",
+        ],
         "ray": ["ray>=2.40"],  # deploy_backend="ray"
         "serve": SERVE,
         "dev": [

@@ -1,17 +1,15 @@
-"""Layers of transformers that call the kernels of NVIDIA's apex; `modules` has those that call our own.
+"""Layers of transformers that call the kernels of NVIDIA's apex; our own kernels are in `oslo_kernels`.
 
 apex is imported only by layers that call it, since PyPI has another package of that name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from oslo_models.fusion.modules import eager_attention
+from oslo_kernels.softmax import reference
+from oslo_models.fusion.attention import FusedEagerAttention
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -41,18 +39,24 @@ class ApexLayerNorm(nn.LayerNorm):
         return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
-def apex_eager_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
+class ApexEagerAttention(FusedEagerAttention):
     """Scale, mask and softmax in one pass of apex's kernel for any length.
 
-    The kernel needs half precision and a mask without bias: each key is either visible or hidden.
+    The kernel needs half precision and a mask without bias: each key is either visible or hidden. Other inputs take
+    torch's operations.
     """
-    return eager_attention(plain, _softmax, _is_supported)
+
+    def softmax(self, scores: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        if mask is None or not _is_supported(scores, mask):
+            return reference(scores, mask, scaling, causal=False)
+        from apex.transformer.functional.fused_softmax import generic_scaled_masked_softmax
+
+        hidden = _hidden(mask).expand(len(scores), 1, *scores.shape[2:]).contiguous()
+        return generic_scaled_masked_softmax(scores, hidden, scaling)
 
 
-def _is_supported(query: Tensor, mask: Tensor | None, bias: Tensor | None) -> bool:
-    if mask is None or bias is not None or query.dtype not in _HALF:
-        return False
-    if not mask.is_floating_point() or mask.shape[1] != 1:
+def _is_supported(scores: Tensor, mask: Tensor) -> bool:
+    if scores.dtype not in _HALF or not mask.is_floating_point() or mask.shape[1] != 1:
         return False
     return bool(((mask == 0) | _hidden(mask)).all())
 
@@ -60,14 +64,6 @@ def _is_supported(query: Tensor, mask: Tensor | None, bias: Tensor | None) -> bo
 def _hidden(mask: Tensor) -> Tensor:
     """The hidden keys of a mask of transformers: those with the smallest number of its dtype."""
     return mask <= torch.finfo(mask.dtype).min / 2
-
-
-def _softmax(scores: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    from apex.transformer.functional.fused_softmax import generic_scaled_masked_softmax
-
-    assert mask is not None  # see `_is_supported`
-    hidden = _hidden(mask).expand(len(scores), 1, *scores.shape[2:]).contiguous()
-    return generic_scaled_masked_softmax(scores, hidden, scaling)
 
 
 def why_not() -> str | None:

@@ -96,7 +96,8 @@ CALL_EAGER_ATTENTION = _names("""
     camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention cohere2.Cohere2Attention
     ctrl.MultiHeadAttention cwm.CwmAttention detr.DetrCrossAttention detr.DetrSelfAttention
     distilbert.DistilBertSelfAttention electra.ElectraCrossAttention electra.ElectraSelfAttention
-    ernie4_5.Ernie4_5Attention exaone4.Exaone4Attention gemma.GemmaAttention glm.GlmAttention glm4.Glm4Attention
+    ernie4_5.Ernie4_5Attention exaone4.Exaone4Attention gemma.GemmaAttention gemma2.Gemma2Attention
+    gemma3.Gemma3Attention glm.GlmAttention glm4.Glm4Attention
     gpt2.GPT2Attention gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention helium.HeliumAttention
     hubert.HubertAttention hunyuan_v1_dense.HunYuanDenseV1Attention llama.LlamaAttention m2m_100.M2M100Attention
     marian.MarianAttention mbart.MBartAttention ministral.MinistralAttention mistral.MistralAttention
@@ -105,16 +106,30 @@ CALL_EAGER_ATTENTION = _names("""
     phi3.Phi3Attention plbart.PLBartAttention qwen2.Qwen2Attention qwen3.Qwen3Attention
     roberta.RobertaCrossAttention roberta.RobertaSelfAttention seed_oss.SeedOssAttention smollm3.SmolLM3Attention
     speech_to_text.Speech2TextAttention stablelm.StableLmAttention starcoder2.Starcoder2Attention t5.T5Attention
-    umt5.UMT5Attention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention xlm_roberta.XLMRobertaCrossAttention
+    umt5.UMT5Attention vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
+    xlm_roberta.XLMRobertaCrossAttention
     xlm_roberta.XLMRobertaSelfAttention
 """)
-"""Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT or T5."""
-CALL_ROTARY = _names("""
-    arcee.ArceeAttention cwm.CwmAttention exaone4.Exaone4Attention falcon.FalconAttention
-    falcon.FalconFlashAttention2 gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention
-    granite.GraniteAttention hunyuan_v1_dense.HunYuanDenseV1Attention llama.LlamaAttention
-    ministral.MinistralAttention mistral.MistralAttention phi.PhiAttention qwen2.Qwen2Attention qwen3.Qwen3Attention
-    seed_oss.SeedOssAttention smollm3.SmolLM3Attention stablelm.StableLmAttention starcoder2.Starcoder2Attention
-    vaultgemma.VaultGemmaAttention
-""")
-"""Attention layers that call ``apply_rotary_pos_emb``, a copy of that of Llama."""
+"""Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5
+or Gemma 2."""
+ROTARY_ATTENTIONS = {
+    "exaone4.Exaone4Attention": _names("exaone4.Exaone4Attention"),
+    "gemma2.Gemma2Attention": _names("gemma2.Gemma2Attention vaultgemma.VaultGemmaAttention"),
+    "gemma3.Gemma3Attention": _names("gemma3.Gemma3Attention"),
+    "hunyuan_v1_dense.HunYuanDenseV1Attention": _names("hunyuan_v1_dense.HunYuanDenseV1Attention"),
+    "llama.LlamaAttention": _names("""
+        arcee.ArceeAttention gemma.GemmaAttention granite.GraniteAttention llama.LlamaAttention
+    """),
+    "mistral.MistralAttention": _names("mistral.MistralAttention"),
+    "phi.PhiAttention": _names("phi.PhiAttention"),
+    "qwen2.Qwen2Attention": _names("cwm.CwmAttention ministral.MinistralAttention qwen2.Qwen2Attention"),
+    "qwen3.Qwen3Attention": _names("qwen3.Qwen3Attention"),
+    "seed_oss.SeedOssAttention": _names("seed_oss.SeedOssAttention"),
+    "smollm3.SmolLM3Attention": _names("smollm3.SmolLM3Attention"),
+    "stablelm.StableLmAttention": _names("stablelm.StableLmAttention"),
+    "starcoder2.Starcoder2Attention": _names("starcoder2.Starcoder2Attention"),
+}
+"""The copies of each attention layer that `attention` has a fused forward for; all of them call Llama's
+``apply_rotary_pos_emb``, or a copy of it."""
+ROTARY_LEFT_UNFUSED = _names("falcon.FalconAttention falcon.FalconFlashAttention2")
+"""Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

@@ -1,11 +1,12 @@
 """Layers of transformers that call the kernels of `oslo_kernels`; `rules` mixes them into the classes of layers.
 
+`attention` and `rotary_attention` have the attention layers.
+
 Under ``torch.compile``, and for inputs that its kernel does not support, a layer runs transformers' own code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from oslo_kernels.dropout import bias_dropout_residual, new_seed
 from oslo_kernels.gelu import bias_gelu
 from oslo_kernels.linear import FasterRows, conv1d, linear
 from oslo_kernels.norm import add_norm
-from oslo_kernels.rotary import rotary
-from oslo_kernels.softmax import masked_softmax
 from oslo_kernels.swiglu import swiglu
 from oslo_models.layers.linear import ColumnParallelConv1D, ColumnParallelLinear
 
@@ -287,117 +286,3 @@ def dropout_add(x: Tensor, residual: Tensor, prob: float, training: bool) -> Ten
     if torch.compiler.is_compiling() or not training or not 0 < prob < 1 or not same_kind:
         return residual + F.dropout(x, prob, training)
     return bias_dropout_residual(x, None, residual, prob, new_seed(x.device))
-
-
-# Attention ------------------------------------------------------------------------------------------------------------
-
-
-def fused_rotary(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Llama's ``apply_rotary_pos_emb`` with one pass for the query and one for the key.
-
-    Args:
-        plain: called instead for shapes and dtypes that the kernel does not support.
-    """
-
-    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        are_tables = unsqueeze_dim == 1 and cos.dim() == 3 and not (cos.requires_grad or sin.requires_grad)
-        fit = all(x.dim() == 4 and x.shape[-1] == cos.shape[-1] and x.dtype == cos.dtype for x in (q, k))
-        if not are_tables or not fit:
-            return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return rotary(q, cos, sin), rotary(k, cos, sin)
-
-    return apply_rotary_pos_emb
-
-
-def eager_attention(
-    plain: Callable[..., Any],
-    softmax: Callable[[Tensor, Tensor | None, float], Tensor],
-    is_supported: Callable[[Tensor, Tensor | None, Tensor | None], bool],
-) -> Callable[..., Any]:
-    """``eager_attention_forward`` of Llama, BERT, GPT-2, T5 or OPT that calls ``softmax(scores, mask, scaling)``.
-
-    Args:
-        plain: the model's own function, called where ``is_supported(query, mask, bias)`` is false.
-    """
-
-    def eager_attention_forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        position_bias: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if not is_supported(query, attention_mask, position_bias):
-            bias = {} if position_bias is None else {"position_bias": position_bias}
-            given = {"scaling": scaling, "dropout": dropout, **bias, **kwargs}
-            return plain(module, query, key, value, attention_mask, **given)
-        if (groups := query.shape[1] // key.shape[1]) > 1:
-            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        added = [x for x in (position_bias, attention_mask) if x is not None]
-        mask = added[0] + added[1] if len(added) == 2 else added[0] if added else None
-        weights = softmax(query @ key.transpose(-1, -2), mask, scaling).to(value.dtype)
-        weights = F.dropout(weights, dropout, module.training)
-        return (weights @ value).transpose(1, 2).contiguous(), weights
-
-    return eager_attention_forward
-
-
-def fused_eager_attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Scale, mask, bias and softmax in one pass of `masked_softmax`."""
-
-    def softmax(scores: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        return masked_softmax(scores, mask, scaling)
-
-    return eager_attention(plain, softmax, lambda query, mask, bias: mask is None or mask.dtype != torch.bool)
-
-
-class FusedBloomAttention(nn.Module):
-    """BLOOM's attention: torch's fused one, with ALiBi added to the mask; with gradients, its softmax in one pass.
-
-    Torch's attention recomputes the weights in the backward pass from each row's logarithm of summed exponentials. That
-    fails in rows whose keys are all hidden: added to the huge score that hides them, the logarithm is rounded away.
-    """
-
-    _reshape: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-    query_key_value: nn.Module
-    dense: nn.Module
-    attention_dropout: nn.Dropout
-    num_heads: int
-    layer_idx: int
-    pretraining_tp: int
-    inv_norm_factor: float
-    hidden_dropout: float
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        residual: Tensor,
-        alibi: Tensor,
-        attention_mask: Tensor | None,
-        layer_past: Any = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if (self.pretraining_tp > 1 and self.slow_but_exact) or torch.compiler.is_compiling():
-            given = {"layer_past": layer_past, "use_cache": use_cache, "output_attentions": output_attentions}
-            return super().forward(hidden_states, residual, alibi, attention_mask, **given, **kwargs)
-        query, key, value = self._reshape(self.query_key_value(hidden_states))
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
-        bias = alibi.view(len(query), self.num_heads, 1, -1)
-        bias = bias if attention_mask is None else bias + attention_mask
-        weights = None
-        if output_attentions or self.training or torch.is_grad_enabled():
-            scores = query @ key.transpose(-1, -2)
-            weights = self.attention_dropout(masked_softmax(scores, bias, self.inv_norm_factor))
-            attended = weights @ value
-        else:
-            attended = F.scaled_dot_product_attention(query, key, value, bias, scale=self.inv_norm_factor)
-        output = self.dense(attended.transpose(1, 2).flatten(2))
-        return dropout_add(output, residual, self.hidden_dropout, self.training), weights

@@ -17,21 +17,23 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels import linear
 from oslo_models.distributed.mesh import Axis
-from oslo_models.fusion import apex
+from oslo_models.fusion import apex, attention
 from oslo_models.fusion import modules as fused
-from oslo_models.fusion.attention_functions import replaceable, titles, with_fused_functions
 from oslo_models.fusion.known_layers import (
     BERT_INTERMEDIATES,
     BERT_OUTPUTS,
+    CALL_EAGER_ATTENTION,
     GATED_MLPS,
     GPT2_MLPS,
     GPTJ_MLPS,
     LLAMA_BLOCKS,
     RMS_NORMS,
+    ROTARY_LEFT_UNFUSED,
     T5_FEED_FORWARDS,
     layer_name,
 )
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
+from oslo_models.fusion.rotary_attention import ROTARY_CLASSES
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.pipeline.placeholders import Placeholder
@@ -283,22 +285,46 @@ def _bloom_mlp(s: Subject) -> Iterator[FusionCandidate]:
 
 # Attention ------------------------------------------------------------------------------------------------------------
 
+_EAGER: dict[str, type] = {"triton": attention.FusedEagerAttention, "apex": apex.ApexEagerAttention}
+"""The fused form of an attention layer's softmax, by backend."""
+
 
 def _bloom_attention(s: Subject) -> Iterator[FusionCandidate]:
     reason = "torch's attention, or with gradients its weights in one pass"
-    yield s.on_gpu("attention", reason=reason, triton=fused.FusedBloomAttention)
+    yield s.on_gpu("attention", reason=reason, triton=attention.FusedBloomAttention)
 
 
-def _called_functions(s: Subject) -> Iterator[FusionCandidate]:
-    functions = replaceable(s.layer, s.backend)
-    reason = f"{titles(functions)}: {_one_pass(s.backend)}"
-    if hasattr(s.module, "config"):
-        reason = f"{_attention_implementation(s.module)}; {reason}"
-    yield s.candidate("attention", with_fused_functions(s.cls, functions, s.backend), reason)
+def _is_rotary(s: Subject) -> bool:
+    return s.layer in ROTARY_CLASSES and s.backend == "triton"
+
+
+def _rotary(s: Subject) -> Iterator[FusionCandidate]:
+    reason = f"rotary positions and softmax of weights that are made: {_one_pass(s.backend)}"
+    reason = f"{_attention_implementation(s.module)}; {reason}"
+    yield s.candidate("attention", _mixed(ROTARY_CLASSES[s.layer], s.cls), reason)
+
+
+def _upcasts(s: Subject) -> bool:
+    """Whether GPT-2 computes its eager scores by code of its own."""
+    return bool(getattr(s.module, "reorder_and_upcast_attn", False))
+
+
+def _is_eager(s: Subject) -> bool:
+    return s.layer in CALL_EAGER_ATTENTION and s.backend in _EAGER and not _upcasts(s)
+
+
+def _eager(s: Subject) -> Iterator[FusionCandidate]:
+    reason = f"{_attention_implementation(s.module)}; softmax of weights that are made: {_one_pass(s.backend)}"
+    yield s.candidate("attention", _mixed(_EAGER[s.backend], s.cls), reason)
 
 
 def _other_attention(s: Subject) -> Iterator[FusionCandidate]:
-    yield s.candidate("attention", None, _attention_implementation(s.module))
+    reason = _attention_implementation(s.module)
+    if s.layer in ROTARY_LEFT_UNFUSED:
+        reason = f"{reason}; left unfused: rotary positions in a forward unlike Llama's"
+    elif _upcasts(s):
+        reason = f"{reason}; left unfused: reorder_and_upcast_attn has a softmax of its own"
+    yield s.candidate("attention", None, reason)
 
 
 def _attention_implementation(module: Any) -> str:
@@ -319,7 +345,8 @@ RULES: tuple[FusionRule, ...] = (
     FusionRule(lambda s: s.layer in _BLOCKS, _residual),
     FusionRule(lambda s: s.layer == "bloom.BloomMLP" and s.backend == "triton", _bloom_mlp),
     FusionRule(lambda s: s.layer == "bloom.BloomAttention", _bloom_attention),
-    FusionRule(lambda s: bool(replaceable(s.layer, s.backend)), _called_functions),
+    FusionRule(_is_rotary, _rotary),
+    FusionRule(_is_eager, _eager),
     FusionRule(lambda s: s.cls.__name__.endswith("Attention") and hasattr(s.module, "config"), _other_attention),
     FusionRule(lambda s: _fused_linear(s) is not None, _linear),
 )

@@ -11,6 +11,7 @@ import pytest
 import transformers
 from torch import nn
 from transformers.models.bert import modeling_bert as bert
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.llama import modeling_llama as llama
@@ -19,6 +20,7 @@ from transformers.models.t5 import modeling_t5 as t5
 
 from oslo_models import registry
 from oslo_models.fusion import known_layers
+from oslo_models.fusion.rotary_attention import ROTARY_CLASSES
 
 COPIES = {
     "RMS_NORMS": (llama.LlamaRMSNorm, t5.T5LayerNorm),
@@ -30,10 +32,7 @@ COPIES = {
     "BERT_OUTPUTS": (bert.BertOutput,),
     "T5_FEED_FORWARDS": (t5.T5LayerFF,),
 }
-CALLS = {
-    "CALL_EAGER_ATTENTION": [module.eager_attention_forward for module in (llama, bert, gpt2, opt, t5)],
-    "CALL_ROTARY": [llama.apply_rotary_pos_emb],
-}
+CALL_EAGER_ATTENTION = [module.eager_attention_forward for module in (llama, bert, gpt2, opt, t5, gemma2)]
 NOT_FUSED = {"mt5.MT5LayerNorm", "umt5.UMT5LayerNorm"}
 """Copies that fusion has never replaced."""
 
@@ -64,15 +63,39 @@ def test_copies_of_a_layer(table: str) -> None:
     assert copies - NOT_FUSED == getattr(known_layers, table)
 
 
-@pytest.mark.parametrize("table", CALLS)
-def test_callers_of_a_function(table: str) -> None:
-    name, known = CALLS[table][0].__name__, {code(function) for function in CALLS[table]}
-    callers = set()
-    for layer, cls in layers():
-        called = name in cls.forward.__code__.co_names and cls.forward.__globals__.get(name)
-        if called and code(called) in known:
-            callers.add(layer)
-    assert callers == getattr(known_layers, table)
+def callers(functions: list[Any]) -> dict[str, Any]:
+    """The layers that call one of these functions, or a copy of one."""
+    name, known = functions[0].__name__, {code(function) for function in functions}
+    calling = ((layer, cls) for layer, cls in layers() if name in cls.forward.__code__.co_names)
+    return {
+        layer: cls
+        for layer, cls in calling
+        if name in cls.forward.__globals__ and code(cls.forward.__globals__[name]) in known
+    }
+
+
+def test_layers_with_eager_attention() -> None:
+    """All that read the name of the implementation otherwise than to look a function up are known."""
+    found = callers(CALL_EAGER_ATTENTION)
+    assert found.keys() == known_layers.CALL_EAGER_ATTENTION
+    compared = {layer for layer, cls in found.items() if "eager" in inspect.unwrap(cls.forward).__code__.co_consts}
+    assert compared == {"gpt2.GPT2Attention"}
+
+
+@pytest.mark.parametrize("original", known_layers.ROTARY_ATTENTIONS)
+def test_copies_of_a_rotary_attention(original: str) -> None:
+    rotary = callers([llama.apply_rotary_pos_emb])
+    copied = code(rotary[original].forward)
+    copies = {name for name, cls in rotary.items() if code(cls.forward) == copied}
+    assert copies == known_layers.ROTARY_ATTENTIONS[original]
+
+
+def test_layers_with_rotary_positions() -> None:
+    """Each layer that calls Llama's function has a fused forward, or is known to have none."""
+    fused = frozenset().union(*known_layers.ROTARY_ATTENTIONS.values())
+    assert callers([llama.apply_rotary_pos_emb]).keys() == fused | known_layers.ROTARY_LEFT_UNFUSED
+    assert not fused & known_layers.ROTARY_LEFT_UNFUSED
+    assert set(ROTARY_CLASSES) == fused
 
 
 def test_names_of_layers() -> None:

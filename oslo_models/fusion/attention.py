@@ -1,0 +1,153 @@
+"""Attention layers of transformers that call the kernels of `oslo_kernels`; `rotary_attention` has more.
+
+The softmax of eager attention is fused through transformers' registry of attention functions. Under
+``torch.compile`` a layer runs transformers' own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+from oslo_kernels.softmax import masked_softmax, reference
+from oslo_models.fusion.modules import dropout_add
+
+# Eager attention ------------------------------------------------------------------------------------------------------
+
+FUSED_EAGER = "oslo_models_fused_eager"
+"""The name of `fused_eager_attention` among transformers' attention functions."""
+
+
+class _FusedEagerConfig:
+    """A view of a config with eager attention, under which an attention layer selects `FUSED_EAGER`."""
+
+    _attn_implementation = FUSED_EAGER
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+class FusedEagerAttention(nn.Module):
+    """An attention layer whose eager attention computes scale, mask, bias and softmax in one pass.
+
+    Layers look their attention function up by ``self.config._attn_implementation``. Where that is ``"eager"``, the
+    layer sees `FUSED_EAGER` instead. The model's config, by which masks are made, stays as it is.
+    """
+
+    @property
+    def config(self) -> Any:
+        """The layer's config, or the view of it that selects the fused function."""
+        config = self.__dict__["config"]
+        if torch.compiler.is_compiling() or config._attn_implementation != "eager":
+            return config
+        return _FusedEagerConfig(config)
+
+    def softmax(self, scores: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        """``softmax(scores * scaling + mask)`` over the last dimension.
+
+        Args:
+            scores: ``[batch, heads, queries, keys]``.
+            mask: broadcast to the scores.
+            scaling: multiplies the scores only.
+        """
+        if mask is not None and not mask.is_floating_point():
+            return reference(scores, mask, scaling, causal=False)
+        return masked_softmax(scores, mask, scaling)
+
+
+def fused_eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """``eager_attention_forward`` of Llama, BERT, GPT-2, T5, OPT and Gemma 2 for `FusedEagerAttention`.
+
+    Args:
+        **kwargs: what only other attention functions use, such as ``sliding_window``, which the mask has already.
+
+    Raises:
+        ValueError: ``module`` is another layer, whose eager attention may compute something else.
+    """
+    if not isinstance(module, FusedEagerAttention):
+        raise ValueError(
+            f"attn_implementation={FUSED_EAGER!r} cannot be used by {type(module).__name__}: fuse() selects it in the "
+            "layers that support it; ask for attn_implementation='eager' and call fuse()"
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2)
+    if softcap is not None:
+        scores, scaling = torch.tanh(scores * (scaling / softcap)), softcap
+    added = [x for x in (position_bias, attention_mask) if x is not None]
+    mask = added[0] + added[1] if len(added) == 2 else added[0] if added else None
+    weights = module.softmax(scores, mask, scaling).to(value.dtype)
+    weights = F.dropout(weights, dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+AttentionInterface.register(FUSED_EAGER, fused_eager_attention)
+
+# BLOOM ----------------------------------------------------------------------------------------------------------------
+
+
+class FusedBloomAttention(nn.Module):
+    """BLOOM's attention: torch's fused one, with ALiBi added to the mask; with gradients, its softmax in one pass.
+
+    Torch's attention recomputes the weights in the backward pass from each row's logarithm of summed exponentials. That
+    fails in rows whose keys are all hidden: added to the huge score that hides them, the logarithm is rounded away.
+    """
+
+    _reshape: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+    query_key_value: nn.Module
+    dense: nn.Module
+    attention_dropout: nn.Dropout
+    num_heads: int
+    layer_idx: int
+    pretraining_tp: int
+    inv_norm_factor: float
+    hidden_dropout: float
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        alibi: Tensor,
+        attention_mask: Tensor | None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if (self.pretraining_tp > 1 and self.slow_but_exact) or torch.compiler.is_compiling():
+            given = {"layer_past": layer_past, "use_cache": use_cache, "output_attentions": output_attentions}
+            return super().forward(hidden_states, residual, alibi, attention_mask, **given, **kwargs)
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, self.layer_idx)
+        bias = alibi.view(len(query), self.num_heads, 1, -1)
+        bias = bias if attention_mask is None else bias + attention_mask
+        weights = None
+        if output_attentions or self.training or torch.is_grad_enabled():
+            scores = query @ key.transpose(-1, -2)
+            weights = self.attention_dropout(masked_softmax(scores, bias, self.inv_norm_factor))
+            attended = weights @ value
+        else:
+            attended = F.scaled_dot_product_attention(query, key, value, bias, scale=self.inv_norm_factor)
+        output = self.dense(attended.transpose(1, 2).flatten(2))
+        return dropout_add(output, residual, self.hidden_dropout, self.training), weights

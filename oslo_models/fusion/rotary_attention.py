@@ -1,0 +1,226 @@
+"""Attention layers of transformers that embed positions by rotation; `rules` mixes them into the classes of layers.
+
+Under ``torch.compile`` a layer runs transformers' own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from oslo_kernels.rotary import rotary
+from oslo_models.fusion.attention import FusedEagerAttention, fused_eager_attention
+from oslo_models.fusion.known_layers import ROTARY_ATTENTIONS
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Llama's rotary position embedding of queries or keys in one pass, where the kernel supports the inputs.
+
+    Args:
+        x: ``[batch, heads, length, width]``.
+        cos, sin: ``[batch or 1, length, width]``.
+    """
+    width = x.shape[-1]
+    constant = not (cos.requires_grad or sin.requires_grad)
+    if constant and cos.dim() == 3 and x.dtype == cos.dtype and cos.shape[-1] == width and width % 2 == 0:
+        return rotary(x, cos, sin)
+    turned = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), -1)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+class FusedLlamaAttention(FusedEagerAttention):
+    """Llama's attention and that of its copies: one pass each for the positions of queries and of keys.
+
+    Layers that differ from Llama's override one of the methods. See `known_layers.ROTARY_ATTENTIONS`.
+    """
+
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    head_dim: int
+    layer_idx: int
+    scaling: float
+    attention_dropout: float
+
+    def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, ``[batch, length, heads, width]``, after the norms of heads."""
+        return query, key
+
+    def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, ``[batch, heads, length, width]``, with their positions."""
+        return rotate(query, cos, sin), rotate(key, cos, sin)
+
+    def options(self) -> dict[str, Any]:
+        """What the attention function receives beside the arguments that all layers pass."""
+        return {}
+
+    def output(self, attended: Tensor) -> Tensor:
+        """The output projection."""
+        return self.o_proj(attended)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if torch.compiler.is_compiling() or args:  # whose order is not the same in all layers
+            return super().forward(hidden_states, *args, **kwargs)
+        return self.attend(hidden_states, **kwargs)
+
+    def attend(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The fused forward: the layer's output, and the weights if the attention function returns them."""
+        shape = hidden_states.shape[:-1]
+        query, key, value = (
+            project(hidden_states).view(*shape, -1, self.head_dim)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key, value = (x.transpose(1, 2) for x in (*self.normed(query, key), value))
+        query, key = self.positioned(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, fused_eager_attention
+        )
+        options = {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
+        attended, weights = interface(self, query, key, value, attention_mask, **options, **self.options(), **kwargs)
+        return self.output(attended.reshape(*shape, -1).contiguous()), weights
+
+
+class FusedQwen2Attention(FusedLlamaAttention):
+    """`FusedLlamaAttention` with the layer's sliding window."""
+
+    sliding_window: int | None
+
+    def options(self) -> dict[str, Any]:
+        return {"sliding_window": self.sliding_window}
+
+
+class FusedQwen3Attention(FusedQwen2Attention):
+    """`FusedQwen2Attention` with norms of heads before the positions."""
+
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(query), self.k_norm(key)
+
+
+class FusedExaone4Attention(FusedQwen3Attention):
+    """`FusedQwen3Attention` without positions in the layers with full attention of a model with both kinds."""
+
+    is_sliding: bool
+
+    def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if self.sliding_window is None or self.is_sliding:
+            return super().positioned(query, key, cos, sin)
+        return query, key
+
+    def options(self) -> dict[str, Any]:
+        return {"sliding_window": self.sliding_window if self.is_sliding else None}
+
+
+class FusedSmolLM3Attention(FusedQwen2Attention):
+    """`FusedQwen2Attention` with positions in some layers only."""
+
+    use_rope: bool
+
+    def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return super().positioned(query, key, cos, sin) if self.use_rope else (query, key)
+
+
+class FusedGemma2Attention(FusedQwen2Attention):
+    """`FusedQwen2Attention` with scores capped by tanh."""
+
+    attn_logit_softcapping: float | None
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "softcap": self.attn_logit_softcapping}
+
+
+class FusedMistralAttention(FusedLlamaAttention):
+    """`FusedLlamaAttention` with the model's sliding window."""
+
+    def options(self) -> dict[str, Any]:
+        return {"sliding_window": getattr(self.config, "sliding_window", None)}
+
+
+class FusedStarcoder2Attention(FusedMistralAttention):
+    """`FusedMistralAttention` with dropout of the output."""
+
+    residual_dropout: float
+
+    def output(self, attended: Tensor) -> Tensor:
+        return F.dropout(self.o_proj(attended), self.residual_dropout, self.training)
+
+
+class FusedSeedOssAttention(FusedLlamaAttention):
+    """`FusedLlamaAttention` with dropout of the output."""
+
+    residual_dropout: float
+
+    def output(self, attended: Tensor) -> Tensor:
+        return F.dropout(self.o_proj(attended), self.residual_dropout, self.training)
+
+
+class FusedHunYuanAttention(FusedLlamaAttention):
+    """`FusedLlamaAttention` with norms of heads after the positions."""
+
+    query_layernorm: nn.Module
+    key_layernorm: nn.Module
+
+    def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = super().positioned(query, key, cos, sin)
+        return self.query_layernorm(query), self.key_layernorm(key)
+
+
+class FusedPartialRotaryAttention(FusedLlamaAttention):
+    """`FusedLlamaAttention` with positions in the first part of each head, and optional norms of heads before."""
+
+    qk_layernorm: bool
+    q_layernorm: nn.Module
+    k_layernorm: nn.Module
+    rotary_ndims: int
+
+    def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if self.qk_layernorm:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        n = self.rotary_ndims
+        turned = super().positioned(query[..., :n], key[..., :n], cos, sin)
+        return torch.cat((turned[0], query[..., n:]), -1), torch.cat((turned[1], key[..., n:]), -1)
+
+
+class FusedPhiAttention(FusedPartialRotaryAttention):
+    """Phi's name for the output projection."""
+
+    dense: nn.Module
+
+    def output(self, attended: Tensor) -> Tensor:
+        return self.dense(attended)
+
+
+_BY_ORIGINAL: dict[str, type] = {
+    "exaone4.Exaone4Attention": FusedExaone4Attention,
+    "gemma2.Gemma2Attention": FusedGemma2Attention,
+    "gemma3.Gemma3Attention": FusedQwen3Attention,
+    "hunyuan_v1_dense.HunYuanDenseV1Attention": FusedHunYuanAttention,
+    "llama.LlamaAttention": FusedLlamaAttention,
+    "mistral.MistralAttention": FusedMistralAttention,
+    "phi.PhiAttention": FusedPhiAttention,
+    "qwen2.Qwen2Attention": FusedQwen2Attention,
+    "qwen3.Qwen3Attention": FusedQwen3Attention,
+    "seed_oss.SeedOssAttention": FusedSeedOssAttention,
+    "smollm3.SmolLM3Attention": FusedSmolLM3Attention,
+    "stablelm.StableLmAttention": FusedPartialRotaryAttention,
+    "starcoder2.Starcoder2Attention": FusedStarcoder2Attention,
+}
+ROTARY_CLASSES = {copy: _BY_ORIGINAL[original] for original, copies in ROTARY_ATTENTIONS.items() for copy in copies}
+"""The fused form of each layer in `known_layers.ROTARY_ATTENTIONS`."""
