@@ -132,6 +132,11 @@ class SumReplicatedGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        full = grad.new_zeros(ctx.layout.shape)
-        ctx.layout.write_shard(full, grad, ctx.axis.rank)
-        return ctx.layout.shard(reduce_fresh(ctx.axis, full), ctx.axis.rank).clone(), None, None
+        return sum_replicated(grad, ctx.axis, ctx.layout), None, None
+
+
+def sum_replicated(grad: Tensor, axis: Axis, layout: Layout) -> Tensor:
+    """Sum the gradient of a shard over the ranks that hold the same elements."""
+    full = grad.new_zeros(layout.shape)
+    layout.write_shard(full, grad, axis.rank)
+    return layout.shard(reduce_fresh(axis, full), axis.rank).clone()

@@ -208,7 +208,9 @@ def _cross_entropy(
 
 
 def _add(logits: VocabParallelLogits, other: Any) -> Any:
-    """Adding one number per entry of the vocabulary (``final_logits_bias`` of BART)."""
+    """Adding logits of the same shards (those of LoRA), or one number per entry (``final_logits_bias`` of BART)."""
+    if isinstance(other, VocabParallelLogits) and other.vocab.ranges == logits.vocab.ranges:
+        return logits._with_local(logits.local() + other.local())
     if not isinstance(other, Tensor) or other.shape[-1:] != (logits.vocab_size,):
         return NotImplemented
     return logits._with_local(logits.local() + scatter_to(logits.tp, other, -1, logits._shard_sizes()))

@@ -14,6 +14,7 @@ from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
 from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.modeling.adapters.adaptable import AdaptableModel
 from oslo_models.modeling.apply_plan import apply_plan, layouts_of
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.forward import with_full_outputs, with_full_stage_outputs, with_synchronized_rng
@@ -27,7 +28,7 @@ from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Entries, Plan
 
 
-class ParallelModel(FusableModel, TrainableModel, ParallelizedModel):
+class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedModel):
     """The parallel base class of a zoo class; its other base is the transformers class of the same name.
 
     An architecture states a `plan`, and each of its classes a `head_plan`. Constructed by

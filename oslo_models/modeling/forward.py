@@ -38,6 +38,8 @@ def with_full_outputs(forward: Any) -> Any:
 
     @functools.wraps(forward)
     def full_forward(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if model._peft_config is not None:
+            model.adopt_adapters()
         if model.mesh is not None:
             args, kwargs = _on_device(model.mesh.device, args, kwargs)
             if not model._generates and not (model.pipeline and model.pipeline.runner.is_running):

@@ -73,6 +73,11 @@ class SavableModel(PreTrainedModel):
         mesh = self.mesh or ParallelMesh()
         mesh.world.set_phase(f"saving to {save_directory}")
         with agree(mesh.world, "checking arguments of saving"):
+            if adapters := list(getattr(self, "peft_config", ())):
+                raise ValueError(
+                    f"the model has the adapters {adapters}: merge them (`merge_and_unload()` of the PeftModel) to "
+                    "save it with them, or save them alone with `save_pretrained`"
+                )
             if unknown := kwargs.keys() - {"max_shard_size", "variant"}:
                 raise ValueError(f"unknown arguments {sorted(unknown)}; beside the named ones: max_shard_size, variant")
             if kwargs and not merging:
@@ -118,11 +123,18 @@ class SavableModel(PreTrainedModel):
             self.generation_config.save_pretrained(directory)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' method, for a model that is not sharded.
+        """transformers' method, for a model that is not sharded, or for its active adapter.
+
+        An adapter of a sharded model is saved in full, by a collective of all ranks.
 
         Raises:
             RuntimeError: this rank has a part of the model only, which would make a broken checkpoint.
         """
+        if self._hf_peft_config_loaded and self.mesh is not None and self.mesh.world.size > 1:
+            from oslo_models.modeling.adapters.saving import save_injected
+
+            save_injected(self, *args, **kwargs)
+            return None
         if self.is_model_parallelized():
             raise RuntimeError(
                 "this rank holds a part of the model only: call save_pretrained_with_parallel(directory) on every "

@@ -1,0 +1,92 @@
+"""`AdaptableModel`: what a model does when ``peft`` adds adapters to it. Imports no ``peft``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.rng import default_generator
+
+
+class AdaptableModel(PreTrainedModel):
+    """Makes adapters that ``peft`` adds to a parallel model parallel too.
+
+    ``peft`` wraps layers without knowing that they are sharded, and then sets ``peft_config`` on the model: at this
+    moment the new adapters are *adopted* (`adoption.adopt`).
+    """
+
+    mesh: ParallelMesh | None = None
+    _peft_config: dict[str, Any] | None = None
+    _adopted: dict[str, Any] = {}
+    _rng_before_adapters: Tensor | None = None
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """The configurations of the adapters by their names; set and read by ``peft``."""
+        if self._peft_config is None:
+            raise AttributeError(f"{type(self).__name__} has no adapters")
+        return self._peft_config
+
+    @peft_config.setter
+    def peft_config(self, configs: dict[str, Any]) -> None:
+        self._peft_config = configs
+        self.adopt_adapters(are_new=True)
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        self._peft_config, self._adopted = None, {}
+
+    def adopt_adapters(self, are_new: bool = False) -> None:
+        """Adopt adapters that were added since the last call; a collective of all ranks if there are any.
+
+        Args:
+            are_new: ``peft`` has just added them, with random values; otherwise their values are kept.
+        """
+        configs = self._peft_config
+        if configs is None or self.mesh is None or self.mesh.world.size == 1:
+            return
+        if len(configs) == len(self._adopted) and all(self._adopted.get(name) is configs[name] for name in configs):
+            return
+        from oslo_models.modeling.adapters.adoption import adopt
+
+        new = [name for name in configs if self._adopted.get(name) is not configs[name]]
+        adopt(self, new, self._rng_before_adapters if are_new else None)
+        self._adopted = dict(configs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of any module. Notes the random state when ``peft`` lists the modules, right before it wraps some."""
+        if "peft" in sys.modules and sys._getframe(1).f_code.co_name == "inject_adapter":
+            self._rng_before_adapters = default_generator(torch.get_default_device()).get_state()
+        return super().named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of any module. ``peft`` asks for BERT's embeddings when it begins to make a prompt encoder."""
+        if target == "embeddings.word_embeddings" and self.mesh is not None and self.mesh.model.size > 1:
+            caller = sys._getframe(1)
+            if caller.f_code.co_name == "_setup_prompt_encoder":
+                from oslo_models.modeling.adapters.prompts import vocabulary_for_prompts
+
+                return vocabulary_for_prompts(self, caller.f_locals["self"], caller.f_locals["adapter_name"])
+        return super().get_submodule(target)
+
+    def load_adapter(self, peft_model_id: str | Path | None = None, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method; on a sharded model a collective of all ranks.
+
+        Raises:
+            ValueError: on a sharded model, for arguments other than ``adapter_name``, ``peft_config``,
+                ``adapter_state_dict`` and ``is_trainable``.
+        """
+        if self.mesh is None or self.mesh.world.size == 1:
+            return super().load_adapter(peft_model_id, *args, **kwargs)
+        from oslo_models.modeling.adapters.loading import load_adapter
+
+        return load_adapter(self, peft_model_id, *args, **kwargs)

@@ -1,0 +1,229 @@
+"""Turns the adapters that ``peft`` has added to a parallel model into parallel ones, in place.
+
+Optimizers may already hold the parameters of an adapter, so these objects stay: values are copied into them, and the
+modules around them get the parallel class of their kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners import ia3, lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+
+from oslo_models.distributed.collectives import all_gather
+from oslo_models.distributed.object_exchange import agree, require_equal
+from oslo_models.distributed.rng import ShardedRngStream
+from oslo_models.layers.linear import (
+    ColumnParallelLinear,
+    KeyValueParallelLinear,
+    RowParallelLinear,
+    sum_replicated,
+)
+from oslo_models.layers.vocab_parallel import VocabParallelHead
+from oslo_models.modeling.adapters.initial_values import draw
+from oslo_models.modeling.adapters.layers import (
+    FeatureParallelLoraEmbedding,
+    ParallelDoraEmbedding,
+    ParallelDoraLinear,
+    ReplicatedDropout,
+    ShardedDropout,
+    VocabParallelLoraEmbedding,
+)
+from oslo_models.modeling.adapters.layouts import FULL, adapter_layouts, shards_outputs, weight_layout
+from oslo_models.modeling.adapters.peft_model import become_sharded, under_construction
+from oslo_models.modeling.adapters.state import register_state_hooks
+from oslo_models.modeling.adapters.support import check_config, check_layer
+from oslo_models.pipeline.placeholders import Placeholder
+from oslo_models.sharding.layout import Layout
+
+
+def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
+    """Make the adapters ``names`` parallel. A collective of all ranks.
+
+    Args:
+        model: a parallel model whose layers ``peft`` has wrapped.
+        rng_state: the state of the default generator from before the first values of the adapters were drawn: they are
+            drawn again, as for the full model. ``None``: the values are kept.
+
+    Raises:
+        ValueError: on every rank: a kind of adapter is not supported, or values differ between ranks.
+    """
+    mesh = model.mesh
+    require_equal(mesh.world, {"names": sorted(model.peft_config)}, "adapters")
+    _restore_placeholders(model)
+    tuners = dict(wrapped_layers(model))
+    with agree(mesh.world, f"adding the adapters {names}"):
+        for name in names:
+            check_config(name, model.peft_config[name])
+        for path, tuner in tuners.items():
+            check_layer(path, tuner, names)
+    for name in names:
+        if rng_state is not None:
+            draw(model, name, tuners, rng_state)
+        stream = ShardedRngStream(mesh.tp, mesh.device)
+        for tuner in tuners.values():
+            if isinstance(tuner, lora.LoraLayer) and name in tuner.r:
+                _adopt_lora(tuner, name, stream)
+                if rng_state is not None and name in tuner.lora_magnitude_vector:
+                    _compute_magnitudes(tuner, name)
+            elif isinstance(tuner, ia3.IA3Layer) and name in tuner.ia3_l:
+                _adopt_ia3(tuner, name)
+        if rng_state is None:
+            _check_replicated(model, name, tuners)
+    for module in model.modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            register_state_hooks(module)
+    _name_parameters(model)
+    model._mark_parameters()
+    if (peft_model := under_construction()) is not None:
+        become_sharded(peft_model)
+
+
+def wrapped_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that ``peft`` has wrapped, with their paths, in the order of the model."""
+    for path, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield path, module
+
+
+def _restore_placeholders(model: nn.Module) -> None:
+    """Undo the wrapping of placeholders: the adapter of their layer is on its own stage."""
+    for module in list(model.modules()):
+        for leaf, child in module.named_children():
+            inner = child
+            while isinstance(inner, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+                inner = inner.base_layer if isinstance(inner, BaseTunerLayer) else inner.original_module
+            if inner is not child and isinstance(inner, Placeholder):
+                setattr(module, leaf, inner)
+
+
+# LoRA -----------------------------------------------------------------------------------------------------------------
+
+
+def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
+    """Make one LoRA adapter parallel, if its layer is sharded."""
+    base = tuner.get_base_layer()
+    if weight_layout(base) is FULL:
+        return
+    outputs = shards_outputs(base)
+    if isinstance(tuner, lora.Embedding):
+        tuner.__class__ = FeatureParallelLoraEmbedding if outputs else VocabParallelLoraEmbedding
+    else:
+        _adopt_dropout(tuner.lora_dropout[name], outputs, base.stream, stream)
+        _adopt_linear(tuner, name, outputs)
+    if name in tuner.lora_magnitude_vector:
+        _adopt_dora(tuner, name)
+
+
+def _adopt_linear(tuner: Any, name: str, outputs: bool) -> None:
+    base = tuner.get_base_layer()
+    layer: Any = (tuner.lora_B if outputs else tuner.lora_A)[name]
+    prefix = f"lora_{'B' if outputs else 'A'}.{name}."
+    own = adapter_layouts(tuner)
+    layer.layouts = {leaf: own.get(prefix + leaf) for leaf, _ in layer.named_parameters()}
+    layer.tp, layer.stream = base.tp, base.stream
+    if not outputs:
+        layer.__class__ = RowParallelLinear
+    elif isinstance(base, VocabParallelHead) and name not in tuner.lora_magnitude_vector:
+        layer.__class__ = VocabParallelHead
+    else:
+        layer.__class__ = KeyValueParallelLinear if layer.layouts["weight"].overlaps else ColumnParallelLinear
+
+
+def _adopt_dropout(dropout: Any, outputs: bool, models: ShardedRngStream | None, own: ShardedRngStream) -> None:
+    """Let the dropout of an adapter's input draw from the right stream.
+
+    Args:
+        models: the stream of the model's own dropouts, if it has any; without them no region is ever entered.
+        own: a stream for the adapters of a model without dropouts.
+    """
+    if not isinstance(dropout, nn.Dropout):
+        return
+    if not outputs:
+        dropout.__class__, dropout.stream = ShardedDropout, models or own  # type: ignore[assignment]
+    elif models is not None:
+        dropout.__class__, dropout.stream = ReplicatedDropout, models  # type: ignore[assignment]
+
+
+def _adopt_dora(tuner: Any, name: str) -> None:
+    base, dora = tuner.get_base_layer(), tuner.lora_magnitude_vector[name]
+    dora.__class__ = ParallelDoraEmbedding if isinstance(tuner, lora.Embedding) else ParallelDoraLinear
+    dora.tp, dora.layout = base.tp, adapter_layouts(tuner).get(f"lora_magnitude_vector.{name}.weight")
+
+
+@torch.no_grad()
+def _compute_magnitudes(tuner: Any, name: str) -> None:
+    """Compute DoRA's first magnitudes again, since A and B were drawn again; a collective for sharded inputs."""
+    dora: Any = tuner.lora_magnitude_vector[name]
+    magnitude = dora.weight
+    if magnitude.is_meta:
+        return
+    if isinstance(tuner, lora.Embedding):
+        factors = {"lora_A": tuner.lora_embedding_A[name], "lora_B": tuner.lora_embedding_B[name]}
+    else:
+        factors = {"lora_A": tuner.lora_A[name].weight, "lora_B": tuner.lora_B[name].weight}
+    dora.update_layer(base_layer=tuner.get_base_layer(), **factors, scaling=tuner.scaling[name])
+    magnitude.copy_(dora.weight)
+    dora.weight = magnitude
+
+
+# IA3 ------------------------------------------------------------------------------------------------------------------
+
+
+def _adopt_ia3(tuner: Any, name: str) -> None:
+    """Sum the gradients of factors of key-value heads that several ranks hold; others are right as they are."""
+    layout = adapter_layouts(tuner).get(f"ia3_l.{name}")
+    if layout is not None and layout.overlaps:
+        tuner.ia3_l[name].register_hook(partial(sum_replicated, axis=tuner.get_base_layer().tp, layout=layout))
+
+
+# Names and checks -----------------------------------------------------------------------------------------------------
+
+
+def _check_replicated(model: Any, name: str, tuners: dict[str, Any]) -> None:
+    """Raise ``ValueError`` if a parameter that every rank should hold in full differs between ranks."""
+    tp, differing = model.mesh.tp, []
+    for path, tuner in tuners.items():
+        sharded = adapter_layouts(tuner)
+        for leaf, param in tuner.named_parameters():
+            if not leaf.startswith("base_layer.") and f".{name}" in leaf and leaf not in sharded and not param.is_meta:
+                values = param.detach().reshape(1, -1)
+                ranks = all_gather(tp, values, 0, [1] * tp.size) if tp.size > 1 else values
+                if not bool((ranks == values).all()):
+                    differing.append(f"{path}.{leaf}")
+    with agree(model.mesh.world, f"adding the adapter {name}"):
+        if differing:
+            raise ValueError(
+                f"the adapter {name!r} was made from this rank's shards: {differing[0]} differs between ranks. Combine "
+                'adapters with combination_type="cat" or "linear", or on one process, and load the result'
+            )
+
+
+def _name_parameters(model: Any) -> None:
+    """Bring the layouts, and on a pipeline stage the names in the full model, up to date with ``peft``'s names."""
+    before, stage = dict(model.layouts), model.stage
+    sharded = {
+        f"{path}.{leaf}": layout
+        for path, module in model.named_modules()
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        for leaf, layout in adapter_layouts(module).items()
+    }
+    for name, param in model.named_parameters(remove_duplicate=False):
+        plain = plain_name(name, model.peft_config)
+        model.layouts[name] = sharded.get(name) or before.get(name) or before.get(plain) or Layout(tuple(param.shape))
+        if stage is not None and plain != name and "modules_to_save" not in name:
+            stage.full_names[name] = stage.full_names.get(plain, plain)
+
+
+def plain_name(name: str, adapters: Any) -> str:
+    """The name that a parameter of the model, or its copy in ``modules_to_save``, has without adapters."""
+    name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    for adapter in adapters:
+        name = name.replace(f".modules_to_save.{adapter}.", ".")
+    return name

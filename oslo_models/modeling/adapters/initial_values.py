@@ -1,0 +1,105 @@
+"""The first values of adapters: those that ``peft`` draws for the full model, whatever the parallel sizes.
+
+``peft`` draws them layer by layer from the default generator, in the shapes of this rank's layers. They are drawn again
+here, from the same state of the generator, by the same code of ``peft`` but for layers of the full sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners import ia3
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from oslo_models.distributed.object_exchange import broadcast_object, gather_objects
+from oslo_models.distributed.rng import default_generator
+from oslo_models.modeling.adapters.layouts import adapter_layouts, features
+from oslo_models.pipeline.placeholders import zeros_without_memory
+
+_KINDS = (nn.Linear, Conv1D, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass
+class _Drawn:
+    """What is needed to draw an adapter of one layer: the layer without its weights, and arguments of ``peft``."""
+
+    cls: type
+    layer: nn.Module
+    arguments: dict[str, Any]
+
+
+@torch.no_grad()
+def draw(model: Any, name: str, tuners: Mapping[str, Any], rng_state: Tensor) -> None:
+    """Give the adapter ``name`` the values that it has in the full model. A collective of all ranks.
+
+    Args:
+        tuners: the wrapped layers on this rank, by their paths.
+        rng_state: this rank's state of the default generator before ``peft`` drew; that of world rank 0 counts.
+    """
+    mesh, full_names = model.mesh, {} if model.stage is None else model.stage.full_names
+    own = {path: _blueprint(tuner, name) for path, tuner in tuners.items() if _has(tuner, name)}
+    stages = gather_objects(mesh.pp, {full_names.get(path, path): drawn for path, drawn in own.items()})
+    config = copy.copy(model.peft_config[name])
+    if hasattr(config, "use_dora"):
+        config.use_dora = False  # magnitudes are computed from weights, and nothing is drawn for them
+    generator = default_generator(torch.get_default_device())
+    shared = broadcast_object(mesh.world, rng_state)
+    generator.set_state(shared)
+    here = {full_names.get(path, path): path for path in own}
+    for path, drawn in {path: drawn for stage in stages for path, drawn in stage.items()}.items():
+        full: Any = drawn.cls(drawn.layer, name, config=config, **drawn.arguments)
+        if path in here:
+            _copy_shards(tuners[here[path]], full, mesh.tp.rank)
+    if not torch.equal(shared, rng_state):  # a replica with a random state of its own keeps it
+        generator.set_state(rng_state)
+
+
+def _has(tuner: Any, name: str) -> bool:
+    return any(f".{name}" in leaf and not param.is_meta for leaf, param in _own_parameters(tuner))
+
+
+def _own_parameters(tuner: Any) -> list[tuple[str, nn.Parameter]]:
+    return [(leaf, param) for leaf, param in tuner.named_parameters() if not leaf.startswith("base_layer.")]
+
+
+def _copy_shards(tuner: Any, full: Any, rank: int) -> None:
+    """Copy the values of the adapter ``full`` of a full layer into that of this rank's layer."""
+    layouts, values = adapter_layouts(tuner), dict(_own_parameters(full))
+    for leaf, param in _own_parameters(tuner):
+        if leaf in values:
+            layout = layouts.get(leaf)
+            param.copy_(values[leaf] if layout is None else layout.shard(values[leaf].to(param.device), rank))
+
+
+def _blueprint(tuner: Any, name: str) -> _Drawn:
+    base = tuner.get_base_layer()
+    kind = next(kind for kind in _KINDS if isinstance(base, kind))
+    layer: Any = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    plain = (bool, int, float, str, tuple, type(None))
+    vars(layer).update({key: value for key, value in vars(base).items() if isinstance(value, plain)})
+    shape = base.weight.shape
+    if isinstance(base, _KINDS[:3]):
+        inputs, outputs = features(base)
+        shape = (outputs, inputs) if isinstance(base, nn.Linear) else (inputs, outputs)
+        layer.in_features, layer.out_features = layer.num_embeddings, layer.embedding_dim = inputs, outputs
+    layer.weight = nn.Parameter(_zeros(shape, base.weight.dtype), requires_grad=False)
+    bias = getattr(base, "bias", None)
+    layer.register_parameter("bias", None if bias is None else nn.Parameter(_zeros((1,), bias.dtype), False))
+    if isinstance(tuner, ia3.IA3Layer):
+        return _Drawn(_plain_class(tuner), layer, {"is_feedforward": tuner.is_feedforward})
+    return _Drawn(_plain_class(tuner), layer, {"r": tuner.r[name], "lora_alpha": tuner.lora_alpha[name]})
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return zeros_without_memory(torch.Size(shape), dtype, torch.device("cpu"))
+
+
+def _plain_class(tuner: Any) -> type:
+    """The class of ``peft`` of a wrapper, of which an earlier adapter may have made a parallel one."""
+    return next(cls for cls in type(tuner).__mro__ if cls.__module__.startswith("peft."))

@@ -1,0 +1,83 @@
+"""The layouts of an adapter's parameters, which follow from that of the layer that it adapts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft.tuners.ia3 import IA3Layer
+from peft.tuners.lora import LoraLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from oslo_models.distributed.mesh import Axis
+from oslo_models.sharding.layout import Layout
+
+FULL = Layout(())
+"""Stands for the layout of a layer that every rank holds in full."""
+
+
+def weight_layout(layer: nn.Module) -> Layout:
+    """The layout of the weight of an adapted layer; `FULL` if every rank holds it."""
+    layouts: Any = getattr(layer, "layouts", None) or {}
+    layout: Layout = layouts.get("weight", FULL)
+    return FULL if layout.dim is None else layout
+
+
+def shards_outputs(layer: nn.Module) -> bool:
+    """Whether it is the outputs of a sharded layer that are sharded: features, or the entries of embeddings."""
+    outputs = 0 if isinstance(layer, nn.Linear) else 1
+    return weight_layout(layer).dim == outputs
+
+
+def features(layer: Any) -> tuple[int, int]:
+    """The full numbers of input and output features of an adapted layer; for embeddings, of entries and features."""
+    shape = weight_layout(layer).shape or tuple(layer.weight.shape)
+    return (shape[1], shape[0]) if isinstance(layer, nn.Linear) else (shape[0], shape[1])
+
+
+def adapter_layouts(tuner: Any) -> dict[str, Layout]:
+    """The layouts of the sharded parameters of a module that ``peft`` has wrapped, by their names in the wrapper."""
+    if isinstance(tuner, AuxiliaryTrainingWrapper):
+        return _layouts_of_copies(tuner)
+    base = tuner.get_base_layer()
+    weight = weight_layout(base)
+    if weight is FULL:
+        return {}
+    inputs, outputs = features(base)
+    found = {f"base_layer.{leaf}": layout for leaf, layout in base.layouts.items()}
+
+    def sharded(*shape: int, dim: int) -> Layout:
+        return Layout(shape, dim, weight.ranges)
+
+    if isinstance(tuner, IA3Layer):
+        for name in tuner.ia3_l:
+            if tuner.is_feedforward != shards_outputs(base):
+                shape = (1, inputs) if tuner.is_feedforward else (outputs, 1)
+                found[f"ia3_l.{name}"] = sharded(*shape, dim=int(tuner.is_feedforward))
+    elif isinstance(tuner, LoraLayer):
+        for name, rank in tuner.r.items():
+            if not shards_outputs(base):
+                found[f"lora_A.{name}.weight"] = sharded(rank, inputs, dim=1)
+                found[f"lora_embedding_A.{name}"] = sharded(rank, inputs, dim=1)
+            else:
+                found[f"lora_B.{name}.weight"] = sharded(outputs, rank, dim=0)
+                found[f"lora_embedding_B.{name}"] = sharded(outputs, rank, dim=0)
+                for leaf in (f"lora_B.{name}.bias", f"lora_magnitude_vector.{name}.weight"):
+                    found[leaf] = sharded(outputs, dim=0)
+    own = {name for name, _ in tuner.named_parameters()}
+    return {name: layout for name, layout in found.items() if name in own and layout.dim is not None}
+
+
+def _layouts_of_copies(wrapper: AuxiliaryTrainingWrapper) -> dict[str, Layout]:
+    """The layouts of the sharded parameters of ``modules_to_save``: of the original module and of its copies."""
+    return {
+        f"{path}.{leaf}": layout
+        for path, module in wrapper.named_modules()
+        for leaf, layout in vars(module).get("layouts", {}).items()
+        if layout.dim is not None
+    }
+
+
+def axis_of(wrapper: nn.Module) -> Axis | None:
+    """The axis over which the modules inside a wrapper are sharded; ``None`` if none is."""
+    return next((module.tp for module in wrapper.modules() if isinstance(vars(module).get("tp"), Axis)), None)

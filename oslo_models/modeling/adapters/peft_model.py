@@ -1,0 +1,105 @@
+"""The ``PeftModel`` of a sharded model: a subclass of the one that ``peft`` constructs."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+from peft import PeftModel, PeftType
+from peft.utils.other import AuxiliaryTrainingWrapper
+
+from oslo_models.distributed.object_exchange import agree
+from oslo_models.modeling.adapters.layouts import adapter_layouts
+from oslo_models.modeling.adapters.saving import save_peft_model
+
+
+class ShardedPeftModel(PeftModel):
+    """Mixed in before the class of a ``PeftModel`` whose model is sharded.
+
+    Attributes:
+        plain_class: the class that ``peft`` chose.
+    """
+
+    plain_class: type
+
+    def save_pretrained(
+        self,
+        save_directory: str,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: str | bool = "auto",
+        is_main_process: bool = True,
+        path_initial_model_for_weight_conversion: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As of ``PeftModel``. A collective of all ranks, of which the first one writes, whatever ``is_main_process``.
+
+        Raises:
+            ValueError: for ``path_initial_model_for_weight_conversion`` and ``state_dict``: shards are gathered here.
+            OSError: on every rank, when the directory cannot be written.
+        """
+        if path_initial_model_for_weight_conversion is not None or kwargs.pop("state_dict", None) is not None:
+            raise ValueError(
+                "a sharded model saves the adapters that it has: leave out state_dict and "
+                "path_initial_model_for_weight_conversion"
+            )
+        options = {"safe_serialization": safe_serialization, **kwargs}
+        if self._is_prompt_learning:
+            self._save_prompts(save_directory, selected_adapters, save_embedding_layers, options)
+            return
+        save_peft_model(self, save_directory, selected_adapters, save_embedding_layers, **options)
+
+    def _save_prompts(self, save_directory: str, selected: Any, save_embedding_layers: Any, options: Any) -> None:
+        """Save prompt encoders, of which every rank has a full copy."""
+        world = self.get_base_model().mesh.world
+        with agree(world, f"saving adapters to {save_directory}"):
+            wrappers = (module for module in self.modules() if isinstance(module, AuxiliaryTrainingWrapper))
+            if save_embedding_layers is True or any(map(adapter_layouts, wrappers)):
+                raise ValueError(
+                    "prompts of a sharded model are saved without embeddings or other sharded modules: leave out "
+                    "save_embedding_layers=True and modules_to_save that are sharded"
+                )
+            if world.rank == 0:
+                super().save_pretrained(
+                    save_directory, selected_adapters=selected, save_embedding_layers=False, **options
+                )
+
+    def _get_base_model_class(self, *args: Any, **kwargs: Any) -> type:
+        """transformers' class, so that the saved adapter loads without this library."""
+        cls: type = super()._get_base_model_class(*args, **kwargs)
+        return next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+
+    def get_prompt(self, *args: Any, **kwargs: Any) -> Any:
+        prompt = super().get_prompt(*args, **kwargs)
+        if self.active_peft_config.peft_type != PeftType.PREFIX_TUNING:
+            return prompt
+        from oslo_models.modeling.adapters.prompts import local_heads
+
+        return local_heads(self.get_base_model(), prompt)
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> None:
+        super().add_adapter(*args, **kwargs)
+        self.get_base_model().adopt_adapters(are_new=True)
+
+
+def become_sharded(peft_model: PeftModel) -> None:
+    """Give a ``PeftModel`` the class of one whose model is sharded, in place."""
+    if not isinstance(peft_model, ShardedPeftModel):
+        peft_model.__class__ = _sharded_class(type(peft_model))
+
+
+def under_construction() -> PeftModel | None:
+    """The ``PeftModel`` whose constructor is on the call stack, if there is one."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "__init__" else None
+        if isinstance(owner, PeftModel):
+            return owner
+    return None
+
+
+@cache
+def _sharded_class(cls: type) -> type:
+    return type(cls.__name__, (ShardedPeftModel, cls), {"__module__": cls.__module__, "plain_class": cls})

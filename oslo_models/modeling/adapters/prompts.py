@@ -1,0 +1,75 @@
+"""Prompt tuning, p-tuning and prefix tuning of a sharded model. Every rank holds the whole prompt encoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft import PeftType
+from torch import Tensor, nn
+
+from oslo_models.distributed.autograd_collectives import copy_to
+from oslo_models.distributed.rng import synchronize
+from oslo_models.modeling.adapters.peft_model import become_sharded
+from oslo_models.sharding.layout import GroupedHeads
+
+_SUPPORTED = (PeftType.PROMPT_TUNING, PeftType.P_TUNING, PeftType.PREFIX_TUNING)
+
+
+class FullVocabulary(nn.Module):
+    """The token embeddings of a sharded model, as those of a full one.
+
+    Attributes:
+        num_embeddings: the size of the full vocabulary.
+    """
+
+    def __init__(self, embeddings: nn.Module, num_embeddings: int) -> None:
+        super().__init__()
+        self._embeddings = (embeddings,)  # in a tuple, so that it is no submodule
+        self.num_embeddings = num_embeddings
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's shard; its device is what ``peft`` asks for."""
+        weight: Any = self._embeddings[0].weight
+        return weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self._embeddings[0](ids)
+        return embedded
+
+
+def vocabulary_for_prompts(model: Any, peft_model: Any, name: str) -> FullVocabulary:
+    """What ``peft`` takes for the token embeddings when it is about to make the prompt encoder ``name``.
+
+    Raises:
+        ValueError: the model is split into pipeline stages, or the kind of prompts is not supported.
+    """
+    kind = peft_model.peft_config[name].peft_type
+    if model.is_pipeline_parallelized():
+        raise ValueError(
+            f"{kind.value} does not work with pipeline_parallel_size > 1: prompts belong to the first stage alone. Use "
+            "pipeline_parallel_size=1, or LoRA"
+        )
+    if kind not in _SUPPORTED:
+        supported = ", ".join(each.value for each in _SUPPORTED)
+        raise ValueError(f"{kind.value} does not work on a sharded model; of the prompts, {supported} do")
+    synchronize(model.mesh.tp, model.mesh.device)  # every rank draws the same prompt encoder
+    become_sharded(peft_model)
+    embeddings = model.get_input_embeddings()
+    layouts = getattr(embeddings, "layouts", {})
+    shape = layouts["weight"].shape if "weight" in layouts else embeddings.weight.shape
+    return FullVocabulary(embeddings, shape[0])
+
+
+def local_heads(model: Any, cache: Any) -> Any:
+    """Restrict a cache of learned keys and values ``[rows, heads, tokens, width]`` to this rank's heads, in place."""
+    tp, config = model.mesh.tp, model.config.get_text_config(decoder=True)
+    if tp.size == 1 or model.plan(model.config).max_ranks() is None:  # every rank computes all heads
+        return cache
+    for layer in getattr(cache, "self_attention_cache", cache).layers:
+        heads = layer.keys.shape[1]
+        ranges = GroupedHeads(config.num_attention_heads, heads, 1).head_ranges(tp.size)
+        start, stop = ranges[tp.rank][1]
+        # each rank has the gradient of its own heads
+        layer.keys, layer.values = (copy_to(tp, x)[:, start:stop] for x in (layer.keys, layer.values))
+    return cache

@@ -1,0 +1,62 @@
+"""State dictionaries of wrapped layers hold full tensors: shards are gathered when saved, and cut when loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oslo_models.distributed.collectives import all_gather
+from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
+from oslo_models.modeling.adapters.layouts import adapter_layouts, axis_of
+from oslo_models.sharding.layout import Layout
+
+_OVER_VOCABULARY = (VocabParallelEmbedding, VocabParallelHead)
+
+
+def register_state_hooks(wrapper: nn.Module) -> None:
+    """Let ``state_dict`` of a module that ``peft`` has wrapped gather, and ``load_state_dict`` shard; done once."""
+    if "_has_state_hooks" not in vars(wrapper) and adapter_layouts(wrapper):
+        vars(wrapper)["_has_state_hooks"] = True
+        wrapper.register_state_dict_post_hook(_gather)
+        wrapper.register_load_state_dict_pre_hook(_shard)
+
+
+def _gather(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A collective of the ranks over which the module is sharded."""
+    axis = axis_of(wrapper)
+    assert axis is not None
+    for leaf, layout in adapter_layouts(wrapper).items():
+        if prefix + leaf in state and _is_saved(wrapper, leaf):
+            state[prefix + leaf] = gather_shards(axis, state[prefix + leaf].detach(), layout)
+
+
+def _is_saved(wrapper: Any, leaf: str) -> bool:
+    """Whether ``peft`` saves a parameter: those of adapters, and the weights of adapted embeddings and heads."""
+    if not leaf.startswith(("base_layer.", "original_module.")):
+        return True
+    return leaf.startswith("base_layer.") and isinstance(wrapper.get_base_layer(), _OVER_VOCABULARY)
+
+
+def _shard(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    axis = axis_of(wrapper)
+    assert axis is not None
+    for leaf, layout in adapter_layouts(wrapper).items():
+        full = state.get(prefix + leaf)
+        if full is not None and tuple(full.shape) == layout.shape:
+            state[prefix + leaf] = layout.shard(full, axis.rank).clone()
+
+
+@torch.no_grad()
+def gather_shards(axis: Axis, shard: Tensor, layout: Layout) -> Tensor:
+    """The full tensor, bit for bit, on every rank of the axis."""
+    if layout.dim is None or axis.size == 1:
+        return shard
+    sizes = [layout.local_shape(rank)[layout.dim] for rank in range(axis.size)]
+    shards = all_gather(axis, shard, layout.dim, sizes).split(sizes, layout.dim)
+    full = shard.new_empty(layout.shape)
+    for rank, part in enumerate(shards):
+        layout.write_shard(full, part, rank)
+    return full

@@ -1,0 +1,75 @@
+"""Which adapters work on a sharded model; the others are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from peft import PeftType
+from peft.tuners import ia3, lora
+from peft.tuners.lora.variants import DoraEmbeddingVariant, DoraLinearVariant
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from oslo_models.modeling.adapters.layouts import FULL, weight_layout
+
+INJECTED = {PeftType.LORA: "LoRA (with rsLoRA and DoRA)", PeftType.IA3: "IA3"}
+"""The kinds that wrap layers."""
+_WAY_OUT = "add it to the model on one process, or use one of these kinds"
+_DATA_FREE = (True, False, "gaussian", "orthogonal")
+"""Values of ``init_lora_weights`` that do not look at the weights of the model."""
+_REFUSED_OPTIONS = {
+    "target_parameters": "name the modules in target_modules",
+    "layer_replication": "replicate the layers in the configuration of the model",
+    "megatron_config": "leave it out: the layers are parallel already",
+    "trainable_token_indices": "train all tokens, with the embedding in modules_to_save",
+    "ensure_weight_tying": "leave it out",
+    "use_qalora": "leave it out",
+}
+
+
+def check_config(name: str, config: Any) -> None:
+    """Raise ``ValueError`` if an adapter is of a kind, or has an option, that a sharded model does not support."""
+    if config.peft_type not in INJECTED:
+        raise ValueError(
+            f"the adapter {name!r} is of the kind {config.peft_type.value}, which does not work on a sharded model; "
+            f"supported: {', '.join(INJECTED.values())}, prompt tuning, p-tuning, prefix tuning, modules_to_save. "
+            f"For others, {_WAY_OUT}"
+        )
+    for option, instead in _REFUSED_OPTIONS.items():
+        if value := getattr(config, option, None):
+            raise ValueError(f"{option}={value!r} of the adapter {name!r} does not work on a sharded model: {instead}")
+    initial = getattr(config, "init_lora_weights", True)
+    if initial not in _DATA_FREE:
+        raise ValueError(
+            f"init_lora_weights={initial!r} of the adapter {name!r} is computed from full weights, of which each rank "
+            f"has a shard only; use one of {_DATA_FREE}, or initialise the adapter on one process and load it"
+        )
+
+
+def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
+    """Raise ``ValueError`` if an adapter does not support the sharded layer at ``path``."""
+    base = tuner.get_base_layer()
+    variants = getattr(tuner, "lora_variant", {})
+    for name in names:
+        variant = variants.get(name)
+        if variant is not None and not isinstance(variant, (DoraLinearVariant, DoraEmbeddingVariant)):
+            raise ValueError(
+                f"the adapter {name!r} uses {type(variant).__name__}, which does not work on a sharded model; of the "
+                "variants of LoRA, rsLoRA and DoRA do"
+            )
+    if weight_layout(base) is FULL:
+        return
+    known = (lora.Linear, lora.Embedding) if isinstance(tuner, lora.LoraLayer) else (ia3.Linear,)
+    if not isinstance(tuner, known) or not isinstance(base, (nn.Linear, Conv1D, nn.Embedding)):
+        raise ValueError(
+            f"{path} is sharded, and {type(tuner).__name__} does not support a sharded {type(base).__name__}"
+        )
+    if isinstance(tuner, ia3.IA3Layer) and hasattr(base, "layouts") and _is_head(base):
+        raise ValueError(f"IA3 does not work on {path}, whose vocabulary is sharded: leave it out of target_modules")
+
+
+def _is_head(layer: nn.Module) -> bool:
+    from oslo_models.layers.vocab_parallel import VocabParallelHead
+
+    return isinstance(layer, VocabParallelHead)

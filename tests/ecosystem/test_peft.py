@@ -1,0 +1,249 @@
+"""PEFT's adapters on sharded models, against plain ``peft`` on one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import pipelines, zoo
+from support.adapters import (
+    check_adapters,
+    check_data_parallel,
+    check_dropout,
+    check_files,
+    check_injected,
+    check_run,
+    plain_model,
+    reference_run,
+    step_with_recorded_masks,
+    trained_parameters,
+    use_adapters,
+    use_injected,
+)
+from support.dropout_masks import RATE, Replay, Shapes, check_masks, join_masks
+from support.float64 import lifted_casts
+from support.pool import Pool
+from support.reference import reference_model
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+LORA: dict[str, dict[str, Any]] = {
+    "all linear": {"target_modules": "all-linear", "r": 3},
+    "rsLoRA, biases, not zero": {
+        "target_modules": "all-linear",
+        **{"r": 3, "use_rslora": True, "lora_bias": True, "init_lora_weights": False},
+    },
+    "DoRA": {"target_modules": "all-linear", "r": 3, "use_dora": True},
+    "head": {"target_modules": ["lm_head", "up_proj", "c_fc"], "r": 3},
+    "embeddings": {
+        "target_modules": ["embed_tokens", "wte", "v_proj", "c_attn"],
+        "r": 3,
+        "init_lora_weights": "gaussian",
+    },
+    "DoRA, embeddings and head": {"target_modules": ["embed_tokens", "wte", "lm_head"], "r": 3, "use_dora": True},
+    "modules to save": {"target_modules": ["v_proj", "c_attn"], "r": 3, "modules_to_save": ["lm_head"]},
+    "embedding to save": {"target_modules": ["v_proj", "c_attn"], "r": 3, "modules_to_save": ["embed_tokens", "wte"]},
+    "patterns": {"target_modules": r".*(down_proj|c_proj|k_proj)$", "r": 3, "rank_pattern": {"down_proj": 5}},
+}
+IA3: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "feed-forward": {
+        "target_modules": ["k_proj", "o_proj", "up_proj", "down_proj", "c_fc"],
+        **{"feedforward_modules": ["up_proj", "down_proj"], "init_ia3_weights": False},
+    },
+}
+
+
+@pytest.mark.parametrize("options", LORA)
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "llama-one-kv"])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_lora_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA[options])
+    # the gradient of a bias of keys is zero but for rounding, which Adam would make as large as any other
+    optimizer = "SGD" if config.lora_bias else "AdamW"
+    run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed, optimizer)
+    pool.run(tp, check_run, run, tp)
+
+
+@pytest.mark.parametrize("options", IA3)
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "llama-one-kv"])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_ia3_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
+    config = peft.IA3Config(task_type="CAUSAL_LM", **IA3[options])
+    run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed)
+    pool.run(tp, check_run, run, tp)
+
+
+FILES = {
+    "LoRA": lambda: peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=3),
+    "DoRA": lambda: peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], r=3, use_dora=True),
+    "embeddings": lambda: peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["embed_tokens", "v_proj"], r=3),
+    "modules to save": lambda: peft.LoraConfig(r=3, target_modules=["v_proj"], modules_to_save=["lm_head"]),
+    "IA3": lambda: peft.IA3Config(task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+def test_adapters_are_saved_byte_for_byte_as_by_peft(
+    pool: Pool, seed: int, tmp_path: Path, kind: str, tp: int, pp: int
+) -> None:
+    run = reference_run("LlamaForCausalLM", pipelines.config("llama"), FILES[kind](), seed, folder=tmp_path / "plain")
+    pool.run(tp * pp, check_files, run, tp, pp, str(tmp_path / "plain"), str(tmp_path / "ours"))
+    configs = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("plain", "ours")]
+    for config in configs:
+        config["target_modules"] = sorted(config["target_modules"])
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_adapters_train_on_pipeline_stages(pool: Pool, seed: int, kind: str, tp: int) -> None:
+    run = reference_run("LlamaForCausalLM", pipelines.config("llama"), FILES[kind](), seed)
+    pool.run(2 * tp, check_run, run, tp, 2)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_many_adapters(pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, use_dora: bool) -> None:
+    """Added, selected, disabled, saved, loaded, deleted, combined and merged as by plain ``peft``."""
+    options = {"task_type": "CAUSAL_LM", "init_lora_weights": False, "use_dora": use_dora}
+    first, other = (
+        peft.LoraConfig(r=3, target_modules=targets, **options)
+        for targets in (["q_proj", "down_proj"], ["down_proj", "v_proj"])
+    )
+    run = reference_run("LlamaForCausalLM", pipelines.config("llama"), first, seed)
+    model = plain_model(run)
+    expected = use_adapters(model, other, run.batches[0], str(tmp_path / "plain"))
+    pool.run(tp * pp, check_adapters, run, tp, pp, other, expected, str(tmp_path / "ours"))
+
+
+PROMPTS = {
+    "prompt tuning": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prompts of the vocabulary": lambda: peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=3, prompt_tuning_init="SAMPLE_VOCAB"
+    ),
+    "p-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=7),
+    "prefix tuning": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize("variant", ["llama-9-heads", "gpt2", "llama-one-kv"])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_prompts_train_as_on_one_process(
+    pool: Pool, seed: int, tmp_path: Path, tp: int, variant: str, kind: str
+) -> None:
+    run = reference_run(zoo.lm_head(variant), zoo.config(variant), PROMPTS[kind](), seed, folder=tmp_path / "plain")
+    pool.run(tp, check_run, run, tp)
+    pool.run(tp, check_files, run, tp, 1, str(tmp_path / "plain"), str(tmp_path / "ours"))
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize("rate", [0.0, RATE])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_masks_of_dropout(pool: Pool, seed: int, tp: int, rate: float, use_dora: bool) -> None:
+    """Equal masks of replicated inputs, independent ones of sharded inputs; with and without the model's dropouts."""
+    name, config = "LlamaForCausalLM", zoo.config("llama", dropout=rate)
+    adapter = peft.LoraConfig(r=3, target_modules="all-linear", lora_dropout=RATE, use_dora=use_dora)
+    run = reference_run(name, config, adapter, seed)
+    of_ranks = pool.run(tp, step_with_recorded_masks, run, tp)
+    model = plain_model(run, attn_implementation="eager")
+    model.load_state_dict(run.start, strict=False)
+    with lifted_casts(), Shapes() as calls:
+        model(**run.batches[0])
+    masks = [masks for _, _, masks in of_ranks]
+    assert calls.shapes and {len(calls.shapes)} == {len(own) for own in masks}
+    joined = [join_masks(parts, shape) for parts, shape in zip(zip(*masks, strict=True), calls.shapes, strict=True)]
+    with lifted_casts(), Replay([mask for mask, _ in joined]):
+        loss = model(**run.batches[0]).loss
+    loss.backward()
+    gradients = {key: param.grad for key, param in trained_parameters(model).items()}
+    assert not (lines := check_dropout(run, loss.item(), gradients, of_ranks)), "\n".join(lines[:12])
+    check_masks([mask for mask, sharded in joined if sharded], [mask for mask, sharded in joined if not sharded], masks)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (2, 2)])
+def test_methods_of_transformers(pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int) -> None:
+    adapter = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    saved = peft.LoraConfig(r=2, target_modules=["v_proj", "down_proj"])
+    config = pipelines.config("llama")
+    run = reference_run("LlamaForCausalLM", config, saved, seed, folder=tmp_path / "saved")
+    run.adapter = adapter
+    plain = reference_model(run.name, run.config, seed).eval()
+    folders = tmp_path / "plain", tmp_path / "ours"
+    expected = use_injected(plain, adapter, str(tmp_path / "saved"), run.batches[0], str(folders[0]), seed)
+    pool.run(tp * pp, check_injected, run, tp, pp, str(tmp_path / "saved"), str(folders[1]), expected)
+    files = [(folder / "adapter_model.safetensors").read_bytes() for folder in folders]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_replicas_train_as_one_process(pool: Pool, seed: int, tp: int, wrapper: str) -> None:
+    name, config = "LlamaForCausalLM", zoo.config("llama")
+    adapter = peft.LoraConfig(r=3, target_modules="all-linear", modules_to_save=["lm_head"])
+    run = reference_run(name, config, adapter, seed)
+    run.batches = [joined_batch(name, config, seed + 2 * step) for step in range(2)]
+    model = plain_model(run)
+    model.load_state_dict(run.start, strict=False)
+    params = list(trained_parameters(model).values())
+    stepper, norms = torch.optim.SGD(params, lr=0.01), []
+    run.losses = []
+    for batch in run.batches:
+        stepper.zero_grad()
+        with lifted_casts():
+            loss = model(**batch).loss
+            loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(params, 0.1).item())
+        stepper.step()
+        run.losses.append(loss.item())
+    pool.run(2 * tp, check_data_parallel, run, wrapper, tp, norms)
+
+
+def joined_batch(name: str, config: Any, seed: int) -> dict[str, torch.Tensor]:
+    """Even and odd rows have equally many labels, so that the mean over each counts alike."""
+    one, two = (zoo.batch(name, config, seed + part) for part in range(2))
+    two["labels"] = torch.where(one["labels"] != -100, two["labels"].clamp(min=0), -100)
+    return {key: torch.stack([one[key], two[key]], 1).flatten(0, 1) for key in one}
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "LoHa": (lambda: peft.LoHaConfig(target_modules=["q_proj"]), "of the kind LOHA, .*supported: LoRA"),
+    "OFT": (lambda: peft.OFTConfig(target_modules=["q_proj"], oft_block_size=2), "of the kind OFT"),
+    "PiSSA": (
+        lambda: peft.LoraConfig(init_lora_weights="olora", target_modules=["q_proj"]),
+        "init_lora_weights='olora'",
+    ),
+    "tokens": (
+        lambda: peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]),
+        "trainable_token_indices=.*modules_to_save",
+    ),
+    "IA3 on the head": (
+        lambda: peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
+        "IA3 does not work on lm_head",
+    ),
+    "prompts": (
+        lambda: peft.CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=[1], cpt_mask=[1], cpt_tokens_type_mask=[1]),
+        "CPT",
+    ),
+}
+
+
+def refuse(config: Any, message: str) -> None:
+    from oslo_models import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), 2)
+    with pytest.raises(ValueError, match=message):
+        peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_does_not_work_is_refused_by_name(pool: Pool, kind: str) -> None:
+    make, message = REFUSED[kind]
+    pool.run(2, refuse, make(), message)
