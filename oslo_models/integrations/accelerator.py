@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import get_sampler
-from accelerate.scheduler import AcceleratedScheduler
+from accelerate.data_loader import SeedableRandomSampler, get_sampler
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from oslo_models.distributed.collectives import MAX, all_gather, all_reduce
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects
+from oslo_models.integrations.scheduler import ReplicaScheduler
+from oslo_models.integrations.stages import autocast_micro_batches
 from oslo_models.modeling.base import ParallelModel
 
 MODEL_FOLDER = "model"
@@ -46,7 +46,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     parallel_model: ParallelModel | None = None
-    """The first parallel model that was prepared."""
+    """The parallel model that was prepared last, but for evaluation only."""
     _models: list[Any]
     _optimizers: list[Any]
     flag_tensor: Tensor | None
@@ -59,8 +59,11 @@ class Accelerator(accelerate.Accelerator):
         """The mesh of the parallel model."""
         return None if self.parallel_model is None else self.parallel_model.mesh
 
-    def use_model(self, module: Any) -> None:
+    def use_model(self, module: Any, evaluation_mode: bool = False) -> None:
         """Adopt the mesh of a parallel model; `prepare` calls it for its arguments. Other objects have no effect.
+
+        Args:
+            evaluation_mode: the model is not trained, as a reference model beside one that is.
 
         Raises:
             ValueError: accelerate is configured for other processes, another device or another kind of parallelism, or
@@ -81,7 +84,8 @@ class Accelerator(accelerate.Accelerator):
                 f"this rank has the replicas {self.mesh.dp.ranks} of one model and {model.mesh.dp.ranks} of another: "
                 "give the models the same tensor_parallel_size and pipeline_parallel_size"
             )
-        self.parallel_model = self.parallel_model or model
+        if self.parallel_model is None or not evaluation_mode:
+            self.parallel_model = model
 
     def _check_setting(self, mesh: ParallelMesh) -> None:
         """Raise ``ValueError`` unless accelerate sees the processes and the device of the mesh and nothing more."""
@@ -146,7 +150,7 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
         """accelerate's method, with replicas of a parallel model wrapped in DDP over their ranks."""
-        self.use_model(model)
+        self.use_model(model, evaluation_mode)
         parallel = find_parallel_model(model)
         if parallel is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
@@ -154,7 +158,7 @@ class Accelerator(accelerate.Accelerator):
         first_time = not getattr(model, "_is_accelerate_prepared", False)
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)  # which does not wrap it
         if first_time and self.native_amp and parallel.is_pipeline_parallelized():
-            _autocast_micro_batches(prepared, self.autocast)
+            autocast_micro_batches(prepared, self.autocast)
         trains = any(param.requires_grad for param in model.parameters()) or parallel.is_pipeline_parallelized()
         if evaluation_mode or not trains or parallel.mesh.dp.size == 1 or isinstance(model, DistributedDataParallel):
             return prepared
@@ -172,13 +176,17 @@ class Accelerator(accelerate.Accelerator):
         """accelerate's method, with the same batches in the same order on all ranks of a replica."""
         if self.mesh is not None and super().dispatch_batches:
             raise ValueError("dispatch_batches=True gives another part of a batch to each rank: leave it out")
+        if self.mesh is None or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+        sampler = get_sampler(data_loader)
+        generator = getattr(sampler, "generator", None)
         loader = super().prepare_data_loader(data_loader, *args, **kwargs)
-        sampler: Any = get_sampler(loader) if loader.batch_sampler is not None else None
-        # With one replica accelerate sees one process, and leaves the order of random samplers to each rank.
-        if self.mesh is not None and loader.synchronized_generator is None and hasattr(sampler, "generator"):
-            if sampler.generator is None:
-                sampler.generator = torch.Generator()
-            loader.synchronized_generator, loader.rng_types = sampler.generator, ["generator"]
+        if not hasattr(sampler, "generator") or isinstance(get_sampler(loader), SeedableRandomSampler):
+            return loader
+        # accelerate leaves the order to each rank where it sees one process, and otherwise gives the sampler a
+        # generator that is in no checkpoint. The default generator is; rank 0 sets it when an epoch begins.
+        sampler.generator = loader.synchronized_generator = generator
+        loader.rng_types = ["torch" if generator is None else "generator"]
         return loader
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -191,19 +199,12 @@ class Accelerator(accelerate.Accelerator):
         self._schedulers[-1] = own
         return own
 
-    # Gradients --------------------------------------------------------------------------------------------------------
-
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip by the norm over the full model, not over the shards of this rank."""
-        model = self.parallel_model
-        if model is None:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        """accelerate's method, by the norm over the full model, also where a whole stage has no gradients."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if {id(param) for param in given} != {id(param) for param in model.parameters()}:
-            raise ValueError(
-                f"clip_grad_norm_ of a parallel model takes all parameters of {type(model).__name__} "
-                f"({len(list(model.parameters()))} tensors here), and was given {len(given)}: pass model.parameters()"
-            )
+        model = self.parallel_model
+        if model is None or {id(param) for param in given} != {id(param) for param in model.parameters()}:
+            return super().clip_grad_norm_(given, max_norm, norm_type)
         self.unscale_gradients()
         return model.clip_grad_norm_(max_norm, norm_type)
 
@@ -326,45 +327,6 @@ class Accelerator(accelerate.Accelerator):
             "get_state_dict of a sharded model would return the shards of this rank: call "
             "model.save_pretrained_with_parallel(directory, save_with_merging=True) or accelerator.save_model"
         )
-
-
-class ReplicaScheduler(AcceleratedScheduler):
-    """accelerate's scheduler, which takes a step for each process, with a given number of steps instead."""
-
-    def __init__(self, scheduler: Any, optimizers: Any, step_with_optimizer: bool, repeats: int) -> None:
-        super().__init__(scheduler, optimizers, step_with_optimizer, split_batches=True)  # one step for each call
-        self.repeats = repeats
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the scheduler, if the optimizer has stepped."""
-        steps = self.step_with_optimizer and self.gradient_state.sync_gradients
-        for _ in range(self.repeats if steps else 1):
-            total = getattr(self.scheduler, "total_steps", None)  # OneCycleLR takes no more than these
-            if total is None or self.scheduler._step_count <= total:
-                super().step(*args, **kwargs)
-
-
-def _autocast_micro_batches(model: Any, autocast: Any) -> None:
-    """Let the loop over micro-batches run under autocast: accelerate's wrapper of ``forward`` ends before it begins."""
-    forward = model.forward
-
-    def loop(outputs: Iterator[Any]) -> Iterator[Any]:
-        try:
-            while True:
-                with autocast():
-                    try:
-                        output = next(outputs)
-                    except StopIteration:
-                        return
-                yield output
-        finally:
-            outputs.close()  # type: ignore[attr-defined]
-
-    def autocast_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
-        return loop(outputs) if isinstance(outputs, Iterator) else outputs
-
-    model.forward = MethodType(autocast_forward, model)
 
 
 def _has_other_leaves(data: Any) -> bool:

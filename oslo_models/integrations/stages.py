@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -145,3 +146,26 @@ def broadcast_tensors(axis: Axis, data: Any, src: int, device: torch.device) -> 
         return broadcast(axis, torch.empty(like.shape, dtype=like.dtype, device=device), src)
 
     return tree_map_only(_TensorLike, receive, skeleton)
+
+
+def autocast_micro_batches(model: Any, autocast: Any) -> None:
+    """Let the loop over micro-batches run under autocast: accelerate's wrapper of ``forward`` ends before it begins."""
+    forward = model.forward
+
+    def loop(outputs: Iterator[Any]) -> Iterator[Any]:
+        try:
+            while True:
+                with autocast():
+                    try:
+                        output = next(outputs)
+                    except StopIteration:
+                        return
+                yield output
+        finally:
+            outputs.close()  # type: ignore[attr-defined]
+
+    def autocast_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        return loop(outputs) if isinstance(outputs, Iterator) else outputs
+
+    model.forward = MethodType(autocast_forward, model)

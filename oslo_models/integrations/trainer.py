@@ -45,25 +45,26 @@ class ParallelTrainerMixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """transformers' method; the accelerator becomes one that knows replicas."""
+        self._check_arguments(self.model)
         super().create_accelerator_and_postprocess()
         # transformers creates the accelerator itself, and ours has no state that is not there.
         self.accelerator.__class__ = Accelerator
         self.gather_function = self.accelerator.gather_for_metrics
-        self._uses_model(self.model)
+        self.accelerator.use_model(self.model)
 
     def call_model_init(self, trial: Any = None) -> Any:
         """transformers' method."""
         model = super().call_model_init(trial)
-        self._uses_model(model)
+        self._check_arguments(model)
+        self.accelerator.use_model(model)
         return model
 
-    def _uses_model(self, model: Any) -> None:
-        """Check the arguments for a parallel model, on all ranks, and let the accelerator know it."""
+    def _check_arguments(self, model: Any) -> None:
+        """Check that a parallel model can follow the arguments of this trainer, on all ranks."""
         found = find_parallel_model(model)
         if found is not None:
             self._check_class()
             check_training_arguments(self.args, found)
-            self.accelerator.use_model(found)
 
     def _check_class(self) -> None:
         """Raise ``TypeError`` for trainers of TRL, which multiply by the weight of the LM head themselves."""
@@ -78,18 +79,17 @@ class ParallelTrainerMixin(_Base):
     @property
     def _parallel(self) -> ParallelModel | None:
         """The model of this library, if it is on several ranks."""
-        model: ParallelModel | None = self.accelerator.parallel_model
-        return model
+        return find_parallel_model(self.model)
 
     @property
     def _mesh(self) -> Any:
         """Its mesh."""
-        return self.accelerator.mesh
+        return self._parallel.mesh if self._parallel is not None else None
 
     @property
     def _staged(self) -> ParallelModel | None:
         """That model, if it is split into stages."""
-        model: ParallelModel | None = self._parallel
+        model = self._parallel
         return model if model is not None and model.is_pipeline_parallelized() else None
 
     def _validate_args(self) -> None:
@@ -199,7 +199,10 @@ class ParallelTrainerMixin(_Base):
             super().save_model(output_dir, _internal_call)
             return
         folder = self.args.output_dir if output_dir is None else output_dir
-        self._parallel.save_pretrained_with_parallel(folder, save_with_merging=not getattr(self, "_splits", False))
+        if _has_adapters(self.model):
+            self.model.save_pretrained(folder)
+        else:
+            self._parallel.save_pretrained_with_parallel(folder, save_with_merging=not getattr(self, "_splits", False))
         with agree(self._mesh.world, f"saving to {folder}"):
             if self.args.should_save:
                 tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
@@ -250,7 +253,10 @@ class ParallelTrainerMixin(_Base):
                     f"{folder} has no optimizer state of a sharded model, as with save_only_model=True or without this "
                     "Trainer: load the model from there by from_pretrained_with_parallel, and do not resume"
                 )
-        self._parallel.from_parallelized(folder)
+        if _has_adapters(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._parallel.from_parallelized(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._parallel is None or checkpoint is None:
@@ -260,7 +266,7 @@ class ParallelTrainerMixin(_Base):
             self.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _load_best_model(self) -> None:
-        if self._parallel is None:
+        if self._parallel is None or _has_adapters(self.model):
             super()._load_best_model()
         else:
             self._parallel.from_parallelized(self.state.best_model_checkpoint)
@@ -272,6 +278,11 @@ class Trainer(ParallelTrainerMixin, transformers.Trainer):
 
 class Seq2SeqTrainer(ParallelTrainerMixin, transformers.Seq2SeqTrainer):
     """transformers' ``Seq2SeqTrainer`` for models of this library on several ranks."""
+
+
+def _has_adapters(model: Any) -> bool:
+    """Whether peft has added adapters, which are saved and loaded instead of the model."""
+    return bool(getattr(model, "peft_config", None))
 
 
 def _unwrap(optimizer: Any) -> Any:

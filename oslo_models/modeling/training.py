@@ -208,9 +208,9 @@ def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) ->
         f"ranks {list(mesh.model.ranks)} hold one {type(model).__name__} together (tensor_parallel_size="
         f"{mesh.tp.size}, pipeline_parallel_size={mesh.pp.size}), and its replicas are on ranks {list(mesh.dp.ranks)}. "
         "Wrap it over those: DistributedDataParallel(model.gpu_modules(), "
-        "process_group=model.mpu.get_data_parallel_group()). accelerate's `prepare` and transformers' Trainer always "
-        "wrap over all ranks: with accelerate, do not give the model to `prepare`; with Trainer, let `_wrap_model` of "
-        "a subclass return that"
+        "process_group=model.mpu.get_data_parallel_group()). transformers' Trainer and accelerate wrap over all ranks: "
+        "use those of this library, `from oslo_models.integrations import Trainer, Accelerator`, and put "
+        "`ParallelTrainerMixin` from there in front of the bases of a Trainer of your own"
     )
 
 

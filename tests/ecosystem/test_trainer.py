@@ -24,15 +24,14 @@ def train(run: Run, tp: int, pp: int, args: dict[str, Any], rows: trainers.Rows)
     return trainers.differences_of_run(trainer, run)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_training_equals_one_process(pool: Pool, sizes: str, accumulation: int, tmp_path: Path, seed: int) -> None:
+@trainers.at_sizes("tp=2", "pp=2", "dp=2", "tp=2, dp=2", "tp=2, pp=2")
+def test_training_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
     """Losses, norms, learning rates, parameters; labels are averaged over replicas and accumulated batches."""
     tp, pp, ranks = SIZES[sizes]
     replicas = ranks // (tp * pp)
     config = pipelines.config("gpt2")
-    rows = trainers.text_rows(config, seed, 24)
-    args = {"output_dir": str(tmp_path), "gradient_accumulation_steps": accumulation, **TRAINED}
+    rows = trainers.text_rows(config, seed, 40)
+    args = {"output_dir": str(tmp_path), "gradient_accumulation_steps": 2, **TRAINED}
     total = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * replicas})
     run = trainers.reference_run("GPT2LMHeadModel", config, seed, rows, total, transformers.Trainer)
     for lines in pool.run(ranks, train, run, tp, pp, args, rows, env=True):

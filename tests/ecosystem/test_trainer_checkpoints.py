@@ -61,7 +61,7 @@ def resume(run: Run, tp: int, pp: int, args: dict[str, Any], seed: int) -> list[
     return files
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@trainers.at_sizes("tp=2", "pp=2", "tp=2, dp=2")
 def test_resumed_training_equals_uninterrupted_training(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
     tp, pp, ranks = SIZES[sizes]
     config = pipelines.config("gpt2", dropout=0.3)

@@ -51,7 +51,7 @@ def evaluate_on_ranks(
     assert (predicted.label_ids == expected[1].label_ids).all()
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@trainers.at_sizes("tp=2", "pp=2", "tp=2, dp=2")
 def test_evaluation_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
     """The test set has 11 rows, which neither batches nor micro-batches divide."""
     tp, pp, ranks = SIZES[sizes]

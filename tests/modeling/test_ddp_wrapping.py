@@ -12,15 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
 from oslo_models import registry
 
 from support import zoo
-from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import TOLERANCE, full_parameters, parallel_model, reference_model, shard_differences
+from support.reference import full_parameters, parallel_model, reference_model, shard_differences
 
 
 class Parent(nn.Module):
@@ -81,6 +79,7 @@ def test_ddp_over_tensor_parallel_ranks_is_rejected(pool: Pool, how: str, seed: 
     for (message,) in pool.run(2, wrap_wrongly, how, {"tensor_parallel_size": 2}, seed, env=needs_env):
         assert "over ranks [0, 1]" in message
         assert "tensor_parallel_size=2, pipeline_parallel_size=1" in message
+        assert "from oslo_models.integrations import Trainer, Accelerator" in message
 
 
 def test_ddp_over_stages_is_rejected(pool: Pool, seed: int) -> None:
@@ -133,64 +132,3 @@ def test_ddp_over_replicas_works(pool: Pool, seed: int) -> None:
     model(**batch).loss.backward()
     expected = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
     pool.run(4, wrap_rightly, config, full_parameters(model), batch, expected)
-
-
-class ReplicaTrainer(Trainer):
-    """What the messages advise."""
-
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        if not training or not hasattr(model, "mpu"):
-            return model
-        return DistributedDataParallel(model.gpu_modules(), process_group=model.mpu.get_data_parallel_group())
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        mpu: Any = self.accelerator.unwrap_model(self.model).mpu
-        dataset: Any = self.train_dataset
-        replicas, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-        sampler: Any = DistributedSampler(dataset, replicas, rank, shuffle=False)
-        return DataLoader(dataset, 2, sampler=sampler, collate_fn=self.data_collator)
-
-
-def train_as_advised(
-    config: PreTrainedConfig, weights: dict[str, Tensor], rows: list[Any], trained: dict[str, Tensor], out: str
-) -> None:
-    model = parallel_model("GPT2LMHeadModel", config, weights, 2)
-    arguments = training_arguments(out)
-    trainer = ReplicaTrainer(model, arguments, train_dataset=rows, optimizers=(sgd(model), None))
-    with lifted_casts():
-        trainer.train()
-    own = dict(model.named_parameters(remove_duplicate=False))
-    lines = shard_differences(model, "trained", own, trained, TOLERANCE)
-    assert not lines, "\n".join(lines)
-
-
-def sgd(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def training_arguments(out: str, batch_size: int = 2) -> TrainingArguments:
-    options = {"report_to": [], "save_strategy": "no", "max_steps": 2, "per_device_train_batch_size": batch_size}
-    return TrainingArguments(out, use_cpu=True, lr_scheduler_type="constant", max_grad_norm=0.0, **options)
-
-
-class OrderedTrainer(Trainer):
-    """Trainer that takes the rows in their order."""
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return SequentialSampler(train_dataset or self.train_dataset)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_trainer_works_as_the_error_message_advises(pool: Pool, ranks: int, tmp_path: Path, seed: int) -> None:
-    """Parameters after two steps are those of Trainer in one process, with the batches of all replicas in one."""
-    config, replicas = zoo.config("gpt2"), ranks // 2
-    model = reference_model("GPT2LMHeadModel", config, seed)
-    tokens = torch.randint(config.vocab_size, (8, 6), generator=torch.Generator().manual_seed(seed)).tolist()
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    weights = full_parameters(model)
-    arguments = training_arguments(str(tmp_path), 2 * replicas)
-    with lifted_casts():
-        OrderedTrainer(model, arguments, train_dataset=rows, optimizers=(sgd(model), None)).train()
-    trained = full_parameters(model)
-    assert not torch.equal(trained["lm_head.weight"], weights["lm_head.weight"])
-    pool.run(ranks, train_as_advised, config, weights, rows, trained, str(tmp_path), env=True)

@@ -32,6 +32,7 @@ PRELOAD = (
     "torch._dynamo.repro.after_dynamo",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
+    "oslo_models.integrations.trainer",  # with transformers' and accelerate
     *(f"oslo_models.models.{name}" for name in ("bert", "gpt2", "gpt_neo", "gptj", "llama", "t5")),
 )
 TIMEOUT = 2.0

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState
@@ -13,15 +14,28 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedConfig, TrainingArguments
 
-from support import zoo
 from support.float64 import lifted_casts
 from support.pipelines import model_on_stages, stage_differences, stage_parameters
 from support.reference import TOLERANCE, full_parameters, reference_model
 
 Rows = list[dict[str, list[int]]]
 
-SIZES = {"tp=2": (2, 1, 2), "pp=2": (1, 2, 2), "dp=2": (1, 1, 2), "tp=2, dp=2": (2, 1, 4), "pp=2, dp=2": (1, 2, 4)}
+SIZES = {
+    "tp=2": (2, 1, 2),
+    "pp=2": (1, 2, 2),
+    "dp=2": (1, 1, 2),
+    "tp=2, dp=2": (2, 1, 4),
+    "pp=2, dp=2": (1, 2, 4),
+    "tp=2, pp=2": (2, 2, 4),
+    "tp=2, pp=2, dp=2": (2, 2, 8),
+}
 """The sizes of tp and pp, and the number of ranks."""
+
+
+def at_sizes(*quick: str) -> Any:
+    """Run a test at all sizes, those but the given ones in the tests of the zoo only."""
+    cases = [size if size in quick else pytest.param(size, marks=pytest.mark.zoo) for size in SIZES]
+    return pytest.mark.parametrize("sizes", cases)
 
 
 def fresh_accelerate() -> None:
@@ -61,13 +75,6 @@ class Ordered:
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset)
-
-
-class Watched:
-    """A callback that copies the parameters after chosen steps."""
-
-    def __init__(self, steps: tuple[int, ...]) -> None:
-        self.steps, self.seen = steps, {}
 
 
 def watch(trainer: Any, steps: tuple[int, ...], parameters: Any) -> dict[int, dict[str, Tensor]]:
@@ -145,7 +152,3 @@ def differences_of_run(trainer: Any, run: Run) -> list[str]:
     for step, expected in run.parameters.items():
         lines += stage_differences(trainer.model, f"step {step}:", seen[step], expected, TOLERANCE)
     return lines
-
-
-def zoo_config(variant: str, **changes: Any) -> PreTrainedConfig:
-    return zoo.config(variant, 0.0, **changes)

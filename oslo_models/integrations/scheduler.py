@@ -1,0 +1,23 @@
+"""`ReplicaScheduler`: accelerate's scheduler with one step for each replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.scheduler import AcceleratedScheduler
+
+
+class ReplicaScheduler(AcceleratedScheduler):
+    """accelerate's scheduler, which takes a step for each process, with a given number of steps instead."""
+
+    def __init__(self, scheduler: Any, optimizers: Any, step_with_optimizer: bool, repeats: int) -> None:
+        super().__init__(scheduler, optimizers, step_with_optimizer, split_batches=True)  # one step for each call
+        self.repeats = repeats
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the scheduler, if the optimizer has stepped."""
+        steps = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for _ in range(self.repeats if steps else 1):
+            total = getattr(self.scheduler, "total_steps", None)  # OneCycleLR takes no more than these
+            if total is None or self.scheduler._step_count <= total:
+                super().step(*args, **kwargs)

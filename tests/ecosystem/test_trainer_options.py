@@ -1,0 +1,203 @@
+"""Options of Trainer on sharded models: what works beside plain training, and what is refused before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import IterableDataset
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+
+from oslo_models.integrations import ParallelTrainerMixin, Trainer
+
+from support import pipelines, trainers
+from support.pool import Pool
+from support.trainers import SIZES, Run
+
+NAME = "GPT2LMHeadModel"
+
+
+def start(seed: int, variant: str = "gpt2", name: str = NAME, dtype: torch.dtype = torch.float32) -> Run:
+    config = pipelines.config(variant)
+    return Run(name, config, trainers.full_parameters(trainers.reference_model(name, config, seed, dtype)))
+
+
+def own_model(run: Run, tp: int, pp: int, dtype: torch.dtype = torch.float32) -> Any:
+    trainers.fresh_accelerate()
+    return pipelines.model_on_stages(run.name, run.config, run.weights, tp, pp, dtype, micro_batch_size=2)
+
+
+# Bounded differences --------------------------------------------------------------------------------------------------
+
+INEXACT = {"bf16": {"bf16": True}, "checkpointing": {"gradient_checkpointing": True}}
+
+
+def losses_of(trainer: Any) -> list[float]:
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def train_own(run: Run, tp: int, pp: int, args: dict[str, Any], rows: trainers.Rows) -> list[float]:
+    model = own_model(run, tp, pp)
+    trainer = type("Own", (trainers.Ordered, Trainer), {})(model, trainers.arguments(**args), train_dataset=rows)
+    losses = losses_of(trainer)
+    assert model.is_gradient_checkpointing == args.get("gradient_checkpointing", False)
+    return losses
+
+
+@pytest.mark.parametrize("option", INEXACT)
+@trainers.at_sizes("tp=2", "pp=2")
+def test_rounding_and_recomputation(pool: Pool, sizes: str, option: str, tmp_path: Path, seed: int) -> None:
+    tp, pp, ranks = SIZES[sizes]
+    run, rows = start(seed), trainers.text_rows(pipelines.config("gpt2"), seed, 24)
+    model = trainers.reference_model(NAME, run.config, seed, torch.float32)
+    args = {"output_dir": str(tmp_path), **INEXACT[option]}
+    trainers.fresh_accelerate()
+    whole = trainers.arguments(**{**args, "per_device_train_batch_size": 4 * ranks // tp // pp})
+    expected = losses_of(type("One", (trainers.Ordered, transformers.Trainer), {})(model, whole, train_dataset=rows))
+    results = pool.run(ranks, train_own, run, tp, pp, args, rows, env=True)
+    assert results == [results[0]] * ranks
+    assert results[0] == pytest.approx(expected, rel=2e-2 if option == "bf16" else 1e-4)
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+class Masked:
+    """Masks other tokens in each batch; in a pipeline, the stages draw different numbers for dropout meanwhile."""
+
+    def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        tokens = torch.tensor([row["input_ids"] for row in rows])
+        labels = tokens.masked_fill(torch.rand(tokens.shape) > 0.4, -100)
+        labels[:, 0] = tokens[:, 0]
+        return {"input_ids": tokens, "labels": labels}
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, rows: trainers.Rows) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+def train_on_random_batches(run: Run, tp: int, pp: int, out: str, rows: trainers.Rows, streams: bool) -> list[float]:
+    run.config.attn_pdrop = run.config.resid_pdrop = run.config.embd_pdrop = 0.1
+    model = own_model(run, tp, pp)
+    model.check_inputs.when = "always"
+    dataset = Stream(rows) if streams else rows
+    trainer = Trainer(model, trainers.arguments(out), train_dataset=dataset, data_collator=Masked(), eval_dataset=rows)
+    losses = losses_of(trainer)
+    return [*losses, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@trainers.at_sizes("pp=2", "tp=2, dp=2")
+def test_ranks_of_a_replica_share_batches(pool: Pool, sizes: str, streams: bool, tmp_path: Path, seed: int) -> None:
+    """Batches of a collator that draws, and of a stream."""
+    tp, pp, ranks = SIZES[sizes]
+    rows = trainers.text_rows(pipelines.config("gpt2"), seed, 40)
+    results = pool.run(ranks, train_on_random_batches, start(seed), tp, pp, str(tmp_path), rows, streams, env=True)
+    assert results == [results[0]] * ranks
+
+
+# Callbacks ------------------------------------------------------------------------------------------------------------
+
+
+class StopsOnOneRank(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and torch.distributed.get_rank() == 1:
+            control.should_training_stop = control.should_save = True
+
+
+def stop_early(run: Run, out: str, rows: trainers.Rows) -> int:
+    model = own_model(run, 2, 1)
+    trainer = Trainer(model, trainers.arguments(out), train_dataset=rows, callbacks=[StopsOnOneRank()])
+    trainer.train()
+    return int(trainer.state.global_step)
+
+
+def test_a_callback_on_one_rank_speaks_for_all(pool: Pool, tmp_path: Path, seed: int) -> None:
+    rows = trainers.text_rows(pipelines.config("gpt2"), seed, 24)
+    assert pool.run(2, stop_early, start(seed), str(tmp_path), rows, env=True) == [2, 2]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], int, int, str]] = {
+    "fsdp": ({"fsdp": True}, 2, 1, "fsdp=.* leave it out"),
+    "deepspeed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, 2, 1, "deepspeed does not .* leave it out"),
+    "batch size": ({"per_device_train_batch_size": 3}, 1, 2, "multiple of micro_batch_size=2"),
+    "auto batch size": ({"auto_find_batch_size": True}, 2, 1, "only some ranks may run out of memory"),
+    "smoothing": ({"label_smoothing_factor": 0.1}, 1, 2, "only the last pipeline stage has"),
+    "neftune": ({"neftune_noise_alpha": 5.0}, 1, 2, "no token embedding"),
+    "rebalance": ({"train_sampling_strategy": "batch_rebalance"}, 2, 1, "another batch to each rank"),
+    "dispatch": ({"accelerator_config": {"dispatch_batches": True}}, 2, 1, "another part of a batch"),
+    "one process": ({"use_cpu": False}, 2, 1, r"sees 1 process\(es\) of 2"),
+    "steps differ": ({"max_steps": "rank"}, 2, 1, "max_steps: rank 0 has 5, rank 1 has 6"),
+    "loss function": ({"compute_loss_func": print}, 1, 2, "compute_loss_func needs logits"),
+}
+
+
+def construct(run: Run, args: dict[str, Any], tp: int, pp: int, out: str) -> None:
+    model = own_model(run, tp, pp)
+    if args.get("max_steps") == "rank":
+        args["max_steps"] = 5 + torch.distributed.get_rank()
+    options = {"compute_loss_func": args.pop("compute_loss_func")} if "compute_loss_func" in args else {}
+    Trainer(model, trainers.arguments(out, **args), train_dataset=[], **options)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_unsuitable_arguments_are_refused_before_training(pool: Pool, what: str, tmp_path: Path, seed: int) -> None:
+    args, tp, pp, message = REFUSED[what]
+    for error in pool.run(2, construct, start(seed), args, tp, pp, str(tmp_path), env=True, expect=ValueError):
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+class OwnLoss(ParallelTrainerMixin, transformers.Trainer):
+    """A subclass with a loss of its own, from logits."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:])
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+
+def train_with_own_loss(run: Run, tp: int, pp: int, out: str, rows: trainers.Rows) -> list[float]:
+    return losses_of(OwnLoss(own_model(run, tp, pp), trainers.arguments(out), train_dataset=rows))
+
+
+def test_own_loss_of_a_subclass(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """It works on tensor-parallel ranks, where it is that of the model, and is refused on stages."""
+    rows = trainers.text_rows(pipelines.config("gpt2"), seed, 24)
+    found = pool.run(2, train_with_own_loss, start(seed), 2, 1, str(tmp_path), rows, env=True)
+    assert found[0] == found[1] and found[0][-1] < found[0][0]
+    for error in pool.run(2, train_with_own_loss, start(seed), 1, 2, str(tmp_path), rows, env=True, expect=ValueError):
+        assert "called without labels" in str(error)
+
+
+def initialize_model(run: Run, out: str, rows: trainers.Rows) -> list[float]:
+    """``train`` makes the model anew: that one is trained and saved."""
+    trainers.fresh_accelerate()
+    args = trainers.arguments(out)
+    init = lambda: pipelines.model_on_stages(run.name, run.config, run.weights, 2, 1, torch.float32)  # noqa: E731
+    trainer = Trainer(model_init=init, args=args, train_dataset=rows)
+    losses = losses_of(trainer)
+    trainer.save_model()
+    saved = transformers.GPT2LMHeadModel.from_pretrained(out).transformer.wpe.weight
+    assert torch.equal(saved, trainer.model.transformer.wpe.weight.detach())
+    return losses
+
+
+def test_model_init(pool: Pool, tmp_path: Path, seed: int) -> None:
+    rows = trainers.text_rows(pipelines.config("gpt2"), seed, 24)
+    found = pool.run(2, initialize_model, start(seed), str(tmp_path), rows, env=True)
+    assert found[0] == found[1] and len(found[0]) == 5
