@@ -135,7 +135,8 @@ def _is_usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _fits(parameter: Tensor, dtype: torch.dtype) -> bool:
     kind = type(parameter)
-    plain = kind is nn.Parameter or kind is Tensor
+    # a subclass says so by an attribute that its storage holds its values, as that of a shard does
+    plain = kind is nn.Parameter or kind is Tensor or getattr(kind, "has_plain_storage", False)
     return plain and parameter.dtype is dtype and parameter.is_cpu and parameter.is_contiguous()
 
 

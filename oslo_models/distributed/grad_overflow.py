@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.sharded_tensor import local_tensor
 
 
 def propagate_overflow(parameters: Callable[[], Iterable[Tensor]], axis: Axis) -> None:
@@ -47,7 +48,7 @@ def _uses_float16_autocast(device: str) -> bool:
 
 def _propagate(parameters: list[Tensor], axis: Axis) -> None:
     grads = [param.grad for param in parameters if param.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    local = [grad.to_local() if isinstance(grad, DTensor) else local_tensor(grad) for grad in grads]
     local = [grad for grad in local if grad.numel()]
     if not local:
         return

@@ -13,11 +13,12 @@ Everything else runs on the local tensor, as if the class were not there.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -77,16 +78,19 @@ class Shard(Tensor):
 
     Attributes:
         sharding: what it is a part of.
+        has_plain_storage: kernels that read memory may read it as that of a plain tensor.
     """
 
     sharding: Sharding
+    has_plain_storage: ClassVar[bool] = True
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
+        # while torch.compile traces a model, all shards are in their layers
+        handler = None if torch.compiler.is_compiling() else _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
         with without_override():
@@ -161,6 +165,7 @@ class _Parameter(nn.Parameter):
     """A parameter whose gradient is a `GradientShard`."""
 
     sharding: Sharding
+    has_plain_storage: ClassVar[bool] = True
 
     @property
     def grad(self) -> Tensor | None:
@@ -265,7 +270,8 @@ class PartialNorm(Tensor):
             raise RuntimeError(
                 "the norm of a gradient of one pipeline stage was used as a number: a sum of such norms would lack "
                 "the other stages. Use torch.nn.utils.clip_grad_norm_(model.parameters(), ...) or "
-                "model.clip_grad_norm_(...), whose norms are those of the full model on every stage"
+                "model.clip_grad_norm_(...), whose norms are those of the full model on every stage, or take the norm "
+                "of param.grad.full_tensor()"
             )
         with without_override():
             local = self.as_subclass(Tensor)
@@ -327,12 +333,20 @@ def _derived(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
     weight = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, ShardedParameter)), None)
-    if weight is not None:
+    if weight is not None and not _is_called_by_graph():
         raise RuntimeError(
             f"{_name(func)} with a shard ({weight.sharding}) outside of its layer would give a part of the result: "
             "call the layer itself, or pass weight.full_tensor(), a collective of the tensor-parallel group"
         )
     return _of_matrix(func, args, kwargs)
+
+
+def _is_called_by_graph() -> bool:
+    """Whether a graph that torch.compile made runs operation by operation, as its debugging backend "eager" does."""
+    frame: Any = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith("<eval_with_key>"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:

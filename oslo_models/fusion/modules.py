@@ -20,6 +20,7 @@ from oslo_kernels.gelu import bias_gelu
 from oslo_kernels.linear import FasterRows, conv1d, linear
 from oslo_kernels.norm import add_norm
 from oslo_kernels.swiglu import swiglu
+from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.linear import ColumnParallelConv1D, ColumnParallelLinear
 
 # Linear layers --------------------------------------------------------------------------------------------------------
@@ -139,7 +140,8 @@ class FusedGELUMLP(nn.Module):
         first, _, *rest = (getattr(self, name) for name in self.parts)
         if torch.compiler.is_compiling() or not _is_plain(first):  # LoRA, FSDP or a hook may have changed the layer
             return super().forward(hidden_states)
-        x = _gelu_of_linear(first, hidden_states, self.approximate)
+        with without_override():
+            x = _gelu_of_linear(first, hidden_states, self.approximate)
         for layer in rest:
             x = layer(x)
         return x

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from oslo_models.checkpoint import optimizer as optimizers
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh, check_size
-from oslo_models.distributed.sharded_tensor import Sharding, mark_parameter
+from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_parameter
 from oslo_models.modeling.matrix_optimizer import matrix_optimizer
 from oslo_models.pipeline.pipeline import Pipeline
 from oslo_models.pipeline.stage import Stage
@@ -86,7 +86,7 @@ class TrainableModel(PreTrainedModel):
             The norm before clipping, the same on all ranks of the model.
         """
         grads = {name: param.grad for name, param in self.named_parameters() if param.grad is not None}
-        local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads.values()]
+        local = [grad.to_local() if isinstance(grad, DTensor) else local_tensor(grad) for grad in grads.values()]
         device = local[0].device if local else None
         norms = [torch.zeros((), dtype=torch.float64, device=device)]
         for part in (part for name, grad in grads.items() for part in self._counted(name, grad)):
@@ -150,7 +150,7 @@ class TrainableModel(PreTrainedModel):
             grad = grad.full_tensor()
             if self.mesh.dp.rank:
                 return []
-        return [grad[here] for _, here in layout.owned_indices(rank)]
+        return [local_tensor(grad)[here] for _, here in layout.owned_indices(rank)]
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, save_directory: str | Path, **state: Any) -> None:
         """Save the optimizer and the random states of all ranks. A collective.
