@@ -187,6 +187,14 @@ CASES = {
         _stages_of("llama-100m", "Llama 100M", (TORCH_STAGES, OUR_STAGES, NATIVE, ALONE)),
         _stages_of("gpt2-124m", "GPT-2 124M", (TORCH_STAGES, OUR_STAGES, ALONE)),
         Case(
+            *("llama-100m-lora", "Llama 100M, train LoRA of rank 16, 4 x 256 tokens", measure.train_lora),
+            *("llama-100m", (ALONE, OURS)),
+            baseline=ALONE,
+            tolerance=1e-3,
+            options={"batch": 4, "length": 256, "timed": 3, "rank": 16},
+            smoke={"batch": 2, "length": 8, "timed": 1},
+        ),
+        Case(
             *("serve-threads", "Llama 20M, 8 threads x 50 prompts", measure.serve, "llama-20m", (DEPLOYED,)),
             baseline="one by one",
             options={"clients": 8, "requests": 50, "prompt": 16, "new": 16},

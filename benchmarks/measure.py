@@ -90,6 +90,23 @@ def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, len
     return Result({"training step": statistics.median(seconds)}, losses[:2])
 
 
+def train_lora(
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int, rank: int
+) -> Result:
+    """As `train`, of LoRA adapters in all linear layers, which peft begins with the same values on all peers."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    def load(cls: str, checkpoint: Path) -> Any:
+        base = peer.load(cls, checkpoint)
+        torch.manual_seed(0)
+        return get_peft_model(base, LoraConfig(r=rank, target_modules="all-linear"))
+
+    model, step = peer.trainer(load, cls, checkpoint)
+    seconds, losses = _steps(step, tokens(model, batch, length), timed)
+    return Result({"training step": statistics.median(seconds)}, losses[:2])
+
+
 def train_in_stages(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int
 ) -> Result:

@@ -18,6 +18,7 @@ TITLES = {  # by the runner of a case
     "generate": "tokens per second, more is better",
     "serve": "tokens per second from deploy=True, two workers, more is better",
     "train": "seconds per step, less is better",
+    "train_lora": "seconds per step of LoRA by peft, less is better",
     "train_in_stages": "two pipeline stages, 8 micro-batches",
     "collectives": "communication of a step, less is better",
     "load_memory": "memory of a process, less is better",

@@ -87,11 +87,16 @@ def zoo_class(model: PreTrainedModel, may_be_empty: bool = False) -> Any:
         may_be_empty: its parameters may be on the meta device.
 
     Raises:
-        ValueError: the zoo has none.
+        ValueError: the zoo has none, or the model has adapters.
         RuntimeError: the model is already sharded.
     """
     if getattr(model, "mesh", None) is not None:
         raise RuntimeError(f"this {type(model).__name__} is already sharded")
+    if adapters := list(getattr(model, "peft_config", ())):
+        raise ValueError(
+            f"the model has the adapters {adapters}: shard it without them and add or load them afterwards, or merge "
+            "them before (`merge_and_unload()` of the PeftModel)"
+        )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a model of transformers, got a {type(model).__name__}")
     try:

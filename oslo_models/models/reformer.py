@@ -31,8 +31,9 @@ class ShardedLSHSelfAttention(hf.LSHSelfAttention):
     """LSH attention with the slice for its heads of the rotations that a single process would draw."""
 
     def _hash_vectors(self, vectors: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        layout, width = self.query_key.layouts["weight"], self.attention_head_size
-        ((start, stop),) = layout.ranges[self.query_key.tp.rank]
+        layer: Any = getattr(self.query_key, "base_layer", self.query_key)  # an adapter wraps it
+        layout, width = layer.layouts["weight"], self.attention_head_size
+        ((start, stop),) = layout.ranges[layer.tp.rank]
 
         def local_rotations(shape: tuple[int, ...], **options: Any) -> Tensor:
             return torch.randn(layout.shape[0] // width, *shape[1:], **options)[start // width : stop // width]

@@ -225,6 +225,19 @@ class TensorParallelModel(PreTrainedModel):
             "the embeddings are sharded: model.parts[0].get_input_embeddings() has the first part"
         )
 
+    @property
+    def peft_config(self) -> Any:
+        """Raises ``AttributeError``: the model has no adapters; and ``ValueError`` when ``peft`` adds some."""
+        raise AttributeError(f"{type(self).__name__} has no adapters")
+
+    @peft_config.setter
+    def peft_config(self, configs: Any) -> None:
+        raise ValueError(
+            f"the adapters {list(configs)} cannot be added to a model of tensor_parallel, whose parts peft sees as "
+            "separate models: merge them into the model before (`merge_and_unload()`), or start one process per device "
+            "with torchrun and use tensor_parallel(model, distributed=True)"
+        )
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ``RuntimeError``: the vocabulary is sharded."""
         raise RuntimeError("the vocabulary is sharded: resize it before tensor_parallel")

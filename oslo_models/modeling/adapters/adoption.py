@@ -31,6 +31,7 @@ from oslo_models.modeling.adapters.layers import (
     FeatureParallelLoraEmbedding,
     ParallelDoraEmbedding,
     ParallelDoraLinear,
+    ParallelLoraLinear,
     ReplicatedDropout,
     ShardedDropout,
     VocabParallelLoraEmbedding,
@@ -78,7 +79,7 @@ def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
             _check_replicated(model, name, tuners)
     for module in model.modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            register_state_hooks(module)
+            register_state_hooks(module)  # type: ignore[arg-type]
     _name_parameters(model)
     model._mark_parameters()
     if (peft_model := under_construction()) is not None:
@@ -115,6 +116,7 @@ def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
     if isinstance(tuner, lora.Embedding):
         tuner.__class__ = FeatureParallelLoraEmbedding if outputs else VocabParallelLoraEmbedding
     else:
+        tuner.__class__ = ParallelLoraLinear
         _adopt_dropout(tuner.lora_dropout[name], outputs, base.stream, stream)
         _adopt_linear(tuner, name, outputs)
     if name in tuner.lora_magnitude_vector:

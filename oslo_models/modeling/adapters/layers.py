@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peft.tuners.lora import Embedding as LoraEmbedding
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.dora import DoraEmbeddingLayer, DoraLinearLayer
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import ShardedRngStream
+from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.linear import SumReplicatedGrad
 from oslo_models.layers.vocab_parallel import VocabParallelLogits, vocab_parallel_embedding
 from oslo_models.sharding.layout import Layout
@@ -48,20 +50,36 @@ class ShardedDropout(nn.Dropout):
             self.stream.leave()
 
 
-class VocabParallelLoraEmbedding(LoraEmbedding):
+class ParallelLoraLinear(LoraLinear):
+    """LoRA on a sharded linear layer: its update of the weight, too, is that of the shard."""
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        with without_override():
+            return super().get_delta_weight(adapter)
+
+
+class _ParallelLoraEmbedding(LoraEmbedding):
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        with without_override():
+            return super().get_delta_weight(adapter)
+
+
+class VocabParallelLoraEmbedding(_ParallelLoraEmbedding):
     """LoRA on an embedding with a sharded vocabulary: each rank has the columns of A of its rows."""
 
     def _embed(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
         base: Any = self.get_base_layer()
-        return vocab_parallel_embedding(base.tp, input, weight, base.layouts["weight"], base.padding_idx)
+        with without_override():
+            return vocab_parallel_embedding(base.tp, input, weight, base.layouts["weight"], base.padding_idx)
 
 
-class FeatureParallelLoraEmbedding(LoraEmbedding):
+class FeatureParallelLoraEmbedding(_ParallelLoraEmbedding):
     """LoRA on an embedding with sharded features (a table of biases per head): A is replicated, B is sharded."""
 
     def _embed(self, input: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
         base: Any = self.get_base_layer()
-        return copy_to(base.tp, F.embedding(input, weight, base.padding_idx))
+        with without_override():
+            return copy_to(base.tp, F.embedding(input, weight, base.padding_idx))
 
 
 class _ParallelDora(nn.Module):
@@ -77,7 +95,7 @@ class _ParallelDora(nn.Module):
     tp: Axis
     layout: Layout | None
     fan_in_fan_out: bool
-    weight: Tensor
+    weight: nn.Parameter
 
     @torch.no_grad()
     def get_weight_norm(
@@ -89,8 +107,9 @@ class _ParallelDora(nn.Module):
             weight: ``[local outputs, local inputs]``, transposed if ``fan_in_fan_out``.
             lora_weight: ``[local outputs, local inputs]``.
         """
-        adapted = (weight.T if self.fan_in_fan_out else weight) + scaling * lora_weight
-        norms = torch.linalg.vector_norm(adapted, dim=1).to(weight.dtype)
+        with without_override():
+            adapted = (weight.T if self.fan_in_fan_out else weight) + scaling * lora_weight
+            norms = torch.linalg.vector_norm(adapted, dim=1).to(weight.dtype)
         return norms if self.layout is not None else all_reduce(self.tp, norms.square()).sqrt()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +127,9 @@ class ParallelDoraLinear(_ParallelDora, DoraLinearLayer):
     """DoRA on a sharded linear layer."""
 
     def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> Tensor:
-        return lora_B.weight @ lora_A.weight  # not by their forward, which communicates
+        with without_override():
+            product: Tensor = lora_B.weight @ lora_A.weight  # not by their forward, which communicates
+        return product
 
     def forward(self, x: Tensor, *, base_layer: Any, base_result: Any = None, **kwargs: Any) -> Any:
         if base_result is None:  # after a dropout, of which the result of the adapted layer knows nothing

@@ -80,4 +80,5 @@ def _layouts_of_copies(wrapper: AuxiliaryTrainingWrapper) -> dict[str, Layout]:
 
 def axis_of(wrapper: nn.Module) -> Axis | None:
     """The axis over which the modules inside a wrapper are sharded; ``None`` if none is."""
-    return next((module.tp for module in wrapper.modules() if isinstance(vars(module).get("tp"), Axis)), None)
+    axes: Any = (vars(module).get("tp") for module in wrapper.modules())
+    return next((axis for axis in axes if isinstance(axis, Axis)), None)

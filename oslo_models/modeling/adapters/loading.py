@@ -26,7 +26,7 @@ def load_adapter(
     if model._hf_peft_config_loaded and name in model.peft_config:
         raise ValueError(f"there is an adapter {name!r} already: pass another adapter_name")
     if peft_config is None:
-        peft_config = PeftConfig.from_pretrained(peft_model_id)
+        peft_config = PeftConfig.from_pretrained(str(peft_model_id))
     elif isinstance(peft_config, dict):
         peft_config = PeftConfig.from_peft_type(**peft_config)
     peft_config.inference_mode = not is_trainable

@@ -52,7 +52,8 @@ class ShardedPeftModel(PeftModel):
 
     def _save_prompts(self, save_directory: str, selected: Any, save_embedding_layers: Any, options: Any) -> None:
         """Save prompt encoders, of which every rank has a full copy."""
-        world = self.get_base_model().mesh.world
+        model: Any = self.get_base_model()
+        world = model.mesh.world
         with agree(world, f"saving adapters to {save_directory}"):
             wrappers = (module for module in self.modules() if isinstance(module, AuxiliaryTrainingWrapper))
             if save_embedding_layers is True or any(map(adapter_layouts, wrappers)):
@@ -80,10 +81,17 @@ class ShardedPeftModel(PeftModel):
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
         super().add_adapter(*args, **kwargs)
-        self.get_base_model().adopt_adapters(are_new=True)
+        model: Any = self.get_base_model()
+        model.adopt_adapters(are_new=True)
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().load_adapter(*args, **kwargs)
+        model: Any = self.get_base_model()
+        model._mark_parameters()  # with low_cpu_mem_usage, they are new objects
+        return result
 
 
-def become_sharded(peft_model: PeftModel) -> None:
+def become_sharded(peft_model: Any) -> None:
     """Give a ``PeftModel`` the class of one whose model is sharded, in place."""
     if not isinstance(peft_model, ShardedPeftModel):
         peft_model.__class__ = _sharded_class(type(peft_model))
@@ -101,5 +109,5 @@ def under_construction() -> PeftModel | None:
 
 
 @cache
-def _sharded_class(cls: type) -> type:
+def _sharded_class(cls: Any) -> type:
     return type(cls.__name__, (ShardedPeftModel, cls), {"__module__": cls.__module__, "plain_class": cls})

@@ -17,6 +17,7 @@ from torch import Tensor
 from oslo_models.checkpoint.gather import gather_full_tensor
 from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects
 from oslo_models.distributed.rng import default_generator
+from oslo_models.distributed.sharded_tensor import local_tensor
 
 PREFIX = "base_model.model."
 """What precedes the names of a model in a ``PeftModel``."""
@@ -115,7 +116,7 @@ def gather_parameters(model: Any, names: Sequence[str]) -> dict[str, Tensor]:
     for name in names:
         stage = next(stage for stage, held in enumerate(stages) if name in held)
         dtype, layout = stages[stage][name]
-        tensor = own[name][1].detach() if stage == mesh.pp.rank else None
+        tensor = local_tensor(own[name][1]) if stage == mesh.pp.rank else None
         full = gather_full_tensor(tensor, layout, dtype, stage, mesh)
         if full is not None:
             gathered[name] = full
@@ -135,7 +136,7 @@ def _full_configs(model: Any, configs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_model(model: Any) -> Any:
     """A full transformers model of the same class and configuration, on the meta device."""
-    cls = next(base for base in type(model).__mro__ if base.__module__.startswith("transformers."))
+    cls: Any = next(base for base in type(model).__mro__ if base.__module__.startswith("transformers."))
     with torch.device("meta"):
         full = cls._from_config(model._full_config(), dtype=model.dtype)
     full.name_or_path = model.name_or_path

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from oslo_models.distributed.collectives import all_gather
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.sharded_tensor import local_tensor
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.modeling.adapters.layouts import adapter_layouts, axis_of
 from oslo_models.sharding.layout import Layout
@@ -30,7 +31,7 @@ def _gather(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: An
     assert axis is not None
     for leaf, layout in adapter_layouts(wrapper).items():
         if prefix + leaf in state and _is_saved(wrapper, leaf):
-            state[prefix + leaf] = gather_shards(axis, state[prefix + leaf].detach(), layout)
+            state[prefix + leaf] = gather_shards(axis, local_tensor(state[prefix + leaf]), layout)
 
 
 def _is_saved(wrapper: Any, leaf: str) -> bool:

@@ -1,0 +1,85 @@
+"""LoRA on every architecture, in all linear layers and embeddings that ``peft`` can adapt."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from support import zoo
+from support.adapters import Run, compare, start_from, trained_parameters
+from support.pool import Pool
+from support.reference import (
+    TOLERANCE,
+    differences,
+    full_parameters,
+    loss_or_all_outputs,
+    parallel_model,
+    reference_model,
+    take_step,
+)
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+FOUNDING = [*zoo.FOUNDING, "falcon", "bloom", "gpt_neox", "mpt", "deberta-v2", "whisper"]
+
+
+def targets(model: Any) -> list[str]:
+    """All linear layers and the tokens' embedding, by their full names, but for one of two with the same weight."""
+    tied = {name.rpartition(".")[0] for name in model.all_tied_weights_keys}
+    found = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    has_tokens = model.main_input_name == "input_ids" and "Rag" not in type(model).__name__
+    tokens = model.get_input_embeddings() if has_tokens else None
+    found |= {name for name, module in model.named_modules() if module is tokens and isinstance(tokens, nn.Embedding)}
+    return sorted(found - tied)
+
+
+def step_of_rank(run: Run, tp: int, value: Tensor, gradients: dict[str, Tensor | None]) -> None:
+    base = parallel_model(run.name, run.config, run.weights, tp).train()
+    torch.manual_seed(run.seed)
+    model: Any = peft.get_peft_model(base, copy.deepcopy(run.adapter))
+    lines = compare(model, "initial", {n: p.detach() for n, p in trained_parameters(model).items()}, run.initial)
+    start_from(model, run.start)
+    _, own, _ = take_step(model, run.batches[0], loss_or_all_outputs)
+    lines += differences("value", own, value, TOLERANCE)
+    found = {name: param.grad for name, param in trained_parameters(model).items()}
+    assert found.keys() == gradients.keys(), found.keys() ^ gradients.keys()
+    assert {name for name, grad in found.items() if grad is None} == {n for n, g in gradients.items() if g is None}
+    used = {name: grad for name, grad in found.items() if grad is not None}
+    lines += compare(model, "gradient", used, {name: grad for name, grad in gradients.items() if grad is not None})
+    assert not lines, "\n".join(lines[:10])
+
+
+def check(pool: Pool, variant: str, tp: int, seed: int) -> None:
+    name = zoo.main_head(variant)
+    config = zoo.config_of(name, zoo.config(variant))
+    base = reference_model(name, config, seed)
+    adapter = peft.LoraConfig(r=2, target_modules=targets(base))
+    weights = {**base.state_dict(), **full_parameters(base)}
+    run = Run(name, config, adapter, seed, "SGD", weights, batches=[zoo.batch(name, config, seed)])
+    torch.manual_seed(seed)
+    model: Any = peft.get_peft_model(base, copy.deepcopy(adapter))
+    params = trained_parameters(model)
+    run.initial = {key: param.detach().clone() for key, param in params.items()}
+    with torch.no_grad():
+        for param in params.values():
+            param += 0.1 * torch.randn_like(param)
+    run.start = {key: param.detach().clone() for key, param in params.items()}
+    _, value, _ = take_step(model, run.batches[0], loss_or_all_outputs)
+    pool.run(tp, step_of_rank, run, tp, value.detach(), {key: param.grad for key, param in params.items()})
+
+
+@pytest.mark.parametrize("variant", FOUNDING)
+def test_lora_on_the_founding_architectures(pool: Pool, seed: int, variant: str) -> None:
+    check(pool, variant, 2, seed)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("variant", [*zoo.VARIANTS, *zoo.MORE, *zoo.ODD])
+def test_lora_on_every_architecture(pool: Pool, seed: int, variant: str, tp: int) -> None:
+    check(pool, variant, tp, seed)
