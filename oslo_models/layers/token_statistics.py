@@ -26,7 +26,7 @@ CHUNK_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class LogitScaling:
-    """What becomes of the product of hidden states and head: ``softcap * tanh(product * scale / softcap) / temperature``.
+    """From the product of hidden states and head to logits: ``softcap * tanh(product * scale / softcap) / temperature``.
 
     Attributes:
         scale: the factor of the product.
@@ -172,9 +172,7 @@ def _plain(tensor: Any) -> Any:
     return None if tensor is None else local_tensor(tensor)
 
 
-def _chunks(
-    ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None
-) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
     """The rows of each chunk, and their logits on this rank. There is at least one chunk, maybe of no rows."""
     dtype, shard = ctx.dtype, ctx.shard
     weight_vH, bias_v = _plain(weight_vH).to(dtype), None if bias_v is None else _plain(bias_v).to(dtype)

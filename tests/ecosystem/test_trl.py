@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "SFT, dft": ("SFTTrainer", {"loss_type": "dft"}),
     "DPO": ("DPOTrainer", {"beta": 0.5}),
     "DPO, weighted": ("DPOTrainer", {"use_weighting": True, "beta": 0.5, "gradient_accumulation_steps": 2}),
+    "DPO, precomputed": ("DPOTrainer", {"precompute_ref_log_probs": True, "beta": 0.5}),
     "DPO, synchronized": ("DPOTrainer", {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.5}),
 }
 
@@ -53,16 +54,6 @@ def test_all_sizes(pool: Pool, kind: str, tp: int, dp: int, tmp_path: Path, seed
     compare(pool, name, tp, dp, seed, tmp_path, args=args)
 
 
-@pytest.mark.zoo
-@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 2)])
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
-def test_adapters(pool: Pool, kind: str, tp: int, dp: int, tmp_path: Path, seed: int) -> None:
-    peft = pytest.importorskip("peft")
-    adapter = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    args = {"beta": 0.5} if kind != "SFT" else {}
-    compare(pool, f"{kind}Trainer", tp, dp, seed, tmp_path, args=args, options={"peft_config": adapter})
-
-
 SAMPLED = {
     "beta": 0.2,
     "num_generations": 4,
@@ -70,12 +61,55 @@ SAMPLED = {
     "max_completion_length": 6,
     "shuffle_dataset": False,
 }
+GREEDY = {**SAMPLED, "generation_kwargs": {"do_sample": False}}
+"""Replicas draw from random states of their own, so only greedy completions are those of one process."""
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_adapters(pool: Pool, kind: str, tp: int, dp: int, tmp_path: Path, seed: int) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapter.exclude_modules = ["lm_head"]
+    args = {"SFT": {}, "DPO": {"beta": 0.5}, "GRPO": GREEDY}[kind]
+    compare(pool, f"{kind}Trainer", tp, dp, seed, tmp_path, args=args, options={"peft_config": adapter})
 
 
 @pytest.mark.zoo
 @pytest.mark.parametrize("more", [{}, {"num_iterations": 2, "steps_per_generation": 2}], ids=["once", "again"])
-def test_completions_of_the_sharded_model(pool: Pool, more: dict[str, int], tmp_path: Path, seed: int) -> None:
+def test_sampled_completions(pool: Pool, more: dict[str, int], tmp_path: Path, seed: int) -> None:
     """Ranks sample what one process samples from the same random state."""
     compare(pool, "GRPOTrainer", 2, 1, seed, tmp_path, args={**SAMPLED, **more})
 
 
+@pytest.mark.zoo
+@pytest.mark.parametrize("scale", ["group", "batch"])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 2)])
+def test_completions_of_replicas(pool: Pool, tp: int, dp: int, scale: str, tmp_path: Path, seed: int) -> None:
+    args = {**GREEDY, "scale_rewards": scale, "sync_ref_model": True, "ref_model_sync_steps": 2}
+    compare(pool, "GRPOTrainer", tp, dp, seed, tmp_path, args=args)
+
+
+REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "stages, SFT": ("SFTTrainer", 2, {}, "pipeline_parallel_size=2 only the last.*integrations.Trainer trains stages"),
+    "stages, DPO": ("DPOTrainer", 2, {}, "load the model with pipeline_parallel_size=1"),
+    "offloading": ("SFTTrainer", 1, {"activation_offloading": True}, "activation_offloading=True.*checkpointing=True"),
+    "Liger": ("SFTTrainer", 1, {"use_liger_kernel": True}, "use_liger_kernel=True.*fuse"),
+    "float32 head": ("GRPOTrainer", 1, {**SAMPLED, "cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
+    "groups": ("GRPOTrainer", 1, {**SAMPLED, "per_device_train_batch_size": 2}, "is 2, which is no multiple of the 4"),
+    "rows in memory": ("DPOTrainer", 1, {"precompute_ref_log_probs": True}, "train dataset, which is in memory"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_work_is_refused_by_name(pool: Pool, what: str, tmp_path: Path, seed: int) -> None:
+    kind, pp, args, message = REFUSED[what]
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS[kind])
+    args = {"output_dir": str(tmp_path), **args}
+    pool.run(2, trl_trainers.refuse, kind, pp, args, rows, message, env=True)
+
+
+def test_other_trainers_of_trl_are_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS["SFTTrainer"])
+    pool.run(2, trl_trainers.refuse_bare_mixin, {"output_dir": str(tmp_path)}, rows, env=True)

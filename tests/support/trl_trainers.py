@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
@@ -101,14 +102,15 @@ def sentences(config: PreTrainedConfig, seed: int, count: int, columns: tuple[st
 
 
 def unlike_words(completions: list[str], **columns: Any) -> list[float]:
-    """A reward that is another one for nearly every completion."""
-    return [sum(int(word[1:]) % 7 for word in text.split() if word[1:].isdigit()) / 3 for text in completions]
+    """A reward that is another one for nearly every completion, also for equal ones of one group."""
+    sums = [sum(int(word[1:]) % 7 for word in text.split() if word[1:].isdigit()) for text in completions]
+    return [total / 3 + i % 4 for i, total in enumerate(sums)]
 
 
 def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], rows: Rows, **options: Any) -> Any:
     """A trainer that takes the rows in their order."""
     import trl
-    from datasets import Dataset
+    from datasets import Dataset, load_from_disk
 
     kind = next(each.__name__ for each in cls.__mro__ if each.__module__.startswith("trl."))
     settings = getattr(trl, kind.replace("Trainer", "Config"))(**{**ARGUMENTS, **args})
@@ -119,6 +121,8 @@ def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], row
         cls = type("Own", (cls,), ordered)
     tokenizer = tiny_tokenizer(config.vocab_size)
     dataset = Dataset.from_list(rows)
+    if "dataset_folder" in options:  # one whose tokenized rows are in files
+        dataset = load_from_disk(options.pop("dataset_folder"))
     return cls(model=model, args=settings, train_dataset=dataset, processing_class=tokenizer, **options)
 
 
@@ -176,3 +180,30 @@ def differences_on_ranks(
         else:
             lines += stage_differences(trainer.model, f"step {step}:", seen[step], expected_parameters, TOLERANCE)
     return lines
+
+
+def refuse(kind: str, pp: int, args: Mapping[str, Any], rows: Rows, message: str) -> None:
+    from oslo_models import integrations, registry
+
+    fresh_accelerate()
+    config = tiny_config()
+    cls: Any = registry.find(NAME)
+    model = cls.from_config_with_parallel(config, 2 // pp, pp)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(getattr(integrations, kind), model, config, args, rows)
+
+
+def refuse_bare_mixin(args: Mapping[str, Any], rows: Rows) -> None:
+    """On each rank: TRL's trainer itself, and the mixin in front of it, refuse a sharded model."""
+    import trl
+
+    from oslo_models import LlamaForCausalLM
+    from oslo_models.integrations import ParallelTrainerMixin
+
+    config = tiny_config()
+    bare = type("Bare", (ParallelTrainerMixin, trl.SFTTrainer), {})
+    for cls, error, message in ((bare, TypeError, "integrations.SFTTrainer"), (trl.SFTTrainer, ValueError, "Trainer")):
+        fresh_accelerate()
+        model: Any = LlamaForCausalLM.from_config_with_parallel(config, 2)
+        with pytest.raises(error, match=message):
+            make_trainer(cls, model, config, args, rows).train()

@@ -1,8 +1,8 @@
 """What TRL calls a fused LM head, for a vocabulary that is sharded.
 
-TRL gives a model a ``forward`` of its own, which multiplies the hidden states by ``lm_head.weight``. On a rank, these are
-the rows of a part of the vocabulary. The ``forward`` here reads the same arguments and returns the same fields, of the
-distributions over the full vocabulary. Shapes: see the glossary.
+TRL gives a model a ``forward`` of its own, which multiplies the hidden states by ``lm_head.weight``. On a rank, these
+are the rows of a part of the vocabulary. The ``forward`` here reads the same arguments and returns the same fields, of
+the distributions over the full vocabulary. Shapes: see the glossary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
             return _fused_forward(self, args, temperature, **kwargs)
         return of_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
 
-    forward.is_sharded = True  # type: ignore[attr-defined]
+    forward.is_sharded = True
     model.forward = MethodType(forward, model)  # type: ignore[method-assign]
 
 

@@ -6,32 +6,24 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-import trl
 from accelerate.utils import is_peft_model, set_seed
-from datasets.fingerprint import Hasher
 from torch import Tensor
+from trl.trainer import dpo_trainer, grpo_trainer, sft_trainer
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from oslo_models.distributed.object_exchange import broadcast_object, gather_objects
+from oslo_models.distributed.rng import stable_hash
 from oslo_models.integrations.accelerator import find_parallel_model
 from oslo_models.integrations.trainer import ParallelTrainerMixin
 from oslo_models.integrations.trl.head import use_sharded_head
 from oslo_models.integrations.trl.refusals import check_trl_arguments
 from oslo_models.modeling.base import ParallelModel
 
-if TYPE_CHECKING:
-    from trl.trainer.base_trainer import _BaseTrainer
 
-    class _Mixin(ParallelTrainerMixin, _BaseTrainer): ...
-else:
-    _Mixin = ParallelTrainerMixin
-
-
-class _TRLMixin(_Mixin):
+class _TRLMixin(ParallelTrainerMixin):
     """What TRL's trainers have in common: TRL's arguments, its LM head, and losses that it scales itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,7 +52,7 @@ class _TRLMixin(_Mixin):
                 use_sharded_head(model, getattr(self, "temperature", 1.0))
 
 
-class SFTTrainer(_TRLMixin, trl.SFTTrainer):
+class SFTTrainer(_TRLMixin, sft_trainer.SFTTrainer):
     """TRL's ``SFTTrainer`` for models of this library on several ranks. Batch sizes are those of a replica.
 
     Raises:
@@ -68,7 +60,7 @@ class SFTTrainer(_TRLMixin, trl.SFTTrainer):
     """
 
 
-class DPOTrainer(_TRLMixin, trl.DPOTrainer):
+class DPOTrainer(_TRLMixin, dpo_trainer.DPOTrainer):
     """TRL's ``DPOTrainer`` for models of this library on several ranks. Batch sizes are those of a replica.
 
     Without ``ref_model`` and adapters, the reference is a copy of the model on the same ranks.
@@ -77,24 +69,36 @@ class DPOTrainer(_TRLMixin, trl.DPOTrainer):
         ValueError: pipeline stages, or an argument that does not work with a sharded model; on every rank.
     """
 
+    _precompute_model_hash: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _arguments(trl.DPOTrainer, self, args, kwargs)
+        given = _arguments(dpo_trainer.DPOTrainer, self, args, kwargs)
         options = given.get("args")
         precomputes = options is not None and options.precompute_ref_log_probs
         if given.get("ref_model") is None and not precomputes and _needs_reference(given):
             given["ref_model"] = _reference(given["model"])
         super().__init__(**given)
 
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's method, which its constructor calls; the results are cached by the shards of all ranks."""
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """TRL's method, which its constructor calls too; the file of the results is found by the shards of all ranks.
+
+        Raises:
+            ValueError: the dataset is in memory, so each process would look for the file in a folder of its own.
+        """
         self._use_sharded_heads()
         if self._parallel is not None:
+            if not getattr(dataset, "cache_files", True):
+                raise ValueError(
+                    f"precompute_ref_log_probs=True stores its results beside the {name} dataset, which is in memory: "
+                    "pass one that was loaded from files (datasets.load_dataset, or load_from_disk after "
+                    "save_to_disk), or leave it out"
+                )
             hashes = gather_objects(self._mesh.model, self._precompute_model_hash)
-            self._precompute_model_hash = Hasher.hash(hashes)
-        return super()._precompute_ref_logps(*args, **kwargs)
+            self._precompute_model_hash = str(stable_hash(*hashes))
+        return super()._precompute_ref_logps(dataset, name, batch_size)
 
 
-class GRPOTrainer(_TRLMixin, trl.GRPOTrainer):
+class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):
     """TRL's ``GRPOTrainer`` for models of this library on several ranks; the sharded model itself generates.
 
     Batch sizes are those of a replica, and ``generation_batch_size`` is ``per_device_train_batch_size *
@@ -106,7 +110,7 @@ class GRPOTrainer(_TRLMixin, trl.GRPOTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _arguments(trl.GRPOTrainer, self, args, kwargs)
+        given = _arguments(grpo_trainer.GRPOTrainer, self, args, kwargs)
         options = given.get("args")
         copies = options is not None and options.beta != 0.0 and _needs_reference(given)
         reference = _reference(given["model"]) if copies else None
@@ -137,7 +141,8 @@ class GRPOTrainer(_TRLMixin, trl.GRPOTrainer):
         """Let a generation batch be that of all replicas: the arguments have counted all ranks."""
         args, replicas = self.args, self._mesh.dp.size
         args.generation_batch_size = args.per_device_train_batch_size * replicas * args.steps_per_generation
-        sizes = {"per_device_train_batch_size * steps_per_generation": (args.generation_batch_size, args.num_generations)}
+        of_batch = "per_device_train_batch_size * steps_per_generation"
+        sizes = {of_batch: (args.generation_batch_size, args.num_generations)}
         if args.do_eval and args.eval_strategy != "no":
             rows = args.per_device_eval_batch_size * replicas
             sizes["per_device_eval_batch_size"] = rows, args.num_generations_eval or args.num_generations
@@ -173,9 +178,7 @@ def _arguments(cls: type, trainer: Any, args: tuple[Any, ...], kwargs: dict[str,
 def _needs_reference(given: dict[str, Any]) -> bool:
     """Whether the model is a parallel one, and not its own reference, as it is with its adapters disabled."""
     model = given["model"]
-    return (
-        find_parallel_model(model) is not None and not is_peft_model(model) and given.get("peft_config") is None
-    )
+    return find_parallel_model(model) is not None and not is_peft_model(model) and given.get("peft_config") is None
 
 
 def _reference(model: ParallelModel) -> ParallelModel:
