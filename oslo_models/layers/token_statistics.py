@@ -26,7 +26,7 @@ CHUNK_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class LogitScaling:
-    """From the product of hidden states and head to logits: ``softcap * tanh(product * scale / softcap) / temperature``.
+    """From products of hidden states and head to logits: ``softcap * tanh(product * scale / softcap) / temperature``.
 
     Attributes:
         scale: the factor of the product.

@@ -21,10 +21,12 @@ COLUMNS = {
 
 def compare(pool: Pool, kind: str, tp: int, dp: int, seed: int, folder: Path, **settings: Any) -> None:
     """Train on one process with the batches of all replicas, and on ``tp * dp`` ranks."""
-    args, options = settings.get("args", {}), settings.get("options", {})
+    args, options = settings.get("args", {}), {**settings.get("options", {})}
     rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS[kind])
     args = {"output_dir": str(folder), **args}
     total = {**args, "per_device_train_batch_size": args.get("per_device_train_batch_size", 4) * dp}
+    if args.get("precompute_ref_log_probs"):
+        options["rows_in"] = str(folder / "rows")
     run = trl_trainers.reference_run(kind, seed, total, rows, **options)
     for lines in pool.run(tp * dp, trl_trainers.differences_on_ranks, run, kind, tp, args, rows, options, env=True):
         assert not lines, "\n".join(lines[:30])
@@ -61,8 +63,8 @@ SAMPLED = {
     "max_completion_length": 6,
     "shuffle_dataset": False,
 }
-GREEDY = {**SAMPLED, "generation_kwargs": {"do_sample": False}}
-"""Replicas draw from random states of their own, so only greedy completions are those of one process."""
+REPLICAS = {**SAMPLED, "pad_to_multiple_of": 8}
+"""With prompts padded alike on all replicas: rotary frequencies are of float32, so results depend on positions."""
 
 
 @pytest.mark.zoo
@@ -72,8 +74,9 @@ def test_adapters(pool: Pool, kind: str, tp: int, dp: int, tmp_path: Path, seed:
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     adapter.exclude_modules = ["lm_head"]
-    args = {"SFT": {}, "DPO": {"beta": 0.5}, "GRPO": GREEDY}[kind]
-    compare(pool, f"{kind}Trainer", tp, dp, seed, tmp_path, args=args, options={"peft_config": adapter})
+    args = {"SFT": {}, "DPO": {"beta": 0.5}, "GRPO": REPLICAS}[kind]
+    options = {"peft_config": adapter} | ({"rollout_func": trl_trainers.drawn_words} if kind == "GRPO" else {})
+    compare(pool, f"{kind}Trainer", tp, dp, seed, tmp_path, args=args, options=options)
 
 
 @pytest.mark.zoo
@@ -87,8 +90,9 @@ def test_sampled_completions(pool: Pool, more: dict[str, int], tmp_path: Path, s
 @pytest.mark.parametrize("scale", ["group", "batch"])
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 2)])
 def test_completions_of_replicas(pool: Pool, tp: int, dp: int, scale: str, tmp_path: Path, seed: int) -> None:
-    args = {**GREEDY, "scale_rewards": scale, "sync_ref_model": True, "ref_model_sync_steps": 2}
-    compare(pool, "GRPOTrainer", tp, dp, seed, tmp_path, args=args)
+    """Replicas sample from random states of their own, so completions are drawn here, by their prompts."""
+    args = {**REPLICAS, "scale_rewards": scale, "sync_ref_model": True, "ref_model_sync_steps": 2}
+    compare(pool, "GRPOTrainer", tp, dp, seed, tmp_path, args=args, options={"rollout_func": trl_trainers.drawn_words})
 
 
 REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +108,16 @@ def unlike_words(completions: list[str], **columns: Any) -> list[float]:
     return [total / 3 + i % 4 for i, total in enumerate(sums)]
 
 
+def drawn_words(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions that depend on the prompt and the position in its group only."""
+    tokenizer = trainer.processing_class
+    completions = []
+    for i, prompt in enumerate(prompts):
+        draw = random.Random(f"{prompt} {i % 4} {trainer.state.global_step}")
+        completions.append([draw.randrange(3, len(tokenizer)) for _ in range(draw.randrange(2, 7))])
+    return {"prompt_ids": tokenizer(prompts)["input_ids"], "completion_ids": completions, "logprobs": None}
+
+
 def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], rows: Rows, **options: Any) -> Any:
     """A trainer that takes the rows in their order."""
     import trl
@@ -121,8 +132,10 @@ def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], row
         cls = type("Own", (cls,), ordered)
     tokenizer = tiny_tokenizer(config.vocab_size)
     dataset = Dataset.from_list(rows)
-    if "dataset_folder" in options:  # one whose tokenized rows are in files
-        dataset = load_from_disk(options.pop("dataset_folder"))
+    if "rows_in" in options:  # a folder beside which TRL caches what it makes of them
+        if not Path(folder := options.pop("rows_in")).exists():
+            dataset.save_to_disk(folder)
+        dataset = load_from_disk(folder)
     return cls(model=model, args=settings, train_dataset=dataset, processing_class=tokenizer, **options)
 
 

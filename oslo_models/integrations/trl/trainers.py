@@ -33,12 +33,12 @@ class _TRLMixin(ParallelTrainerMixin):
     def _check_class(self) -> None:
         """The classes here are those that work."""
 
-    def _uses_model(self, model: Any) -> None:
+    def _check_arguments(self, model: Any) -> None:
         found = find_parallel_model(model)
         if found is not None:
             of_trl = next(cls for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
             check_trl_arguments(of_trl.__name__, self.args, found)
-        super()._uses_model(model)
+        super()._check_arguments(model)
 
     def _validate_args(self) -> None:
         accepts = self.model_accepts_loss_kwargs
@@ -132,14 +132,15 @@ class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):
         if self.args.sync_ref_model:
             self.add_callback(SyncRefModelCallback(ref_model=self.ref_model, accelerator=self.accelerator))
 
-    def _uses_model(self, model: Any) -> None:
-        super()._uses_model(model)
-        if self._parallel is not None:
-            self._count_replicas()
+    def _check_arguments(self, model: Any) -> None:
+        super()._check_arguments(model)
+        found = find_parallel_model(model)
+        if found is not None and found.mesh is not None:
+            self._count_replicas(found.mesh.dp.size)
 
-    def _count_replicas(self) -> None:
+    def _count_replicas(self, replicas: int) -> None:
         """Let a generation batch be that of all replicas: the arguments have counted all ranks."""
-        args, replicas = self.args, self._mesh.dp.size
+        args = self.args
         args.generation_batch_size = args.per_device_train_batch_size * replicas * args.steps_per_generation
         of_batch = "per_device_train_batch_size * steps_per_generation"
         sizes = {of_batch: (args.generation_batch_size, args.num_generations)}
