@@ -84,11 +84,11 @@ def tiny_tokenizer(size: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, size)}}
-    made = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, **{f"w{i}": i for i in range(3, size)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<bos>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", bos_token="w2", padding_side="left"
+        tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", bos_token="<bos>", padding_side="left"
     )
 
 
@@ -139,9 +139,10 @@ def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], row
     return cls(model=model, args=settings, train_dataset=dataset, processing_class=tokenizer, **options)
 
 
-def train(trainer: Any) -> None:
+def exactly(function: Any, *args: Any, **options: Any) -> Any:
+    """Call a function that constructs a trainer, or trains, in float64."""
     with plain_scores():
-        in_float64(trainer.train)
+        return in_float64(lambda: function(*args, **options))
 
 
 def parameters(model: Any) -> dict[str, Any]:
@@ -162,9 +163,9 @@ def reference_run(kind: str, seed: int, args: Mapping[str, Any], rows: Rows, **o
     if kind == "GRPOTrainer":  # TRL loads its reference model from a folder
         model.save_pretrained(folder := f"{args['output_dir']}/reference")
         model.config._name_or_path = folder
-    trainer = make_trainer(getattr(trl, kind), model, config, args, rows, **options)
+    trainer = exactly(make_trainer, getattr(trl, kind), model, config, args, rows, **options)
     seen = watch(trainer, STEPS, adapters.trained_parameters if "peft_config" in options else full_parameters)
-    train(trainer)
+    exactly(trainer.train)
     run.logs, run.parameters = trainer.state.log_history, seen
     return run
 
@@ -177,9 +178,9 @@ def differences_on_ranks(
 
     fresh_accelerate()
     model = model_on_stages(run.name, run.config, run.weights, tp, 1)
-    trainer = make_trainer(getattr(integrations, kind), model, run.config, args, rows, **options)
+    trainer = exactly(make_trainer, getattr(integrations, kind), model, run.config, args, rows, **options)
     seen = watch(trainer, STEPS, parameters)
-    train(trainer)
+    exactly(trainer.train)
     lines = []
     for own, expected in zip(trainer.state.log_history[:-1], run.logs[:-1], strict=True):
         if own.keys() != expected.keys():
