@@ -42,8 +42,9 @@ def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
             return _fused_forward(self, args, temperature, **kwargs)
         return of_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
 
-    forward.is_sharded = True
-    model.forward = MethodType(forward, model)  # type: ignore[method-assign]
+    marked: Any = forward
+    marked.is_sharded = True
+    model.forward = MethodType(marked, model)
 
 
 def _vocabulary(model: Any) -> VocabShard | None:

@@ -52,7 +52,7 @@ class _TRLMixin(ParallelTrainerMixin):
                 use_sharded_head(model, getattr(self, "temperature", 1.0))
 
 
-class SFTTrainer(_TRLMixin, sft_trainer.SFTTrainer):
+class SFTTrainer(_TRLMixin, sft_trainer.SFTTrainer):  # type: ignore[misc]
     """TRL's ``SFTTrainer`` for models of this library on several ranks. Batch sizes are those of a replica.
 
     Raises:
@@ -60,7 +60,7 @@ class SFTTrainer(_TRLMixin, sft_trainer.SFTTrainer):
     """
 
 
-class DPOTrainer(_TRLMixin, dpo_trainer.DPOTrainer):
+class DPOTrainer(_TRLMixin, dpo_trainer.DPOTrainer):  # type: ignore[misc]
     """TRL's ``DPOTrainer`` for models of this library on several ranks. Batch sizes are those of a replica.
 
     Without ``ref_model`` and adapters, the reference is a copy of the model on the same ranks.
@@ -98,7 +98,7 @@ class DPOTrainer(_TRLMixin, dpo_trainer.DPOTrainer):
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
 
-class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):
+class GRPOTrainer(_TRLMixin, grpo_trainer.GRPOTrainer):  # type: ignore[misc]
     """TRL's ``GRPOTrainer`` for models of this library on several ranks; the sharded model itself generates.
 
     Batch sizes are those of a replica, and ``generation_batch_size`` is ``per_device_train_batch_size *
