@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 from typing import Any
 
 from oslo_models._version import __version__
-from oslo_models.registry import ARCHITECTURES, find, names
+from oslo_models.registry import ARCHITECTURES, did_you_mean, find, names
 
 _OWN = {
     "CheckpointError": "oslo_models.checkpoint",
@@ -38,16 +40,33 @@ def __getattr__(name: str) -> Any:
 
     if name == "__all__":
         return __dir__()
-    if name.startswith("Auto"):
-        value = getattr(importlib.import_module("oslo_models.auto"), name)
-    elif name in _OWN:
+    if name in _OWN:
         value = getattr(importlib.import_module(_OWN[name]), name)
     elif name.startswith("_"):
         raise AttributeError(f"module 'oslo_models' has no attribute {name!r}")
     else:
-        value = find(name)
+        try:
+            value = _auto_class(name) if name.startswith("Auto") else find(name, others=_OWN)
+        except AttributeError as error:
+            if _is_from_import(sys._getframe(1)):
+                raise ImportError(str(error), name=__name__) from None
+            raise
     globals()[name] = value
     return value
+
+
+def _auto_class(name: str) -> Any:
+    from oslo_models import auto
+
+    if name not in vars(auto):
+        known = [each for each in vars(auto) if each.startswith("AutoModel")]
+        raise AttributeError(f"oslo_models has no {name}{did_you_mean(name, known) or ';'} auto classes: {known}")
+    return getattr(auto, name)
+
+
+def _is_from_import(frame: Any) -> bool:
+    """Whether a frame executes ``from ... import``, which replaces the message of an ``AttributeError`` by its own."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from oslo_models import registry
@@ -20,28 +20,56 @@ class _Auto:
         raise OSError(f"{type(self).__name__} is made by from_pretrained_with_parallel or from_config_with_parallel")
 
     @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Raises ``TypeError``: the method of the auto classes here is `from_pretrained_with_parallel`."""
+        raise TypeError(
+            f"{cls.__name__}.from_pretrained is that of transformers: call from_pretrained_with_parallel for a sharded "
+            f"model, or transformers.{cls.__name__}.from_pretrained for a full one"
+        )
+
+    @classmethod
     def class_for(cls, config: PreTrainedConfig) -> Any:
         """The zoo class for ``config``.
 
         Raises:
-            ValueError: the zoo has none; the message lists its model types for this task.
+            ValueError: the zoo has none; the message has the nearest model type, and lists those for this task.
         """
-        classes = getattr(modeling_auto, cls.mapping)
-        found = classes.get(config.model_type)
+        found = getattr(modeling_auto, cls.mapping).get(config.model_type)
         for name in found if isinstance(found, (tuple, list)) else (found,):
             if config.model_type in registry.ARCHITECTURES and name in registry.names(config.model_type):
                 return registry.find(name)
-        known = [kind for kind in registry.ARCHITECTURES if kind in classes]
-        raise ValueError(f"{cls.__name__} has no class for {config.model_type!r}; it has: {', '.join(known)}")
+        raise cls._unknown(config.model_type)
+
+    @classmethod
+    def _unknown(cls, model_type: str) -> ValueError:
+        """The error for a model type without a class for this task."""
+        known = [kind for kind in registry.ARCHITECTURES if kind in getattr(modeling_auto, cls.mapping)]
+        if model_type in registry.ARCHITECTURES:
+            others = f" Classes of {model_type}: {', '.join(registry.model_classes(model_type))}"
+        else:
+            others = f" {registry.ADDING}"
+        nearest = registry.did_you_mean(model_type, known) or ";"
+        return ValueError(
+            f"{cls.__name__} has no class for {model_type!r}{nearest} it has: {', '.join(known)}.{others}"
+        )
 
     @classmethod
     def from_pretrained_with_parallel(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """`ParallelModel.from_pretrained_with_parallel` of the class for the checkpoint's configuration."""
         hub = ("cache_dir", "force_download", "local_files_only", "revision", "token", "subfolder")
         known = {key: kwargs[key] for key in hub if key in kwargs}
-        config = kwargs.get("config") or AutoConfig.from_pretrained(pretrained_model_name_or_path, **known)
+        config = kwargs.get("config") or cls._config_of(pretrained_model_name_or_path, known)
         zoo_class = cls.class_for(config)
         return zoo_class.from_pretrained_with_parallel(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def _config_of(cls, source: str | Path, hub: dict[str, Any]) -> PreTrainedConfig:
+        """The configuration of a checkpoint, of whose class ``config.json`` names the model type."""
+        raw, _ = PreTrainedConfig.get_config_dict(source, **hub)
+        model_type = raw.get("model_type", "")
+        if model_type and model_type not in CONFIG_MAPPING:
+            raise cls._unknown(model_type)
+        return AutoConfig.from_pretrained(source, **hub)
 
     @classmethod
     def from_config_with_parallel(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:

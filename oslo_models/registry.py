@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from types import ModuleType
 
 ARCHITECTURES = {
@@ -128,16 +130,42 @@ def model_classes(model_type: str) -> dict[str, type]:
     return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)}
 
 
-def find(name: str) -> object:
+ADDING = 'docs/develop/architecture.md ("Adding an architecture") says how another one is added'
+"""The last words of messages about architectures that the zoo lacks."""
+
+
+def find(name: str, others: Iterable[str] = ()) -> object:
     """The object that the zoo exports as ``name``.
 
+    Args:
+        others: further names, from which the message may propose one.
+
     Raises:
-        AttributeError: there is none; the message lists the architectures.
+        AttributeError: there is none; the message has the nearest name, or lists the architectures.
     """
     fitting = [kind for kind, prefix in ARCHITECTURES.items() if name.startswith(prefix)]
     for model_type in sorted(fitting, key=lambda kind: -len(ARCHITECTURES[kind])):
         if name in names(model_type):
             return getattr(load(model_type), name)
-    raise AttributeError(
-        f"oslo_models has no {name}; architectures: {', '.join(ARCHITECTURES)} (`oslo-models list` shows their classes)"
-    )
+    hint = did_you_mean(name, [*_names_near(name), *others]) or f"; architectures: {', '.join(ARCHITECTURES)}."
+    raise AttributeError(f"oslo_models has no {name}{hint} `oslo-models list` shows all classes, and {ADDING}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean ...?"`` with the nearest of ``known``, in upper or lower case; empty if none is near."""
+    by_lower = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.7)
+    return f"; did you mean {by_lower[found[0]]}?" if found else ""
+
+
+def _names_near(name: str) -> list[str]:
+    """The public names of the few architectures whose prefix is like the beginning of ``name``.
+
+    Only those: importing all architectures takes seconds.
+    """
+    likeness = {
+        kind: difflib.SequenceMatcher(None, prefix.lower(), name[: len(prefix)].lower()).ratio()
+        for kind, prefix in ARCHITECTURES.items()
+    }
+    likely = sorted((kind for kind in likeness if likeness[kind] >= 0.7), key=lambda kind: -likeness[kind])
+    return [each for kind in likely[:4] for each in names(kind)]

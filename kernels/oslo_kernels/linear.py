@@ -68,7 +68,8 @@ def plain_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Te
     """The product of transformers' ``Conv1D`` in plain torch."""
     if bias is None:
         return x @ weight_io
-    return torch.addmm(bias, x.view(-1, x.shape[-1]), weight_io).view(*x.shape[:-1], weight_io.shape[1])
+    out = torch.addmm(bias, x.view(-1, x.shape[-1]), weight_io)
+    return out.view(*x.shape[:-1], out.shape[1])  # dynamo cannot trace the shape of a weight that is a subclass
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,7 +49,8 @@ def save_optimizer(
         ValueError: ``state`` has objects of other types, which could not be loaded.
         OSError: the directory cannot be written, or the disk is full.
     """
-    target, world = Path(directory), mesh.world
+    target, world, kind = Path(directory), mesh.world, _kind(optimizer)
+    optimizer = _local_optimizer(optimizer)
     local_state = _to_local(optimizer.state_dict())
     checksums = gather_objects(mesh.dp, _state_checksum(local_state))
     first_equal = checksums.index(checksums[mesh.dp.rank])
@@ -74,8 +76,8 @@ def save_optimizer(
         with agree(world, f"writing the manifest of {target}"):
             if world.rank == 0:
                 sizes = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
-                kind = {"kind": "optimizer", "variant": OPTIMIZER, "optimizer": type(optimizer).__name__}
-                manifest = {**kind, **sizes, "model": _model_checksum(target), "files": records}
+                what = {"kind": "optimizer", "variant": OPTIMIZER, "optimizer": kind}
+                manifest = {**what, **sizes, "model": _model_checksum(target), "files": records}
                 write_manifest(staging / with_variant(MANIFEST, OPTIMIZER), manifest)
 
 
@@ -101,6 +103,7 @@ def load_optimizer(directory: str | os.PathLike[str], optimizer: Optimizer, mesh
         manifest = _read_manifest(target)
         _check_compatible(target, manifest, optimizer, mesh)
         content = _read(target, manifest, _file_name(mesh, mesh.dp.rank))
+        given, optimizer = optimizer, _local_optimizer(optimizer)
         if content["shapes"] != _shapes(optimizer):
             raise ValueError(
                 f"the optimizer state in {target} is of parameters of the shapes {content['shapes']}, and this "
@@ -110,11 +113,43 @@ def load_optimizer(directory: str | os.PathLike[str], optimizer: Optimizer, mesh
         if local_state is None:
             local_state = _read(target, manifest, _file_name(mesh, content["shared_with"]))["optimizer"]
         optimizer.load_state_dict(_to_dtensors(local_state, optimizer))
+        for group, local in zip(given.param_groups, optimizer.param_groups, strict=True):
+            group.update({key: value for key, value in local.items() if key != "params"})
         _set_random_states(content["random"], mesh.device)
     return dict(content["state"])
 
 
 # The state of the optimizer -------------------------------------------------------------------------------------------
+
+
+def _zero_redundancy(optimizer: Optimizer) -> Any:
+    """The optimizer if it is a ``ZeroRedundancyOptimizer``, whose module is slow to import; otherwise ``None``."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return optimizer if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else None
+
+
+def _local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose state this rank saves: of a ``ZeroRedundancyOptimizer``, that of this rank's parameters.
+
+    Raises:
+        ValueError: a ``ZeroRedundancyOptimizer`` has not assigned parameters to ranks yet.
+    """
+    zero = _zero_redundancy(optimizer)
+    if zero is None:
+        return optimizer
+    if not hasattr(zero, "optim"):
+        raise ValueError(
+            "with overlap_with_ddp=True, a ZeroRedundancyOptimizer assigns parameters to ranks once DDP has rebuilt "
+            "its buckets: save or load its state after that, or leave overlap_with_ddp out"
+        )
+    local: Optimizer = zero.optim
+    return local
+
+
+def _kind(optimizer: Optimizer) -> str:
+    """The class of an optimizer, as recorded in the manifest."""
+    name = type(optimizer).__name__
+    return name if _zero_redundancy(optimizer) is None else f"{name} of {type(_local_optimizer(optimizer)).__name__}"
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -229,7 +264,7 @@ def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: O
             f"{own['pp']} and {own['dp']}: optimizer states are not resharded, so go on with the sizes of before, or "
             "load only the model and begin with a new optimizer"
         )
-    kind = type(optimizer).__name__
+    kind = _kind(optimizer)
     if manifest["optimizer"] != kind:
         raise ValueError(f"the optimizer state in {directory} is one of {manifest['optimizer']}, not of {kind}")
     if manifest["model"] is not None and manifest["model"] != _model_checksum(directory):

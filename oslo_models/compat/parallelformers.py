@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 import weakref
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from oslo_models.compat.oslo2 import initialize, zoo_class
 from oslo_models.config.arguments import Arguments
 from oslo_models.deploy.proxy import Deployment, deploy
+from oslo_models.distributed.devices import visible_gpus
 
 _ARGUMENTS = ("pipeline_parallel_size", "blocks_per_stage", "timeout", "check_inputs")
 _SERVING = ("max_batch_size", "batch_wait_ms")
@@ -33,7 +35,8 @@ def parallelize(
 
     Args:
         model: a full model with weights, of a class that the zoo has, preferably on the CPU.
-        num_gpus: the number of workers over which each layer is sharded, ``tensor_parallel_size``.
+        num_gpus: the number of workers over which each layer is sharded, ``tensor_parallel_size``; without any GPU they
+            compute on the CPU, with a warning.
         fp16: compute in float16.
         verbose: ``"simple"`` or ``"detail"`` prints memory by device.
         seed: as with ``deploy=True``.
@@ -53,6 +56,8 @@ def parallelize(
     arguments = Arguments(tensor_parallel_size=num_gpus, seed=seed, **given)
     dtype = torch.float16 if fp16 else model.dtype
     arguments.check_config(cls, model.config)
+    if not torch.cuda.is_available():
+        warnings.warn(f"num_gpus={num_gpus}: {visible_gpus()}, so the workers compute on the CPU", stacklevel=2)
     options |= {"deploy_backend": "process", "verbose": verbose, "dtype": dtype}
     served = deploy(cls, "load", model.config, arguments, options, Weights(model))
     served._finalizer.detach()

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
+from oslo_models.config.sources import HUB_ARGUMENTS
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.registry import did_you_mean
 
 UNSUPPORTED = {
     "places the weights in transformers' own way; sizes here are tensor_parallel_size and pipeline_parallel_size": (
         *("device_map", "tp_plan", "tp_size", "tp_mesh", "device_mesh", "distributed_config", "max_memory"),
     ),
     "quantised weights cannot be sharded yet": ("quantization_config", "load_in_8bit", "load_in_4bit", "gguf_file"),
+    "is not needed: the zoo runs no code of checkpoints": ("trust_remote_code",),
     "is not supported; weights are read from the checkpoint": ("state_dict", "from_tf", "from_flax", "offload_folder"),
 }
 """Arguments of transformers' ``from_pretrained`` that the constructors refuse, by the reason."""
+IGNORED = ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info")
+"""Arguments of transformers' ``from_pretrained`` that change nothing in how weights are read here."""
+_OF_TRANSFORMERS = (
+    *("dtype", "torch_dtype", "attn_implementation", "experts_implementation", "config", "variant", "subfolder"),
+    *("ignore_mismatched_sizes", "key_mapping", *IGNORED, *HUB_ARGUMENTS),
+    *("deployment", *(name for names in UNSUPPORTED.values() for name in names)),
+)
+"""Arguments of transformers' ``from_pretrained`` that the constructors take."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,50 @@ class Arguments:
         if vocab is None or config.get_text_config() is not config:  # a nested vocab_size is not resized
             raise ValueError(f"resize_token_embeddings={size} was passed, and a {name} has no vocab_size; leave it out")
         check_size("resize_token_embeddings", size, vocab, "vocab_size=")
+
+
+def check_unused(
+    cls: type[Any], config: PreTrainedConfig, options: Mapping[str, Any], of_deployment: Sequence[str] = ()
+) -> None:
+    """Check the keyword arguments of a constructor that neither it nor the configuration has used.
+
+    Args:
+        cls: the class of the model, whose ``__init__`` may take some.
+        config: its configuration.
+        options: those arguments.
+        of_deployment: names of arguments that only ``deploy=True`` takes.
+
+    Raises:
+        ValueError: nothing takes one of them; the message has the nearest name that something takes.
+    """
+    parameters = [
+        parameter
+        for base in cls.__mro__
+        if base.__module__.startswith("transformers.models.") and "__init__" in vars(base)
+        for parameter in inspect.signature(base.__init__).parameters.values()  # type: ignore[misc]
+    ]
+    taken = {*_OF_TRANSFORMERS, *(parameter.name for parameter in parameters)}
+    unknown = [name for name in options if name not in taken and not hasattr(config, name)]
+    if not unknown or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    name = unknown[0]
+    if name in of_deployment:
+        raise ValueError(f"{name}={options[name]!r} is for deploy=True")
+    own = [field.name for field in fields(Arguments)]
+    refused = {name for names in UNSUPPORTED.values() for name in names}
+    hint = did_you_mean(name, [*own, *of_deployment, *(taken - refused), *config.to_dict()])
+    raise ValueError(
+        f"{cls.__name__} has no argument {name}{hint or f', and {type(config).__name__} has no attribute of that name'}"
+    )
+
+
+def refuse_parallel(cls: type[Any], names: Collection[str]) -> None:
+    """Raise ``TypeError`` if an argument of the parallel constructors was given to one of transformers' own."""
+    if given := [field.name for field in fields(Arguments) if field.name in names]:
+        raise TypeError(
+            f"transformers' own constructors of {cls.__name__} make the full model and do not take {', '.join(given)}: "
+            "call from_pretrained_with_parallel or from_config_with_parallel"
+        )
 
 
 def is_timeout(value: object) -> bool:

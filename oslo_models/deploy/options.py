@@ -100,6 +100,10 @@ class DeployOptions:
         return chosen
 
 
+OF_DEPLOYMENT = tuple(each.name for each in fields(DeployOptions))
+"""The names of the arguments that only ``deploy=True`` accepts."""
+
+
 def executor_of(backend: str, stages: int, secret: str | None = None) -> StartExecutor:
     """The constructor of the executor of a backend."""
     if backend == "ray":

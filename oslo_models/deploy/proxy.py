@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-from oslo_models.config.arguments import Arguments, is_timeout, parse_dtype
+from oslo_models.config.arguments import Arguments, check_unused, is_timeout, parse_dtype
 from oslo_models.config.sources import open_source, read_generation_config
 from oslo_models.deploy.batching import Batcher
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
-from oslo_models.deploy.options import DeployOptions, executor_of
+from oslo_models.deploy.options import OF_DEPLOYMENT, DeployOptions, executor_of
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, serve
+from oslo_models.distributed.devices import visible_gpus
 
 
 class Deployment:
@@ -96,6 +97,19 @@ class Deployment:
         self._engine.call("unfuse")
         self._fuse_calls.clear()
         return self
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> Any:
+        """As `ParallelModel.num_parameters`: of the full model. Nothing of a deployed model is trainable."""
+        return 0 if only_trainable else self._engine.call("num_parameters", (False, exclude_embeddings))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("a deployed model cannot be copied: any number of threads may call this one")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise pickle.PicklingError(
+            "a deployed model cannot be pickled: its weights are in worker processes of this one. "
+            "save_pretrained_with_parallel writes them, and the constructor deploys them elsewhere"
+        )
 
     def fusion_report(self) -> Any:
         return self._engine.call("fusion_report")
@@ -171,7 +185,10 @@ class Deployment:
             )
         probe = nn.Module()
         probe.register_buffer("probe", torch.empty(0))
-        probe.to(*args, **kwargs)  # raises for invalid arguments while the workers are still there
+        try:
+            probe.to(*args, **kwargs)  # raises for invalid arguments while the workers are still there
+        except AssertionError as error:  # torch without CUDA
+            raise RuntimeError(f"{error}: {visible_gpus()}; the workers go on") from None
         self.close()
         model = self._construct_locally()
         for arguments, options in self._fuse_calls:
@@ -278,6 +295,7 @@ def _read_configs(
     else:
         directory, _, config = open_source(cls, source, options)
         generation_config = read_generation_config(directory)
+    check_unused(cls, config, options, OF_DEPLOYMENT)
     config.dtype = dtype or config.dtype
     arguments.check_config(cls, config)
     if generation_config is None and cls.can_generate():

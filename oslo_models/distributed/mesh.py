@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import weakref
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -23,6 +24,12 @@ from torch.distributed.rendezvous import rendezvous
 from oslo_models.distributed.store_barrier import SLOW_TIMEOUT, store_barrier
 from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.distributed.watchdog import TIMEOUT, Watchdog, waiting, watchdog_of_world
+
+NOT_PICKLABLE = (
+    "a parallel model cannot be pickled: its process groups exist on these ranks only. Instead of the model, save its "
+    "weights: model.save_pretrained_with_parallel(directory), or torch.save(model.state_dict(), path) with a path of "
+    "its own on each rank; copy.deepcopy(model) copies it"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +61,11 @@ class Axis:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # a process group cannot be copied, and a copied model lives on the same ranks
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.group is None:
+            return super().__reduce_ex__(protocol)
+        raise pickle.PicklingError(NOT_PICKLABLE)
 
     def set_phase(self, phase: str, steps: int = 0) -> None:
         """Note what this process starts to do, for the error that other ranks raise if it fails there.

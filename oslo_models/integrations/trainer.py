@@ -112,6 +112,11 @@ class ParallelTrainerMixin(_Base):
             return super().get_total_train_batch_size(args)
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
+    def floating_point_ops(self, inputs: Any) -> float:
+        """transformers' figure for a batch, of which each rank of a replica has its share."""
+        total: float = super().floating_point_ops(inputs)
+        return total if self._parallel is None else total / self._mesh.model.size
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         """transformers' method, with the batches of the first rank of each replica on all of its ranks."""
         return super().get_batch_samples(map(self._share, epoch_iterator), *args, **kwargs)

@@ -51,7 +51,8 @@ def vocab_parallel_embedding(
 class VocabParallelHead(nn.Linear):
     """A language-model head with a sharded vocabulary. Input ``[..., hidden]`` is replicated.
 
-    Returns `VocabParallelLogits`.
+    Returns `VocabParallelLogits`; under ``torch.compile``, the full logits: dynamo guards the size of a tensor that
+    crosses a graph break by its storage, and computes ``nn.CrossEntropyLoss`` without asking ``__torch_function__``.
     """
 
     tp: Axis
@@ -62,7 +63,7 @@ class VocabParallelHead(nn.Linear):
         vocab = self.layouts["weight"]
         with without_override():
             local = self.product(copy_to(self.tp, x), self.weight, self.bias)
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # decoding reads all logits anyway
+        if torch.compiler.is_compiling():
             return gather_from(self.tp, local, -1, [stop - start for ((start, stop),) in vocab.ranges])
         return VocabParallelLogits.from_local(local, self.tp, vocab)
 

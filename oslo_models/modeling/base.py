@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from oslo_models.config.arguments import Arguments
+from oslo_models.config.arguments import Arguments, refuse_parallel
 from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
@@ -17,6 +17,7 @@ from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.adapters.adaptable import AdaptableModel
 from oslo_models.modeling.apply_plan import apply_plan, layouts_of
 from oslo_models.modeling.construction import construct
+from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.forward import with_full_outputs, with_full_stage_outputs, with_synchronized_rng
 from oslo_models.modeling.fusing import FusableModel
 from oslo_models.modeling.initialization import SeededByName, initialize_computed
@@ -28,7 +29,7 @@ from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Entries, Plan
 
 
-class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedModel):
+class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedModel, CountableModel):
     """The parallel base class of a zoo class; its other base is the transformers class of the same name.
 
     An architecture states a `plan`, and each of its classes a `head_plan`. Constructed by
@@ -81,6 +82,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         blocks_per_stage: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
+        misplaced = {"blocks_per_stage"} if mesh is None and blocks_per_stage is not None else set()
+        refuse_parallel(type(self), misplaced | kwargs.keys())
         super().__init__(config, *args, **kwargs)
         self.layouts: dict[str, Layout] = {}
         if mesh is None:
@@ -95,6 +98,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         self.mesh, self.mpu = mesh, MPU(mesh)
         plan, prefix, head = self.plan(self.config), self._prefix(), type(self).head_plan
         self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
+        self._note_full_parameters(self.layouts)
         if mesh.tp.size > 1:
             apply_plan(self, plan, prefix, head, mesh, self.layouts)
         if mesh.pp.size > 1:
@@ -238,7 +242,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     def _at(self, phase: str, steps: int = 0) -> None:
         """Report the phase of this rank, for the diagnosis of failures; ``generate`` is one phase."""
-        if self.mesh is not None and not self._generates:
+        if self.mesh is not None and not self._generates and not torch.compiler.is_compiling():
             self.mesh.world.set_phase(phase, steps)
 
     def _compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

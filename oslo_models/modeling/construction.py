@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig, set_seed
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from oslo_models.checkpoint import CheckpointReader
-from oslo_models.config.arguments import Arguments, is_timeout, parse_dtype
+from oslo_models.config.arguments import IGNORED, UNSUPPORTED, Arguments, check_unused, is_timeout, parse_dtype
 from oslo_models.config.sources import copy_config, open_source, read_generation_config
 from oslo_models.deploy import deploy
+from oslo_models.deploy.options import OF_DEPLOYMENT
 from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree, broadcast_object, require_equal
@@ -64,10 +65,11 @@ def _from_config(
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
         config = copy_config(cls, config)
-        options = {key: value for key, value in kwargs.items() if key != "deployment"}
+        options = _options(kwargs)
         dtype = parse_dtype(options) or config.dtype
         for key in [key for key in options if hasattr(config, key)]:
             setattr(config, key, options.pop(key))
+        check_unused(cls, config, options, OF_DEPLOYMENT)
         arguments.check_config(cls, config)
     mesh, init_seed = join(arguments, config, kwargs, call)
     own = {"init_seed": init_seed, "blocks_per_stage": arguments.blocks_per_stage}
@@ -89,18 +91,19 @@ def _from_pretrained(
     call: str,
 ) -> tuple[Any, dict[str, Any]]:
     """Load this rank's part of a checkpoint; returns the model and the loading info of transformers."""
-    options = {key: value for key, value in kwargs.items() if key != "deployment"}
+    options = _options(kwargs)
     ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)
-    for ignored in ("low_cpu_mem_usage", "weights_only", "use_safetensors", "output_loading_info"):
+    key_mapping = options.pop("key_mapping", None)
+    for ignored in IGNORED:
         options.pop(ignored, None)
     with agree(world, f"checking arguments of {call}"):
         arguments.check(kwargs)
         dtype = parse_dtype(options)
         directory, variant, config = open_source(cls, name, options)
+        check_unused(cls, config, options, OF_DEPLOYMENT)
         old_vocab = getattr(config, "vocab_size", None)
         arguments.check_config(cls, config)
     mesh, init_seed = join(arguments, config, {**kwargs, "pretrained_model_name_or_path": str(name)}, call)
-    key_mapping = options.pop("key_mapping", None)
     source = open_with_mapping(
         cls,
         config,
@@ -136,6 +139,12 @@ def _from_pretrained(
     model.config.name_or_path = model.name_or_path = str(name)
     require_equal(mesh.tp, {"tied weights": sorted(model.all_tied_weights_keys)}, "checkpoints")
     return model, info
+
+
+def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Further arguments of a constructor, without those that only `Arguments.check` looks at."""
+    checked = ("deployment", *(name for names in UNSUPPORTED.values() for name in names))
+    return {key: value for key, value in kwargs.items() if key not in checked}
 
 
 def join(

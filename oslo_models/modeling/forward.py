@@ -75,7 +75,8 @@ def _gathered_forward(forward: Any, model: Any, args: tuple[Any, ...], kwargs: d
         return output
     fields = _gather_fields(model, output, kwargs)
     model._at("after forward")
-    _note_backward(fields.values(), model._at)
+    if not torch.compiler.is_compiling():  # a hook on a tensor inside the graph would break it
+        _note_backward(fields.values(), model._at)
     if fields.get("loss") is not None and model.mesh is not None:
         propagate_overflow_after_backward(fields["loss"], model.parameters, model.mesh.tp)
     # In a tuple, omitted logits stay as None, so that the outputs after them keep their positions.
@@ -186,17 +187,21 @@ def _gather_fields(model: Any, output: ModelOutput, given: Mapping[str, Any]) ->
     """The fields of a forward's output as transformers returns them: logits and attention weights are gathered."""
     loss = output.get("loss")
     omit_logits = loss is not None and (loss.requires_grad if model.gather_logits is None else not model.gather_logits)
-    plan = model.plan(model.config)
-    replicated = output.keys() if plan.max_ranks() is None else plan.replicated_attentions
     fields = {}
     for name, value in output.items():
         if isinstance(value, (VocabParallelLogits, LazyLogits)):
             labels = model.labels_of.get(name)  # without them, no loss was computed from these logits
             value = None if omit_logits and (labels is None or given.get(labels) is not None) else value.full()
-        elif name.endswith("attentions") and value and model.mesh is not None and name not in replicated:
+        elif name.endswith("attentions") and value and model.mesh is not None and _has_local_heads(model, name):
             value = tree_map_only(Tensor, partial(_all_heads, model.mesh.tp), tuple(value))
         fields[name] = value
     return fields
+
+
+def _has_local_heads(model: Any, name: str) -> bool:
+    """Whether the attention weights of this output are those of this rank's heads only."""
+    plan = model.plan(model.config)
+    return plan.max_ranks() is not None and name not in plan.replicated_attentions
 
 
 def _all_heads(tp: Axis, weights_BHQK: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models import checkpoint
-from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.mesh import NOT_PICKLABLE, ParallelMesh
 from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
@@ -121,6 +122,16 @@ class SavableModel(PreTrainedModel):
         config.save_pretrained(directory)
         if self.can_generate() and self.generation_config is not None:
             self.generation_config.save_pretrained(directory)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.mesh is not None and self.mesh.world.group is not None:
+            raise pickle.PicklingError(NOT_PICKLABLE)
+        return super().__reduce_ex__(protocol)
+
+    def __copy__(self) -> Any:
+        copied: Any = type(self).__new__(type(self))
+        copied.__dict__.update(vars(self))
+        return copied
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' method, for a model that is not sharded, or for its active adapter.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -103,6 +104,15 @@ class TrainableModel(PreTrainedModel):
         for part in local:
             part.mul_(scale.to(part.dtype))
         return norm.to(local[0].dtype) if local else norm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy on the same mesh, as ``torch.optim.swa_utils.AveragedModel`` makes it."""
+        copied: Any = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        if self.mesh is not None:
+            copied._mark_parameters()
+        return copied
 
     def matrix_optimizer(
         self, cls: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter] | None = None, **options: Any

@@ -347,6 +347,31 @@ def test_autograd_grad_is_rejected_in_favour_of_backward(seed: int) -> None:
         loss.backward()
 
 
+def test_gpus_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = hf.GPT2LMHeadModel(zoo.config("gpt2"))
+    for devices, name, options in (
+        (["cuda:0", "cuda:1"], "device_ids asks for cuda:1", {}),
+        ([0, 3], "device_ids asks for cuda:3", {}),
+        (["cpu", "cpu"], "output_device asks for cuda:2", {"output_device": "cuda:2"}),
+    ):
+        with pytest.raises(ValueError, match=f"{name}, and torch sees 1 GPUs here .*: (pass CPUs|leave it out)"):
+            oslo_models.tensor_parallel(model, devices, **options)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for given in (["cuda"], ["cuda:0", "cuda:1"], []):
+        with pytest.raises(ValueError, match=r"torch sees no GPU here .*\[\"cpu\", \"cpu\"\]"):
+            oslo_models.tensor_parallel(model, given)
+
+
+def test_num_parameters_over_devices_is_that_of_the_full_model() -> None:
+    model = hf.GPT2LMHeadModel(zoo.config("gpt2"))
+    for sharded in (False, True):
+        parallel = oslo_models.tensor_parallel(model, ["cpu"] * 2, sharded=sharded)
+        assert parallel.num_parameters() == model.num_parameters()
+        assert parallel.num_parameters(exclude_embeddings=True) == model.num_parameters(exclude_embeddings=True)
+
+
 def part_of_a_process() -> Any:
     model = oslo_models.tensor_parallel(hf.GPT2LMHeadModel(zoo.config("gpt2")), distributed=True)
     return type(model) is oslo_models.GPT2LMHeadModel, model.mesh.tp.size, model.mesh.tp.threads

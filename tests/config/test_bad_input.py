@@ -15,6 +15,7 @@ import transformers
 import oslo_models
 from oslo_models import AutoModelForCausalLM, AutoModelForMaskedLM, GPT2Config, GPT2LMHeadModel, GPTNeoForCausalLM
 
+from support import zoo
 from support.pool import Pool
 
 CONFIG = dict(vocab_size=53, n_positions=16, n_embd=24, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=1)
@@ -256,12 +257,90 @@ def test_directory_without_a_checkpoint_is_named(pool: Pool, saved: Path, tmp_pa
         assert "is a file" in message
 
 
-def test_unsupported_model_types_and_classes_are_named() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("tensor_paralel_size", "tensor_parallel_size"),
+        ("micro_batchsize", "micro_batch_size"),
+        ("Seed", "seed"),
+        ("local_file_only", "local_files_only"),
+        ("attn_implementaton", "attn_implementation"),
+        ("n_layr", "n_layer"),
+        ("max_batchsize", "max_batch_size"),
+    ],
+)
+def test_misspelled_arguments_are_corrected(pool: Pool, saved: Path, wrong: str, meant: str) -> None:
+    for function, arguments in ((from_config, ()), (from_pretrained, (saved,))):
+        for message in refused(pool, 2, function, *arguments, **{wrong: 2}):
+            assert message.endswith(f"GPT2LMHeadModel has no argument {wrong}; did you mean {meant}?")
+    for message in refused(pool, 1, from_config, deploy=True, **{wrong: 2}):
+        assert message.endswith(f"GPT2LMHeadModel has no argument {wrong}; did you mean {meant}?")
+
+
+def test_arguments_that_nothing_takes_are_named(pool: Pool, saved: Path) -> None:
+    for message in refused(pool, 2, from_pretrained, saved, colour="red"):
+        assert message.endswith("has no argument colour, and GPT2Config has no attribute of that name")
+    for message in refused(pool, 2, from_config, batch_wait_ms=3):
+        assert message.endswith("batch_wait_ms=3 is for deploy=True")
+
+
+def _valid_names(path: Path) -> None:
+    loading = {"local_files_only": True, "low_cpu_mem_usage": True, "device_map": None, "trust_remote_code": False}
+    model = GPT2LMHeadModel.from_pretrained_with_parallel(path, attn_implementation="eager", n_layer=2, **loading)
+    assert (model.config.n_layer, model.config._attn_implementation) == (2, "eager")
+    bert = oslo_models.BertModel.from_config_with_parallel(zoo.config("bert"), add_pooling_layer=False, dtype="float32")
+    assert bert.pooler is None
+
+
+def test_arguments_of_transformers_and_of_classes_are_taken(pool: Pool, saved: Path) -> None:
+    pool.run(1, _valid_names, saved)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "micro_batch_size", "blocks_per_stage", "deploy"])
+def test_transformers_constructors_name_the_parallel_ones(saved: Path, name: str) -> None:
+    for construct in (
+        lambda **given: GPT2LMHeadModel.from_pretrained(saved, **given),
+        lambda **given: GPT2LMHeadModel(GPT2Config(**CONFIG), **given),
+    ):
+        with pytest.raises(TypeError, match=f"do not take {name}: call from_pretrained_with_parallel"):
+            construct(**{name: [2, 1] if name == "blocks_per_stage" else 2})
+    with pytest.raises(TypeError, match="call from_pretrained_with_parallel"):
+        AutoModelForCausalLM.from_pretrained(saved, **{name: 2})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("GPT2LMHeadModell", "GPT2LMHeadModel"),
+        ("GTP2LMHeadModel", "GPT2LMHeadModel"),
+        ("LLamaForCausalLM", "LlamaForCausalLM"),
+        ("AutoModelForCausualLM", "AutoModelForCausalLM"),
+        ("paralelize", "parallelize"),
+    ],
+)
+def test_misspelled_names_are_corrected(wrong: str, meant: str) -> None:
+    expected = rf"oslo_models has no {wrong}; did you mean {meant}\?"
+    with pytest.raises(AttributeError, match=expected):
+        getattr(oslo_models, wrong)
+    with pytest.raises(ImportError, match=expected):
+        exec(f"from oslo_models import {wrong}")
+    assert not hasattr(oslo_models, wrong)
+
+
+def test_unsupported_model_types_and_classes_are_named(tmp_path: Path) -> None:
+    page = r'docs/develop/architecture.md \("Adding an architecture"\)'
+    with pytest.raises(ValueError, match=f"no class for 'qwen2_moe'; did you mean qwen2\\? it has: .*{page}"):
+        AutoModelForCausalLM.from_config_with_parallel(transformers.Qwen2MoeConfig())
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    with pytest.raises(ValueError, match=f"no class for 'lama'; did you mean llama\\? it has: .*{page}"):
+        AutoModelForCausalLM.from_pretrained_with_parallel(tmp_path)
     with pytest.raises(ValueError, match=r"AutoModelForCausalLM has no class for 'rwkv'; it has: .*gpt2"):
         AutoModelForCausalLM.from_config_with_parallel(transformers.RwkvConfig())
-    with pytest.raises(ValueError, match=r"AutoModelForMaskedLM has no class for 'gpt2'; it has: .*bert"):
+    with pytest.raises(
+        ValueError, match=r"MaskedLM has no class for 'gpt2'; it has: .*bert.* Classes of gpt2: .*GPT2Model"
+    ):
         AutoModelForMaskedLM.from_config_with_parallel(GPT2Config())
-    with pytest.raises(AttributeError, match=r"oslo_models has no RwkvForCausalLM; architectures: .*gpt2"):
+    with pytest.raises(AttributeError, match=r"has no RwkvForCausalLM; architectures: .*gpt2.*Adding an architecture"):
         oslo_models.RwkvForCausalLM  # noqa: B018
 
 

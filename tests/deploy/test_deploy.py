@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -64,6 +66,20 @@ def test_deployed_model_answers_as_the_undeployed_one(model: Any, whole: Any, se
     torch.testing.assert_close(output.loss, expected.loss.detach(), rtol=1e-5, atol=1e-5)
     assert set(model.memory_allocated()) == {"cpu:0", "cpu:1"}
     assert all(count > 1 << 20 for count in model.memory_chached().values())
+
+
+def test_deployed_model_counts_and_is_neither_copied_nor_pickled(model: Any, whole: Any) -> None:
+    assert model.num_parameters() == whole.num_parameters()
+    assert model.num_parameters(exclude_embeddings=True) == whole.num_parameters(exclude_embeddings=True)
+    assert model.num_parameters(only_trainable=True) == 0
+    with pytest.raises(TypeError, match="a deployed model cannot be copied"):
+        copy.deepcopy(model)
+    with pytest.raises(pickle.PicklingError, match="its weights are in worker processes"):
+        pickle.dumps(model)
+    if not torch.cuda.is_available():
+        with pytest.raises((AssertionError, RuntimeError), match=r"torch sees no GPU here|NVIDIA driver"):
+            model.cuda()
+    assert model.health()["healthy"]
 
 
 def test_generation_config_of_the_application_reaches_the_workers(model: Any, whole: Any, seed: int) -> None:

@@ -80,11 +80,12 @@ def test_evaluation_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, s
 
 
 def generate_on_ranks(
-    run: Run, tp: int, pp: int, args: dict[str, Any], rows: tuple[trainers.Rows, ...], expected: Any
+    run: Run, tp: int, pp: int, args: dict[str, Any], rows: tuple[trainers.Rows, ...], expected: Any, loss: float
 ) -> None:
-    args = {**args, "cls": transformers.Seq2SeqTrainingArguments}
+    args = {**args, "gradient_accumulation_steps": 2, "cls": transformers.Seq2SeqTrainingArguments}
     trainer = trainers.rank_trainer(run, tp, pp, args, rows[0], Seq2SeqTrainer, eval_dataset=rows[1])
     trainers.in_float64(trainer.train)
+    assert abs(trainer.state.log_history[0]["loss"] - loss) < TOLERANCE
     predicted = trainers.in_float64(lambda: trainer.predict(rows[1], max_length=8, num_beams=2))
     assert (predicted.predictions == expected.predictions).all()
     assert (predicted.label_ids == expected.label_ids).all()
@@ -93,12 +94,13 @@ def generate_on_ranks(
 
 @pytest.mark.parametrize("sizes", ["tp=2", "pp=2", "tp=2, dp=2"])
 def test_seq2seq_predicts_by_generation(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
+    """After a step of two accumulated batches, of which T5 computes means; on one process it is one batch."""
     tp, pp, ranks = SIZES[sizes]
     replicas = ranks // (tp * pp)
     config = pipelines.config("t5")
-    rows = tuple(trainers.text_rows(config, seed + i, 8, masked=0) for i in range(2))  # T5 has no mean over batches
+    rows = tuple(trainers.text_rows(config, seed + i, 16 - 8 * i, masked=0) for i in range(2))
     args: dict[str, Any] = {"output_dir": str(tmp_path), "max_steps": 1, "predict_with_generate": True}
-    per_device = {f"per_device_{phase}_batch_size": 4 * replicas for phase in ("train", "eval")}
+    per_device = {"per_device_train_batch_size": 8 * replicas, "per_device_eval_batch_size": 4 * replicas}
     cls = {"cls": transformers.Seq2SeqTrainingArguments}
     run = Run("T5ForConditionalGeneration", config, {})
     model = trainers.reference_model(run.name, config, seed)
@@ -109,4 +111,5 @@ def test_seq2seq_predicts_by_generation(pool: Pool, sizes: str, tmp_path: Path, 
     )
     trainers.in_float64(reference.train)
     expected = trainers.in_float64(lambda: reference.predict(rows[1], max_length=8, num_beams=2))
-    pool.run(ranks, generate_on_ranks, run, tp, pp, args, rows, expected, env=True)
+    loss = reference.state.log_history[0]["loss"]
+    pool.run(ranks, generate_on_ranks, run, tp, pp, args, rows, expected, loss, env=True)

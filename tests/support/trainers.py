@@ -149,6 +149,8 @@ def differences_of_run(trainer: Any, run: Run) -> list[str]:
         for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch", "step"):
             if abs(own.get(key, 0) - expected.get(key, 0)) > TOLERANCE:
                 lines.append(f"{key} in step {own['step']}: {own[key]} instead of {expected[key]}")
+    if logs[-1]["total_flos"] != pytest.approx(run.logs[-1]["total_flos"], rel=1e-6):
+        lines.append(f"total_flos {logs[-1]['total_flos']} instead of {run.logs[-1]['total_flos']}")
     for step, expected in run.parameters.items():
         lines += stage_differences(trainer.model, f"step {step}:", seen[step], expected, TOLERANCE)
     return lines

@@ -17,6 +17,7 @@ from oslo_models.compat.oslo2 import initialize, zoo_class
 from oslo_models.compat.tensor_parallel.autograd import ThreadShards, run_on_threads
 from oslo_models.compat.tensor_parallel.zero3 import shard_replicated
 from oslo_models.config.arguments import Arguments
+from oslo_models.distributed.devices import require_gpus, visible_gpus
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.sharding.layout import Layout
@@ -80,6 +81,8 @@ def tensor_parallel(
         sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
         return initialize(model, {"model_parallelism": sizes})
     devices = _devices(device_ids)
+    output = devices[0] if output_device is None else _device(output_device)
+    require_gpus("output_device", [output], "leave it out for the first of device_ids")
     cls = zoo_class(model, may_be_empty=True)
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
@@ -96,27 +99,28 @@ def tensor_parallel(
         part.gather_logits = gather_logits
     if sharded or sharded_param_names:
         shard_replicated(parts, sharded_param_names)
-    sharded_model = _join_parts(
-        model, cls, parts, threads, devices[0] if output_device is None else _device(output_device)
-    )
+    sharded_model = _join_parts(model, cls, parts, threads, output)
     sharded_model.config = config
     return sharded_model
 
 
 def _device(device: Device) -> torch.device:
+    """The device, with its index."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
+    is_current = found == torch.device("cuda") and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else found
 
 
 def _devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
     """The device of each rank."""
     devices = [_device(device) for device in (range(torch.cuda.device_count()) if device_ids is None else device_ids)]
     if not devices:
-        raise ValueError('there is no GPU: pass device_ids, such as ["cpu", "cpu"]')
+        raise ValueError(f'there is no GPU: {visible_gpus()}; pass device_ids, such as ["cpu", "cpu"]')
     if {device.type for device in devices} not in ({"cpu"}, {"cuda"}):
         raise ValueError(f"device_ids must be GPUs only or CPUs only, got {[*map(str, devices)]}")
     if devices[0].type == "cuda" and len(set(devices)) < len(devices):
         raise ValueError(f"device_ids names a GPU twice, which would hold two shares: {[*map(str, devices)]}")
+    require_gpus("device_ids", devices, 'pass CPUs, such as ["cpu", "cpu"], or devices that are there')
     return devices
 
 
@@ -187,6 +191,12 @@ class TensorParallelModel(PreTrainedModel):
         """
         parts: Any = self.parts
         return self.threads.run(lambda rank: parts[rank].clip_grad_norm_(max_norm, norm_type))[0].to(self.output_device)
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """The number of parameters of the full model, as `ParallelModel.num_parameters`."""
+        part: Any = self.parts[0]
+        count: int = part.num_parameters(only_trainable, exclude_embeddings)
+        return count
 
     @property
     def device(self) -> torch.device:

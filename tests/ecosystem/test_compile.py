@@ -1,0 +1,167 @@
+"""``torch.compile`` of a sharded model: results of one process, with the numbers of graphs that dynamo makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import PreTrainedConfig
+
+from support import zoo
+from support.float64 import lifted_casts
+from support.pool import Pool
+from support.reference import (
+    TOLERANCE,
+    differences,
+    full_gradients,
+    full_parameters,
+    parallel_model,
+    reference_model,
+    shard_differences,
+)
+
+BACKEND = "aot_eager"  # traces and partitions the graphs as inductor does, without its compiler
+
+
+@contextmanager
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+def counts() -> tuple[int, int]:
+    """How many graphs dynamo has made, and how often it broke one."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def without_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def check_forward(config: Any, weights: Any, name: str, batches: list[Any], expected: list[Tensor]) -> tuple[int, int]:
+    model = parallel_model(name, config, weights, 2).eval()
+    with fresh_dynamo(), lifted_casts(), torch.no_grad():
+        compiled = torch.compile(model, backend=BACKEND, fullgraph=True)
+        lines = []
+        for batch, logits in zip(batches, expected, strict=True):
+            lines += differences("logits", compiled(**without_labels(batch)).logits, logits, TOLERANCE)
+        assert not lines, "\n".join(lines)
+        return counts()
+
+
+@pytest.mark.parametrize("variant", [pytest.param("gpt2", marks=pytest.mark.zoo), "llama"])
+def test_compiled_forward_is_one_graph(pool: Pool, variant: str, seed: int) -> None:
+    name, config = zoo.lm_head(variant), zoo.config(variant)
+    model, batches = reference_model(name, config, seed).eval(), [zoo.batch(name, config, seed + i) for i in range(3)]
+    with lifted_casts(), torch.no_grad():
+        expected = [model(**without_labels(batch)).logits for batch in batches]
+    for graphs, breaks in pool.run(2, check_forward, config, full_parameters(model), name, batches, expected):
+        assert (graphs, breaks) == (1, 0)
+
+
+def take_steps(model: Any, forward: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Losses of training steps, the last of which leaves its gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = forward(**batch).loss
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+    return losses
+
+
+def check_training(
+    config: PreTrainedConfig, weights: Any, name: str, batches: list[Any], expected: Any
+) -> tuple[int, int]:
+    losses, gradients, trained = expected
+    model = parallel_model(name, config, weights, 2)
+    with fresh_dynamo(), lifted_casts():
+        own_losses = take_steps(model, torch.compile(model, backend=BACKEND), batches)
+        lines = differences("losses", torch.stack(own_losses), torch.stack(losses), TOLERANCE)
+        lines += shard_differences(model, "gradient", full_gradients(model), gradients, TOLERANCE)
+        lines += shard_differences(model, "trained", full_parameters(model), trained, TOLERANCE)
+        assert not lines, "\n".join(lines)
+        return counts()
+
+
+@pytest.mark.parametrize(
+    ("variant", "most"),
+    [
+        pytest.param("llama", (1, 0), marks=pytest.mark.zoo),
+        ("gpt2", (2, 4)),  # transformers warns of the loss_type of its class between head and loss, on one process too
+        pytest.param("t5", (1, 0), marks=pytest.mark.zoo),  # dynamo does not hand its loss to a subclass of Tensor
+    ],
+)
+def test_compiled_training_matches_one_process(pool: Pool, variant: str, most: tuple[int, int], seed: int) -> None:
+    name, config = zoo.lm_head(variant), zoo.config(variant, use_cache=False)
+    model, batches = reference_model(name, config, seed), [zoo.batch(name, config, seed + i) for i in range(3)]
+    weights = full_parameters(model)
+    with lifted_casts():
+        losses = take_steps(model, model, batches)
+    expected = losses, full_gradients(model), full_parameters(model)
+    for graphs, breaks in pool.run(2, check_training, config, weights, name, batches, expected):
+        assert graphs <= most[0] and breaks <= most[1], (graphs, breaks)
+
+
+def check_dropout(name: str, config: PreTrainedConfig, batch: dict[str, Tensor], seed: int) -> None:
+    """The compiled model draws the masks that the model draws, and leaves the generator where that leaves it."""
+    model = parallel_model(name, config, full_parameters(reference_model(name, config, seed)), 2)
+    found = []
+    with fresh_dynamo(), lifted_casts():
+        for forward in (model, torch.compile(model, backend=BACKEND)):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            loss = forward(**batch).loss
+            loss.backward()
+            gradients = {key: param.grad.clone() for key, param in model.named_parameters()}
+            found.append((loss.detach(), gradients, torch.rand(())))
+    (loss, gradients, drawn), (own_loss, own_gradients, own_drawn) = found
+    lines = differences("loss", own_loss, loss, TOLERANCE) + differences("drawn", own_drawn, drawn, 0)
+    for key, gradient in gradients.items():
+        lines += differences(f"gradient of {key}", own_gradients[key], gradient, TOLERANCE)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.zoo
+def test_compiled_dropout_is_that_of_the_model(pool: Pool, seed: int) -> None:
+    name, config = zoo.lm_head("llama"), zoo.config("llama", dropout=0.3, use_cache=False)
+    pool.run(2, check_dropout, name, config, zoo.batch(name, config, seed), seed)
+
+
+def check_generation(config: Any, weights: Any, name: str, prompts: list[Tensor], expected: Any) -> tuple[int, int]:
+    model = parallel_model(name, config, weights, 2).eval()
+    with fresh_dynamo(), lifted_casts():
+        model.forward = torch.compile(model.forward, backend=BACKEND, fullgraph=True)
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert generate(model, prompt).equal(tokens)
+        return counts()
+
+
+def generate(model: Any, prompt: Tensor) -> Tensor:
+    options = {"cache_implementation": "static", "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    tokens: Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    return tokens
+
+
+@pytest.mark.parametrize("variant", [pytest.param("gpt2", marks=pytest.mark.zoo), "llama"])
+def test_compiled_generation_with_a_static_cache_makes_two_graphs(pool: Pool, variant: str, seed: int) -> None:
+    """One for the prompt, one for all further tokens, and of the next prompt of that length."""
+    name, config = zoo.lm_head(variant), zoo.config(variant)
+    model = reference_model(name, config, seed).eval()
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(3, config.vocab_size, (2, 5), generator=generator) for _ in range(2)]
+    with lifted_casts():
+        expected = [generate(model, prompt) for prompt in prompts]
+    for graphs, breaks in pool.run(2, check_generation, config, full_parameters(model), name, prompts, expected):
+        assert graphs <= 2 and breaks == 0, (graphs, breaks)
