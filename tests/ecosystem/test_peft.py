@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from support import pipelines, zoo
 from support.adapters import (
@@ -18,20 +19,27 @@ from support.adapters import (
     check_files,
     check_injected,
     check_run,
+    check_variant,
     plain_model,
     reference_run,
     step_with_recorded_masks,
     trained_parameters,
     use_adapters,
     use_injected,
+    use_variant,
 )
 from support.dropout_masks import RATE, Replay, Shapes, check_masks, join_masks
 from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import reference_model
+from support.reference import TOLERANCE, differences, reference_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
+MODELS = [
+    ("llama", 3),  # 2 key-value heads, one of which is on two ranks
+    ("gpt2", 2),
+    *(pytest.param(*each, marks=pytest.mark.zoo) for each in (("llama", 2), ("gpt2", 3), ("llama-one-kv", 2))),
+]
 LORA: dict[str, dict[str, Any]] = {
     "all linear": {"target_modules": "all-linear", "r": 3},
     "rsLoRA, biases, not zero": {
@@ -60,8 +68,7 @@ IA3: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", LORA)
-@pytest.mark.parametrize("variant", ["llama", "gpt2", "llama-one-kv"])
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(("variant", "tp"), MODELS)
 def test_lora_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
     config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA[options])
     # the gradient of a bias of keys is zero but for rounding, which Adam would make as large as any other
@@ -71,8 +78,7 @@ def test_lora_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: 
 
 
 @pytest.mark.parametrize("options", IA3)
-@pytest.mark.parametrize("variant", ["llama", "gpt2", "llama-one-kv"])
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(("variant", "tp"), MODELS)
 def test_ia3_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
     config = peft.IA3Config(task_type="CAUSAL_LM", **IA3[options])
     run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed)
@@ -89,7 +95,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=pytest.mark.zoo), (3, 1), (2, 2)])
 def test_adapters_are_saved_byte_for_byte_as_by_peft(
     pool: Pool, seed: int, tmp_path: Path, kind: str, tp: int, pp: int
 ) -> None:
@@ -108,7 +114,7 @@ def test_adapters_train_on_pipeline_stages(pool: Pool, seed: int, kind: str, tp:
     pool.run(2 * tp, check_run, run, tp, 2)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(3, 1, marks=pytest.mark.zoo), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_many_adapters(pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, use_dora: bool) -> None:
     """Added, selected, disabled, saved, loaded, deleted, combined and merged as by plain ``peft``."""
@@ -121,6 +127,9 @@ def test_many_adapters(pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, 
     model = plain_model(run)
     expected = use_adapters(model, other, run.batches[0], str(tmp_path / "plain"))
     pool.run(tp * pp, check_adapters, run, tp, pp, other, expected, str(tmp_path / "ours"))
+    merged = [load_file(tmp_path / name / "merged" / "model.safetensors") for name in ("plain", "ours")]
+    assert merged[0].keys() == merged[1].keys()
+    assert not [line for key in merged[0] for line in differences(key, merged[1][key], merged[0][key], TOLERANCE)]
 
 
 PROMPTS = {
@@ -134,8 +143,7 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
-@pytest.mark.parametrize("variant", ["llama-9-heads", "gpt2", "llama-one-kv"])
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize(("variant", "tp"), [("llama-9-heads", 2), ("gpt2", 3), ("llama-one-kv", 2)])
 def test_prompts_train_as_on_one_process(
     pool: Pool, seed: int, tmp_path: Path, tp: int, variant: str, kind: str
 ) -> None:
@@ -247,3 +255,39 @@ def refuse(config: Any, message: str) -> None:
 def test_what_does_not_work_is_refused_by_name(pool: Pool, kind: str) -> None:
     make, message = REFUSED[kind]
     pool.run(2, refuse, make(), message)
+
+
+def test_models_of_threads_and_models_with_adapters_are_refused() -> None:
+    from transformers import LlamaForCausalLM
+
+    from oslo_models.compat.tensor_parallel.api import tensor_parallel
+
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    model: Any = LlamaForCausalLM(zoo.config("llama"))
+    for each in (config, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)):
+        with pytest.raises(ValueError, match="cannot be added to a model of tensor_parallel"):
+            peft.get_peft_model(tensor_parallel(model, ["cpu", "cpu"]), each)
+    model.add_adapter(config)
+    with pytest.raises(ValueError, match=r"has the adapters .'default'.*merge"):
+        tensor_parallel(model, ["cpu", "cpu"])
+
+
+@pytest.mark.parametrize("how", ["generate", "checkpointing", "low memory", "fused", "fused before"])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]])
+def test_together_with(pool: Pool, seed: int, tmp_path: Path, how: str, targets: Any) -> None:
+    adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=3)
+    run = reference_run("LlamaForCausalLM", zoo.config("llama-untied"), adapter, seed, folder=tmp_path)
+    model = plain_model(run, attn_implementation="eager")
+    model.load_state_dict(run.start, strict=False)
+    expected = use_variant(model, how, run.batches[0])
+    pool.run(2, check_variant, run, 2, how, str(tmp_path), expected)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("kind", ["SEQ_CLS", "TOKEN_CLS"])
+def test_heads_of_classification(pool: Pool, seed: int, tp: int, pp: int, kind: str) -> None:
+    """``peft`` adds their heads to ``modules_to_save`` itself."""
+    name = {"SEQ_CLS": "BertForSequenceClassification", "TOKEN_CLS": "BertForTokenClassification"}[kind]
+    adapter = peft.LoraConfig(task_type=kind, target_modules=["query", "dense"], r=3)
+    run = reference_run(name, pipelines.config("bert"), adapter, seed, "SGD")
+    pool.run(tp * pp, check_run, run, tp, pp)

@@ -25,14 +25,14 @@ from support.reference import (
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
-FOUNDING = [*zoo.FOUNDING, "falcon", "bloom", "gpt_neox", "mpt", "deberta-v2", "whisper"]
+FOUNDING = [*zoo.FOUNDING, "falcon", "bloom", "bart", "deberta-v2"]
 
 
 def targets(model: Any) -> list[str]:
     """All linear layers and the tokens' embedding, by their full names, but for one of two with the same weight."""
     tied = {name.rpartition(".")[0] for name in model.all_tied_weights_keys}
     found = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-    has_tokens = model.main_input_name == "input_ids" and "Rag" not in type(model).__name__
+    has_tokens = model.main_input_name == "input_ids" and not type(model).__name__.startswith(("Rag", "CLIP"))
     tokens = model.get_input_embeddings() if has_tokens else None
     found |= {name for name, module in model.named_modules() if module is tokens and isinstance(tokens, nn.Embedding)}
     return sorted(found - tied)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +249,10 @@ def use_adapters(model: Any, other: Any, batch: Batch, folder: str) -> dict[str,
     note("two at once")
     merged = model.merge_and_unload()
     note("unloaded", merged)
+    if hasattr(merged, "save_pretrained_with_parallel"):
+        merged.save_pretrained_with_parallel(f"{folder}/merged", save_with_merging=True)
+    else:
+        merged.save_pretrained(f"{folder}/merged")
     return results
 
 
@@ -338,7 +344,8 @@ def check_data_parallel(run: Run, wrapper: str, tp: int, norms: list[float]) -> 
         with lifted_casts():
             mean = wrapped(**own).loss
             mean.backward()
-        actual = base.clip_grad_norm_(0.1)
+        clip = base.clip_grad_norm_ if wrapper == "FSDP2" else partial(torch.nn.utils.clip_grad_norm_, params)
+        actual = torch.as_tensor(clip(0.1))
         stepper.step()
         mean = mean.detach() / dp.size
         dist.all_reduce(mean, group=dp.group)
@@ -346,3 +353,35 @@ def check_data_parallel(run: Run, wrapper: str, tp: int, norms: list[float]) -> 
         lines += differences("norm", actual, torch.tensor(norm, dtype=actual.dtype), TOLERANCE)
     assert len(params) == len(run.start)
     assert not lines, "\n".join(lines)
+
+
+def check_variant(run: Run, tp: int, how: str, saved: str, expected: Any) -> None:
+    """On each rank: logits, loss or tokens as on one process, with something else switched on too."""
+    from peft import PeftModel
+
+    base = parallel_base(run, tp, attn_implementation="eager")
+    if how == "fused before":
+        base.fuse()
+    options = {"low_cpu_mem_usage": True} if how == "low memory" else {}
+    model: Any = PeftModel.from_pretrained(base, saved, is_trainable=True, **options)
+    if how == "fused":
+        base.fuse()
+    result = use_variant(model, how, run.batches[0])
+    assert result.shape == expected.shape
+    error = (result - expected).abs().max().item()
+    assert error < (TOLERANCE if how in ("generate", "low memory") else 1e-5), error
+
+
+def use_variant(model: Any, how: str, batch: Batch) -> Tensor:
+    """Generated tokens, or the gradients of a step, flattened and in full."""
+    if how == "generate":
+        model.eval()
+        tokens: Tensor = model.generate(input_ids=batch["input_ids"][1:2], max_new_tokens=5, do_sample=False)
+        return tokens
+    if how == "checkpointing":
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    with nullcontext() if how == "checkpointing" else lifted_casts():  # the mode is not there when torch recomputes
+        model(**{key: value[1:2] for key, value in batch.items()}).loss.backward()  # a row without padding
+    grads = [param.grad for param in trained_parameters(model).values()]
+    return torch.cat([(x.full_tensor() if hasattr(x, "full_tensor") else x).flatten() for x in grads])

@@ -230,23 +230,21 @@ class TensorParallelModel(PreTrainedModel):
         return ThreadShards([part.get_encoder(*args, **kwargs) for part in parts], self.threads, self.output_device)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Raises ``NotImplementedError``, as transformers expects of models without: each part has its own."""
+        """Raises ``NotImplementedError``, as transformers expects of models without: each part has its own.
+
+        Raises:
+            ValueError: ``peft`` asks, which it does before it adds adapters: it would see the parts as separate models.
+        """
+        _refuse_peft(sys._getframe(1).f_globals.get("__name__", ""))
         raise NotImplementedError(
             "the embeddings are sharded: model.parts[0].get_input_embeddings() has the first part"
         )
 
-    @property
-    def peft_config(self) -> Any:
-        """Raises ``AttributeError``: the model has no adapters; and ``ValueError`` when ``peft`` adds some."""
-        raise AttributeError(f"{type(self).__name__} has no adapters")
-
-    @peft_config.setter
-    def peft_config(self, configs: Any) -> None:
-        raise ValueError(
-            f"the adapters {list(configs)} cannot be added to a model of tensor_parallel, whose parts peft sees as "
-            "separate models: merge them into the model before (`merge_and_unload()`), or start one process per device "
-            "with torchrun and use tensor_parallel(model, distributed=True)"
-        )
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of any module. Raises ``ValueError`` if ``peft`` looks for embeddings to make a prompt encoder."""
+        if target == "embeddings.word_embeddings":
+            _refuse_peft(sys._getframe(1).f_globals.get("__name__", ""))
+        return super().get_submodule(target)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ``RuntimeError``: the vocabulary is sharded."""
@@ -267,6 +265,16 @@ class TensorParallelModel(PreTrainedModel):
 
     def _get_static_cache_init_shape(self) -> None:
         return None  # ranks have different numbers of heads
+
+
+def _refuse_peft(caller: str) -> None:
+    """Raise ``ValueError`` if the module ``caller`` is one of ``peft``."""
+    if caller.startswith("peft."):
+        raise ValueError(
+            "adapters cannot be added to a model of tensor_parallel, whose parts peft would see as separate models: "
+            "merge them into the model before (`merge_and_unload()`), or start one process per device with torchrun "
+            "and use tensor_parallel(model, distributed=True)"
+        )
 
 
 @contextmanager

@@ -73,9 +73,13 @@ class AdaptableModel(PreTrainedModel):
         if target == "embeddings.word_embeddings" and self.mesh is not None and self.mesh.model.size > 1:
             caller = sys._getframe(1)
             if caller.f_code.co_name == "_setup_prompt_encoder":
+                from oslo_models.modeling.adapters.peft_model import become_sharded
                 from oslo_models.modeling.adapters.prompts import vocabulary_for_prompts
 
-                return vocabulary_for_prompts(self, caller.f_locals["self"], caller.f_locals["adapter_name"])
+                peft_model = caller.f_locals["self"]
+                vocabulary = vocabulary_for_prompts(self, peft_model, caller.f_locals["adapter_name"])
+                become_sharded(peft_model)
+                return vocabulary
         return super().get_submodule(target)
 
     def load_adapter(self, peft_model_id: str | Path | None = None, *args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ from oslo_models.modeling.adapters.layers import (
     ShardedDropout,
     VocabParallelLoraEmbedding,
 )
-from oslo_models.modeling.adapters.layouts import FULL, adapter_layouts, shards_outputs, weight_layout
+from oslo_models.modeling.adapters.layouts import adapter_layouts, shards_outputs, weight_layout
 from oslo_models.modeling.adapters.peft_model import become_sharded, under_construction
 from oslo_models.modeling.adapters.state import register_state_hooks
 from oslo_models.modeling.adapters.support import check_config, check_layer
@@ -110,7 +110,7 @@ def _restore_placeholders(model: nn.Module) -> None:
 def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
     """Make one LoRA adapter parallel, if its layer is sharded."""
     base = tuner.get_base_layer()
-    if weight_layout(base) is FULL:
+    if weight_layout(base) is None:
         return
     outputs = shards_outputs(base)
     if isinstance(tuner, lora.Embedding):

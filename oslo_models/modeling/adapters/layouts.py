@@ -12,26 +12,25 @@ from torch import nn
 from oslo_models.distributed.mesh import Axis
 from oslo_models.sharding.layout import Layout
 
-FULL = Layout(())
-"""Stands for the layout of a layer that every rank holds in full."""
 
-
-def weight_layout(layer: nn.Module) -> Layout:
-    """The layout of the weight of an adapted layer; `FULL` if every rank holds it."""
+def weight_layout(layer: nn.Module) -> Layout | None:
+    """The layout of the weight of an adapted layer; ``None`` if every rank holds all of it."""
     layouts: Any = getattr(layer, "layouts", None) or {}
-    layout: Layout = layouts.get("weight", FULL)
-    return FULL if layout.dim is None else layout
+    layout: Layout | None = layouts.get("weight")
+    return None if layout is None or layout.dim is None else layout
 
 
 def shards_outputs(layer: nn.Module) -> bool:
     """Whether it is the outputs of a sharded layer that are sharded: features, or the entries of embeddings."""
     outputs = 0 if isinstance(layer, nn.Linear) else 1
-    return weight_layout(layer).dim == outputs
+    layout = weight_layout(layer)
+    return layout is not None and layout.dim == outputs
 
 
 def features(layer: Any) -> tuple[int, int]:
     """The full numbers of input and output features of an adapted layer; for embeddings, of entries and features."""
-    shape = weight_layout(layer).shape or tuple(layer.weight.shape)
+    layout = weight_layout(layer)
+    shape = tuple(layer.weight.shape) if layout is None else layout.shape
     return (shape[1], shape[0]) if isinstance(layer, nn.Linear) else (shape[0], shape[1])
 
 
@@ -41,7 +40,7 @@ def adapter_layouts(tuner: Any) -> dict[str, Layout]:
         return _layouts_of_copies(tuner)
     base = tuner.get_base_layer()
     weight = weight_layout(base)
-    if weight is FULL:
+    if weight is None:
         return {}
     inputs, outputs = features(base)
     found = {f"base_layer.{leaf}": layout for leaf, layout in base.layouts.items()}

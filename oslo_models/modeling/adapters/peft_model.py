@@ -11,6 +11,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.adapters.layouts import adapter_layouts
+from oslo_models.modeling.adapters.prompts import local_heads
 from oslo_models.modeling.adapters.saving import save_peft_model
 
 
@@ -75,8 +76,6 @@ class ShardedPeftModel(PeftModel):
         prompt = super().get_prompt(*args, **kwargs)
         if self.active_peft_config.peft_type != PeftType.PREFIX_TUNING:
             return prompt
-        from oslo_models.modeling.adapters.prompts import local_heads
-
         return local_heads(self.get_base_model(), prompt)
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> None:
@@ -94,7 +93,7 @@ class ShardedPeftModel(PeftModel):
 def become_sharded(peft_model: Any) -> None:
     """Give a ``PeftModel`` the class of one whose model is sharded, in place."""
     if not isinstance(peft_model, ShardedPeftModel):
-        peft_model.__class__ = _sharded_class(type(peft_model))
+        peft_model.__class__ = _sharded_class(type(peft_model))  # type: ignore[arg-type]
 
 
 def under_construction() -> PeftModel | None:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.distributed.rng import synchronize
-from oslo_models.modeling.adapters.peft_model import become_sharded
 from oslo_models.sharding.layout import GroupedHeads
 
 _SUPPORTED = (PeftType.PROMPT_TUNING, PeftType.P_TUNING, PeftType.PREFIX_TUNING)
@@ -54,7 +53,6 @@ def vocabulary_for_prompts(model: Any, peft_model: Any, name: str) -> FullVocabu
         supported = ", ".join(each.value for each in _SUPPORTED)
         raise ValueError(f"{kind.value} does not work on a sharded model; of the prompts, {supported} do")
     synchronize(model.mesh.tp, model.mesh.device)  # every rank draws the same prompt encoder
-    become_sharded(peft_model)
     embeddings = model.get_input_embeddings()
     layouts = getattr(embeddings, "layouts", {})
     shape = layouts["weight"].shape if "weight" in layouts else embeddings.weight.shape

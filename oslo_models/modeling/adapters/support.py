@@ -11,7 +11,8 @@ from peft.tuners.lora.variants import DoraEmbeddingVariant, DoraLinearVariant
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from oslo_models.modeling.adapters.layouts import FULL, weight_layout
+from oslo_models.layers.vocab_parallel import VocabParallelHead
+from oslo_models.modeling.adapters.layouts import weight_layout
 
 INJECTED = {PeftType.LORA: "LoRA (with rsLoRA and DoRA)", PeftType.IA3: "IA3"}
 """The kinds that wrap layers."""
@@ -58,18 +59,12 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
                 f"the adapter {name!r} uses {type(variant).__name__}, which does not work on a sharded model; of the "
                 "variants of LoRA, rsLoRA and DoRA do"
             )
-    if weight_layout(base) is FULL:
+    if weight_layout(base) is None:
         return
     known = (lora.Linear, lora.Embedding) if isinstance(tuner, lora.LoraLayer) else (ia3.Linear,)
     if not isinstance(tuner, known) or not isinstance(base, (nn.Linear, Conv1D, nn.Embedding)):
         raise ValueError(
             f"{path} is sharded, and {type(tuner).__name__} does not support a sharded {type(base).__name__}"
         )
-    if isinstance(tuner, ia3.IA3Layer) and hasattr(base, "layouts") and _is_head(base):
+    if isinstance(tuner, ia3.IA3Layer) and isinstance(base, VocabParallelHead):
         raise ValueError(f"IA3 does not work on {path}, whose vocabulary is sharded: leave it out of target_modules")
-
-
-def _is_head(layer: nn.Module) -> bool:
-    from oslo_models.layers.vocab_parallel import VocabParallelHead
-
-    return isinstance(layer, VocabParallelHead)
