@@ -186,7 +186,8 @@ def differences_on_ranks(
         if own.keys() != expected.keys():
             lines.append(f"step {own['step']}: {sorted(own.keys() ^ expected.keys())}")
         for key in own.keys() & expected.keys():
-            if "time" not in key and "per_second" not in key and not abs(own[key] - expected[key]) <= TOLERANCE:
+            tolerance = TOLERANCE * max(1.0, abs(expected[key]))
+            if "time" not in key and "per_second" not in key and not abs(own[key] - expected[key]) <= tolerance:
                 lines.append(f"{key} in step {own['step']}: {own[key]} instead of {expected[key]}")
     for step, expected_parameters in run.parameters.items():
         if hasattr(trainer.model, "peft_config"):
