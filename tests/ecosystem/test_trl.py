@@ -24,7 +24,11 @@ def compare(pool: Pool, kind: str, tp: int, dp: int, seed: int, folder: Path, **
     args, options = settings.get("args", {}), {**settings.get("options", {})}
     rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS[kind])
     args = {"output_dir": str(folder), **args}
-    total = {**args, "per_device_train_batch_size": args.get("per_device_train_batch_size", 4) * dp}
+    total = {
+        **args,
+        "per_device_train_batch_size": args.get("per_device_train_batch_size", 4) * dp,
+        **settings.get("total", {}),
+    }
     if args.get("precompute_ref_log_probs"):
         options["rows_in"] = str(folder / "rows")
     run = trl_trainers.reference_run(kind, seed, total, rows, **options)
@@ -93,6 +97,17 @@ def test_completions_of_replicas(pool: Pool, tp: int, dp: int, scale: str, tmp_p
     """Replicas sample from random states of their own, so completions are drawn here, by their prompts."""
     args = {**REPLICAS, "scale_rewards": scale, "sync_ref_model": True, "ref_model_sync_steps": 2}
     compare(pool, "GRPOTrainer", tp, dp, seed, tmp_path, args=args, options={"rollout_func": trl_trainers.drawn_words})
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("kind", "dp"), [("SFT", 1), ("DPO", 2), ("GRPO", 2)])
+def test_evaluation(pool: Pool, kind: str, dp: int, tmp_path: Path, seed: int) -> None:
+    """Of supervised training, TRL averages the means over the tokens of each replica, however many they are."""
+    args: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    args |= {**REPLICAS, "per_device_eval_batch_size": 8, "do_eval": True} if kind == "GRPO" else {}
+    total = {"per_device_eval_batch_size": dp * args["per_device_eval_batch_size"]}
+    options = {"rollout_func": trl_trainers.drawn_words} if kind == "GRPO" else {}
+    compare(pool, f"{kind}Trainer", 2, dp, seed, tmp_path, args=args, total=total, options=options)
 
 
 REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {

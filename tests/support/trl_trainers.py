@@ -136,6 +136,8 @@ def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], row
         if not Path(folder := options.pop("rows_in")).exists():
             dataset.save_to_disk(folder)
         dataset = load_from_disk(folder)
+    if "eval_strategy" in args:
+        options["eval_dataset"] = dataset.select(range(16))
     return cls(model=model, args=settings, train_dataset=dataset, processing_class=tokenizer, **options)
 
 
