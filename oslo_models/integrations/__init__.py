@@ -1,6 +1,7 @@
-"""transformers' Trainer and accelerate's Accelerator for models that are sharded over ranks.
+"""transformers' Trainer, TRL's trainers and accelerate's Accelerator for models that are sharded over ranks.
 
 >>> from oslo_models.integrations import Trainer, Seq2SeqTrainer, ParallelTrainerMixin, Accelerator
+>>> from oslo_models.integrations import SFTTrainer, DPOTrainer, GRPOTrainer
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from typing import Any
 
 _MODULES = {
     "Accelerator": "oslo_models.integrations.accelerator",
+    "DPOTrainer": "oslo_models.integrations.trl.trainers",
+    "GRPOTrainer": "oslo_models.integrations.trl.trainers",
     "ParallelTrainerMixin": "oslo_models.integrations.trainer",
+    "SFTTrainer": "oslo_models.integrations.trl.trainers",
     "Seq2SeqTrainer": "oslo_models.integrations.trainer",
     "Trainer": "oslo_models.integrations.trainer",
 }

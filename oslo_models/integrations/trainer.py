@@ -63,7 +63,18 @@ class ParallelTrainerMixin(_Base):
         """Check that a parallel model can follow the arguments of this trainer, on all ranks."""
         found = find_parallel_model(model)
         if found is not None:
+            self._check_class()
             check_training_arguments(self.args, found)
+
+    def _check_class(self) -> None:
+        """Raise ``TypeError`` for trainers of TRL, which multiply by the weight of the LM head themselves."""
+        of_trl = next((cls.__name__ for cls in type(self).__mro__ if cls.__module__.partition(".")[0] == "trl"), None)
+        if of_trl is not None:
+            raise TypeError(
+                f"TRL's {of_trl} reads the weight of the LM head, of which this rank has a shard: derive "
+                f"{type(self).__name__} from oslo_models.integrations.SFTTrainer, DPOTrainer or GRPOTrainer, which "
+                "know it, in place of ParallelTrainerMixin"
+            )
 
     @property
     def _parallel(self) -> ParallelModel | None:

@@ -1,0 +1,108 @@
+"""What TRL calls a fused LM head, for a vocabulary that is sharded.
+
+TRL gives a model a ``forward`` of its own, which multiplies the hidden states by ``lm_head.weight``. On a rank, these
+are the rows of a part of the vocabulary. The ``forward`` here reads the same arguments and returns the same fields, of
+the distributions over the full vocabulary. Shapes: see the glossary.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+from trl.trainer.utils import FusedCausalLMOutput
+
+from oslo_models.distributed.grad_overflow import propagate_overflow_after_backward
+from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.integrations.accelerator import find_parallel_model
+from oslo_models.layers.cross_entropy import VocabShard
+from oslo_models.layers.token_statistics import LogitScaling, TokenStatistics, token_statistics
+from oslo_models.modeling.base import ParallelModel
+
+IGNORED = -100
+
+
+def use_sharded_head(module: Any, temperature: float = 1.0) -> None:
+    """Let a parallel model that has TRL's fused LM head compute it from shards. Other models stay as they are.
+
+    Args:
+        module: the model, however it is wrapped.
+        temperature: what TRL divides the logits by.
+    """
+    model = find_parallel_model(module)
+    of_trl = None if model is None else vars(model).get("forward")
+    if model is None or of_trl is None or hasattr(of_trl, "is_sharded"):
+        return
+
+    @functools.wraps(type(model).forward)  # whose signature `generate` reads
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if fused_lm_head and _vocabulary(self) is not None:
+            return _fused_forward(self, args, temperature, **kwargs)
+        return of_trl(*args, fused_lm_head=fused_lm_head, **kwargs)
+
+    marked: Any = forward
+    marked.is_sharded = True
+    model.forward = MethodType(marked, model)
+
+
+def _vocabulary(model: Any) -> VocabShard | None:
+    """This rank's shard of the vocabulary of the LM head; ``None`` if the head is not sharded."""
+    head = model.get_output_embeddings()
+    layout = getattr(head, "layouts", {}).get("weight")
+    if layout is None or layout.dim is None or head.tp.size == 1:
+        return None
+    (local,) = layout.ranges[head.tp.rank]
+    return VocabShard(head.tp, local, layout.shape[0])
+
+
+def _fused_forward(
+    model: ParallelModel,
+    args: tuple[Any, ...],
+    temperature: float,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Any = None,
+    **kwargs: Any,
+) -> FusedCausalLMOutput:
+    """TRL's fields for each token that has a label; zero elsewhere."""
+    kwargs["use_cache"] = False
+    given = {**kwargs, "labels": labels} if shift_labels is None else {**kwargs, "shift_labels": shift_labels}
+    model._compare(args, given)
+    model._at("forward", steps=1)
+    hidden_BLD = model.base_model(*args, **kwargs).last_hidden_state
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("fused_lm_head=True needs labels or shift_labels")
+        hidden_BLD, labels_BL = hidden_BLD[:, :-1], labels[:, 1:]
+    else:
+        labels_BL = shift_labels
+    labels_BL = labels_BL.to(hidden_BLD.device)
+    mask_BL = labels_BL != IGNORED
+    scores = _score(model, hidden_BLD[mask_BL], labels_BL[mask_BL], temperature)
+    if model.mesh is not None:
+        propagate_overflow_after_backward(scores.log_probs, model.parameters, model.mesh.tp)
+    fields = {
+        name: score.new_zeros(mask_BL.shape).masked_scatter(mask_BL, score) for name, score in scores._asdict().items()
+    }
+    items = mask_BL.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    model._at("after forward")
+    return FusedCausalLMOutput(loss=-fields["log_probs"].sum() / items, label_mask=mask_BL, **fields)
+
+
+def _score(model: Any, hidden_ND: Tensor, target_N: Tensor, temperature: float) -> TokenStatistics:
+    head, shard = model.get_output_embeddings(), _vocabulary(model)
+    assert shard is not None
+    weight, bias = head.weight, head.bias
+    with without_override():
+        return token_statistics(hidden_ND, weight, bias, target_N, shard, logit_scaling(model.config, temperature))
+
+
+def logit_scaling(config: Any, temperature: float) -> LogitScaling:
+    """What an architecture does with its logits, as TRL reads it from the configuration."""
+    text = config.get_text_config()
+    divisor = getattr(text, "logits_scaling", None)  # Granite
+    factors = (getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
+    scale = next((factor for factor in factors if factor is not None), 1.0 if divisor is None else 1 / divisor)
+    return LogitScaling(scale, getattr(text, "final_logit_softcapping", None), temperature)

@@ -1,0 +1,70 @@
+"""Refuses arguments of TRL's trainers that a parallel model cannot follow, before anything is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oslo_models.distributed.object_exchange import agree, require_equal
+from oslo_models.modeling.base import ParallelModel
+
+_COMPARED = (
+    *("max_length", "packing", "padding_free", "loss_type", "beta", "precompute_ref_log_probs", "sync_ref_model"),
+    *("num_generations", "steps_per_generation", "num_iterations", "max_completion_length", "temperature"),
+)
+"""Arguments that decide how many steps and collectives there are, and what they compute."""
+
+
+def check_trl_arguments(trainer: str, args: Any, model: ParallelModel) -> None:
+    """Check the arguments of a trainer of TRL. A collective of all ranks.
+
+    Args:
+        trainer: the name of its class in TRL.
+
+    Raises:
+        ValueError: an argument, or pipeline stages, do not work with the trainer, or an argument differs between ranks;
+            on every rank.
+    """
+    assert model.mesh is not None
+    mesh = model.mesh
+    with agree(mesh.world, f"checking arguments of {trainer}"):
+        if mesh.pp.size > 1:
+            instead = (
+                "; oslo_models.integrations.Trainer trains stages on tokenized rows with labels by the same loss"
+                if trainer == "SFTTrainer"
+                else ""
+            )
+            raise ValueError(
+                f"TRL's {trainer} computes its loss from the logits itself, and with pipeline_parallel_size="
+                f"{mesh.pp.size} only the last stage has them: load the model with pipeline_parallel_size=1 and a "
+                f"larger tensor_parallel_size{instead}"
+            )
+        for what, (given, advice) in _refused(args).items():
+            if given:
+                raise ValueError(f"{what} of TRL's {trainer} does not work with a sharded model: {advice}")
+    require_equal(mesh.world, {name: getattr(args, name, None) for name in _COMPARED}, f"arguments of {trainer}")
+
+
+def _refused(args: Any) -> dict[str, tuple[Any, str]]:
+    """Arguments by name: whether they are given, and what to do instead."""
+
+    def given(name: str) -> Any:
+        return getattr(args, name, None)
+
+    return {
+        "activation_offloading=True": (
+            given("activation_offloading"),
+            "it finds the tensors to keep by the classes of full layers; use gradient_checkpointing=True",
+        ),
+        "use_vllm=True": (
+            given("use_vllm"),
+            "vLLM would get the shards of one rank as weights; leave it out: the sharded model itself generates",
+        ),
+        "use_transformers_continuous_batching=True": (
+            given("use_transformers_continuous_batching"),
+            "its scheduler runs on each rank by itself; leave it out, and generation is batched as usual",
+        ),
+        "cast_lm_head_to_fp32=True": (
+            given("cast_lm_head_to_fp32"),
+            "it replaces the forward of the sharded head; leave it out: probabilities are computed in float32",
+        ),
+    }

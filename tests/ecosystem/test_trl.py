@@ -1,0 +1,134 @@
+"""TRL's trainers on sharded models: each step, and what is logged, is that of one process with the same total batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="TRL's trainers need trl")
+
+from support import trl_trainers
+from support.pool import Pool
+
+COLUMNS = {
+    "SFTTrainer": ("prompt", "completion"),
+    "DPOTrainer": ("prompt", "chosen", "rejected"),
+    "GRPOTrainer": ("prompt",),
+}
+
+
+def compare(pool: Pool, kind: str, tp: int, dp: int, seed: int, folder: Path, **settings: Any) -> None:
+    """Train on one process with the batches of all replicas, and on ``tp * dp`` ranks."""
+    args, options = settings.get("args", {}), {**settings.get("options", {})}
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 24, COLUMNS[kind])
+    args = {"output_dir": str(folder), **args}
+    total = {
+        **args,
+        "per_device_train_batch_size": args.get("per_device_train_batch_size", 4) * dp,
+        **settings.get("total", {}),
+    }
+    if args.get("precompute_ref_log_probs"):
+        options["rows_in"] = str(folder / "rows")
+    run = trl_trainers.reference_run(kind, seed, total, rows, **options)
+    for lines in pool.run(tp * dp, trl_trainers.differences_on_ranks, run, kind, tp, args, rows, options, env=True):
+        assert not lines, "\n".join(lines[:30])
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SFT": ("SFTTrainer", {"gradient_accumulation_steps": 2}),
+    "SFT, dft": ("SFTTrainer", {"loss_type": "dft"}),
+    "DPO": ("DPOTrainer", {"beta": 0.5}),
+    "DPO, weighted": ("DPOTrainer", {"use_weighting": True, "beta": 0.5, "gradient_accumulation_steps": 2}),
+    "DPO, precomputed": ("DPOTrainer", {"precompute_ref_log_probs": True, "beta": 0.5}),
+    "DPO, synchronized": ("DPOTrainer", {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.5}),
+}
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_tensor_parallel(pool: Pool, kind: str, tmp_path: Path, seed: int) -> None:
+    name, args = KINDS[kind]
+    compare(pool, name, 2, 1, seed, tmp_path, args=args)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2), (2, 2)])
+def test_all_sizes(pool: Pool, kind: str, tp: int, dp: int, tmp_path: Path, seed: int) -> None:
+    name, args = KINDS[kind]
+    compare(pool, name, tp, dp, seed, tmp_path, args=args)
+
+
+SAMPLED = {
+    "beta": 0.2,
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 6,
+    "shuffle_dataset": False,
+}
+REPLICAS = {**SAMPLED, "pad_to_multiple_of": 8}
+"""With prompts padded alike on all replicas: rotary frequencies are of float32, so results depend on positions."""
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "GRPO"])
+def test_adapters(pool: Pool, kind: str, tp: int, dp: int, tmp_path: Path, seed: int) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapter.exclude_modules = ["lm_head"]
+    args = {"SFT": {}, "DPO": {"beta": 0.5}, "GRPO": REPLICAS}[kind]
+    options = {"peft_config": adapter} | ({"rollout_func": trl_trainers.drawn_words} if kind == "GRPO" else {})
+    compare(pool, f"{kind}Trainer", tp, dp, seed, tmp_path, args=args, options=options)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("more", [{}, {"num_iterations": 2, "steps_per_generation": 2}], ids=["once", "again"])
+def test_sampled_completions(pool: Pool, more: dict[str, int], tmp_path: Path, seed: int) -> None:
+    """Ranks sample what one process samples from the same random state."""
+    compare(pool, "GRPOTrainer", 2, 1, seed, tmp_path, args={**SAMPLED, **more})
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("scale", ["group", "batch"])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 2)])
+def test_completions_of_replicas(pool: Pool, tp: int, dp: int, scale: str, tmp_path: Path, seed: int) -> None:
+    """Replicas sample from random states of their own, so completions are drawn here, by their prompts."""
+    args = {**REPLICAS, "scale_rewards": scale, "sync_ref_model": True, "ref_model_sync_steps": 2}
+    compare(pool, "GRPOTrainer", tp, dp, seed, tmp_path, args=args, options={"rollout_func": trl_trainers.drawn_words})
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(("kind", "dp"), [("SFT", 1), ("DPO", 2), ("GRPO", 2)])
+def test_evaluation(pool: Pool, kind: str, dp: int, tmp_path: Path, seed: int) -> None:
+    """Of supervised training, TRL averages the means over the tokens of each replica, however many they are."""
+    args: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    args |= {**REPLICAS, "per_device_eval_batch_size": 8, "do_eval": True} if kind == "GRPO" else {}
+    total = {"per_device_eval_batch_size": dp * args["per_device_eval_batch_size"]}
+    options = {"rollout_func": trl_trainers.drawn_words} if kind == "GRPO" else {}
+    compare(pool, f"{kind}Trainer", 2, dp, seed, tmp_path, args=args, total=total, options=options)
+
+
+REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
+    "stages, SFT": ("SFTTrainer", 2, {}, "pipeline_parallel_size=2 only the last.*integrations.Trainer trains stages"),
+    "stages, DPO": ("DPOTrainer", 2, {}, "load the model with pipeline_parallel_size=1"),
+    "offloading": ("SFTTrainer", 1, {"activation_offloading": True}, "activation_offloading=True.*checkpointing=True"),
+    "Liger": ("SFTTrainer", 1, {"use_liger_kernel": True}, "use_liger_kernel=True.*fuse"),
+    "float32 head": ("GRPOTrainer", 1, {**SAMPLED, "cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True"),
+    "groups": ("GRPOTrainer", 1, {**SAMPLED, "per_device_train_batch_size": 2}, "is 2, which is no multiple of the 4"),
+    "rows in memory": ("DPOTrainer", 1, {"precompute_ref_log_probs": True}, "train dataset, which is in memory"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_work_is_refused_by_name(pool: Pool, what: str, tmp_path: Path, seed: int) -> None:
+    kind, pp, args, message = REFUSED[what]
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS[kind])
+    args = {"output_dir": str(tmp_path), **args}
+    pool.run(2, trl_trainers.refuse, kind, pp, args, rows, message, env=True)
+
+
+def test_other_trainers_of_trl_are_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
+    rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS["SFTTrainer"])
+    pool.run(2, trl_trainers.refuse_bare_mixin, {"output_dir": str(tmp_path)}, rows, env=True)

@@ -1,0 +1,226 @@
+"""Runs of TRL's trainers in float64 on one process, and the same on the ranks of a sharded model."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedConfig
+
+from support import adapters, pipelines
+from support.pipelines import model_on_stages, stage_differences, stage_parameters
+from support.reference import TOLERANCE, full_parameters, reference_model
+from support.trainers import Run, fresh_accelerate, in_float64, watch
+
+NAME = "LlamaForCausalLM"
+STEPS = (1, 5)
+ARGUMENTS = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,  # whose recomputation would leave float64
+    "report_to": [],
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "max_steps": 5,
+    "max_grad_norm": 0.5,
+    "per_device_train_batch_size": 4,
+}
+Rows = list[dict[str, str]]
+
+
+class PlainScores:
+    """In the place of TRL's kernel, which sums in float32: the same from all logits, in the dtype of its arguments."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None,
+        scale: float,
+        outputs: tuple[str, ...],
+    ) -> tuple[Tensor, ...]:
+        logits = torch.nn.functional.linear(hidden, weight, bias) * scale
+        logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+        log_probs = logits.log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        squares, mean = (2 * log_probs.detach()).logsumexp(-1), logits.detach().mean(-1)
+        picked = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return picked, entropy, squares, mean, logits.argmax(-1) == targets
+
+
+@contextmanager
+def plain_scores() -> Iterator[None]:
+    """Let TRL use `PlainScores`."""
+    from trl.trainer import utils
+
+    kernel = utils._ChunkedLogProbFunction
+    utils._ChunkedLogProbFunction = PlainScores  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        utils._ChunkedLogProbFunction = kernel  # type: ignore[misc]
+
+
+def tiny_config() -> PreTrainedConfig:
+    return pipelines.config("llama", vocab_size=37, eos_token_id=1, bos_token_id=2, pad_token_id=0)
+
+
+def tiny_tokenizer(size: int) -> Any:
+    """A word for each token: "w3" is token 3."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, **{f"w{i}": i for i in range(3, size)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<bos>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", bos_token="<bos>", padding_side="left"
+    )
+
+
+def sentences(config: PreTrainedConfig, seed: int, count: int, columns: tuple[str, ...]) -> Rows:
+    """Rows of a few words in each column."""
+    draw = random.Random(seed)
+
+    def words() -> str:
+        return " ".join(f"w{draw.randrange(3, config.vocab_size)}" for _ in range(draw.randrange(2, 7)))
+
+    return [{name: " " * (name != columns[0]) + words() for name in columns} for _ in range(count)]
+
+
+def unlike_words(completions: list[str], **columns: Any) -> list[float]:
+    """A reward that is another one for nearly every completion, also for equal ones of one group."""
+    sums = [sum(int(word[1:]) % 7 for word in text.split() if word[1:].isdigit()) for text in completions]
+    return [total / 3 + i % 4 for i, total in enumerate(sums)]
+
+
+def drawn_words(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions that depend on the prompt and the position in its group only."""
+    tokenizer = trainer.processing_class
+    completions = []
+    for i, prompt in enumerate(prompts):
+        draw = random.Random(f"{prompt} {i % 4} {trainer.state.global_step}")
+        completions.append([draw.randrange(3, len(tokenizer)) for _ in range(draw.randrange(2, 7))])
+    return {"prompt_ids": tokenizer(prompts)["input_ids"], "completion_ids": completions, "logprobs": None}
+
+
+def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], rows: Rows, **options: Any) -> Any:
+    """A trainer that takes the rows in their order."""
+    import trl
+    from datasets import Dataset, load_from_disk
+
+    kind = next(each.__name__ for each in cls.__mro__ if each.__module__.startswith("trl."))
+    settings = getattr(trl, kind.replace("Trainer", "Config"))(**{**ARGUMENTS, **args})
+    if kind == "GRPOTrainer":
+        options.setdefault("reward_funcs", unlike_words)
+    else:
+        ordered = {"_get_train_sampler": lambda self, dataset=None: SequentialSampler(dataset)}
+        cls = type("Own", (cls,), ordered)
+    tokenizer = tiny_tokenizer(config.vocab_size)
+    dataset = Dataset.from_list(rows)
+    if "rows_in" in options:  # a folder beside which TRL caches what it makes of them
+        if not Path(folder := options.pop("rows_in")).exists():
+            dataset.save_to_disk(folder)
+        dataset = load_from_disk(folder)
+    if "eval_strategy" in args:
+        options["eval_dataset"] = dataset.select(range(16))
+    return cls(model=model, args=settings, train_dataset=dataset, processing_class=tokenizer, **options)
+
+
+def exactly(function: Any, *args: Any, **options: Any) -> Any:
+    """Call a function that constructs a trainer, or trains, in float64."""
+    with plain_scores():
+        return in_float64(lambda: function(*args, **options))
+
+
+def parameters(model: Any) -> dict[str, Any]:
+    """Of a model with adapters, those of the adapters."""
+    return adapters.trained_parameters(model) if hasattr(model, "peft_config") else stage_parameters(model)
+
+
+def reference_run(kind: str, seed: int, args: Mapping[str, Any], rows: Rows, **options: Any) -> Run:
+    """Train on one process, by the class of TRL."""
+    import trl
+
+    fresh_accelerate()
+    config = tiny_config()
+    model = reference_model(NAME, config, seed)
+    run = Run(NAME, config, full_parameters(model))
+    if kind == "DPOTrainer" and options.get("peft_config") is None and not args.get("precompute_ref_log_probs"):
+        options["ref_model"] = copy.deepcopy(model).eval()
+    if kind == "GRPOTrainer":  # TRL loads its reference model from a folder
+        model.save_pretrained(folder := f"{args['output_dir']}/reference")
+        model.config._name_or_path = folder
+    trainer = exactly(make_trainer, getattr(trl, kind), model, config, args, rows, **options)
+    seen = watch(trainer, STEPS, adapters.trained_parameters if "peft_config" in options else full_parameters)
+    exactly(trainer.train)
+    run.logs, run.parameters = trainer.state.log_history, seen
+    return run
+
+
+def differences_on_ranks(
+    run: Run, kind: str, tp: int, args: Mapping[str, Any], rows: Rows, options: Mapping[str, Any]
+) -> list[str]:
+    """Train on the ranks, and a line for each logged number and parameter that is not that of one process."""
+    from oslo_models import integrations
+
+    fresh_accelerate()
+    model = model_on_stages(run.name, run.config, run.weights, tp, 1)
+    trainer = exactly(make_trainer, getattr(integrations, kind), model, run.config, args, rows, **options)
+    seen = watch(trainer, STEPS, parameters)
+    exactly(trainer.train)
+    lines = []
+    for own, expected in zip(trainer.state.log_history[:-1], run.logs[:-1], strict=True):
+        if own.keys() != expected.keys():
+            lines.append(f"step {own['step']}: {sorted(own.keys() ^ expected.keys())}")
+        for key in own.keys() & expected.keys():
+            tolerance = TOLERANCE * max(1.0, abs(expected[key]))
+            if "time" not in key and "per_second" not in key and not abs(own[key] - expected[key]) <= tolerance:
+                lines.append(f"{key} in step {own['step']}: {own[key]} instead of {expected[key]}")
+    for step, expected_parameters in run.parameters.items():
+        if hasattr(trainer.model, "peft_config"):
+            lines += adapters.compare(trainer.model, f"step {step}:", seen[step], expected_parameters)
+        else:
+            lines += stage_differences(trainer.model, f"step {step}:", seen[step], expected_parameters, TOLERANCE)
+    return lines
+
+
+def refuse(kind: str, pp: int, args: Mapping[str, Any], rows: Rows, message: str) -> None:
+    from oslo_models import integrations, registry
+
+    fresh_accelerate()
+    config = tiny_config()
+    cls: Any = registry.find(NAME)
+    model = cls.from_config_with_parallel(config, 2 // pp, pp)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(getattr(integrations, kind), model, config, args, rows)
+
+
+def refuse_bare_mixin(args: Mapping[str, Any], rows: Rows) -> None:
+    """On each rank: TRL's trainer itself, and the mixin in front of it, refuse a sharded model."""
+    import trl
+
+    from oslo_models import LlamaForCausalLM
+    from oslo_models.integrations import ParallelTrainerMixin
+
+    config = tiny_config()
+    bare = type("Bare", (ParallelTrainerMixin, trl.SFTTrainer), {})
+    for cls, error, message in ((bare, TypeError, "integrations.SFTTrainer"), (trl.SFTTrainer, ValueError, "Trainer")):
+        fresh_accelerate()
+        model: Any = LlamaForCausalLM.from_config_with_parallel(config, 2)
+        with pytest.raises(error, match=message):
+            make_trainer(cls, model, config, args, rows).train()
