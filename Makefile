@@ -7,6 +7,9 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint
 # stamps: what the library and the demo need is installed; so is what the tests and checks need
 DEMO := .venv/.demo
 READY := .venv/.ready
+# torchao and bitsandbytes, which transformers imports wherever they are installed, take a second of every process, and
+# print; so only the tests that need them see them
+QUANTIZATION := .venv/quantization
 
 venv: $(READY)
 
@@ -26,12 +29,19 @@ $(READY): $(DEMO)
 		|| echo "DeepSpeed cannot be installed here, so its tests are skipped: see .venv/deepspeed.log"
 	touch $@
 
+$(QUANTIZATION): $(READY)
+	$(PIP) --no-deps --upgrade --target $@ bitsandbytes compressed-tensors loguru torchao
+	touch $@
+
 demo: $(DEMO)
 	$(BIN)/oslo-models demo
 
-# ARGS is passed to pytest: make test ARGS="-k layout --seed 7 --numprocesses 0". One process would leave cores idle
-test: $(READY)
+# ARGS is passed to pytest: make test ARGS="-k layout --seed 7 --numprocesses 0". One process would leave cores idle.
+# pytest ends with 5 where ARGS select none of the tests of quantisation
+test: $(READY) $(QUANTIZATION)
 	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile $(ARGS)
+	PYTHONPATH=$(QUANTIZATION) $(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile \
+		-m "quantization and not zoo" $(ARGS) || test $$? -eq 5
 
 # the slow tests: the other classes and sizes of each architecture, and Ray
 test-zoo: $(READY)

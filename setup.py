@@ -100,13 +100,12 @@ setup(
         # libraries that handle sharded models in the tests: docs/ecosystem.md says how
         "ecosystem": [
             "accelerate>=1.10",
-            "bitsandbytes>=0.48",
-            "compressed-tensors>=0.13",
             "lightning>=2.5",
             "peft>=0.18",
-            "torchao>=0.15",
             "trl>=1.0",
         ],
+        # dequantize=True of their formats, TorchAoConfig
+        "quantization": ["bitsandbytes>=0.48", "compressed-tensors>=0.13", "torchao>=0.15"],
         "ray": ["ray>=2.40"],  # deploy_backend="ray"
         "serve": SERVE,
         "dev": [

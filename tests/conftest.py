@@ -63,8 +63,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.markexpr:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("zoo")])
-        items[:] = [item for item in items if not item.get_closest_marker("zoo")]
+        others = ("zoo", "quantization")  # of other commands
+        config.hook.pytest_deselected(items=[item for item in items if any(map(item.get_closest_marker, others))])
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, others))]
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -17,6 +17,8 @@ from oslo_models.checkpoint import CheckpointError
 from support import quantized
 from support.pool import Pool
 
+pytestmark = pytest.mark.quantization
+
 SIZES = pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (1, 2), (2, 2)])
 
 

@@ -17,6 +17,8 @@ from oslo_models import registry
 from support import quantized
 from support.pool import Pool
 
+pytestmark = pytest.mark.quantization
+
 
 def _model(tp: int, pp: int = 1, **sizes: Any) -> Any:
     cls: Any = registry.find("LlamaForCausalLM")

@@ -15,6 +15,7 @@ from oslo_models import registry
 from support.pool import Pool
 
 pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.quantization
 
 
 def _compare(directory: Path, expected: dict[str, Tensor], tp: int, pp: int) -> None:

@@ -18,6 +18,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from oslo_models.distributed import autograd_collectives, collectives
 from oslo_models.distributed.rng import ShardedRngStream
+from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers import cross_entropy, linear
 from oslo_models.layers import vocab_parallel as vocab
 from oslo_models.modeling import base
@@ -64,7 +65,8 @@ def bias_before_the_sum(patch: Patch) -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         if self.stream is not None:
             self.stream.leave()
-        return autograd_collectives.reduce_from(self.tp, F.linear(x, self.weight, self.bias))
+        with without_override():
+            return autograd_collectives.reduce_from(self.tp, F.linear(x, self.weight, self.bias))
 
     patch.setattr(linear.RowParallelLinear, "forward", forward)
 
