@@ -44,11 +44,11 @@ Row = dict[str, str]
 
 
 def latest(path: Path) -> list[Row]:
-    """The rows of the last run of every case."""
+    """The rows of the last run of every case, of committed states only."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["case"] in CASES]
+        rows = [row for row in csv.DictReader(file) if row["case"] in CASES and "dirty" not in row["commit"]]
     last = {row["case"]: row["date"] for row in rows}
     return [row for row in rows if row["date"] == last[row["case"]]]
 
@@ -60,7 +60,10 @@ def tables(rows: list[Row]) -> str:
     titled = [(TITLES[CASES[row["case"]].runner.__name__], row) for row in rows]
     kinds = {title: [row for own, row in titled if own == title] for title in TITLES.values()}
     parts = [_table(title, measured) for title, measured in kinds.items() if measured]
-    where = sorted({f"{row['machine']}, {row['versions']}, commit {row['commit']}, {row['date'][:10]}" for row in rows})
+    commits: dict[str, set[str]] = {}
+    for row in rows:
+        commits.setdefault(f"{row['machine']}, {row['versions']}", set()).add(f"{row['commit']} ({row['date'][:10]})")
+    where = [f"{machine}, at {', '.join(sorted(states))}" for machine, states in sorted(commits.items())]
     how = (
         f"Median (minimum to maximum) of {ENOUGH_RUNS} or more runs in fresh processes, the peers in turn; rows with "
         f"{FEW} rest on fewer. 2x1 is two processes with one thread each. Ratio: the median of the last oslo_models "
