@@ -16,19 +16,20 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oslo_models.distributed import checkpoint_chunks
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh
-from oslo_models.sharding.layout import Index, Layout
+from oslo_models.distributed.partial_norm import partial_norm
+from oslo_models.sharding.layout import Layout
 
 without_override = torch._C.DisableTorchFunctionSubclass
 """A context in which shards are plain tensors, at no cost: the layers that own them compute in it."""
@@ -141,31 +142,16 @@ class Shard(Tensor):
     # torch.distributed.checkpoint's protocol for tensors that are parts of others
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties.create_from_tensor(local_tensor(self))
-        size = torch.Size(self.sharding.layout.shape)
-        return [
-            WriteItem(
-                index=_metadata_index(fqn, there, number),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=_chunk(there), properties=properties, size=size),
-            )
-            for number, (there, _) in enumerate(self._chunks())
-        ]
+        return checkpoint_chunks.write_items(fqn, local_tensor(self), *self._layout_and_rank())
 
     def __create_chunk_list__(self) -> list[Any]:
-        return [_chunk(there) for there, _ in self._chunks()]
+        return checkpoint_chunks.chunks(*self._layout_and_rank())
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        for there, here in self._chunks():
-            if index.offset is None or tuple(index.offset) == _offsets(there):
-                return local_tensor(self)[here]
-        raise ValueError(f"{self.sharding} has no chunk at offset {tuple(index.offset)}")
+        return checkpoint_chunks.values_of(index, local_tensor(self), *self._layout_and_rank())
 
-    def _chunks(self) -> Iterator[tuple[Index, Index]]:
-        return self.sharding.layout.shard_indices(self.sharding.mesh.tp.rank)
+    def _layout_and_rank(self) -> tuple[Layout, int]:
+        return self.sharding.layout, self.sharding.mesh.tp.rank
 
 
 class GradientShard(Shard):
@@ -236,77 +222,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
 # Norms ----------------------------------------------------------------------------------------------------------------
 
 
-class PartialNorm(Tensor):
-    """Norms of shards, computed from the elements that count on this rank; used as numbers, they are reduced first.
-
-    Stacked, and their norm taken, as ``torch.nn.utils.get_total_norm`` does, they are reduced once over all ranks of
-    the model. Otherwise each is reduced over the tensor-parallel group.
-    """
-
-    mesh: ParallelMesh
-    order: float
-    of_gradient: bool
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        first = args[0][0] if func is torch.stack else args[0]
-        if func is torch.stack:
-            first = next(part for part in args[0] if isinstance(part, cls))
-            parts = [part if isinstance(part, cls) else first._counted_once(part) for part in args[0]]
-            with without_override():
-                return first._like(torch.stack(parts, *args[1:], **kwargs))
-        if func in _MOVES and isinstance(first, cls):
-            with without_override():
-                return first._like(func(*args, **kwargs))
-        if func is torch.linalg.vector_norm and isinstance(first, cls) and first.dim():
-            with without_override():
-                local = torch.linalg.vector_norm(first.as_subclass(Tensor), *args[1:], **kwargs)
-            return first._reduced(local, first.mesh.model)
-        if func in _QUESTIONS:
-            with without_override():
-                return func(*args, **kwargs)
-        args, kwargs = torch.utils._pytree.tree_map_only(cls, PartialNorm._resolved, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _like(self, values: Tensor) -> PartialNorm:
-        return _partial_norm(values, self.mesh, self.order, self.of_gradient)
-
-    def _counted_once(self, norm: Tensor) -> Tensor:
-        """A norm of what all ranks of the model hold."""
-        return norm if self.mesh.model.rank == 0 else torch.zeros_like(norm)
-
-    def _resolved(self) -> Tensor:
-        if self.of_gradient and self.mesh.pp.size > 1:
-            raise RuntimeError(
-                "the norm of a gradient of one pipeline stage was used as a number: a sum of such norms would lack "
-                "the other stages. Use torch.nn.utils.clip_grad_norm_(model.parameters(), ...) or "
-                "model.clip_grad_norm_(...), whose norms are those of the full model on every stage, or take the norm "
-                "of param.grad.full_tensor()"
-            )
-        with without_override():
-            local = self.as_subclass(Tensor)
-        return self._reduced(local, self.mesh.tp)
-
-    def _reduced(self, local: Tensor, axis: Any) -> Tensor:
-        local = local.detach().clone()
-        if self.order == float("inf"):
-            return all_reduce(axis, local, op=dist.ReduceOp.MAX)
-        return all_reduce(axis, local.pow_(self.order)).pow_(1.0 / self.order)
-
-
-def _partial_norm(values: Tensor, mesh: ParallelMesh, order: float, of_gradient: bool) -> PartialNorm:
-    result: Any = values.as_subclass(PartialNorm)
-    result.mesh, result.order, result.of_gradient = mesh, order, of_gradient
-    return cast(PartialNorm, result)
-
-
-_QUESTIONS = {Tensor.dim, *(getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "ndim"))}
-_MOVES = {Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.clone, Tensor.detach}
-
-
 def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     """``vector_norm(x, ord, dim, keepdim, dtype)`` and its older forms ``norm(x, p, dim, keepdim, dtype)``."""
     shard, *more = args
@@ -323,7 +238,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     dtype = kwargs.get("dtype") or shard.dtype
     parts = [torch.linalg.vector_norm(part, order, dtype=dtype) for part in sharding.counted(local_tensor(shard))]
     norm = torch.linalg.vector_norm(torch.stack(parts), order) if parts else torch.zeros((), dtype=dtype).to(shard)
-    return _partial_norm(norm, sharding.mesh, order, isinstance(shard, GradientShard))
+    return partial_norm(norm, sharding.mesh, order, isinstance(shard, GradientShard))
 
 
 def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
@@ -407,23 +322,6 @@ def _set(func: Any, args: Any, kwargs: Any) -> Any:
         more[2] = target.sharding.layout.local_shape(target.sharding.mesh.tp.rank)
     with without_override():
         return func(target, *more, **kwargs)
-
-
-def _metadata_index(fqn: str, there: Index, number: int) -> Any:
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-
-    return MetadataIndex(fqn, torch.Size(_offsets(there)), number)
-
-
-def _chunk(there: Index) -> Any:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    sizes = torch.Size(index.stop - index.start for index in there)
-    return ChunkStorageMetadata(offsets=torch.Size(_offsets(there)), sizes=sizes)
-
-
-def _offsets(there: Index) -> tuple[int, ...]:
-    return tuple(index.start for index in there)
 
 
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
