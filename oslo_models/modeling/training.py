@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -54,6 +55,19 @@ class TrainableModel(PreTrainedModel):
         if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.model.size > 1:
             _require_replicas(self, self.mesh, prefix)
         return super().named_modules(memo, prefix, remove_duplicate)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module.
+
+        Raises:
+            ValueError: called by ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``, which would
+                return shards as if they were full: torch gathers ``DTensor`` only.
+        """
+        if not recurse and self.mesh is not None and self.mesh.model.size > 1:
+            _refuse_full_state_dict(self)
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def set_micro_batch_size(self, micro_batch_size: int) -> None:
         """Set the number of rows per micro-batch (pipeline parallelism only)."""
@@ -139,7 +153,8 @@ class TrainableModel(PreTrainedModel):
         """
         assert self.mesh is not None
         full_names = {} if self.stage is None else self.stage.full_names
-        for name, param in self.named_parameters():
+        named: Iterable[tuple[str, Any]] = self.named_parameters()
+        for name, param in named:
             if name not in self.layouts:  # in a layer that was wrapped after it was marked, or the wrapper's own
                 continue
             counts = self.stage is None or self.stage.is_first_holder(name)
@@ -199,6 +214,26 @@ class TrainableModel(PreTrainedModel):
         state = optimizers.load_optimizer(directory, optimizer, mesh)
         mesh.world.set_phase("after loading")
         return state
+
+
+def _refuse_full_state_dict(model: TrainableModel) -> None:
+    """Raise ``ValueError`` within torch's check of its ``StateDictOptions`` if they ask for full tensors.
+
+    Torch's check passes its options to nothing of the model, but it lists the parameters of each module.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "_verify_options" and isinstance(
+            options := frame.f_locals.get("options"), StateDictOptions
+        ):
+            if options.full_state_dict:
+                raise ValueError(
+                    f"full_state_dict=True does not gather the shards of a {type(model).__name__}: leave it out for "
+                    "torch.distributed.checkpoint, which saves and loads shards at any sizes, or write a full "
+                    "checkpoint with save_pretrained_with_parallel(directory, save_with_merging=True)"
+                )
+            return
 
 
 def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) -> None:

@@ -184,6 +184,25 @@ def test_torch_distributed_checkpoint_goes_on_at_other_sizes(
     pool.run(loaded[0] * loaded[1], load_and_step, name, config, weights, batch, loaded, folder, full_parameters(model))
 
 
+def full_state_dict(name: str, config: Any, weights: Weights) -> None:
+    model = model_on_stages(name, config, weights, 2, 1)
+    options = StateDictOptions(full_state_dict=True)
+    for call in (
+        lambda: get_model_state_dict(model, options=options),
+        lambda: get_optimizer_state_dict(model, adamw(model), options=options),
+        lambda: set_model_state_dict(model, weights, options=options),
+        lambda: get_model_state_dict(nn.Sequential(model), options=options),
+    ):
+        with pytest.raises(ValueError, match=r"full_state_dict=True does not gather the shards of a LlamaForCausalLM"):
+            call()
+    assert get_model_state_dict(model).keys() == model.state_dict().keys()
+
+
+def test_full_state_dict_of_torch_is_refused(pool: Pool, seed: int) -> None:
+    name, config, _, weights, _ = reference("llama-one-kv", seed)
+    pool.run(2, full_state_dict, name, config, weights)
+
+
 # Optimizers -----------------------------------------------------------------------------------------------------------
 
 
