@@ -14,7 +14,6 @@ from oslo_models import registry
 
 from support.pool import Pool
 
-pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.quantization
 
 
@@ -37,6 +36,7 @@ def _compare(directory: Path, expected: dict[str, Tensor], tp: int, pp: int) -> 
     ids=["nf4", "fp4", "int8"],
 )
 def test_gpt2_saved_by_transformers(pool: Pool, tmp_path: Path, seed: int, options: dict[str, Any]) -> None:
+    pytest.importorskip("bitsandbytes")
     torch.manual_seed(seed)
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=64, n_layer=2, n_head=4)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "plain")
