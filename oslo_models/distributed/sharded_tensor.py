@@ -101,8 +101,11 @@ class Shard(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # while torch.compile traces a model, all shards are in their layers
-        handler = None if torch.compiler.is_compiling() else _HANDLERS.get(func)
+        # While torch.compile traces a model, all shards are in their layers. It cannot trace the access to an attribute
+        # below, but knows torch's own implementation.
+        if torch.compiler.is_compiling():
+            return nn.Parameter.__torch_function__(func, types, args, kwargs)
+        handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
         with without_override():
