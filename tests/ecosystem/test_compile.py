@@ -100,7 +100,7 @@ def check_training(
     [
         pytest.param("llama", (1, 0), marks=pytest.mark.zoo),
         ("gpt2", (2, 4)),  # transformers warns of the loss_type of its class between head and loss, on one process too
-        pytest.param("t5", (20, 27), marks=pytest.mark.zoo),  # its MLP asks the weight of a shard for its dtype, where dynamo breaks
+        pytest.param("t5", (20, 27), marks=pytest.mark.zoo),  # dynamo breaks at a shard's dtype
     ],
 )
 def test_compiled_training_matches_one_process(pool: Pool, variant: str, most: tuple[int, int], seed: int) -> None:
