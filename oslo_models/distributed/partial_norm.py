@@ -58,10 +58,10 @@ class PartialNorm(Tensor):
     def _resolved(self) -> Tensor:
         if self.of_gradient and self.mesh.pp.size > 1:
             raise RuntimeError(
-                "the norm of a gradient of one pipeline stage was used as a number: a sum of such norms would lack "
-                "the other stages. Use torch.nn.utils.clip_grad_norm_(model.parameters(), ...) or "
-                "model.clip_grad_norm_(...), whose norms are those of the full model on every stage, or take the norm "
-                "of param.grad.full_tensor()"
+                "the norm of a gradient, or of a tied weight that counts on another stage, was used as a number on one "
+                "pipeline stage: a sum of such norms would lack the other stages. Use model.clip_grad_norm_(...) or "
+                "torch.nn.utils.clip_grad_norm_(model.parameters(), ...), whose norms are those of the full model on "
+                "every stage, or take the norm of what full_tensor() returns"
             )
         with torch._C.DisableTorchFunctionSubclass():
             local = self.as_subclass(Tensor)

@@ -241,7 +241,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     dtype = kwargs.get("dtype") or shard.dtype
     parts = [torch.linalg.vector_norm(part, order, dtype=dtype) for part in sharding.counted(local_tensor(shard))]
     norm = torch.linalg.vector_norm(torch.stack(parts), order) if parts else torch.zeros((), dtype=dtype).to(shard)
-    return partial_norm(norm, sharding.mesh, order, isinstance(shard, GradientShard))
+    return partial_norm(norm, sharding.mesh, order, isinstance(shard, GradientShard) or not sharding.counts)
 
 
 def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
