@@ -54,11 +54,6 @@ class Arguments:
     check_inputs: bool | int | str = True
     dequantize: bool = False
 
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Arguments:
-        """Pick them from the local variables of a constructor."""
-        return cls(**{field.name: given[field.name] for field in fields(cls) if field.name in given})
-
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check what does not depend on the configuration of the model.
 

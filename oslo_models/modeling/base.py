@@ -187,7 +187,19 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             RuntimeError: several processes are needed, and no launcher started them.
             OSError: the checkpoint does not exist, or is damaged (``CheckpointError``, which names the file).
         """
-        given = Arguments.of(locals())
+        given = Arguments(
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            micro_batch_size=micro_batch_size,
+            resize_token_embeddings=resize_token_embeddings,
+            seed=seed,
+            deploy=deploy,
+            gather_logits=gather_logits,
+            timeout=timeout,
+            blocks_per_stage=blocks_per_stage,
+            check_inputs=check_inputs,
+            dequantize=dequantize,
+        )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
     @classmethod
@@ -215,7 +227,19 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         Returns:
             The model in training mode, as a transformers model constructed from a configuration.
         """
-        return construct(cls, "from_config_with_parallel", config, Arguments.of(locals()), kwargs)
+        given = Arguments(
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            micro_batch_size=micro_batch_size,
+            resize_token_embeddings=resize_token_embeddings,
+            seed=seed,
+            deploy=deploy,
+            gather_logits=gather_logits,
+            timeout=timeout,
+            blocks_per_stage=blocks_per_stage,
+            check_inputs=check_inputs,
+        )
+        return construct(cls, "from_config_with_parallel", config, given, kwargs)
 
     @classmethod
     def is_custom_code(cls) -> bool:

@@ -479,6 +479,7 @@ def _regions(
     elif name.endswith("QuestionAnswering"):
         given["labels"] = floats(rows, config.num_labels).softmax(-1)
     elif name.endswith("Alignment"):
+        given["visual_attention_mask"] = torch.ones_like(mask)  # the logits of others are the least of all numbers
         given["region_to_phrase_position"] = torch.randint(-1, length, (rows, 3), generator=generator)
         given["labels"] = floats(rows, 3, 4).softmax(-1)
     return given
