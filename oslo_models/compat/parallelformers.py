@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from oslo_models.compat.oslo2 import initialize, zoo_class
 from oslo_models.config.arguments import Arguments
 from oslo_models.deploy.proxy import Deployment, deploy
+from oslo_models.deploy.remote_module import deployed_class
 from oslo_models.distributed.devices import visible_gpus
 
 _ARGUMENTS = ("pipeline_parallel_size", "blocks_per_stage", "timeout", "check_inputs")
@@ -62,7 +63,7 @@ def parallelize(
     served = deploy(cls, "load", model.config, arguments, options, Weights(model))
     served._finalizer.detach()
     generation_config = model.generation_config if model.can_generate() else None
-    model.__class__ = type(cls.__name__, (ServedInPlace, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    model.__class__ = deployed_class(ServedInPlace, cls)
     model.__dict__ = vars(served)
     model.generation_config = generation_config
     model._finalizer = weakref.finalize(model, served._engine.close)

@@ -174,6 +174,11 @@ def check_unused(
     )
 
 
+def of_class(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the checked keyword arguments of a constructor that the class of the model itself takes."""
+    return {key: value for key, value in options.items() if key == "attn_implementation" or key not in _OF_TRANSFORMERS}
+
+
 def refuse_parallel(cls: type[Any], names: Collection[str]) -> None:
     """Raise ``TypeError`` if an argument of the parallel constructors was given to one of transformers' own."""
     if given := [field.name for field in fields(Arguments) if field.name in names]:

@@ -18,7 +18,12 @@ from oslo_models.modeling.adapters.adaptable import AdaptableModel
 from oslo_models.modeling.apply_plan import apply_plan, layouts_of
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
-from oslo_models.modeling.forward import with_full_outputs, with_full_stage_outputs, with_synchronized_rng
+from oslo_models.modeling.forward import (
+    call_with_full_outputs,
+    with_full_outputs,
+    with_full_stage_outputs,
+    with_synchronized_rng,
+)
 from oslo_models.modeling.fusing import FusableModel
 from oslo_models.modeling.initialization import SeededByName, initialize_computed
 from oslo_models.modeling.parallelized import ParallelizedModel
@@ -269,6 +274,10 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             f"the vocabulary is already sharded over {self._size('tp')} ranks: pass "
             f"resize_token_embeddings={new_num_tokens} to from_pretrained_with_parallel or from_config_with_parallel"
         )
+
+    def call_with_full_outputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call another method than ``forward`` on every rank, and gather its sharded outputs: for deployed models."""
+        return call_with_full_outputs(self, name, args, kwargs)
 
     # Parallel state --------------------------------------------------------------------------------------------------
 
