@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from oslo_models.config.arguments import Arguments
 from oslo_models.deploy.proxy import Deployment, deploy
 from oslo_models.deploy.remote_module import deployed_class
 from oslo_models.distributed.devices import visible_gpus
+from oslo_models.sharding.plan import Plan
 
 _ARGUMENTS = ("pipeline_parallel_size", "blocks_per_stage", "timeout", "check_inputs")
 _SERVING = ("max_batch_size", "batch_wait_ms")
@@ -27,6 +29,7 @@ def parallelize(
     fp16: bool = False,
     verbose: str | bool | None = None,
     seed: int | None = None,
+    plan: Plan | Callable[[Any], Plan] | None = None,
     **options: Any,
 ) -> Any:
     """Serve a transformers model from worker processes of this host, each with its part of the weights.
@@ -41,6 +44,7 @@ def parallelize(
         fp16: compute in float16.
         verbose: ``"simple"`` or ``"detail"`` prints memory by device.
         seed: as with ``deploy=True``.
+        plan: as with `initialize`.
         **options: as with ``deploy=True``: ``pipeline_parallel_size``, ``timeout``, ``max_batch_size``, ...
 
     Returns:
@@ -50,11 +54,11 @@ def parallelize(
         ValueError: an argument is invalid, or the zoo has no such class; the model is unchanged.
         EngineError: a worker died while loading; the model is unchanged.
     """
-    cls = zoo_class(model)
+    cls = zoo_class(model, plan=plan)
     if unknown := options.keys() - {*_ARGUMENTS, *_SERVING}:
         raise ValueError(f"parallelize has no arguments {sorted(unknown)}; it may be given {[*_ARGUMENTS, *_SERVING]}")
     given = {name: options.pop(name) for name in _ARGUMENTS if name in options}
-    arguments = Arguments(tensor_parallel_size=num_gpus, seed=seed, **given)
+    arguments = Arguments(tensor_parallel_size=num_gpus, seed=seed, plan=plan, **given)
     dtype = torch.float16 if fp16 else model.dtype
     arguments.check_config(cls, model.config)
     if not torch.cuda.is_available():

@@ -250,8 +250,11 @@ def deploy(
         raise ValueError(
             f"{cls.__name__} is defined in the script itself; put it into a module that workers can import"
         )
+    if maker is None and cls.made_from is not None:  # the class itself has no name by which workers would find it
+        maker, kwargs["plan"] = cls.made_from, None
+    maker = maker or cls
     try:
-        make = pickle.dumps((maker or cls, constructor, (source,), kwargs))
+        make = pickle.dumps((maker, constructor, (source,), kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
@@ -260,7 +263,7 @@ def deploy(
     engine = Engine(ranks, max(1, torch.get_num_threads() // ranks), make, start_executor)
     model = object.__new__(deployed_class(Deployment, cls))
     batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
-    local = _LocalConstructor(maker or cls, constructor, source, kwargs)
+    local = _LocalConstructor(maker, constructor, source, kwargs)
     skeleton = partial(cls._from_config, copy.deepcopy(config), dtype=config.dtype, **options)
     model._begin(config, generation_config, engine, batcher, local, skeleton)
     if serving.verbose:
