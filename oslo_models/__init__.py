@@ -25,6 +25,7 @@ _OWN = {
     "ParallelModel": "oslo_models.modeling.base",
     "RankFailedError": "oslo_models.distributed.watchdog",
     "initialize": "oslo_models.compat.oslo2",
+    "parallel_class": "oslo_models.modeling.own_plan",
     "parallelize": "oslo_models.compat.parallelformers",
     "TensorParallel": "oslo_models.compat.tensor_parallel.api",
     "convert_state_dict": "oslo_models.compat.tensor_parallel.api",

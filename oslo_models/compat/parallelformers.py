@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from oslo_models.compat.oslo2 import initialize, zoo_class
 from oslo_models.config.arguments import Arguments
 from oslo_models.deploy.proxy import Deployment, deploy
+from oslo_models.deploy.remote_module import deployed_class
 from oslo_models.distributed.devices import visible_gpus
+from oslo_models.sharding.plan import Plan
 
 _ARGUMENTS = ("pipeline_parallel_size", "blocks_per_stage", "timeout", "check_inputs")
 _SERVING = ("max_batch_size", "batch_wait_ms")
@@ -26,6 +29,7 @@ def parallelize(
     fp16: bool = False,
     verbose: str | bool | None = None,
     seed: int | None = None,
+    plan: Plan | Callable[[Any], Plan] | None = None,
     **options: Any,
 ) -> Any:
     """Serve a transformers model from worker processes of this host, each with its part of the weights.
@@ -40,6 +44,7 @@ def parallelize(
         fp16: compute in float16.
         verbose: ``"simple"`` or ``"detail"`` prints memory by device.
         seed: as with ``deploy=True``.
+        plan: as with `initialize`.
         **options: as with ``deploy=True``: ``pipeline_parallel_size``, ``timeout``, ``max_batch_size``, ...
 
     Returns:
@@ -49,11 +54,11 @@ def parallelize(
         ValueError: an argument is invalid, or the zoo has no such class; the model is unchanged.
         EngineError: a worker died while loading; the model is unchanged.
     """
-    cls = zoo_class(model)
+    cls = zoo_class(model, plan=plan)
     if unknown := options.keys() - {*_ARGUMENTS, *_SERVING}:
         raise ValueError(f"parallelize has no arguments {sorted(unknown)}; it may be given {[*_ARGUMENTS, *_SERVING]}")
     given = {name: options.pop(name) for name in _ARGUMENTS if name in options}
-    arguments = Arguments(tensor_parallel_size=num_gpus, seed=seed, **given)
+    arguments = Arguments(tensor_parallel_size=num_gpus, seed=seed, plan=plan, **given)
     dtype = torch.float16 if fp16 else model.dtype
     arguments.check_config(cls, model.config)
     if not torch.cuda.is_available():
@@ -62,7 +67,7 @@ def parallelize(
     served = deploy(cls, "load", model.config, arguments, options, Weights(model))
     served._finalizer.detach()
     generation_config = model.generation_config if model.can_generate() else None
-    model.__class__ = type(cls.__name__, (ServedInPlace, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    model.__class__ = deployed_class(ServedInPlace, cls)
     model.__dict__ = vars(served)
     model.generation_config = generation_config
     model._finalizer = weakref.finalize(model, served._engine.close)
