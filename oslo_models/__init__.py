@@ -27,7 +27,7 @@ _OWN = {
     "initialize": "oslo_models.compat.oslo2",
     "parallel_class": "oslo_models.modeling.own_plan",
     "parallelize": "oslo_models.compat.parallelformers",
-    "TensorParallel": "oslo_models.compat.tensor_parallel.api",
+    "TensorParallel": "oslo_models.compat.tensor_parallel.wrapper",
     "convert_state_dict": "oslo_models.compat.tensor_parallel.api",
     "infer_sharded_device_map": "oslo_models.compat.tensor_parallel.api",
     "save_tensor_parallel": "oslo_models.compat.tensor_parallel.api",

@@ -15,12 +15,14 @@ from transformers.modeling_utils import local_torch_dtype
 
 from oslo_models import registry
 from oslo_models.checkpoint.checksum import tensor_checksum
+from oslo_models.compat.any_module import initialize_module
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.collectives import broadcast
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.construction import join, start
+from oslo_models.modeling.derived.deriving import DerivedFromConfig
 from oslo_models.modeling.own_plan import parallel_class
 from oslo_models.modeling.weight_mapping import WeightMapping
 from oslo_models.sharding.plan import Plan
@@ -30,9 +32,14 @@ _KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy
 
 
 def initialize(
-    model: PreTrainedModel, config: Mapping[str, Any] | str | Path, plan: Plan | Callable[[Any], Plan] | None = None
+    model: nn.Module,
+    config: Mapping[str, Any] | str | Path,
+    plan: Plan | Callable[[Any], Plan] | str | None = None,
+    inputs: Any = None,
 ) -> Any:
     """Turn a transformers model, in place, into this rank's part of the zoo class of the same name. A collective.
+
+    With ``plan="derive"``, a model of any class into its part of it.
 
     All ranks get the weights of rank 0. Parameters stay the same objects, so an existing optimizer keeps working, if it
     has taken no step yet; parameters of other pipeline stages are emptied.
@@ -42,8 +49,10 @@ def initialize(
         config: ``{"model_parallelism": {"tensor_parallel_size": 2}}``, or the path of such a JSON file. Other keys are
             arguments of `ParallelModel.from_config_with_parallel` (``micro_batch_size``, ``seed``, ...), and
             ``"enable": False``, which sets all sizes to one.
-        plan: how to shard the model, in place of the zoo's plan; required for a class that the zoo lacks. A `Plan`, or
-            a function from a configuration to one.
+        plan: how to shard the model, in place of the zoo's plan; required for a class that the zoo lacks. A `Plan`, a
+            function from a configuration to one, or ``"derive"``.
+        inputs: for ``plan="derive"``, arguments of a call with which the plan is tried: a tensor, a tuple or a
+            dictionary of arguments by name. Required for a model that is not of transformers' kind.
 
     Returns:
         The same object, in the mode (training or evaluation) in which it was.
@@ -59,6 +68,11 @@ def initialize(
     with agree(world, "checking arguments of initialize"):
         arguments = _arguments(config) if plan is None else replace(_arguments(config), plan=plan)
         arguments.check({})
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+        return initialize_module(model, arguments, inputs, world, _broadcast_weights)
+    with agree(world, "checking arguments of initialize"):
+        if arguments.plan == "derive" and inputs is not None:
+            arguments = replace(arguments, plan=DerivedFromConfig(type(model), inputs))
         cls = zoo_class(model, plan=arguments.plan)
         arguments.check_config(cls, model.config)
         tensors = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
@@ -88,7 +102,7 @@ def _arguments(config: Mapping[str, Any] | str | Path) -> Arguments:
 
 
 def zoo_class(
-    model: PreTrainedModel, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | None = None
+    model: Any, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | str | None = None
 ) -> Any:
     """The parallel class for a full transformers model: that of the zoo, or one with a plan of the user.
 
@@ -132,12 +146,7 @@ def _find_class(cls: type[Any]) -> Any:
 def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> None:
     """Turn the model into this rank's part of it, with the weights of rank 0."""
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    if mesh.world.size > 1:
-        tensors = [*model.parameters(), *model.buffers()]
-        prints = gather_objects(mesh.world, [tensor_checksum(tensor) for tensor in tensors])
-        for tensor, *seen in zip(tensors, *prints, strict=True):
-            if len(set(seen)) > 1:  # equal tensors are not written to, and may stay in shared memory
-                tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))
+    _broadcast_weights(model, mesh)
     model.__class__ = cls
     with local_torch_dtype(model.dtype, cls.__name__):
         model._shard(mesh, arguments.blocks_per_stage)
@@ -154,3 +163,14 @@ def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> N
             old.data, old.grad = old.data.new_empty(0), None
     model.to(mesh.device)
     start(model, arguments)
+
+
+def _broadcast_weights(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Give all ranks the weights and buffers of rank 0."""
+    if mesh.world.size == 1:
+        return
+    tensors = [*model.parameters(), *model.buffers()]
+    prints = gather_objects(mesh.world, [tensor_checksum(tensor) for tensor in tensors])
+    for tensor, *seen in zip(tensors, *prints, strict=True):
+        if len(set(seen)) > 1:  # equal tensors are not written to, and may stay in shared memory
+            tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))

@@ -54,7 +54,7 @@ class Arguments:
     blocks_per_stage: Sequence[int] | None = None
     check_inputs: bool | int | str = True
     dequantize: bool = False
-    plan: Plan | Callable[[Any], Plan] | None = None
+    plan: Plan | Callable[[Any], Plan] | str | None = None
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check what does not depend on the configuration of the model.
@@ -79,8 +79,10 @@ class Arguments:
             raise ValueError(f'check_inputs must be True, False, "always" or an integer of at least 1, got {when!r}')
         if not isinstance(self.dequantize, bool):
             raise ValueError(f"dequantize must be True or False, got {self.dequantize!r}")
-        if self.plan is not None and not isinstance(self.plan, Plan) and not callable(self.plan):
-            raise ValueError(f"plan must be a Plan or a function from a configuration to one, got {self.plan!r:.100}")
+        if not isinstance(self.plan, (Plan, type(None))) and not callable(self.plan) and self.plan != "derive":
+            raise ValueError(
+                f'plan must be a Plan, a function from a configuration to one or "derive", got {self.plan!r:.100}'
+            )
         blocks = self.blocks_per_stage
         if blocks is not None and not isinstance(blocks, (list, tuple)):
             raise ValueError(f"blocks_per_stage must be a list of integers, got {blocks!r}")

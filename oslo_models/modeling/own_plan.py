@@ -10,10 +10,11 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.derived.deriving import DerivedFromConfig
 from oslo_models.sharding.plan import Entries, Plan
 
-PlanLike = Plan | Callable[[Any], Plan]
-"""A plan, or a function from a configuration to one."""
+PlanLike = Plan | Callable[[Any], Plan] | str
+"""A plan, a function from a configuration to one, or ``"derive"``: see `modeling.derived`."""
 
 
 def parallel_class(cls: type[Any], plan: PlanLike) -> Any:
@@ -32,8 +33,12 @@ def parallel_class(cls: type[Any], plan: PlanLike) -> Any:
     """
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ValueError(f"a parallel class is made of a subclass of transformers' PreTrainedModel, not of {cls!r}")
+    if plan == "derive":
+        if issubclass(cls, ParallelModel):
+            return cls  # it has a plan
+        plan = DerivedFromConfig(cls)
     if not isinstance(plan, Plan) and not callable(plan):
-        raise ValueError(f"plan must be a Plan or a function from a configuration to one, got {plan!r}")
+        raise ValueError(f'plan must be a Plan, a function from a configuration to one or "derive", got {plan!r}')
     bases = (cls,) if issubclass(cls, ParallelModel) else (ParallelModel, cls)
     namespace = {
         "plan": classmethod(partial(_plan, plan)),
@@ -68,7 +73,7 @@ class ClassWithPlan:
 
 def _given(plan: PlanLike, cls: type[Any], config: PreTrainedConfig) -> tuple[Plan, Entries | None]:
     """The plan with the base model's names, and the entries outside of it; ``None`` if it had these names."""
-    found = plan if isinstance(plan, Plan) else plan(config)
+    found = plan(config) if callable(plan) else plan
     if not isinstance(found, Plan):
         raise ValueError(f"plan={plan!r} returned {found!r:.100} for a {type(config).__name__}, which is no Plan")
     prefix = f"{cls.base_model_prefix}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,39 +27,47 @@ _REASON = "the plan was derived from the model, and says nothing of blocks"
 
 
 @dataclass(frozen=True)
-class Derivation:
-    """A derived plan.
+class DerivedPlan(Plan):
+    """A derived plan, whose entries have the names of the whole model.
 
     Attributes:
-        plan: the plan; its entries have the names of the whole model.
         report: what is sharded how.
     """
 
-    plan: Plan
-    report: ShardingReport
+    report: ShardingReport = ShardingReport(())
 
 
 @dataclass
-class _Findings:
-    """What a trace says of layers, by names in which numbers of blocks are replaced by ``*``."""
+class Findings:
+    """What `observe` found out of layers, by names in which numbers of blocks are replaced by ``*``."""
 
     rows: dict[str, set[int | None]] = field(default_factory=dict)
     columns: dict[str, set[tuple[int | None, int, bool]]] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
-    called: set[str] = field(default_factory=set)
 
 
-def derive_plan(model: nn.Module, probe: nn.Module | None = None, calls: Sequence[Call] = ()) -> Derivation:
+def observe(probe: nn.Module, calls: Sequence[Call]) -> Findings:
+    """Observe where a layer can compute with the shards that another one leaves, and who reads weights of others.
+
+    Args:
+        probe: a model, which is changed: it is of no other use afterwards.
+        calls: ways to call it.
+    """
+    layers = _find_layers(probe)
+    candidates = {name: module for name, module in probe.named_modules() if layers.get(name) == ""}
+    shapes = {name: _features(module) for name, module in candidates.items()}
+    return _generalize(trace_calls(probe, candidates, _tied(probe), list(calls)), candidates, shapes)
+
+
+def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPlan:
     """The plan of a model of any class.
 
-    Without calls, every layer that is understood shards its outputs, which are gathered at once: right for all code
-    that calls the layer. Calls show where a layer can compute with the shards that another one leaves, which saves the
-    gathering, and which weights are read outside of their layers.
+    Without findings, every layer that is understood shards its outputs, which are gathered at once: right for all code
+    that calls the layer.
 
     Args:
         model: the model, with weights or on the meta device; it is not changed.
-        probe: a small model of the same structure, which is changed.
-        calls: ways to call it.
+        findings: of a model of the same structure.
 
     Raises:
         ValueError: the model has lazy modules.
@@ -67,12 +75,6 @@ def derive_plan(model: nn.Module, probe: nn.Module | None = None, calls: Sequenc
     if lazy := [name for name, param in model.named_parameters() if isinstance(param, UninitializedParameter)]:
         raise ValueError(f"parameters without a shape yet, such as {lazy[0]}: call the model once before it is sharded")
     known = _find_layers(model)
-    findings = None
-    if probe is not None and calls:
-        layers, fixed = _find_layers(probe), _tied(probe)
-        candidates = {name: module for name, module in probe.named_modules() if layers.get(name) == ""}
-        shapes = {name: _features(module) for name, module in candidates.items()}
-        findings = _generalize(trace_calls(probe, candidates, fixed, list(calls)), candidates, shapes)
     entries: dict[str, Replicated] = {}
     rows = []
     for name, module in model.named_modules():
@@ -80,12 +82,11 @@ def derive_plan(model: nn.Module, probe: nn.Module | None = None, calls: Sequenc
         if not params:
             continue
         entry, why = _entry(name, module, known[name], findings)
-        names = [name] if name else list(params)
-        entries |= dict.fromkeys(names, entry)
-        rows.append((name, module, entry, why))
+        entries |= dict.fromkeys([name] if name else list(params), entry)
+        rows.append((name, module, why))
     _untie(model, entries)
-    report = ShardingReport(tuple(_row(name, module, entries, why) for name, module, _, why in rows))
-    return Derivation(Plan(embed=entries, blocks={}, head={}, single_stage_reason=_REASON), report)
+    report = ShardingReport(tuple(_row(name, module, entries, why) for name, module, why in rows))
+    return DerivedPlan(embed=entries, blocks={}, head={}, single_stage_reason=_REASON, report=report)
 
 
 def _find_layers(model: nn.Module) -> dict[str, str]:
@@ -102,6 +103,8 @@ def _find_layers(model: nn.Module) -> dict[str, str]:
 def _reason_against(module: nn.Module) -> str:
     kind = next((kind for kind in _LAYERS if isinstance(module, kind)), None)
     if kind is None:
+        if "Norm" in type(module).__name__:
+            return "a normalisation is small"
         return f"{type(module).__name__} is not among the layers that can be sharded"
     if type(module).forward is not kind.forward or "forward" in vars(module):
         own = "an embedding" if kind is nn.Embedding else "the layer"
@@ -136,9 +139,9 @@ def _features(module: nn.Module) -> tuple[int, int]:
     return (module.nf, module.nx) if isinstance(module, Conv1D) else (0, 0)
 
 
-def _generalize(trace: Trace, candidates: dict[str, nn.Module], shapes: dict[str, tuple[int, int]]) -> _Findings:
+def _generalize(trace: Trace, candidates: dict[str, nn.Module], shapes: dict[str, tuple[int, int]]) -> Findings:
     """Findings of a small model by names that the large one has too; sizes are replaced by ``None``."""
-    found = _Findings()
+    found = Findings()
     for name in candidates:
         key, (outputs, inputs) = template(name), shapes[name]
         if name in trace.outside:
@@ -151,12 +154,10 @@ def _generalize(trace: Trace, candidates: dict[str, nn.Module], shapes: dict[str
             units = trace.units.get(name, 0)
             chosen = None if units in (0, outputs // parts) else units
             found.columns.setdefault(key, set()).add((chosen, parts, name in trace.lazy))
-        if name in trace.called:
-            found.called.add(key)
     return found
 
 
-def _entry(name: str, module: nn.Module, reason: str, findings: _Findings | None) -> tuple[Replicated, str]:
+def _entry(name: str, module: nn.Module, reason: str, findings: Findings | None) -> tuple[Replicated, str]:
     """The entry of a module with parameters, and what the report says of it."""
     key = template(name)
     if reason:
@@ -216,7 +217,3 @@ def _row(name: str, module: nn.Module, entries: dict[str, Replicated], why: str)
     count = sum(param.numel() for param in params.values())
     return Row(name or "(itself)", type(module).__name__, tuple(first.shape), sharding, why, count)
 
-
-def named_entries(plan: Plan) -> Iterator[tuple[str, Replicated]]:
-    """The entries of a derived plan, by the names of modules."""
-    yield from plan.embed.items()

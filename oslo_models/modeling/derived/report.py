@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
+
+from torch import nn
+
+from oslo_models.sharding.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,17 @@ class ShardingReport:
         widths = [max(len(line[column]) for line in cells) for column in range(4)]
         lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, (*widths, 0), strict=True)) for line in cells]
         return "\n".join([*(line.rstrip() for line in lines), f"{self.sharded_share:.0%} of the parameters are sharded"])
+
+
+def report_of_layouts(model: nn.Module, layouts: dict[str, Layout]) -> ShardingReport:
+    """The report of a model whose plan was written: it gives no reasons."""
+    rows = []
+    for name, module in model.named_modules():
+        own = {leaf: layouts.get(f"{name}.{leaf}".lstrip(".")) for leaf, _ in module.named_parameters(recurse=False)}
+        known = {leaf: layout for leaf, layout in own.items() if layout is not None}
+        if known:
+            first = known.get("weight", next(iter(known.values())))
+            sharding = "replicated" if first.dim is None else f"dimension {first.dim}"
+            count = sum(prod(layout.shape) for layout in known.values())
+            rows.append(Row(name or "(itself)", type(module).__name__, first.shape, sharding, "", count))
+    return ShardingReport(tuple(rows))
