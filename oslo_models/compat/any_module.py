@@ -35,7 +35,8 @@ def initialize_module(model: Any, arguments: Arguments, inputs: Any, world: Axis
             raise RuntimeError(f"this {type(model).__name__} is already sharded")
         if arguments.plan != "derive":
             raise ValueError(
-                f'a {type(model).__name__} is no model of transformers\' kind: pass plan="derive", and inputs= of a call'
+                f'a {type(model).__name__} is no model of transformers\' kind: pass plan="derive", and inputs= of a '
+                "call"
             )
         if arguments.pipeline_parallel_size > 1:
             raise ValueError(

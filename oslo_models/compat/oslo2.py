@@ -101,9 +101,7 @@ def _arguments(config: Mapping[str, Any] | str | Path) -> Arguments:
     return Arguments(**{key: value for key, value in section.items() if key not in left_out})
 
 
-def zoo_class(
-    model: Any, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | str | None = None
-) -> Any:
+def zoo_class(model: Any, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | str | None = None) -> Any:
     """The parallel class for a full transformers model: that of the zoo, or one with a plan of the user.
 
     Args:

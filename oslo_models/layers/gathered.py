@@ -15,12 +15,16 @@ from transformers.pytorch_utils import Conv1D
 from oslo_kernels.linear import plain_conv1d
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.sharded_tensor import layer_context
+from oslo_models.layers import activation_products, activation_shapes  # noqa: F401  registers the rules
 from oslo_models.layers.linear import _add_bias, _ShardedModule
-from oslo_models.layers import activation_rules  # noqa: F401  registers the rules
 from oslo_models.layers.sharded_activation import Mark, ShardedActivation
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding
 from oslo_models.sharding.derived import GatheredColumn, SlicedRow
 from oslo_models.sharding.layout import Layout
+
+
+def call_by_itself(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing: with it, torch's modules call their layers instead of reading their weights."""
 
 
 class DerivedLayer(_ShardedModule):

@@ -27,6 +27,7 @@ from oslo_models.layers.gathered import (
     GatheredColumnLinear,
     SlicedRowConv1D,
     SlicedRowLinear,
+    call_by_itself,
 )
 from oslo_models.layers.gathered import GatheredConvolution as GatheredConvolutionModule
 from oslo_models.layers.gathered import SummedEmbedding as SummedEmbeddingModule
@@ -131,6 +132,7 @@ def apply_plan(
             module.tp, module.stream, module.layouts = tp, stream, shards  # type: ignore[assignment]
         if isinstance(module, DerivedLayer):
             module.entry = entry
+            module.register_forward_pre_hook(call_by_itself)
         if isinstance(entry, HeadNorms):
             module.heads = entry.heads  # type: ignore[assignment]
         elif isinstance(entry, EinsumHeads):
@@ -225,7 +227,8 @@ def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[st
         new = KeyValueParallelLinear
     module.__class__ = new if type(module) is base else _joined(new, type(module))  # type: ignore[arg-type]
     is_sharded = "weight" in layouts and layouts["weight"].dim is not None
-    if isinstance(module, (VocabParallelEmbedding, VocabParallelModule)) and is_sharded and module.padding_idx is not None:
+    has_rows = is_sharded and isinstance(module, (VocabParallelEmbedding, VocabParallelModule))
+    if has_rows and module.padding_idx is not None:
         ((start, stop),) = layouts["weight"].ranges[rank]
         module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
 

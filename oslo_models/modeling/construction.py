@@ -32,7 +32,9 @@ from oslo_models.sharding.plan import Plan
 
 def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kwargs: dict[str, Any]) -> Any:
     """What the constructors of `ParallelModel` do; ``method`` is the name of the one that was called."""
-    if isinstance(arguments.plan, Plan) or callable(arguments.plan) or arguments.plan == "derive":  # anything else is reported by the checks
+    if (
+        isinstance(arguments.plan, Plan) or callable(arguments.plan) or arguments.plan == "derive"
+    ):  # anything else is reported by the checks
         from oslo_models.modeling.own_plan import parallel_class
 
         cls = parallel_class(cls, arguments.plan)

@@ -23,9 +23,7 @@ class GatheredColumn(ColumnParallel):
     units: int | None = None
     lazy: bool = False
 
-    def __init__(
-        self, units: int | None = None, parts: int = 1, lazy: bool = False, transposed: bool = False
-    ) -> None:
+    def __init__(self, units: int | None = None, parts: int = 1, lazy: bool = False, transposed: bool = False) -> None:
         super().__init__(parts=parts, transposed=transposed)
         object.__setattr__(self, "units", units)
         object.__setattr__(self, "lazy", lazy)
@@ -61,7 +59,9 @@ class SlicedRow(RowParallel):
         super().__init__(transposed=transposed)
         object.__setattr__(self, "units", units)
 
-    split = GatheredColumn.split
+    def split(self, size: int, n: int) -> EvenSplit:
+        """How a weight with ``size`` input features is split over ``n`` ranks."""
+        return GatheredColumn(self.units).split(size, n)
 
     def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
         return Layout(shape) if shape[dim] < n else Layout.sharded(shape, dim, (self.split(shape[dim], n),), n)

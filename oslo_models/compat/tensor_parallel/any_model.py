@@ -33,7 +33,7 @@ def class_for(model: Any, plan: Any, inputs: Any) -> tuple[Any, bool]:
     if getattr(model, "mesh", None) is not None or hasattr(type(model), "tensor_parallel_config"):
         raise RuntimeError(f"this {type(model).__name__} is already sharded")
     is_transformers = isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")  # refused there
-    if hasattr(model, "peft_config") or is_transformers and (plan not in (None, "derive") or _has_plan(type(model))):
+    if hasattr(model, "peft_config") or (is_transformers and (plan not in (None, "derive") or _has_plan(type(model)))):
         return zoo_class(model, may_be_empty=True, plan=None if plan == "derive" else plan), True
     if plan not in (None, "derive"):
         raise ValueError(f"plan= is for models of transformers' kind; that of a {type(model).__name__} is derived")

@@ -71,8 +71,8 @@ def tensor_parallel(
         output_device: the device of the outputs; default: the first device.
         gather_logits: as with `ParallelModel.from_pretrained_with_parallel`.
         plan: as with `initialize`; ``"derive"`` is the default for what the zoo has no plan for.
-        inputs: where a plan is derived, arguments of a call: a tensor, a tuple or a dictionary of arguments by name. With
-            them, layers that can compute with shards of each other do so.
+        inputs: where a plan is derived, arguments of a call: a tensor, a tuple or a dictionary of arguments by name.
+            With them, layers that can compute with shards of each other do so.
 
     Raises:
         ValueError: an argument is invalid, or no plan could be derived.
@@ -116,7 +116,7 @@ def tensor_parallel(
     sharded_model = _join_parts(model, cls, parts, threads, output)
     if config is not None:
         sharded_model.config = config
-    sharded_model._untried = None if is_tried else untried_copy(model)
+    sharded_model._untried = () if is_tried else (untried_copy(model),)  # no module of it: a tuple
     return sharded_model
 
 
@@ -171,7 +171,8 @@ def _join_parts(
     is_transformers = isinstance(model, PreTrainedModel)
     original: Any = original_class(cls) if is_transformers else type(model)
     base = TensorParallelModel if is_transformers else TensorParallel
-    joined: Any = type(TensorParallel)(original.__name__, (base, original), {"__module__": original.__module__})
+    metaclass: Any = type(TensorParallel)
+    joined: Any = metaclass(original.__name__, (base, original), {"__module__": original.__module__})
     joined.forward = functools.wraps(original.forward)(TensorParallel.forward)
     sharded = joined.__new__(joined)
     nn.Module.__init__(sharded)

@@ -39,7 +39,7 @@ class TensorParallel(nn.Module, metaclass=_Constructor):
     parts: nn.ModuleList
     threads: ThreadGroup
     output_device: torch.device
-    _untried: nn.Module | None = None
+    _untried: tuple[nn.Module, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As that of the class of the full model, with the same errors. One call allows one backward pass.
@@ -48,9 +48,10 @@ class TensorParallel(nn.Module, metaclass=_Constructor):
             ValueError: the first call of a model with a derived plan that could not be tried before: a small random
                 one computes something else.
         """
-        if self._untried is not None:
-            verify(self._untried, self.parts[0].derived_plan, (args, kwargs), len(self.parts))  # type: ignore[arg-type]
-            self._untried = None
+        if self._untried:
+            part: Any = self.parts[0]
+            verify(self._untried[0], part.derived_plan, args, kwargs, len(self.parts))
+            self._untried = ()
         return run_on_threads(self.parts, self.threads, self.output_device, *args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Derives the plan of a model: which of its layers can be sharded, and which of these need no gathering between them."""
+"""Derives the plan of a model: which layers can be sharded, and which of these need no gathering between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ Call = Callable[[nn.Module], Any]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, Conv1D, nn.Embedding, *_CONVOLUTIONS, *_TRANSPOSED)
+_CHANGED_EMBEDDING = "its class changes what an embedding computes, and no call showed how"
 _REASON = "the plan was derived from the model, and says nothing of blocks"
+
+
+_NOTHING = ShardingReport(())
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class DerivedPlan(Plan):
         report: what is sharded how.
     """
 
-    report: ShardingReport = ShardingReport(())
+    report: ShardingReport = _NOTHING
 
 
 @dataclass
@@ -44,6 +48,7 @@ class Findings:
     rows: dict[str, set[int | None]] = field(default_factory=dict)
     columns: dict[str, set[tuple[int | None, int, bool]]] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
 
 
 def observe(probe: nn.Module, calls: Sequence[Call]) -> Findings:
@@ -54,7 +59,8 @@ def observe(probe: nn.Module, calls: Sequence[Call]) -> Findings:
         calls: ways to call it.
     """
     layers = _find_layers(probe)
-    candidates = {name: module for name, module in probe.named_modules() if layers.get(name) == ""}
+    observable = ("", _CHANGED_EMBEDDING)
+    candidates = {name: module for name, module in probe.named_modules() if layers.get(name) in observable}
     shapes = {name: _features(module) for name, module in candidates.items()}
     return _generalize(trace_calls(probe, candidates, _tied(probe), list(calls)), candidates, shapes)
 
@@ -93,8 +99,11 @@ def _find_layers(model: nn.Module) -> dict[str, str]:
     """For each module with parameters why it cannot be sharded; ``""`` if it can."""
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     reasons = {}
+    attentions = {name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
     for name, module in model.named_modules():
-        if any(True for _ in module.parameters(recurse=False)):
+        if name.rpartition(".")[0] in attentions:
+            reasons[name] = "nn.MultiheadAttention reads its weight"
+        elif any(True for _ in module.parameters(recurse=False)):
             several = places[id(module)] > 1
             reasons[name] = "it is in several places of the model" if several else _reason_against(module)
     return reasons
@@ -107,8 +116,8 @@ def _reason_against(module: nn.Module) -> str:
             return "a normalisation is small"
         return f"{type(module).__name__} is not among the layers that can be sharded"
     if type(module).forward is not kind.forward or "forward" in vars(module):
-        own = "an embedding" if kind is nn.Embedding else "the layer"
-        return f"its class {type(module).__name__} changes what {own} computes"
+        changes = f"its class {type(module).__name__} changes what the layer computes"
+        return _CHANGED_EMBEDDING if kind is nn.Embedding and "forward" not in vars(module) else changes
     if any(type(param) is not nn.Parameter for param in module.parameters(recurse=False)):
         return "its parameters are of a class of their own"
     if module._parameters.keys() - {"weight", "bias"} or "weight" not in module._parameters:
@@ -144,6 +153,8 @@ def _generalize(trace: Trace, candidates: dict[str, nn.Module], shapes: dict[str
     found = Findings()
     for name in candidates:
         key, (outputs, inputs) = template(name), shapes[name]
+        if name in trace.called:
+            found.called.add(key)
         if name in trace.outside:
             found.outside[key] = trace.outside[name]
         if name in trace.rows:
@@ -160,7 +171,7 @@ def _generalize(trace: Trace, candidates: dict[str, nn.Module], shapes: dict[str
 def _entry(name: str, module: nn.Module, reason: str, findings: Findings | None) -> tuple[Replicated, str]:
     """The entry of a module with parameters, and what the report says of it."""
     key = template(name)
-    if reason:
+    if reason and not (reason == _CHANGED_EMBEDDING and findings is not None and key in findings.called):
         return Replicated(), reason
     if findings is not None and key in findings.outside:
         return Replicated(), f"its weight is read outside of the layer, by {findings.outside[key]}"
@@ -216,4 +227,3 @@ def _row(name: str, module: nn.Module, entries: dict[str, Replicated], why: str)
         why = "it is tied to a layer that would be sharded otherwise"
     count = sum(param.numel() for param in params.values())
     return Row(name or "(itself)", type(module).__name__, tuple(first.shape), sharding, why, count)
-

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.modeling.derived.derivation import Call, DerivedPlan, Findings, derive_plan, observe
 from oslo_models.modeling.derived.probe import (
+    calls_of,
     calls_of_transformers,
     calls_with,
     copy_of_model,
@@ -92,14 +93,14 @@ def derive_for_model(model: nn.Module, inputs: Any = None, ranks: Sequence[int] 
     )
 
 
-def verify(model: nn.Module, plan: Plan, inputs: Any, n: int) -> None:
-    """Try a plan on a random model of the same structure.
+def verify(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> None:
+    """Try a plan on a random model of the same structure, with the arguments of a call.
 
     Raises:
         ValueError: the sharded model computes something else.
     """
     with _own_random_numbers():
-        seen = differences(copy_of_model(model), plan, calls_with(inputs), n, _SEED)
+        seen = differences(copy_of_model(model), plan, calls_of(args, kwargs), n, _SEED)
     if seen:
         lines = "\n  ".join(seen[:_SHOWN])
         raise ValueError(

@@ -50,7 +50,9 @@ def copy_of_model(model: nn.Module) -> nn.Module:
     """A random model of the structure and the sizes of ``model``, which may be on the meta device."""
     empty: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        made = torch.empty_like(tensor, device="cpu") if tensor.is_meta or tensor.requires_grad else tensor.cpu().clone()
+        made = (
+            torch.empty_like(tensor, device="cpu") if tensor.is_meta or tensor.requires_grad else tensor.cpu().clone()
+        )
         empty[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     return _randomized(copy.deepcopy(model, empty))
 
@@ -138,7 +140,14 @@ def calls_with(inputs: Any) -> list[Call]:
     Args:
         inputs: a tensor, a tuple of positional arguments, or a dictionary of arguments by name.
     """
-    args, kwargs = _arguments(inputs)
+    if isinstance(inputs, Mapping):
+        return calls_of((), inputs)
+    return calls_of(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {})
+
+
+def calls_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
+    """As `calls_with`, with the arguments of one call."""
+    args, kwargs = _random(args, dict(kwargs))
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     found: list[Call] = [partial(_call, args, kwargs)]
     if tensors and len({each.shape[:1] for each in tensors}) == 1 and tensors[0].dim() > 0:
@@ -150,10 +159,8 @@ def calls_with(inputs: Any) -> list[Call]:
     return found
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else ((inputs,), {})
-    if isinstance(inputs, (tuple, list)):
-        args = tuple(inputs)
+def _random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments whose floating-point tensors are random."""
 
     def random(x: Tensor) -> Tensor:
         x = x.detach().cpu()

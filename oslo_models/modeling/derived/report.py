@@ -51,8 +51,12 @@ class ShardingReport:
         cells = [("module", "kind", "shape", "sharded by", "")]
         cells += [(row.name, row.kind, str(list(row.shape)), row.sharding, row.why) for row in self.rows]
         widths = [max(len(line[column]) for line in cells) for column in range(4)]
-        lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, (*widths, 0), strict=True)) for line in cells]
-        return "\n".join([*(line.rstrip() for line in lines), f"{self.sharded_share:.0%} of the parameters are sharded"])
+        lines = [
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(line, (*widths, 0), strict=True)) for line in cells
+        ]
+        return "\n".join(
+            [*(line.rstrip() for line in lines), f"{self.sharded_share:.0%} of the parameters are sharded"]
+        )
 
 
 def report_of_layouts(model: nn.Module, layouts: dict[str, Layout]) -> ShardingReport:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
 from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.gathered import call_by_itself
 from oslo_models.layers.sharded_activation import Mark, ShardedActivation
 
 _ALONE = Axis("tp", 0, (0,), None)
@@ -63,7 +64,8 @@ class Trace:
     def begin(self) -> None:
         """Start another call, with what was learnt about units and parts."""
         self.rows, self.changed = {}, False
-        self.columns.clear(), self.lazy.clear(), self.called.clear()
+        for seen in (self.columns, self.lazy, self.called):
+            seen.clear()
 
     def row(self, path: str, x: Any) -> Tensor | None:
         """The input of a layer, if it can compute with a shard of it; ``None``: it shards its outputs instead."""
@@ -95,9 +97,9 @@ class _Traced(nn.Module):
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         trace, path = self.trace, self.path
         trace.called.add(path)
-        full = x.full("the input of a layer") if isinstance(x, ShardedActivation) else x
         is_linear = isinstance(self, (nn.Linear, Conv1D))
         row = trace.row(path, x) if is_linear else None
+        full = x.full("the input of a layer") if row is None and isinstance(x, ShardedActivation) else x
         trace.inside.append(self)
         try:
             output = super().forward(full if row is None else row, *args, **kwargs)
@@ -106,9 +108,14 @@ class _Traced(nn.Module):
         return trace.column(path, output) if is_linear and row is None else output
 
 
+class _TracedEmbedding(_Traced, nn.Embedding):  # type: ignore[misc]
+    """An embedding that is observed: what its class adds to the lookup is outside of it."""
+
+
 @cache
 def _traced(cls: Any) -> type[nn.Module]:
-    return type(cls.__name__, (_Traced, cls), {"__module__": cls.__module__})
+    bases = (cls, _TracedEmbedding) if issubclass(cls, nn.Embedding) and cls is not nn.Embedding else (_Traced, cls)
+    return type(cls.__name__, bases, {"__module__": cls.__module__})
 
 
 class _Readers(TorchFunctionMode):
@@ -151,17 +158,21 @@ def trace_calls(
     for path, module in candidates.items():
         for _, param in module.named_parameters(recurse=False):
             owners.setdefault(id(param), []).append((path, module))
-        module.__class__ = _traced(type(module))
+        cls: Any = type(module)
+        module.__class__ = _traced(cls)
         vars(module).update(path=path, trace=trace)
+        module.register_forward_pre_hook(call_by_itself)
     for _ in range(12):
         trace.begin()
         for call in calls:
             with _Readers(trace, owners):
                 call(model)
+        if trace.changed:
+            continue
         mixed = trace.columns & trace.rows.keys()
-        trace.fixed |= mixed
-        if not (trace.changed or mixed):
+        if not mixed:
             return trace
-    trace.rows = {}  # the splits that layers want of each other contradict: all outputs are gathered
-    trace.lazy.clear(), trace.units.clear(), trace.parts.clear()
+        trace.fixed |= mixed
+    # The splits that layers want of each other contradict: all outputs are gathered.
+    trace.rows, trace.lazy, trace.units, trace.parts = {}, set(), {}, {}
     return trace

@@ -60,7 +60,7 @@ def _step(model: nn.Module, call: Call, seed: int) -> dict[str, Any]:
         (x * torch.arange(x.numel(), dtype=x.dtype).cos().view_as(x)).sum() for x in seen.values() if x.requires_grad
     ]
     if weighted:
-        torch.stack(weighted).sum().backward()  # type: ignore[no-untyped-call]
+        torch.stack(weighted).sum().backward()
     found: dict[str, Any] = {name: x.detach() for name, x in seen.items()}
     found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters(remove_duplicate=False)}
     return found | {f"buffer {name}": x.clone() for name, x in model.named_buffers() if x.is_floating_point()}
@@ -77,7 +77,8 @@ def differences(probe: nn.Module, plan: Plan, calls: Sequence[Call], n: int, see
     """
     threads = ThreadGroup([torch.device("cpu")] * n)
     parts = [copy.deepcopy(probe) for _ in range(n)]
-    layouts = [shard_module(part, plan, ParallelMesh.of_thread(threads, rank)) for rank, part in enumerate(parts)][0]
+    shards = [shard_module(part, plan, ParallelMesh.of_thread(threads, rank)) for rank, part in enumerate(parts)]
+    layouts = shards[0]
     probe = copy.deepcopy(probe)
     lines: list[str] = []
     for call in calls:
@@ -86,7 +87,10 @@ def differences(probe: nn.Module, plan: Plan, calls: Sequence[Call], n: int, see
                 model.train(training)
             with torch.set_grad_enabled(training):
                 expected = _step(probe, call, seed)
-                found = threads.run(lambda rank, call=call: _step(parts[rank], call, seed))  # type: ignore[misc]
+                try:
+                    found = threads.run(lambda rank, call=call: _step(parts[rank], call, seed))  # type: ignore[misc]
+                except Exception as error:  # noqa: BLE001  the model's code, or torch, does not take what it gets
+                    return [*lines, f"{type(error).__name__}: {str(error)[:300]}"]
             for rank, own in enumerate(found):
                 lines += _compare(own, expected, layouts, rank)
     return lines
