@@ -15,7 +15,7 @@ import oslo_models
 from oslo_models.modeling.derived.derivation import derive_plan
 from oslo_models.modeling.derived.deriving import derive_for_model
 from oslo_models.modeling.derived.verification import differences
-from oslo_models.sharding.plan import ColumnParallel, HeadNorm, RowParallel
+from oslo_models.sharding.plan import ColumnParallel, HeadNorm
 
 from support import derived_models
 from support.float64 import lifted_casts
@@ -193,20 +193,20 @@ def test_ways_that_no_call_showed_are_right_too(seed: int) -> None:
     train_both(model, other, inputs, seed)
 
 
-class SwapsRanks(nn.Module):
-    """Its result depends on what a rank stores, which no derivation can know."""
+class LooksAtClasses(nn.Module):
+    """Its result depends on the class of a layer, which no derivation can know."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * sum(p.numel() for p in self.parameters())
+        return self.layer(x) * (1.0 if type(self.layer) is nn.Linear else 2.0)
 
 
 def test_a_plan_that_computes_something_else_is_refused_before_the_model_is_sharded() -> None:
-    model, inputs = SwapsRanks(), torch.randn(2, 6)
-    with pytest.raises(ValueError, match=r"a small random one, sharded, differs[^\n]*\n  output of rank 0: differs by"):
+    model, inputs = LooksAtClasses(), torch.randn(2, 6)
+    with pytest.raises(ValueError, match="(?s)a small random one, sharded, differs.*output of rank 0: differs by"):
         oslo_models.tensor_parallel(model, ["cpu"] * 2, inputs=inputs)
     untried = oslo_models.tensor_parallel(model, ["cpu"] * 2)
     with pytest.raises(ValueError, match="sharded over 2 ranks, differs"):
@@ -222,7 +222,7 @@ def test_the_trial_notices_a_wrong_plan(seed: int) -> None:
     calls = [lambda model: model(inputs)]
     plan = derive_for_model(model, inputs)
     assert not differences(model, plan, calls, 2, seed) and not differences(model, derive_plan(model), calls, 2, seed)
-    for name, entry in (("ln_f", HeadNorm()), ("blocks.0.c_proj", RowParallel()), ("blocks.0.c_fc", ColumnParallel())):
+    for name, entry in (("ln_f", HeadNorm()), ("blocks.0.c_fc", ColumnParallel())):
         assert differences(model, replace(plan, embed={**plan.embed, name: entry}), calls, 2, seed), name
 
 

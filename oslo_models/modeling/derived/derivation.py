@@ -90,7 +90,10 @@ def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPl
         entry, why = _entry(name, module, known[name], findings)
         entries |= dict.fromkeys([name] if name else list(params), entry)
         rows.append((name, module, why))
-    _untie(model, entries)
+    for name, module in model.named_modules(remove_duplicate=False):  # a module may have several names
+        if name not in entries and any(True for _ in module.parameters(recurse=False)):
+            entries |= dict.fromkeys([name] if name else [], Replicated())
+    _untie(model, entries, findings is not None and bool(findings.called))
     report = ShardingReport(tuple(_row(name, module, entries, why) for name, module, why in rows))
     return DerivedPlan(embed=entries, blocks={}, head={}, single_stage_reason=_REASON, report=report)
 
@@ -192,21 +195,41 @@ def _entry(name: str, module: nn.Module, reason: str, findings: Findings | None)
     return GatheredColumn(transposed=transposed), "outputs are gathered"
 
 
-def _untie(model: nn.Module, entries: dict[str, Replicated]) -> None:
-    """Replicate tied parameters that would be sharded in different ways at their places."""
+def _untie(model: nn.Module, entries: dict[str, Replicated], observed: bool) -> None:
+    """Give tied parameters one layout at all their places: that of a sharded layer, if no other place reads them.
+
+    Args:
+        observed: whether calls were observed: a weight that others read is replicated then already.
+    """
     places: dict[int, list[tuple[str, str, tuple[int, ...]]]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         if owner in entries:
             places.setdefault(id(param), []).append((owner, leaf, tuple(param.shape)))
-    for tied in places.values():
-        layouts = {_layout(entries[owner], leaf, shape) for owner, leaf, shape in tied}
-        if len(layouts) > 1:
-            entries |= {owner: Replicated() for owner, _, _ in tied}
+    changed = True
+    while changed:
+        changed = False
+        for tied in places.values():
+            layouts = {_layout(entries, owner, leaf, shape) for owner, leaf, shape in tied}
+            if len(layouts) == 1:
+                continue
+            changed = True
+            holders = [owner for owner, _, _ in tied if not isinstance(model.get_submodule(owner), _LAYERS)]
+            rows = {_layout(entries, owner, leaf, shape) for owner, leaf, shape in tied if owner not in holders}
+            if observed and rows == {SummedEmbedding().layout(tied[0][1], tied[0][2], 2)}:
+                entries |= {f"{owner}.{leaf}": SummedEmbedding() for owner, leaf, _ in tied if owner in holders}
+            else:
+                for owner, leaf, _ in tied:
+                    entries.pop(f"{owner}.{leaf}", None)
+                    entries[owner] = Replicated()
+    for name, module in model.named_modules():
+        own = [f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)]
+        if own and all(each in entries for each in own):
+            entries.pop(name, None)
 
 
-def _layout(entry: Replicated, leaf: str, shape: tuple[int, ...]) -> Layout:
-    return entry.layout(leaf, shape, 2)
+def _layout(entries: dict[str, Replicated], owner: str, leaf: str, shape: tuple[int, ...]) -> Layout:
+    return entries.get(f"{owner}.{leaf}", entries[owner]).layout(leaf, shape, 2)
 
 
 _NAMES = {
@@ -221,7 +244,7 @@ _NAMES = {
 def _row(name: str, module: nn.Module, entries: dict[str, Replicated], why: str) -> Row:
     params = dict(module.named_parameters(recurse=False))
     first = params.get("weight", next(iter(params.values())))
-    entry = entries[name or next(iter(params))]
+    entry = entries.get(name) or entries[f"{name}.{next(iter(params))}".lstrip(".")]
     sharding = _NAMES[type(entry)]
     if sharding == "replicated" and why.startswith(("outputs", "by ")):
         why = "it is tied to a layer that would be sharded otherwise"
