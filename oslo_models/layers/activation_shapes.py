@@ -84,6 +84,8 @@ def _reshaped(x: ShardedActivation, sizes: list[int]) -> Any:
     if prod(sizes) != prod(shape):
         return NotImplemented  # torch raises its error
     old, new = next(group for group in _groups(shape, sizes) if mark.dim in group[0])
+    if not new:
+        return NotImplemented
     parts = prod(shape[old.start : mark.dim]) * mark.parts
     inner = prod(shape[mark.dim : old.stop]) // mark.parts
     before, dim = 1, new.start

@@ -226,9 +226,9 @@ def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[st
     if new is ColumnParallelLinear and layouts["weight"].overlaps:
         new = KeyValueParallelLinear
     module.__class__ = new if type(module) is base else _joined(new, type(module))  # type: ignore[arg-type]
-    is_sharded = "weight" in layouts and layouts["weight"].dim is not None
-    has_rows = is_sharded and isinstance(module, (VocabParallelEmbedding, VocabParallelModule))
-    if has_rows and module.padding_idx is not None:
+    if "weight" not in layouts or layouts["weight"].dim is None:
+        return
+    if isinstance(module, (VocabParallelEmbedding, VocabParallelModule)) and module.padding_idx is not None:
         ((start, stop),) = layouts["weight"].ranges[rank]
         module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +23,8 @@ from oslo_models.sharding.plan import ColumnParallel, HeadNorm
 from support import derived_models
 from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import TOLERANCE, all_outputs, differences as lines_of
+from support.reference import TOLERANCE, all_outputs
+from support.reference import differences as lines_of
 
 Report = dict[str, str]
 
@@ -206,7 +210,7 @@ class LooksAtClasses(nn.Module):
 
 def test_a_plan_that_computes_something_else_is_refused_before_the_model_is_sharded() -> None:
     model, inputs = LooksAtClasses(), torch.randn(2, 6)
-    with pytest.raises(ValueError, match="(?s)a small random one, sharded, differs.*output of rank 0: differs by"):
+    with pytest.raises(ValueError, match=r"(?s)a small random one, sharded, differs.*output of rank 0: differs by"):
         oslo_models.tensor_parallel(model, ["cpu"] * 2, inputs=inputs)
     untried = oslo_models.tensor_parallel(model, ["cpu"] * 2)
     with pytest.raises(ValueError, match="sharded over 2 ranks, differs"):
@@ -309,6 +313,51 @@ def test_architectures_that_the_zoo_lacks_train_as_on_one_process(name: str, see
     assert largest_difference(model.state_dict(), other.state_dict()) < TOLERANCE
 
 
+def test_code_of_a_checkpoint(tmp_path: Any, seed: int) -> None:
+    """A model that transformers makes from code beside the checkpoint, which ``auto_map`` names."""
+    torch.manual_seed(seed)
+    model = randomized(derived_models.TinyForCausalLM, derived_models.TinyConfig())
+    model.save_pretrained(tmp_path)
+    code, config = Path(derived_models.__file__), tmp_path / "config.json"
+    shutil.copy(code, tmp_path / "modeling_tiny.py")
+    names = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "auto_map": names}))
+    full = hf.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, dtype=torch.float64)
+    assert type(full).__module__.startswith("transformers_modules.")
+    other = oslo_models.tensor_parallel(full, ["cpu"] * 2)
+    assert sharding(other.sharding_report())["layers.1.attn.c_proj"] == "rows"
+    ids = torch.randint(3, 37, (2, 6))
+    assert not lines_of("logits", other(ids).logits, model.eval()(ids).logits, TOLERANCE)
+    options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2}
+    assert torch.equal(other.generate(ids, **options), model.generate(ids, **options))
+    other.save_pretrained(tmp_path / "saved")
+    again = derived_models.TinyForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    assert largest_difference(again.state_dict(), model.state_dict()) == 0
+
+
+class MyGPT2(hf.GPT2LMHeadModel):
+    """A user's subclass of a class that the zoo has, with a head of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.value = nn.Linear(config.n_embd, 1)
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        hidden = self.transformer(input_ids).last_hidden_state
+        return self.lm_head(hidden), self.value(hidden).squeeze(-1)
+
+
+def test_a_subclass_of_a_class_of_the_zoo(seed: int) -> None:
+    torch.manual_seed(seed)
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = randomized(MyGPT2, hf.GPT2Config(vocab_size=37, n_embd=24, n_layer=2, n_head=3, n_positions=16, **rates))
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2)
+    kinds = sharding(other.sharding_report())
+    assert kinds["transformer.h.0.attn.c_attn"] == "columns" and kinds["transformer.h.1.mlp.c_proj"] == "rows"
+    with lifted_casts():
+        train_both(model, other, torch.randint(3, 37, (2, 6)), seed)
+
+
 def parallel_state(cls: Any, config: Any, weights: Any, inputs: Any, how: str, n: int) -> dict[str, Tensor]:
     """Logits, and the full weights after a step, on a rank."""
     if how == "initialize":
@@ -323,7 +372,10 @@ def parallel_state(cls: Any, config: Any, weights: Any, inputs: Any, how: str, n
         output = lifted_call(model, inputs)
         output.loss.backward()
     optimizer.step()
-    parts = {name: param.full_tensor() if hasattr(param, "full_tensor") else param for name, param in model.named_parameters()}
+    parts = {
+        name: param.full_tensor() if hasattr(param, "full_tensor") else param
+        for name, param in model.named_parameters()
+    }
     full = {name: tensor.detach().clone().as_subclass(Tensor) for name, tensor in parts.items()}
     return {"loss": output.loss.detach(), **full}
 
@@ -335,7 +387,11 @@ def test_ranks_of_a_launcher_train_as_one_process(
 ) -> None:
     if kind == "remote":
         torch.manual_seed(seed)
-        cls, config, inputs = derived_models.TinyForCausalLM, derived_models.TinyConfig(), {"input_ids": torch.randint(3, 37, (2, 8))}
+        cls, config, inputs = (
+            derived_models.TinyForCausalLM,
+            derived_models.TinyConfig(),
+            {"input_ids": torch.randint(3, 37, (2, 8))},
+        )
     else:
         cls, config, inputs = architecture(kind, seed)
     model = randomized(cls, config)
@@ -350,3 +406,32 @@ def test_ranks_of_a_launcher_train_as_one_process(
     expected = {"loss": output.loss.detach(), **{name: param.detach() for name, param in model.named_parameters()}}
     for own in found:
         assert largest_difference(expected, own) < TOLERANCE
+
+
+def parallel_module(name: str, seed: int, n: int) -> dict[str, Tensor]:
+    """The weights of a plain module, initialised on the ranks of a launcher, after a step with dropout."""
+    model, inputs = derived_models.plain(name, seed)
+    config = {"model_parallelism": {"tensor_parallel_size": n}}
+    with pytest.raises(ValueError, match="pass plan="):
+        oslo_models.initialize(model, config)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert oslo_models.initialize(model, config, plan="derive", inputs=inputs) is model
+    torch.manual_seed(seed)
+    all_outputs(model(inputs)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="already sharded"):
+        oslo_models.initialize(model, config, plan="derive", inputs=inputs)
+    return model.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "n"), [("nanogpt", 2), *(pytest.param(name, 3, marks=pytest.mark.zoo) for name in derived_models.PLAIN)]
+)
+def test_a_plain_module_on_ranks_of_a_launcher(name: str, n: int, pool: Pool, seed: int) -> None:
+    model, inputs = derived_models.plain(name, seed)
+    found = pool.run(n, parallel_module, name, seed, n)
+    torch.manual_seed(seed)
+    all_outputs(model(inputs)).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    for own in found:
+        assert largest_difference(model.state_dict(), own) < TOLERANCE

@@ -77,9 +77,11 @@ class Trace:
         self.lazy |= x.sources
         return x.local()
 
-    def column(self, path: str, output: Tensor) -> ShardedActivation:
+    def column(self, path: str, output: Tensor) -> Tensor:
         """The output of a layer that shards its outputs."""
         self.columns.add(path)
+        if output.shape[-1] < 2:
+            return output
         size, parts = output.shape[-1], self.parts.get(path, 1)
         units = self.units.get(path, size // parts)
         if size % parts or size // parts % units:
