@@ -109,9 +109,15 @@ class StageRunner:
     def _width(self, stack: Stack) -> int:
         """The hidden size in the configuration of the innermost module around the blocks that has one."""
         path, found = stack.blocks, None
-        while found is None:
+        while found is None and path:
             path = path.rpartition(".")[0]
             found = getattr(getattr(self.model.get_submodule(path), "config", None), "hidden_size", None)
+        if found is None:
+            name = type(self.model.config).__name__
+            raise ValueError(
+                f"pipeline stages need to know the width of hidden states, and {name} has no hidden_size: add "
+                'attribute_map = {"hidden_size": ...} to it, with the name that it has there'
+            )
         return int(found)
 
     def __call__(self, batch: Batch, arrived: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import transformers as hf
 import oslo_models
 from oslo_models import parallel_class
 from oslo_models.deploy import options as serving
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, VocabParallel
+from oslo_models.testing import assert_same_as_one_process
 
 from support import deployment
 from support.float64 import lifted_casts
 from support.own_models import (
+    FlatNoteForCausalLM,
     NoteConfig,
     NoteForCausalLM,
     NoteModel,
@@ -192,6 +195,42 @@ def test_invalid_plans_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a subclass of transformers' PreTrainedModel, not of"):
         parallel_class(torch.nn.Linear, plan_of_lm)
     assert type(model) is NoteForCausalLM
+
+
+def flat_plan(config: NoteConfig) -> Plan:
+    plan = plan_of_base(config)
+    return replace(plan, head={**plan.head, "lm_head": VocabParallel()})
+
+
+def test_a_head_without_a_base_model_has_no_stages(pool: Pool) -> None:
+    """The first output of each stage has to be hidden states; tensor parallelism needs no base model."""
+    model = FlatNoteForCausalLM(CONFIG)
+    ids = torch.arange(14).view(2, 7)
+    assert_same_as_one_process(model, {"input_ids": ids, "labels": ids}, flat_plan, 3)
+    messages = pool.run(2, split_flat)
+    assert all("FlatNoteForCausalLM are not inside of a base model" in message for message in messages)
+
+
+def split_flat() -> str:
+    cls = parallel_class(FlatNoteForCausalLM, flat_plan)
+    with pytest.raises(ValueError) as raised:
+        cls.from_config_with_parallel(CONFIG, pipeline_parallel_size=2)
+    return str(raised.value)
+
+
+def test_stages_need_the_name_of_the_hidden_size(pool: Pool) -> None:
+    messages = pool.run(2, run_without_hidden_size)
+    assert all("NoteConfig has no hidden_size: add attribute_map" in message for message in messages)
+
+
+def run_without_hidden_size() -> str:
+    model = ParallelNoteForCausalLM.from_config_with_parallel(CONFIG, pipeline_parallel_size=2)
+    for config in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():
+        vars(config).pop("hidden_size", None)
+    with pytest.raises(ValueError) as raised:
+        for output in model(input_ids=torch.arange(7)[None]):
+            del output
+    return str(raised.value)
 
 
 def test_different_plans_of_ranks_are_refused(pool: Pool) -> None:
