@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from oslo_models.pipeline.boundaries import place_boundaries
 from oslo_models.pipeline.partition import partition
-from oslo_models.pipeline.stage import Stack, Stage, stack_of
+from oslo_models.pipeline.stage import Stack, Stage, hidden_size, stack_of
 from oslo_models.sharding.layout import Layout, Range
 from oslo_models.sharding.plan import Entries, Plan, entry_of
 
@@ -46,7 +46,7 @@ def split_stage(
 
     Raises:
         ValueError: there are more stages than blocks, ``blocks_per_stage`` does not fit them, or a model with a head
-            has no base model.
+            has no base model, or no hidden size.
     """
     plan.check_stages(type(model).__name__, count)
     blocks = [
@@ -62,6 +62,8 @@ def split_stage(
             "whose first output would be the hidden states that stages exchange. Put the modules before the head into "
             "a model of their own, with base_model_prefix as the name of its attribute, as transformers does"
         )
+    for each in stacks:
+        hidden_size(model, each.blocks)  # raises if it is unknown
     stage = Stage(index, count, stacks, ranges, tied_names=dict(model.all_tied_weights_keys))
     holders = _holding_stages(plan, prefix, head, stacks, stage_of, layouts, model.all_tied_weights_keys)
     stage.shared_parameters = {name: stages for name, stages in holders.items() if len(stages) > 1}

@@ -14,6 +14,8 @@ import transformers as hf
 import oslo_models
 from oslo_models import parallel_class
 from oslo_models.deploy import options as serving
+from oslo_models.modeling.apply_plan import layouts_of
+from oslo_models.pipeline.split import split_stage
 from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, VocabParallel
 from oslo_models.testing import assert_same_as_one_process
 
@@ -218,19 +220,13 @@ def split_flat() -> str:
     return str(raised.value)
 
 
-def test_stages_need_the_name_of_the_hidden_size(pool: Pool) -> None:
-    messages = pool.run(2, run_without_hidden_size)
-    assert all("NoteConfig has no hidden_size: add attribute_map" in message for message in messages)
-
-
-def run_without_hidden_size() -> str:
-    model = ParallelNoteForCausalLM.from_config_with_parallel(CONFIG, pipeline_parallel_size=2)
-    for config in {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}.values():
-        vars(config).pop("hidden_size", None)
-    with pytest.raises(ValueError) as raised:
-        for output in model(input_ids=torch.arange(7)[None]):
-            del output
-    return str(raised.value)
+def test_stages_need_the_name_of_the_hidden_size() -> None:
+    model = NoteForCausalLM(NoteConfig())
+    del model.config.hidden_size
+    plan, head = plan_of_base(CONFIG), {"lm_head": VocabParallel()}
+    layouts = layouts_of(model, plan, "model.", head, 1)
+    with pytest.raises(ValueError, match="NoteConfig has no hidden_size: add attribute_map"):
+        split_stage(model, plan, "model.", head, layouts, 0, 2)
 
 
 def test_different_plans_of_ranks_are_refused(pool: Pool) -> None:
