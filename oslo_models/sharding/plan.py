@@ -103,6 +103,33 @@ class RowParallel(ColumnParallel):
 
 
 @dataclass(frozen=True)
+class Experts(Replicated):
+    """Stacked experts of which each rank holds a part of the width of every one.
+
+    Their parameters are ``gate_up_proj [experts, 2 * width, hidden]`` and ``down_proj [experts, hidden, width]``.
+
+    Args:
+        parts: how many matrices the first parameter concatenates: 2 with a gate, 1 without.
+    """
+
+    parts: int = 2
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        dim, parts = (2, 1) if leaf == "down_proj" else (1, self.parts)
+        width = shape[dim] // parts
+        return Layout.sharded(shape, dim, (_aligned(width, n),) * parts, n)
+
+
+def _aligned(width: int, n: int) -> EvenSplit:
+    """The split of the width of an expert in units that grouped products can address, if there are enough of them.
+
+    ``torch._grouped_mm`` wants strides of 16 bytes: 8 elements of two bytes, 4 of four.
+    """
+    unit = next((unit for unit in (16, 8, 4) if width % unit == 0 and width // unit >= n), 1)
+    return EvenSplit(width // unit, unit)
+
+
+@dataclass(frozen=True)
 class EinsumHeads(Replicated):
     """An attention whose weights are parameters ``[..., heads, head_dim]`` of its own, applied by ``einsum``.
 

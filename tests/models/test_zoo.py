@@ -277,7 +277,7 @@ def test_plan_shards_every_module_that_the_plan_of_transformers_shards(model_typ
     layouts = layouts_of(model, plan, prefix, type(model).head_plan, 2)
     assert type(config).base_model_tp_plan
     for pattern, style in type(config).base_model_tp_plan.items():
-        weights = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"\.weight")
+        weights = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"(\.weight|\.\w+_proj)?")
         matches = [name for name in layouts if weights.fullmatch(name)]
         assert matches, pattern
         if style == "replicated_with_grad_allreduce":
