@@ -5,6 +5,8 @@ Source: Shoeybi et al., "Megatron-LM", 2019, section 3, applied to each expert.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -37,4 +39,16 @@ class TensorParallelExperts(_ShardedModule):
             weights = copy_to(self.tp, top_k_weights)
             # No dropout is in experts: the region ends before the product, as `leave_region` wants it.
             hidden_states = self.leave_region(hidden_states)
-            return reduce_from(self.tp, super().forward(hidden_states, top_k_index, weights, *args))
+            with self._own_share_of_bias():
+                return reduce_from(self.tp, super().forward(hidden_states, top_k_index, weights, *args))
+
+    @contextmanager
+    def _own_share_of_bias(self) -> Iterator[None]:
+        """While active, the replicated bias of the outputs is this rank's share of it: they are summed with it."""
+        bias = self._parameters.get("down_proj_bias")
+        if bias is not None:
+            self.__dict__["down_proj_bias"] = copy_to(self.tp, bias) / self.tp.size  # found before the parameter
+        try:
+            yield
+        finally:
+            self.__dict__.pop("down_proj_bias", None)

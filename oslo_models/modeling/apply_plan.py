@@ -26,6 +26,7 @@ from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
     KeyValueParallelLinear,
+    LatentLinear,
     RowParallelConv1D,
     RowParallelLinear,
 )
@@ -40,6 +41,7 @@ from oslo_models.sharding.plan import (
     GlobalMinMax,
     HeadNorm,
     HeadNorms,
+    Latent,
     LocalModule,
     LocalValue,
     Plan,
@@ -64,6 +66,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (WidthNorm, nn.Module): WidthParallelNorm,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
     (Experts, nn.Module): TensorParallelExperts,
+    (Latent, nn.Linear): LatentLinear,
     # layers that an architecture defines itself
     (ColumnParallel, nn.Module): ColumnParallelModule,
     (RowParallel, nn.Module): RowParallelModule,
@@ -117,6 +120,8 @@ def apply_plan(
             module.tp, module.stream, module.layouts = tp, stream, shards  # type: ignore[assignment]
         if isinstance(entry, HeadNorms):
             module.heads = entry.heads  # type: ignore[assignment]
+        elif isinstance(entry, Latent):
+            module.rotary = entry.rotary  # type: ignore[assignment]
         elif isinstance(entry, EinsumHeads):
             _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, LocalModule):

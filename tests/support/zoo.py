@@ -90,6 +90,13 @@ _REFORMER: dict[str, Any] = {
 
 _MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 11}
 
+_LATENT: dict[str, Any] = {
+    **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 6},
+    **{"num_key_value_heads": 6, "max_position_embeddings": 32, "tie_word_embeddings": True, "q_lora_rank": 10},
+    **{"kv_lora_rank": 7, "qk_rope_head_dim": 4, "qk_nope_head_dim": 5, "v_head_dim": 3, **_MIXTURE},
+    **{"n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
+
 _PATCHES = {"image_size": 12, "patch_size": 4}
 _VIT: dict[str, Any] = {**_BERT, **_PATCHES, "encoder_stride": 4, "problem_type": "single_label_classification"}
 _CLIP = {**_BERT, "projection_dim": 7}
@@ -143,6 +150,14 @@ MORE: dict[str, Mapping[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "deepseek_v2": {**_LATENT, "kv_lora_rank": 8, "qk_nope_head_dim": 6},
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_moe": {**_KV, **_MIXTURE, "moe_num_experts": 5, "moe_k": 2, "moe_layer_start_index": 1},
+    "hunyuan_v1_moe": {**_LLAMA, **_MIXTURE, "moe_topk": 2},
+    "exaone_moe": {**_LLAMA, **_MIXTURE, **_WINDOW, "mlp_layer_types": ["dense", "sparse"], "n_group": 1},
+    "solar_open": {**_LLAMA, **_MIXTURE, "n_routed_experts": 5, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "gpt_oss": {**_LLAMA, **_WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2},
     "dpr": _BERT,
     "electra": {**_BERT, "embedding_size": 20},
     "encoder-decoder": {
@@ -250,6 +265,7 @@ MORE: dict[str, Mapping[str, Any]] = {
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     # other configurations of the types of `MORE`, which divide in another way
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
+    "deepseek_v3-full-query": ("deepseek_v3", {**_LATENT, "q_lora_rank": None}),
     "deberta-v2-plain": ("deberta-v2", {**_BERT, **_RELATIVE}),
     "bigbird_pegasus-sparse": ("bigbird_pegasus", {**_BART, "block_size": 1, "num_random_blocks": 1}),
     "dpr-projection": ("dpr", {**_BERT, "projection_dim": 7}),  # which transformers' own reader cannot have
