@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,36 @@ def test_experts_survive_changes_of_sizes_byte_for_byte(pool: Pool, tmp_path: Pa
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def load_dequantised(folder: Path, merged: Path) -> None:
+    cls: Any = registry.find("DeepseekV3ForCausalLM")
+    model = cls.from_pretrained_with_parallel(folder, 2, dequantize=True, dtype=torch.float32)
+    model.save_pretrained_with_parallel(merged, save_with_merging=True)
+
+
+def test_experts_in_fp8_blocks_are_dequantised_one_by_one(pool: Pool, tmp_path: Path) -> None:
+    """As in DeepSeek-V3's checkpoint."""
+    config = zoo.config("deepseek_v3", moe_intermediate_size=16)
+    zoo.original("DeepseekV3ForCausalLM")(config).save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    stored = dict(expected)
+    for name in [name for name in expected if ".experts." in name]:
+        rows, columns = expected[name].shape
+        values = expected[name].to(torch.float8_e4m3fn)
+        scales = torch.rand(-(-rows // 8), -(-columns // 8))
+        grid = scales.repeat_interleave(8, 0).repeat_interleave(8, 1)[:rows, :columns]
+        expected[name], stored[name] = values.float() * grid, values
+        stored[f"{name}_scale_inv"] = scales
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [8, 8],
+        "activation_scheme": "dynamic",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    pool.run(2, load_dequantised, tmp_path, tmp_path / "merged")
+    merged = read_all(tmp_path / "merged")
+    assert expected.keys() == merged.keys()
+    assert all(expected[name].equal(merged[name]) for name in expected)

@@ -279,7 +279,7 @@ def test_plan_shards_every_module_that_the_plan_of_transformers_shards(model_typ
     for pattern, style in type(config).base_model_tp_plan.items():
         weights = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"(\.weight|\.\w+_proj)?")
         matches = [name for name in layouts if weights.fullmatch(name)]
-        assert matches, pattern
+        assert matches or pattern.endswith(tuple(plan.optional)), pattern
         entries = [entry for stack in plan.blocks.values() for entry in stack.items()]
         if style == "replicated_with_grad_allreduce":
             assert any(isinstance(entry, HeadNorm) and pattern.endswith(key) for key, entry in entries), pattern
