@@ -130,7 +130,7 @@ def zoo_class(model: Any, may_be_empty: bool = False, plan: Plan | Callable[[Any
 def _find_class(cls: type[Any]) -> Any:
     if issubclass(cls, ParallelModel):
         return cls
-    hint = "pass plan= to shard it by a plan of your own"
+    hint = 'pass plan= to shard it by a plan of your own, or plan="derive"'
     try:
         found: Any = registry.find(cls.__name__)
     except AttributeError as error:

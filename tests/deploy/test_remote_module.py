@@ -34,7 +34,9 @@ class Deployed:
         self.full: Any = reference_model(name, zoo.config(model_type), seed, torch.float32).eval()
         self.full.save_pretrained(folder)
         cls: Any = OWN.get(name) or getattr(oslo_models, name)
-        self.model = cls.from_pretrained_with_parallel(folder, deploy=True, **sizes or {"tensor_parallel_size": 2})
+        self.full.set_attn_implementation("eager")  # others give no attention weights
+        options: dict[str, Any] = sizes or {"tensor_parallel_size": 2}
+        self.model = cls.from_pretrained_with_parallel(folder, deploy=True, attn_implementation="eager", **options)
         self.folder, self.cls = folder, cls
 
 
@@ -148,6 +150,7 @@ def test_methods_of_clip_run_in_the_workers(deployed: OnTwoWorkers, seed: int) -
     close(model.get_image_features(pixels).pooler_output, full.get_image_features(pixels).pooler_output)
     mine = model.get_image_features(pixels, output_attentions=True, timeout=30)
     right = full.get_image_features(pixels, output_attentions=True)
+    assert len(right.attentions) == 2
     for own, other in zip(mine.attentions, right.attentions, strict=True):
         close(own, other)  # of all heads
 

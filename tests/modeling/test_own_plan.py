@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import transformers as hf
 import oslo_models
 from oslo_models import parallel_class
 from oslo_models.deploy import options as serving
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated
+from oslo_models.modeling.apply_plan import layouts_of
+from oslo_models.pipeline.split import split_stage
+from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, VocabParallel
+from oslo_models.testing import assert_same_as_one_process
 
 from support import deployment
 from support.float64 import lifted_casts
 from support.own_models import (
+    FlatNoteForCausalLM,
     NoteConfig,
     NoteForCausalLM,
     NoteModel,
@@ -179,7 +184,9 @@ def test_invalid_plans_are_refused(tmp_path: Path) -> None:
     sizes = {"model_parallelism": {"tensor_parallel_size": 1}}
     with pytest.raises(ValueError, match=r"oslo_models has no NoteForCausalLM.*pass plan= to shard it by a plan"):
         oslo_models.initialize(model, sizes)
-    with pytest.raises(ValueError, match="plan must be a Plan or a function from a configuration to one, got 7"):
+    with pytest.raises(
+        ValueError, match='plan must be a Plan, a function from a configuration to one or "derive", got 7'
+    ):
         oslo_models.initialize(model, sizes, plan=7)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="returned 'no' for a NoteConfig, which is no Plan"):
         oslo_models.initialize(model, sizes, plan=lambda config: "no")  # type: ignore[arg-type,return-value]
@@ -192,6 +199,36 @@ def test_invalid_plans_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a subclass of transformers' PreTrainedModel, not of"):
         parallel_class(torch.nn.Linear, plan_of_lm)
     assert type(model) is NoteForCausalLM
+
+
+def flat_plan(config: NoteConfig) -> Plan:
+    plan = plan_of_base(config)
+    return replace(plan, head={**plan.head, "lm_head": VocabParallel()})
+
+
+def test_a_head_without_a_base_model_has_no_stages(pool: Pool) -> None:
+    """The first output of each stage has to be hidden states; tensor parallelism needs no base model."""
+    model = FlatNoteForCausalLM(CONFIG)
+    ids = torch.arange(14).view(2, 7)
+    assert_same_as_one_process(model, {"input_ids": ids, "labels": ids}, flat_plan, 3)
+    messages = pool.run(2, split_flat)
+    assert all("FlatNoteForCausalLM are not inside of a base model" in message for message in messages)
+
+
+def split_flat() -> str:
+    cls = parallel_class(FlatNoteForCausalLM, flat_plan)
+    with pytest.raises(ValueError) as raised:
+        cls.from_config_with_parallel(CONFIG, pipeline_parallel_size=2)
+    return str(raised.value)
+
+
+def test_stages_need_the_name_of_the_hidden_size() -> None:
+    model = NoteForCausalLM(NoteConfig())
+    del model.config.hidden_size
+    plan, head = plan_of_base(CONFIG), {"lm_head": VocabParallel()}
+    layouts = layouts_of(model, plan, "model.", head, 1)
+    with pytest.raises(ValueError, match="NoteConfig has no hidden_size: add attribute_map"):
+        split_stage(model, plan, "model.", head, layouts, 0, 2)
 
 
 def test_different_plans_of_ranks_are_refused(pool: Pool) -> None:

@@ -145,3 +145,17 @@ class ParallelNoteModel(NoteParallel, NoteModel):
 
 class ParallelNoteForCausalLM(NoteParallel, NoteForCausalLM):
     head_plan = {"lm_head": VocabParallel()}
+
+
+class FlatNoteForCausalLM(NoteModel, GenerationMixin):
+    """A language model without a base model inside."""
+
+    def __init__(self, config: NoteConfig) -> None:
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> CausalLMOutput:
+        logits = self.lm_head(super().forward(input_ids).last_hidden_state)
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
