@@ -36,7 +36,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 def train_both(model: nn.Module, other: Any, inputs: Tensor, seed: int, steps: int = 2) -> None:
     """Steps of SGD with dropout, then inference: outputs, weights and buffers are those of one process."""
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, other)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.001) for each in (model, other)]
     for step in range(steps):
         values = []
         for each, optimizer in zip((model, other), optimizers, strict=True):
@@ -303,7 +303,7 @@ def test_architectures_that_the_zoo_lacks_train_as_on_one_process(name: str, see
     other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2)
     assert isinstance(other, cls)
     for each in (model, other):
-        optimizer = torch.optim.SGD(each.parameters(), 0.01)
+        optimizer = torch.optim.SGD(each.parameters(), 0.001)
         with lifted_casts():
             output = lifted_call(each, inputs)
             all_outputs(output).backward()
@@ -367,7 +367,7 @@ def parallel_state(cls: Any, config: Any, weights: Any, inputs: Any, how: str, n
     else:
         model = oslo_models.parallel_class(cls, "derive").from_pretrained_with_parallel(how, n, dtype=torch.float64)
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
     with lifted_casts():
         output = lifted_call(model, inputs)
         output.loss.backward()
@@ -398,7 +398,7 @@ def test_ranks_of_a_launcher_train_as_one_process(
     model.save_pretrained(tmp_path)
     given = "initialize" if how == "initialize" else str(tmp_path)
     found = pool.run(n, parallel_state, cls, config, model.state_dict(), inputs, given, n)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
     with lifted_casts():
         output = lifted_call(model, inputs)
         output.loss.backward()
@@ -414,7 +414,7 @@ def parallel_module(name: str, seed: int, n: int) -> dict[str, Tensor]:
     config = {"model_parallelism": {"tensor_parallel_size": n}}
     with pytest.raises(ValueError, match="pass plan="):
         oslo_models.initialize(model, config)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
     assert oslo_models.initialize(model, config, plan="derive", inputs=inputs) is model
     torch.manual_seed(seed)
     all_outputs(model(inputs)).backward()
@@ -432,6 +432,6 @@ def test_a_plain_module_on_ranks_of_a_launcher(name: str, n: int, pool: Pool, se
     found = pool.run(n, parallel_module, name, seed, n)
     torch.manual_seed(seed)
     all_outputs(model(inputs)).backward()
-    torch.optim.SGD(model.parameters(), 0.1).step()
+    torch.optim.SGD(model.parameters(), 0.001).step()
     for own in found:
         assert largest_difference(model.state_dict(), own) < TOLERANCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,8 @@ from oslo_models.modeling.derived.verification import differences
 from oslo_models.sharding.plan import Plan
 
 _SEED, _SHOWN = 1234, 8
+_NOT_OF_THE_STRUCTURE = ("dtype", "torch_dtype", "_name_or_path", "architectures", "transformers_version", "auto_map")
+"""What loading changes in a configuration; the plan is derived once."""
 
 
 class CannotProbeError(ValueError):
@@ -50,7 +53,8 @@ class DerivedFromConfig:
         return f"derive({self.cls.__name__})"
 
     def __call__(self, config: PreTrainedConfig) -> DerivedPlan:
-        key = config.to_json_string(use_diff=False)
+        values = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_THE_STRUCTURE}
+        key = json.dumps(values, sort_keys=True, default=str)
         if key not in self._known:
             with torch.device("meta"):
                 model = self.cls._from_config(copy.deepcopy(config))
