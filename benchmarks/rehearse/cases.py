@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+HERE = "benchmarks.rehearse"
 PARTS = ("tests", "kernels", "training", "decoding")
 LIMITS = {"tests": 480, "kernels": 360, "training": 540, "decoding": 540}
 """Seconds of each part when the command line names none."""
@@ -20,7 +22,7 @@ class Case:
     """What one process measures.
 
     Attributes:
-        run: ``"module:function"`` of this package; the function takes a `Bench` and ``options``.
+        run: ``"module:function"``; the function takes a `Bench` and ``options``.
         limit: the seconds that the process may run, without those in which it waits for others.
         gigabytes: of the device's memory; cases whose sum fits prepare at the same time.
         quick: part of the small slice that ``make test`` runs.
@@ -43,12 +45,12 @@ def cases(part: str, quick: bool = False) -> list[Case]:
 
 def _tests() -> Iterator[Case]:
     for name in ("ceilings", "single_rank", "two_ranks", "from_pretrained", "fused_decoding"):
-        yield Case("tests", name, f"checks:{name}", quick=name == "two_ranks")
+        yield Case("tests", name, f"{HERE}.checks:{name}", quick=name == "two_ranks")
     for path in gpu_tests():
-        yield Case("tests", path, "checks:pytest_file", 420, 6, {"path": path}, quick="ngrams" in path)
+        yield Case("tests", path, f"{HERE}.checks:pytest_file", 420, 6, {"path": path}, quick="ngrams" in path)
     for name in ("autocast", "half_precision", "odd_sizes", "strided", "compiled", "deployed", "parallelized",
                  "threads", "imports"):  # fmt: skip
-        yield Case("tests", name, f"checks:{name}", 180)
+        yield Case("tests", name, f"{HERE}.checks:{name}", 180)
 
 
 def gpu_tests() -> list[str]:
@@ -58,59 +60,54 @@ def gpu_tests() -> list[str]:
 
 
 def _kernels() -> Iterator[Case]:
-    yield Case("kernels", "ceilings", "checks:ceilings", 60)
+    yield Case("kernels", "ceilings", f"{HERE}.checks:ceilings", 60)
     for vocab in (131072, 50257, 32000, 128256):
-        yield Case("kernels", f"head and loss, V={vocab}", "losses:head", 120, 30, {"vocab": vocab},
+        yield Case("kernels", f"head and loss, V={vocab}", f"{HERE}.losses:head", 120, 30, {"vocab": vocab},
                    quick=vocab == 50257)  # fmt: skip
     for name in ("rmsnorm", "add-rmsnorm", "swiglu", "rotary", "bias-gelu", "add-layernorm", "layernorm"):
-        yield Case("kernels", name, "kernels:operation", 90, 8, {"name": name}, quick=name == "add-rmsnorm")
+        yield Case("kernels", name, f"{HERE}.kernels:operation", 90, 8, {"name": name}, quick=name == "add-rmsnorm")
     for vocab in (50257, 32000, 128256):
-        yield Case("kernels", f"loss of a narrow head, V={vocab}", "losses:narrow", 90, 12, {"vocab": vocab})
+        yield Case("kernels", f"loss of a narrow head, V={vocab}", f"{HERE}.losses:narrow", 90, 12, {"vocab": vocab})
     for name in ("masked-softmax", "causal-softmax", "dropout-residual"):
-        yield Case("kernels", name, "kernels:operation", 90, 8, {"name": name})
+        yield Case("kernels", name, f"{HERE}.kernels:operation", 90, 8, {"name": name})
     for name in ("mlp", "ngrams", "optimizer"):
-        yield Case("kernels", name, f"kernels:{name}", 90, 12)
+        yield Case("kernels", name, f"{HERE}.kernels:{name}", 90, 12)
 
 
 def _training() -> Iterator[Case]:
+    fused = "oslo_models fused"
     order = {"llama-1b": 25, "gpt2-124m": 25, "llama-8b-width": 30}
-    for peers in (("oslo_models fused", "transformers"), ("transformers compiled", "oslo_models fused and compiled"),
-                  ("Liger",), ("oslo_models",)):  # fmt: skip
-        for model, gigabytes in order.items():
-            for peer in peers:
-                yield Case("training", f"{model} / {peer}", "training:train", 200, gigabytes,
-                           {"model": model, "peer": peer}, quick=(model, peer) == ("llama-1b", peers[0]) and
-                           peer == "oslo_models fused")  # fmt: skip
+    for peers in (
+        (fused, "transformers"),
+        ("transformers compiled", f"{fused} and compiled"),
+        ("Liger", "oslo_models"),
+    ):
+        for (model, gigabytes), peer in product(order.items(), peers):
+            options = {"model": model, "peer": peer}
+            quick = (model, peer) == ("llama-1b", fused)
+            yield Case("training", f"{model} / {peer}", f"{HERE}.training:train", 200, gigabytes, options, quick)
 
 
 def _decoding() -> Iterator[Case]:
     def case(model: str, peer: str, batch: int, beams: int = 1, gigabytes: float = 12) -> Case:
-        how = f", {beams} beams" if beams > 1 else ""
+        name = f"{model}, batch {batch}{f', {beams} beams' if beams > 1 else ''} / {peer}"
         options = {"model": model, "peer": peer, "batch": batch, "beams": beams}
         quick = peer == "oslo_models fused" and beams > 1
-        return Case(
-            "decoding", f"{model}, batch {batch}{how} / {peer}", "decoding:decode", 200, gigabytes, options, quick
-        )
+        return Case("decoding", name, f"{HERE}.decoding:decode", 200, gigabytes, options, quick)
 
-    default, static, compiled, fused = (
-        "transformers",
-        "transformers static",
-        "transformers compiled",
-        "oslo_models fused",
-    )
+    default, compiled, fused = "transformers", "transformers compiled", "oslo_models fused"
     yield case("llama-1b", fused, 1, gigabytes=ALONE)  # tunes its products
     yield case("llama-1b", default, 1)
     yield case("llama-1b", compiled, 1)
     for batch in (8, 32):
         for peer in (fused, default, compiled):
             yield case("llama-1b", peer, batch)
-    yield case("llama-8b", fused, 1, gigabytes=24)
-    yield case("llama-8b", compiled, 1, gigabytes=24)
-    yield case("llama-8b", default, 1, gigabytes=24)
+    for peer in (fused, compiled, default):
+        yield case("llama-8b", peer, 1, gigabytes=24)
     for peer in (fused, default):
         yield case("llama-1b", peer, 8, beams=4)
     for peer in (fused, compiled, default):
         yield case("gpt2-124m", peer, 1)
     for batch in (1, 8, 32):
-        yield case("llama-1b", static, batch)
+        yield case("llama-1b", "transformers static", batch)
     yield case("llama-1b", "oslo_models", 1)

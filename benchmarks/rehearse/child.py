@@ -1,31 +1,33 @@
-"""The process of one case: ``python -m benchmarks.rehearse.child PART NAME DRY FD``. Rows go to the file descriptor."""
+"""The process of one case: ``python -m benchmarks.rehearse.child MODULE:FUNCTION OPTIONS dry|gpu FD``.
+
+Options are JSON; rows go to the file descriptor.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
+import json
 import os
 import signal
 import sys
 
 
 def main() -> int:
-    part, name, dry, fd = sys.argv[1:]
+    run, options, dry, fd = sys.argv[1:]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # where it hangs, for a row
     os.set_inheritable(int(fd), False)
     import torch
 
     from benchmarks.rehearse.bench import Bench
-    from benchmarks.rehearse.cases import cases
 
-    case = next(case for case in cases(part) if case.name == name)
     torch.manual_seed(0)
     with os.fdopen(int(fd), "w") as rows:
         bench = Bench(rows, sys.stdin, dry == "dry")
         with bench.attempt(""):
-            module, _, function = case.run.partition(":")
-            getattr(importlib.import_module(f"benchmarks.rehearse.{module}"), function)(bench, **case.options)
+            module, _, function = run.partition(":")
+            getattr(importlib.import_module(module), function)(bench, **json.loads(options))
     return int(bench.failed)
 
 

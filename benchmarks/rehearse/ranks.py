@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 EXACT = 1e-5
-"""The largest relative error in float64, since transformers computes norms and losses in float32. A wrong shard is far off."""
+"""The largest relative error, since transformers computes norms and losses in float32. A wrong shard is far off."""
 KINDS = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}
 _NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _SIZES: dict[str, dict[str, Any]] = {

@@ -35,10 +35,11 @@ class Running:
         self.case, self.state, self.used = case, "preparing", 0.0
         self.log = tempfile.NamedTemporaryFile(dir=folder, suffix=".log", delete=False)  # noqa: SIM115
         receive, send = os.pipe()
-        command = [sys.executable, "-m", "benchmarks.rehearse.child", case.part, case.name, "dry" if dry else "gpu"]
+        how = [case.run, json.dumps(case.options), "dry" if dry else "gpu"]
         with os.fdopen(send, "w"):
             self.process = subprocess.Popen(
-                [*command, str(send)], cwd=ROOT, env=environment, pass_fds=(send,), stdin=subprocess.PIPE,
+                [sys.executable, "-m", "benchmarks.rehearse.child", *how, str(send)], cwd=ROOT, env=environment,
+                pass_fds=(send,), stdin=subprocess.PIPE,
                 stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, text=True,
             )  # fmt: skip
         os.set_blocking(receive, False)
