@@ -41,13 +41,19 @@ def main() -> int:
         parser.error("where to? --out DIR")
     if args.part in ("summary", "record"):
         return {"summary": report.summary, "record": report.record}[args.part](folder)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are ended
+    signal.signal(signal.SIGTERM, _leave)
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     parts = PARTS if args.part == "all" else (args.part,)
     for part in parts:
         run_part(part, folder, args)
     return report.summary(folder, parts)
+
+
+def _leave(*_: Any) -> None:
+    """End the processes on the way out, once."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 def run_part(part: str, folder: Path, args: argparse.Namespace) -> None:

@@ -69,11 +69,12 @@ def summary(folder: Path, parts: Sequence[str] = PARTS) -> int:
         print(f"\n{title}: {len(chosen)}")
         print("\n".join(line(row) for row in chosen))
     bad = _troubles(rows)
-    return int(not rows or bool(bad["Failed"] or bad["Not run"]))
+    return int(not rows or any(bad[name] for name in ("Failed", "Not finished", "Not run")))
 
 
 def _troubles(rows: list[Row]) -> dict[str, list[Row]]:
-    return {name: [row for row in rows if row["state"] == name.lower()] for name in ("Failed", "Not run", "Skipped")}
+    names = ("Failed", "Not finished", "Not run", "Skipped")
+    return {name: [row for row in rows if row["state"] == name.lower()] for name in names}
 
 
 def comparisons(rows: list[Row]) -> list[Row]:
@@ -150,7 +151,7 @@ def page(text: str, rows: Sequence[Row]) -> str:
         wheres = sorted(
             {f"{row['machine']}, {row['versions']}, at {row['commit']} ({row['date'][:10]})" for row in rows}
         )
-        failed = [row for row in rows if row["state"] in ("failed", "not run")]
+        failed = [row for row in rows if row["state"] in ("failed", "not finished", "not run")]
         wrong = [
             f"* {row['case']}, {row.get('peer') or ''} {row.get('metric') or ''}: {row['error']}" for row in failed
         ]

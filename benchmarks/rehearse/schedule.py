@@ -123,7 +123,7 @@ class Schedule:
                 then = now
         finally:
             for running in self.running[:]:
-                self._stop(running, "not finished: limit of the part")
+                self._stop(running, "limit of the part", "not finished")
             for case in waiting:
                 self.report(case, {"state": "not run", "error": "limit of the part"})
 
@@ -176,7 +176,7 @@ class Schedule:
             if running.used > running.case.limit:
                 self._stop(running, f"more than {running.case.limit:g} s, while {running.state}")
 
-    def _stop(self, running: Running, why: str) -> None:
+    def _stop(self, running: Running, why: str, state: str = "failed") -> None:
         """Kill a case, and report where it was."""
         for number in (signal.SIGUSR1, signal.SIGCONT):
             with suppress(ProcessLookupError):
@@ -188,7 +188,7 @@ class Schedule:
                 if message.pop("kind") == "row":
                     self.report(running.case, message)
         self._remove(running)
-        self.report(running.case, {"state": "failed", "error": f"{why}\n{running.said()}"})
+        self.report(running.case, {"state": state, "error": f"{why}\n{running.said()}"})
 
     def _remove(self, running: Running) -> int:
         self.selector.unregister(running.rows)
