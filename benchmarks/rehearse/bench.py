@@ -42,9 +42,8 @@ class CompilerWatch(logging.Handler):
 
     @staticmethod
     def _count(kind: str, name: str) -> int:
-        from torch._dynamo.utils import counters
-
-        return int(counters[kind][name])
+        module = sys.modules.get("torch._dynamo.utils")  # to import it takes seconds
+        return 0 if module is None else int(module.counters[kind][name])
 
     @property
     def skips(self) -> int:
@@ -78,7 +77,6 @@ class Bench:
         self.device = torch.device("cpu" if dry else "cuda")
         self.timer = Cpu() if dry else Gpu()
         self.watch = CompilerWatch()
-        self.failed = False
 
     def pick(self, real: Any, tiny: Any) -> Any:
         """``real`` on a GPU, ``tiny`` in a dry run."""
@@ -97,6 +95,10 @@ class Bench:
                 sys.exit("the process that started this one is gone")
             self._is_ready = True
 
+    def end(self) -> None:
+        """Everything is said: the process may be killed."""
+        self._say({"kind": "end"})
+
     def row(
         self, peer: str, metric: str, value: float | None, unit: str, *, target: float | None = None, **more: Any
     ) -> None:
@@ -109,13 +111,11 @@ class Bench:
         state, trouble = "measured", self.watch.trouble()
         if trouble:
             state, more["error"] = "failed", trouble
-            self.failed = True
         self._say({"kind": "row", "peer": peer, "metric": metric, "value": value, "unit": unit, "state": state,
                    **({} if target is None else {"target": target}), **more})  # fmt: skip
 
     def fail(self, peer: str, error: str, metric: str = "") -> None:
         """Report that something does not work."""
-        self.failed = True
         self._say({"kind": "row", "peer": peer, "metric": metric, "value": None, "unit": "", "state": "failed",
                    "error": error[-TRACE:]})  # fmt: skip
 

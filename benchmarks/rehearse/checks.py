@@ -190,7 +190,7 @@ def odd_sizes(bench: Bench) -> None:
     """GPT-2's vocabulary, and widths that no vector load divides."""
     vocab = bench.pick(50257, 131)
     _fused_like_unfused(bench, "gpt2", torch.float32, 1e-3, vocab_size=vocab, n_embd=57, n_head=3)
-    _fused_like_unfused(bench, "llama", torch.float32, 1e-3, vocab_size=vocab, hidden_size=44, intermediate_size=91)
+    _fused_like_unfused(bench, "llama", torch.float32, 1e-3, vocab_size=vocab, hidden_size=72, intermediate_size=91)
 
 
 def autocast(bench: Bench) -> None:

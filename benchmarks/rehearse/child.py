@@ -28,7 +28,8 @@ def main() -> int:
         with bench.attempt(""):
             module, _, function = run.partition(":")
             getattr(importlib.import_module(module), function)(bench, **json.loads(options))
-    return int(bench.failed)
+        bench.end()
+    return 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Running:
     """A case whose process lives.
 
     Attributes:
-        state: ``"preparing"``, ``"waiting"`` for its turn, or ``"measuring"``.
+        state: ``"preparing"``, ``"waiting"`` for its turn, ``"measuring"``, or ``"ended"``.
         used: seconds that it has run.
     """
 
@@ -69,13 +69,11 @@ class Running:
             self.process.stdin.flush()
 
     def end(self) -> int:
-        """Wait for the process, which has ended or is killed here, and return its exit code."""
-        try:
-            code = self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.signal(signal.SIGKILL)
-            code = self.process.wait()
-        self.signal(signal.SIGKILL)  # what it left behind
+        """Kill what is left of the process and of those that it started; returns its exit code."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(0 if self.state == "ended" else 1)
+        self.signal(signal.SIGKILL)
+        code = self.process.wait()
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -157,14 +155,17 @@ class Schedule:
 
     def _listen(self, running: Running, ended: bool = False) -> None:
         messages = running.messages()
+        measuring = running.state == "measuring"
         for message in messages or ():
-            if message.pop("kind") == "ready":
-                running.state = "waiting"
-            else:
+            kind = message.pop("kind")
+            if kind == "row":
                 self.report(running.case, message)
-        if messages is None or (ended and not messages):
-            code = self._remove(running)
-            if code not in (0, 1):
+            else:
+                running.state = {"ready": "waiting", "end": "ended"}[kind]
+        if running.state == "ended" or messages is None or (ended and not messages):
+            finished = running.state == "ended"
+            code = self._remove(running, measuring)
+            if not finished:
                 self.report(running.case, {"state": "failed", "error": f"exit code {code}\n{running.said()}"})
             self.report(running.case, {"state": "done", "seconds": round(running.used, 1)})
 
@@ -187,13 +188,12 @@ class Schedule:
             for message in messages:
                 if message.pop("kind") == "row":
                     self.report(running.case, message)
-        self._remove(running)
+        self._remove(running, running.state == "measuring")
         self.report(running.case, {"state": state, "error": f"{why}\n{running.said()}"})
 
-    def _remove(self, running: Running) -> int:
+    def _remove(self, running: Running, measured: bool) -> int:
         self.selector.unregister(running.rows)
         self.running.remove(running)
-        measured = running.state == "measuring"
         code = running.end()
         if measured:
             self._signal_others(running, signal.SIGCONT)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,15 +27,19 @@ def run(cases: list[Case], folder: Path, seconds: float = 100, gigabytes: float 
     rows: list[dict[str, Any]] = []
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    schedule = Schedule(
-        folder, True, environment, lambda case, row: rows.append({"case": case.name, **row}), 8, gigabytes
-    )
+
+    def note(case: Case, row: dict[str, Any]) -> None:
+        rows.append({"case": case.name, **row})
+        if case.name == "hangs":
+            object.__setattr__(case, "limit", 1.0)  # from here on, however long it took to start
+
+    schedule = Schedule(folder, True, environment, note, 8, gigabytes)
     schedule.run(cases, time.monotonic() + seconds)
     return rows
 
 
-def case(name: str, limit: float = 60, **options: Any) -> Case:
-    return Case("tests", name, f"support.rehearsal_cases:{name}", limit, options=options)
+def case(name: str, **options: Any) -> Case:
+    return Case("tests", name, f"support.rehearsal_cases:{name}", options=options)
 
 
 def test_dry_run_has_no_failures_and_writes_rows_only(tmp_path: Path) -> None:
@@ -53,7 +58,7 @@ def test_dry_run_has_no_failures_and_writes_rows_only(tmp_path: Path) -> None:
 
 def test_whatever_a_case_does_is_a_row(tmp_path: Path) -> None:
     names = ("raises", "crashes", "leaves_a_process", "recompiles")
-    rows = run([*(case(name) for name in names), case("hangs", 12)], tmp_path)
+    rows = run([*(case(name) for name in names), case("hangs")], tmp_path)
     of = {name: [row for row in rows if row["case"] == name] for name in (*names, "hangs")}
 
     states = [(row.get("metric"), row["state"]) for row in of["raises"]]
@@ -63,7 +68,7 @@ def test_whatever_a_case_does_is_a_row(tmp_path: Path) -> None:
     assert "about to crash" in of["crashes"][0]["error"] and "exit code -6" in of["crashes"][0]["error"]
     assert [row["state"] for row in of["leaves_a_process"]] == ["done"]
     assert [row["state"] for row in of["hangs"]] == ["measured", "failed"]
-    assert "more than 12 s, while preparing" in of["hangs"][1]["error"]
+    assert "more than 1 s, while preparing" in of["hangs"][1]["error"]
     assert "rehearsal_cases.py" in of["hangs"][1]["error"], "where it hung"
     found = {row.get("metric"): row for row in of["recompiles"]}
     assert {name: found[name]["state"] for name in ("first", "last", "skipped", "neither")} == {
@@ -78,20 +83,18 @@ def test_whatever_a_case_does_is_a_row(tmp_path: Path) -> None:
 
 def test_others_are_stopped_while_a_case_measures_and_the_limit_of_the_part_is_kept(tmp_path: Path) -> None:
     path = str(tmp_path / "counted")
-    started = time.monotonic()
     late = Case("tests", "late", "support.rehearsal_cases:crashes", gigabytes=ALONE)
-    rows = run([case("counts", path=path), case("measures", path=path), late], tmp_path, seconds=20)
+    rows = run([case("counts", path=path), case("measures", path=path), late], tmp_path)
     of = {name: [row for row in rows if row["case"] == name] for name in ("counts", "measures", "late")}
     assert of["measures"][0]["value"] <= 1, "the other case went on"
     assert [row["state"] for row in of["measures"]] == ["measured", "done"]
     assert of["counts"][-1]["state"] == "done" and int(Path(path).read_text()) == 59, "and was not resumed"
     assert of["late"][-1]["state"] in ("done", "failed"), "begins when nothing else runs"
-    rows = run([case("hangs"), late], tmp_path, seconds=6)
+    rows = run([Case("tests", "waits", "support.rehearsal_cases:hangs"), late], tmp_path, seconds=3)
     assert [(row["case"], row["state"]) for row in rows if row["state"] != "measured"] == [
-        ("hangs", "not finished"),
+        ("waits", "not finished"),
         ("late", "not run"),
     ]
-    assert time.monotonic() - started < 60
 
 
 def test_every_case_names_a_function() -> None:
@@ -157,7 +160,8 @@ def test_timer_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(flushed) > 100
     assert timer.peak(cuda.work) == 7
     assert timer.host(cuda.work, 3) > 0 and len(timer.wall(cuda.work, 3)) == 3
-    assert timer.launches(lambda: torch.ones(3) + 1) == 0, "no calls of a driver here"
+    with warnings.catch_warnings(action="ignore"):  # there is no CUDA to profile
+        assert timer.launches(lambda: torch.ones(3) + 1) == 0, "no calls of a driver here"
 
 
 def measured(part: str, case: str, peer: str, metric: str, value: float, unit: str, **more: Any) -> dict[str, Any]:
