@@ -76,7 +76,7 @@ def _kernels() -> Iterator[Case]:
 
 def _training() -> Iterator[Case]:
     fused = "oslo_models fused"
-    order = {"llama-1b": 25, "gpt2-124m": 25, "llama-8b-width": 30}
+    order = {"llama-1b": 45, "gpt2-124m": 22, "llama-8b-width": 40}
     for peers in (
         (fused, "transformers"),
         ("transformers compiled", f"{fused} and compiled"),

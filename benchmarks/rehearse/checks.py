@@ -72,6 +72,11 @@ def single_rank(bench: Bench) -> None:
         where = {"init_method": f"file://{store.name}", "rank": 0, "world_size": 1}
         dist.init_process_group(**where, **({"backend": "gloo"} if bench.dry else {}))
         try:
+            with bench.attempt("torch", "collectives"):
+                x, y = torch.arange(3.0, device=bench.device), torch.empty(3, device=bench.device)
+                dist.all_reduce(x)
+                dist.all_gather_into_tensor(y, x)
+                bench.check("collectives", y.tolist(), [0.0, 1.0, 2.0])
             for kind in KINDS:
                 with bench.attempt(OURS, kind):
                     for name, error in ranks.compare(kind, 1, bench.device).items():

@@ -200,7 +200,7 @@ def operation(bench: Bench, name: str) -> None:
             there = bench.timer.seconds(lambda run=run: run(*large.tensors))
             _moved(bench, peer, "forward", there, large.forward, copy, targets[0])
             both = bench.timer.seconds(_step(run, large))
-            _moved(bench, peer, "backward", both - there, large.backward, copy, targets[1])
+            _moved(bench, peer, "backward", max(both - there, 1e-9), large.backward, copy, targets[1])
 
 
 def _correct(bench: Bench, large: Operation) -> Peers:
