@@ -78,7 +78,7 @@ def run_part(part: str, folder: Path, args: argparse.Namespace) -> None:
                 print(report.line(row), flush=True)
 
             schedule = Schedule(work, dry, environment, write, os.cpu_count() or 1, gigabytes)
-            schedule.run([case for case in cases(part, args.quick) if (args.only or "") in case.name], deadline)
+            schedule.run([case for case in cases(part, args.quick, dry) if (args.only or "") in case.name], deadline)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

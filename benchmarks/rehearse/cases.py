@@ -26,6 +26,7 @@ class Case:
         limit: the seconds that the process may run, without those in which it waits for others.
         gigabytes: of the device's memory; cases whose sum fits prepare at the same time.
         quick: part of the small slice that ``make test`` runs.
+        larger: differs from another case in sizes only, so that a dry run, where all are tiny, leaves it out.
     """
 
     part: str
@@ -35,12 +36,13 @@ class Case:
     gigabytes: float = 4
     options: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
+    larger: bool = False
 
 
-def cases(part: str, quick: bool = False) -> list[Case]:
+def cases(part: str, quick: bool = False, dry: bool = False) -> list[Case]:
     """The cases of a part, in the order in which they start."""
     found = {"tests": _tests, "kernels": _kernels, "training": _training, "decoding": _decoding}[part]()
-    return [case for case in found if case.quick or not quick]
+    return [case for case in found if (case.quick or not quick) and not (case.larger and dry)]
 
 
 def _tests() -> Iterator[Case]:
@@ -63,11 +65,12 @@ def _kernels() -> Iterator[Case]:
     yield Case("kernels", "ceilings", f"{HERE}.checks:ceilings", 60)
     for vocab in (131072, 50257, 32000, 128256):
         yield Case("kernels", f"head and loss, V={vocab}", f"{HERE}.losses:head", 120, 30, {"vocab": vocab},
-                   quick=vocab == 50257)  # fmt: skip
+                   quick=vocab == 50257, larger=vocab != 50257)  # fmt: skip
     for name in ("rmsnorm", "add-rmsnorm", "swiglu", "rotary", "bias-gelu", "add-layernorm", "layernorm"):
         yield Case("kernels", name, f"{HERE}.kernels:operation", 90, 8, {"name": name}, quick=name == "add-rmsnorm")
     for vocab in (50257, 32000, 128256):
-        yield Case("kernels", f"loss of a narrow head, V={vocab}", f"{HERE}.losses:narrow", 90, 12, {"vocab": vocab})
+        yield Case("kernels", f"loss of a narrow head, V={vocab}", f"{HERE}.losses:narrow", 90, 12, {"vocab": vocab},
+                   larger=vocab != 50257)  # fmt: skip
     for name in ("masked-softmax", "causal-softmax", "dropout-residual"):
         yield Case("kernels", name, f"{HERE}.kernels:operation", 90, 8, {"name": name})
     for name in ("mlp", "ngrams", "optimizer"):
@@ -85,7 +88,10 @@ def _training() -> Iterator[Case]:
         for (model, gigabytes), peer in product(order.items(), peers):
             options = {"model": model, "peer": peer}
             quick = (model, peer) == ("llama-1b", fused)
-            yield Case("training", f"{model} / {peer}", f"{HERE}.training:train", 200, gigabytes, options, quick)
+            larger = model == "llama-8b-width"
+            yield Case(
+                "training", f"{model} / {peer}", f"{HERE}.training:train", 200, gigabytes, options, quick, larger
+            )
 
 
 def _decoding() -> Iterator[Case]:
@@ -93,7 +99,8 @@ def _decoding() -> Iterator[Case]:
         name = f"{model}, batch {batch}{f', {beams} beams' if beams > 1 else ''} / {peer}"
         options = {"model": model, "peer": peer, "batch": batch, "beams": beams}
         quick = peer == "oslo_models fused" and beams > 1
-        return Case("decoding", name, f"{HERE}.decoding:decode", 200, gigabytes, options, quick)
+        larger = (batch > 1 and beams == 1) or model == "llama-8b"
+        return Case("decoding", name, f"{HERE}.decoding:decode", 200, gigabytes, options, quick, larger)
 
     default, compiled, fused = "transformers", "transformers compiled", "oslo_models fused"
     yield case("llama-1b", fused, 1, gigabytes=ALONE)  # tunes its products

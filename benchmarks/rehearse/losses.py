@@ -76,11 +76,11 @@ def _peers(bench: Bench, x: Tensor, w: Tensor, target: Tensor) -> dict[str, Call
     with torch.no_grad():
         expected = eager(x, w, target).item()
 
-    def step(loss: Callable[..., Tensor]) -> float:
+    def step(loss: Callable[..., Tensor]) -> Tensor:
         found = loss(x, w, target)
         found.backward()
         x.grad = w.grad = None
-        return found
+        return found.detach()
 
     right: dict[str, Callable[[], object]] = {}
     for peer, loss in losses.items():
