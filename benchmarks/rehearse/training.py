@@ -22,6 +22,9 @@ def train(bench: Bench, model: str, peer: str) -> None:
     with bench.attempt(peer):
         config = config_of(bench, model)
         built = build(bench, model, peer, config).train()
+        if peer == "Liger" and bench.dry:
+            bench.skip(peer, "its kernels need a GPU")
+            return
         batch, length = bench.pick(SIZES[model], (2, 8))
         ids = torch.randint(config.vocab_size, (batch, length), device=bench.device)
         if "fused" in peer:

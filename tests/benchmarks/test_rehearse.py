@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.rehearse import report, timing
+from benchmarks.rehearse import kernels, models, report, timing
 from benchmarks.rehearse.cases import ALONE, PARTS, Case, cases
 from benchmarks.rehearse.schedule import Schedule
 
@@ -108,6 +108,32 @@ def test_every_case_names_a_function() -> None:
         for each in cases(part):
             module, _, function = each.run.partition(":")
             assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("name", kernels.OPERATIONS)
+def test_operations_have_the_sizes_of_a_gpu(name: str) -> None:
+    """Without memory: both passes of ours and of eager torch, on inputs of 256 MB that no cache holds."""
+    bench: Any = SimpleNamespace(device=torch.device("meta"), dry=False)
+    build, options, rows = kernels.OPERATIONS[name]
+    large = build(bench, rows, **options)
+    assert max(x.nbytes for x in large.tensors) >= 256 << 20
+    assert large.forward >= sum(x.nbytes for x in large.tensors if x.nbytes > 1 << 20)
+    shapes = []
+    for function in (large.ours, large.eager):
+        out = kernels._tuple(function(*large.tensors))
+        grads = torch.autograd.grad(out, large.tensors, [torch.empty_like(y) for y in out])
+        shapes.append([(x.shape, x.dtype) for x in (*out, *grads)])
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"), [("gpt2-124m", 0.12, 0.13), ("llama-1b", 1.2, 1.3), ("llama-8b", 7.4, 7.6)]
+)
+def test_weights_that_a_token_is_multiplied_with_are_counted(name: str, low: float, high: float) -> None:
+    """In billions: without tables that are only looked up."""
+    bench: Any = SimpleNamespace(device=torch.device("meta"), pick=lambda real, tiny: real)
+    model = models.build(bench, name, "transformers", models.config_of(bench, name))
+    assert low < models.weights(model) / 1e9 < high
 
 
 class FakeCuda:
