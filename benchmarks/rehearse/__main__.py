@@ -13,15 +13,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.rehearse import report
 from benchmarks.rehearse.cases import LIMITS, PARTS, ROOT, Case, cases
-from benchmarks.rehearse.schedule import Schedule
+from benchmarks.rehearse.schedule import Report, Schedule
 
 RESERVE = 8
-"""Seconds before the limit at which a part ends its cases, to write what is known."""
+"""Seconds before its limit at which a part ends its cases, to write what is known."""
 
 
 def main() -> int:
@@ -32,7 +34,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where rows are written, and everything else")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="of each part")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels to install into DIR first; default: --out")
-    parser.add_argument("--only", metavar="WORD", help="cases whose names contain this")
+    parser.add_argument("--only", metavar="WORD", help="cases whose names contain this; their rows are added")
     parser.add_argument("--quick", action="store_true", help="one case of each kind")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, as without a GPU")
     args = parser.parse_args()
@@ -45,42 +47,53 @@ def main() -> int:
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     parts = PARTS if args.part == "all" else (args.part,)
-    for part in parts:
-        run_part(part, folder, args)
+    header, dry, gigabytes = machine(args.dry)
+    if dry:
+        print("no GPU, so this is a dry run, whose figures mean nothing", flush=True)
+    for together in [parts] if dry else [(part,) for part in parts]:
+        limit = (args.limit or sum(LIMITS[part] for part in together)) - RESERVE
+        found = [case for part in together for case in cases(part, args.quick, dry) if (args.only or "") in case.name]
+        with working_folder(folder) as work:
+            environment = surroundings(work, dry)
+            install(args.wheels or folder, work / "site")
+            with rows_to(folder, together, header, "a" if args.only else "w") as write:
+                schedule = Schedule(work, dry, environment, write, os.cpu_count() or 1, gigabytes)
+                schedule.run(found, time.monotonic() + limit)
     return report.summary(folder, parts)
+
+
+@contextmanager
+def working_folder(folder: Path) -> Iterator[Path]:
+    """Where cases write; it is deleted afterwards."""
+    work = folder / ".work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def rows_to(folder: Path, parts: Iterable[str], header: dict[str, Any], mode: str) -> Iterator[Report]:
+    """What prints a row and writes it at once, to the file of its part."""
+    start = time.monotonic()
+    with ExitStack() as stack:
+        files = {part: stack.enter_context((folder / f"{part}.jsonl").open(mode)) for part in parts}
+
+        def write(case: Case, row: dict[str, Any]) -> None:
+            row = {"part": case.part, "case": case.name, **row, "at": round(time.monotonic() - start, 1), **header}
+            files[case.part].write(json.dumps(row) + "\n")
+            files[case.part].flush()
+            print(report.line(row), flush=True)
+
+        yield write
 
 
 def _leave(*_: Any) -> None:
     """End the processes on the way out, once."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(143)
-
-
-def run_part(part: str, folder: Path, args: argparse.Namespace) -> None:
-    """Run one part and write its rows."""
-    start = time.monotonic()
-    deadline = start + (args.limit or LIMITS[part]) - RESERVE
-    work = folder / ".work"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    try:
-        header, dry, gigabytes = machine(args.dry)
-        if dry:
-            print(f"{part}: no GPU, so this is a dry run, whose figures mean nothing", flush=True)
-        environment = surroundings(work, dry)
-        install(args.wheels or folder, work / "site")
-        with (folder / f"{part}.jsonl").open("w") as file:
-
-            def write(case: Case, row: dict[str, Any]) -> None:
-                row = {"part": case.part, "case": case.name, **row, "at": round(time.monotonic() - start, 1), **header}
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-                print(report.line(row), flush=True)
-
-            schedule = Schedule(work, dry, environment, write, os.cpu_count() or 1, gigabytes)
-            schedule.run([case for case in cases(part, args.quick, dry) if (args.only or "") in case.name], deadline)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def machine(dry: bool) -> tuple[dict[str, Any], bool, float]:
