@@ -34,6 +34,7 @@ class Gpu:
     def __init__(self) -> None:
         self._flush: torch.Tensor | None = None
         self._ceilings: Ceilings | None = None
+        self._side: torch.cuda.Stream | None = None  # one only: torch keeps freed memory for the stream that had it
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -50,7 +51,7 @@ class Gpu:
         return self._median(replay, max(5, min(200, int(budget / max(once, 1e-6)))))
 
     def _captured(self, run: Run) -> Run:
-        side = torch.cuda.Stream()
+        side = self._side = self._side or torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
