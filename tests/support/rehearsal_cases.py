@@ -32,21 +32,27 @@ def leaves_a_process(bench: Any) -> None:
         os._exit(0)
 
 
-def counts(bench: Any, path: str) -> None:
-    """Count in a file, as something that prepares for long."""
-    for number in range(60):
-        Path(path).write_text(str(number))
+def counts(bench: Any, folder: str) -> None:
+    """Prepare for long: count in a file until `measures` is through."""
+    for number in range(1000):
+        Path(folder, "count").write_text(str(number))
         time.sleep(0.1)
+        if Path(folder, "measured").exists():
+            bench.row("peer", "went on", number, "")
+            return
 
 
-def measures(bench: Any, path: str) -> None:
+def measures(bench: Any, folder: str) -> None:
     """Report how far `counts` gets while this measures."""
-    while not Path(path).exists():
+    while not Path(folder, "count").exists():
         time.sleep(0.02)
     bench.ready()
-    before = Path(path).read_text()
-    time.sleep(0.6)
-    bench.row("peer", "counted", int(Path(path).read_text() or before) - int(before), "")
+    found = []
+    for _ in range(2):
+        time.sleep(0.5)  # what was being written is written
+        found.append(int(Path(folder, "count").read_text() or -1))
+    bench.row("peer", "counted", found[1] - found[0], "")
+    Path(folder, "measured").touch()
 
 
 def recompiles(bench: Any) -> None:
