@@ -121,8 +121,7 @@ def commit(found: str) -> str:
 
 def surroundings(work: Path, dry: bool) -> dict[str, str]:
     """The environment of cases: everything that they write lies in ``work``, and nothing is downloaded."""
-    here = {name: str(work / name.lower()) for name in ("TMPDIR", "HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR")}
-    here["TORCHINDUCTOR_CACHE_DIR"] = str(work / "inductor")
+    here = {name: str(work / name.lower()) for name in ("TMPDIR", "HF_HOME", "XDG_CACHE_HOME")}
     for path in here.values():
         Path(path).mkdir(exist_ok=True)
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", ""), str(work / "site")]

@@ -20,6 +20,8 @@ from benchmarks.rehearse.cases import ROOT, Case
 QUIET = 0.3
 """Seconds after the others are stopped until a case measures: what they have launched comes to its end."""
 TICK = 0.1
+CACHES = {"TRITON_CACHE_DIR": ".triton", "TORCHINDUCTOR_CACHE_DIR": ".inductor"}
+"""The variables that name the folders of what a case compiles."""
 Report = Callable[[Case, dict[str, Any]], None]
 
 
@@ -35,12 +37,14 @@ class Running:
         self.case, self.state, self.used = case, "preparing", 0.0
         self.log = tempfile.NamedTemporaryFile(dir=folder, suffix=".log", delete=False)  # noqa: SIM115
         receive, send = os.pipe()
+        # of its own: a case that is stopped may hold a lock
+        caches = {name: self.log.name + suffix for name, suffix in CACHES.items()}
         how = [case.run, json.dumps(case.options), "dry" if dry else "gpu"]
         with os.fdopen(send, "w"):
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.rehearse.child", *how, str(send)], cwd=ROOT, env=environment,
-                pass_fds=(send,), stdin=subprocess.PIPE,
-                stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, text=True,
+                [sys.executable, "-m", "benchmarks.rehearse.child", *how, str(send)], cwd=ROOT,
+                env={**environment, **caches}, pass_fds=(send,), stdin=subprocess.PIPE, stdout=self.log,
+                stderr=subprocess.STDOUT, start_new_session=True, text=True,
             )  # fmt: skip
         os.set_blocking(receive, False)
         self.rows: IO[bytes] = os.fdopen(receive, "rb", buffering=0)
