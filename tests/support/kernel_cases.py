@@ -183,7 +183,21 @@ def check(to: Callable[[Tensor], Tensor], every_in_half: int = 1) -> list[str]:
     return lines
 
 
+def convert_loop_bounds() -> None:
+    """Triton 3.6's interpreter converts arrays of one element by ``int()``, which numpy refuses since version 2.4."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
 if __name__ == "__main__":
+    convert_loop_bounds()
     torch.manual_seed(int(sys.argv[1]))
     torch.set_num_threads(1)
     found = check(lambda x: x, every_in_half=5)
