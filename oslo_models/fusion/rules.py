@@ -276,6 +276,9 @@ _BLOCKS: dict[str, tuple[type, str]] = {
 
 
 def _residual(s: Subject) -> Iterator[FusionCandidate]:
+    if s.layer in LLAMA_BLOCKS and layer_name(s.module.post_attention_layernorm) not in RMS_NORMS:
+        yield s.candidate("residual", None, "the norm after it has no kernel that adds the residual")
+        return
     yield s.on_gpu("residual", triton=_BLOCKS[s.layer][0])
 
 

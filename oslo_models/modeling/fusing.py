@@ -16,8 +16,8 @@ from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choos
 from oslo_models.fusion.timing import decide
 from oslo_models.modeling.quantizing import check_not_quantized
 
-_STEPWISE = ("greedy_search", "sample", "beam_search", "beam_sample")
-"""The values of transformers' ``GenerationMode`` that decode one token per step."""
+_COMPILED = ("greedy_search", "sample")
+"""The values of transformers' ``GenerationMode`` whose steps it compiles; beam search would use the cache eagerly."""
 
 
 class FusableModel(PreTrainedModel):
@@ -37,8 +37,8 @@ class FusableModel(PreTrainedModel):
         ``unfuse`` and ``fuse`` are called again. Names and values of parameters stay, and `unfuse` undoes everything.
         In training with labels, ``output.logits`` is then ``None`` (as with tensor parallelism) unless
         ``gather_logits=True``: the loss is computed without them. Under ``torch.compile``, plain expressions run
-        instead, which the compiler fuses. On GPUs, ``generate`` then uses a static cache and CUDA graphs, which its
-        first call compiles; ``cache_implementation="dynamic"`` avoids both. Every rank of the model calls it.
+        instead, which the compiler fuses. On GPUs, ``generate`` without beams then uses a static cache and CUDA graphs,
+        which its first call compiles; ``cache_implementation="dynamic"`` avoids both. Every rank of the model calls it.
 
         Args:
             modules: the layer classes in which to swap, such as ``[GPT2MLP, GPT2Attention]``; ``None``: everywhere.
@@ -141,8 +141,8 @@ class FusableModel(PreTrainedModel):
         """transformers' method; selects a static cache, whose decoding it compiles, where that is faster."""
         plain = generation_config.cache_implementation is None and model_kwargs.get("past_key_values") is None
         plain = plain and generation_config.use_cache is not False and not generation_config.disable_compile
-        if self._decodes_in_graphs and plain and getattr(generation_mode, "value", generation_mode) in _STEPWISE:
-            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        if self._decodes_in_graphs and plain and getattr(generation_mode, "value", generation_mode) in _COMPILED:
+            rows = batch_size * (generation_config.num_return_sequences or 1)
             if self._cache_is_small(rows, max_cache_length):
                 generation_config.cache_implementation = "static"
         return super()._prepare_cache_for_generation(

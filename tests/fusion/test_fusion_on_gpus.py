@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -234,12 +236,16 @@ def check_decoding(variants: tuple[str, ...], n: int) -> None:
         code = graphs[0].print_readable(print_output=False)
         assert ("all_reduce" in code) == ("all_gather" in code) == (n > 1)
         graphs.clear()
-        for more in ({"cache_implementation": "dynamic"}, {"use_cache": False}, {"max_new_tokens": 10**6}):
+        greedy, beams = GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH
+        for mode, more in (
+            *((greedy, more) for more in ({"cache_implementation": "dynamic"}, {"use_cache": False})),
+            *((greedy, {"max_new_tokens": 10**6}), (beams, {"num_beams": 2})),
+        ):
             cache = model._prepare_cache_for_generation
             with mock.patch.object(type(model), "_prepare_static_cache", side_effect=AssertionError("a static cache")):
                 asked = GenerationConfig(**{**options, **more})
                 kwargs: dict[str, Any] = {}
-                cache(asked, kwargs, GenerationMode.GREEDY_SEARCH, 3, asked.max_new_tokens)
+                cache(asked, kwargs, mode, 3, asked.max_new_tokens)
 
 
 def test_graph_decoding_gives_the_same_tokens(pool: Pool) -> None:
@@ -297,6 +303,30 @@ def test_gelu_in_the_matmul_epilogue_on_a_gpu(dtype: torch.dtype, approximate: s
             found = fused_layers._gelu_of_linear(layer, rows, approximate)
             plain = F.gelu(layer(rows), approximate=approximate)
             assert found.dtype == dtype and (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+
+
+def test_gelu_in_the_matmul_epilogue_follows_autocast() -> None:
+    """On fake tensors of a GPU: without gradients and under autocast, the product has autocast's dtype."""
+    with FakeTensorMode(), torch.no_grad():
+        layer, x = nn.Linear(4, 8, device="meta"), torch.empty(2, 3, 4, device="cuda")
+        layer.weight, layer.bias = (nn.Parameter(torch.empty(*size, device="cuda")) for size in ((8, 4), (8,)))
+        gelu = partial(fused_layers._gelu_of_linear, layer, x, "tanh")
+        with mock.patch.object(torch, "_addmm_activation", wraps=torch._addmm_activation) as epilogue:
+            assert gelu().dtype == torch.float32 and epilogue.call_count == 1
+            torch.set_autocast_enabled("cuda", True)
+            torch.set_autocast_dtype("cuda", torch.bfloat16)
+            try:
+                assert gelu().dtype == F.linear(x, layer.weight, layer.bias).dtype == torch.bfloat16
+            finally:
+                torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("variant", ["gemma", "helium", "olmo", "starcoder2", "llama"])
+def test_report_names_residuals_that_are_not_fused(variant: str) -> None:
+    """Their norms have no kernel, so the block would compute what transformers' does."""
+    model = registry.find(zoo.lm_head(variant)).from_config_with_parallel(zoo.config(variant), seed=0)
+    rows = [each for each in fusion_candidates(model, "triton") if each.operation == "residual"]
+    assert rows and all((each.cls is not None) == (variant == "llama") for each in rows)
 
 
 WRONG_LABEL = """

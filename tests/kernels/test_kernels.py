@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,8 +42,21 @@ def test_kernels_compile_ahead_of_time_without_spills(pytestconfig: pytest.Confi
 @pytest.mark.gpu
 def test_kernels_match_torch_on_a_gpu(seed: int) -> None:
     torch.manual_seed(seed)
-    lines = kernel_cases.check(lambda x: x.cuda())
+    lines = kernel_cases.check(partial(kernel_cases.copy_to, device="cuda"))
     assert not lines, "\n".join(lines)
+
+
+def test_inputs_keep_their_strides_on_another_device() -> None:
+    """``cuda()`` would make rows with gaps contiguous, and the kernels would not be tested on such rows."""
+    gaps = 0
+    for name, _, _, args in kernel_cases.cases(torch.float32, 1):
+        for x in args:
+            if isinstance(x, Tensor):
+                found = kernel_cases.copy_to(x, "meta")
+                assert found.is_meta and (found.shape, found.stride()) == (x.shape, x.stride()), name
+                assert torch.equal(kernel_cases.copy_to(x, "cpu"), x)
+                gaps += x.to("meta").stride() != x.stride()
+    assert gaps > 5
 
 
 def double(*shape: int) -> Tensor:
