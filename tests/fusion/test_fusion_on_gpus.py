@@ -309,7 +309,7 @@ def test_gelu_in_the_matmul_epilogue_follows_autocast() -> None:
     """On fake tensors of a GPU: without gradients and under autocast, the product has autocast's dtype."""
     with FakeTensorMode(), torch.no_grad():
         layer, x = nn.Linear(4, 8, device="meta"), torch.empty(2, 3, 4, device="cuda")
-        layer.weight, layer.bias = (nn.Parameter(torch.empty(*size, device="cuda")) for size in ((8, 4), (8,)))
+        layer.weight, layer.bias = (nn.Parameter(torch.empty(*size, device="cuda"), False) for size in ((8, 4), (8,)))
         gelu = partial(fused_layers._gelu_of_linear, layer, x, "tanh")
         with mock.patch.object(torch, "_addmm_activation", wraps=torch._addmm_activation) as epilogue:
             assert gelu().dtype == torch.float32 and epilogue.call_count == 1
