@@ -304,7 +304,8 @@ def _is_rotary(s: Subject) -> bool:
 def _rotary(s: Subject) -> Iterator[FusionCandidate]:
     reason = f"rotary positions and softmax of weights that are made: {_one_pass(s.backend)}"
     reason = f"{_attention_implementation(s.module)}; {reason}"
-    yield s.candidate("attention", _mixed(ROTARY_CLASSES[s.layer], s.cls), reason)
+    attributes = {"own_config": s.module.config}
+    yield s.candidate("attention", _mixed(ROTARY_CLASSES[s.layer], s.cls), reason, attributes=attributes)
 
 
 def _upcasts(s: Subject) -> bool:
@@ -318,7 +319,8 @@ def _is_eager(s: Subject) -> bool:
 
 def _eager(s: Subject) -> Iterator[FusionCandidate]:
     reason = f"{_attention_implementation(s.module)}; softmax of weights that are made: {_one_pass(s.backend)}"
-    yield s.candidate("attention", _mixed(_EAGER[s.backend], s.cls), reason)
+    attributes = {"own_config": s.module.config}
+    yield s.candidate("attention", _mixed(_EAGER[s.backend], s.cls), reason, attributes=attributes)
 
 
 def _other_attention(s: Subject) -> Iterator[FusionCandidate]:

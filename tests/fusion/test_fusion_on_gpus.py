@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,8 +23,9 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from oslo_models import registry
 from oslo_models.distributed.object_exchange import gather_objects
-from oslo_models.fusion import apex, attention, rotary_attention
+from oslo_models.fusion import apex, attention, decoding, rotary_attention
 from oslo_models.fusion import modules as fused_layers
+from oslo_models.fusion.decoding import Decoder, Decoders, rounded_length
 from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.fusion.swap import Fusion, choose_backend
 
@@ -209,6 +212,25 @@ def test_fuse_with_apex_calls_its_norms_and_softmax(tmp_path: Any, monkeypatch: 
             del sys.modules[module]
 
 
+def check_kept_caches(model: Any, given: dict[str, Any], options: dict[str, Any], graphs: list[Any]) -> None:
+    """Another length uses the same cache and graph; a cache that is returned is not overwritten by the next call."""
+    shorter = {key: value[:, 2:] for key, value in given.items()}
+    expected = model.generate(**shorter, **options, cache_implementation="dynamic")
+    kept = [decoder.cache for decoder in model._decoders._kept.values()]
+    returned = model.generate(**shorter, **options, return_dict_in_generate=True)
+    assert torch.equal(returned.sequences, expected) and len(graphs) == 1, len(graphs)
+    assert [decoder.cache for decoder in model._decoders._kept.values()] == kept and len(kept) == 1
+    keys = returned.past_key_values.layers[0].keys.clone()
+    model.generate(**given, **options)
+    assert keys.any() and torch.equal(returned.past_key_values.layers[0].keys, keys)
+    fewer = {key: value[:1] for key, value in given.items()}
+    expected = model.generate(**fewer, **options, cache_implementation="dynamic")
+    for size in (1, 8):  # dynamo's limit: with one compilation for each of two caches it is not reached
+        with torch._dynamo.config.patch(recompile_limit=size):
+            assert torch.equal(model.generate(**fewer, **options), expected)
+    assert len(graphs) == 2 and len(model._decoders._kept) == 2
+
+
 def check_decoding(variants: tuple[str, ...], n: int) -> None:
     """On every rank: with a static cache, compiled, the same tokens; decoding is one graph, with its collectives."""
     for variant in variants:
@@ -230,9 +252,11 @@ def check_decoding(variants: tuple[str, ...], n: int) -> None:
         as_on_a_gpu(model)
         model._decodes_in_graphs = True
         torch._dynamo.reset()
-        found = model.generate(**given, **options, compile_config=compiling)
-        assert torch.equal(found, expected), f"{variant}: {found} instead of {expected}"
-        assert len(graphs) == 1, f"{variant}: {len(graphs)} graphs"
+        with mock.patch.object(decoding, "SHORTEST", 16):  # few positions are as large as this model's weights
+            found = model.generate(**given, **options, compile_config=compiling)
+            assert torch.equal(found, expected), f"{variant}: {found} instead of {expected}"
+            check_kept_caches(model, given, {**options, "compile_config": compiling}, graphs)
+        assert len(graphs) == 2, f"{variant}: {len(graphs)} graphs"
         code = graphs[0].print_readable(print_output=False)
         assert ("all_reduce" in code) == ("all_gather" in code) == (n > 1)
         graphs.clear()
@@ -262,6 +286,51 @@ def test_graph_decoding_is_offered_where_it_pays() -> None:
     with mock.patch.object(type(neo), "device", torch.device("cuda")):
         (candidate,) = [candidate for candidate in fusion_candidates(neo, "torch") if candidate.operation == "decoding"]
     assert candidate.cls is None and "static cache" in candidate.reason
+
+
+def test_caches_are_kept_within_their_limit() -> None:
+    decoders, model = Decoders(), SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    caches = [mock.Mock() for _ in range(4)]
+    for cache, rows in zip(caches, (1, 2, 1, 4), strict=True):
+        found = decoders.cache(model, rows, 256, cache, limit=5 * 256)
+        assert found is (caches[0] if cache is caches[2] else cache)
+        found.reset.assert_called()
+    assert [decoder.rows for decoder in decoders._kept.values()] == [1, 4]  # two rows were used longest ago
+    (one, _) = decoders._kept.values()
+
+    def sample() -> Any:
+        assert decoders.running() is one
+        assert decoders.cache(model, 1, 256, caches[1], limit=5 * 256) is caches[1]  # generate inside generate
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        decoders.run(sample, one.cache)
+    assert decoders.running() is None and rounded_length(257) == 512 and rounded_length(3) == 256
+    assert not copy.deepcopy(decoders)._kept
+
+
+def test_products_of_one_row_are_tuned() -> None:
+    with mock.patch.object(torch, "compile") as compiled:
+        model = SimpleNamespace(_default_compile_config=CompileConfig)
+        one, two = Decoder(1, None), Decoder(2, None)
+        assert one.step(model, None) is one.step(model, None)
+        two.step(model, None)
+        one.step(model, CompileConfig(mode="default"))
+    (first, second, third) = (call.kwargs for call in compiled.call_args_list)
+    assert first["mode"] is None and first["options"] == {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+    assert (second["mode"], third["mode"]) == ("reduce-overhead", "default")
+    assert len({call.args[0].__code__ for call in compiled.call_args_list}) == 3
+
+
+def test_each_class_has_compilations_of_its_own() -> None:
+    """Dynamo counts them by code object, and runs what is above its limit without compilation."""
+    graphs: list[Any] = []
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        for name in ("GPT2Model", "GPT2LMHeadModel"):
+            model = registry.find(name).from_config_with_parallel(zoo.config("gpt2", num_hidden_layers=1), seed=0)
+            torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)(torch.tensor([[1, 2]]))
+    assert len(graphs) == 2
 
 
 @pytest.mark.gpu
