@@ -7,14 +7,17 @@ import subprocess
 import sys
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from oslo_kernels import cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
+from oslo_kernels.operation import operation
 
 from support import ROOT, kernel_cases
 
@@ -106,6 +109,13 @@ def test_reference_formulas_and_gradients_match_torch(name: str, seed: int) -> N
     """Values and gradients in float64, what `torch.compile` needs to know of an operation included."""
     torch.manual_seed(seed)
     operation, plain, args = formulas()[name]
+    for by in (operation, operation.op):  # without torch's dispatcher, and through it
+        compare(by, plain, args)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(operation.op, args, test_utils=checks)
+
+
+def compare(operation: Any, plain: Any, args: tuple[Any, ...]) -> None:
     found, expected = operation(*args), plain(*args)
     found, expected = ([x] if isinstance(x, Tensor) else list(x) for x in (found, expected))
     found = found[: len(expected)]
@@ -116,8 +126,37 @@ def test_reference_formulas_and_gradients_match_torch(name: str, seed: int) -> N
     own_grads = torch.autograd.grad(found, tensors, seeds)
     for own, exact in zip(own_grads, torch.autograd.grad(expected, tensors, seeds), strict=True):
         assert (own - exact).abs().max() < 1e-10
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(operation, args, test_utils=checks)
+
+
+def test_backward_passes_are_not_differentiated_silently() -> None:
+    """A second derivative would miss what goes through the saved tensors."""
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(swiglu.swiglu(x, x.detach()).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="swiglu_backward"):
+        first.sum().backward()
+
+
+def test_operations_reach_their_kernel_without_the_dispatcher() -> None:
+    """Unless something has to see the operation: fake tensors, a dispatch mode, `torch.compile`."""
+    seen: list[str] = []
+
+    @operation("oslo::test_twice")
+    def twice(x: Tensor) -> Tensor:
+        seen.append("kernel")
+        return 2 * x
+
+    twice.register_fake(torch.empty_like)
+    twice.register_autograd(lambda ctx, grad: 2 * grad, setup_context=lambda ctx, inputs, output: None)
+    x = torch.ones(3, requires_grad=True)
+    with mock.patch.object(twice, "op", side_effect=twice.op) as op:
+        for given in (x, x.detach()):
+            assert twice(given).tolist() == [2, 2, 2]
+        twice(x).sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [2, 2, 2] and op.call_count == 0
+        with FakeTensorMode() as mode:
+            twice(mode.from_tensor(x))
+        assert op.call_count == 1
+    assert len(seen) == 3
 
 
 def test_cross_entropy_operations_match_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

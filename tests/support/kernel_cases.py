@@ -44,9 +44,9 @@ def pointwise(dtype: torch.dtype) -> Iterator[Case]:
                 for kind in ("none", "tanh"):
                     yield "gelu", gelu.bias_gelu_triton, gelu.reference, (x, given, kind)
                     args = (grad, x, given, kind)
-                    yield "gelu backward", gelu.bias_gelu_backward_triton, gelu.bias_gelu_backward._init_fn, args
+                    yield "gelu backward", gelu.bias_gelu_backward_triton, gelu.bias_gelu_backward.plain, args
             yield "swiglu", swiglu.swiglu_triton, swiglu.reference, (x, y)
-            yield "swiglu backward", swiglu.swiglu_backward_triton, swiglu.swiglu_backward._init_fn, (grad, x, y)
+            yield "swiglu backward", swiglu.swiglu_backward_triton, swiglu.swiglu_backward.plain, (grad, x, y)
 
 
 def norms(dtype: torch.dtype) -> Iterator[Case]:
@@ -60,7 +60,7 @@ def norms(dtype: torch.dtype) -> Iterator[Case]:
                 summed, statistics = norm.reference(x, residual, weight, bias, 1e-5, centered)[1:]
                 for grad_sum in (None, more):
                     args = (grad, grad_sum, summed, statistics, weight, centered)
-                    yield "norm backward", norm.add_norm_backward_triton, norm.add_norm_backward._init_fn, args
+                    yield "norm backward", norm.add_norm_backward_triton, norm.add_norm_backward.plain, args
 
 
 def attention(dtype: torch.dtype) -> Iterator[Case]:
@@ -77,7 +77,7 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
     for grad in (turned(2, 3, 5, 11), torch.randn(1, 1, 2, 9000)):
         weights = torch.randn(grad.shape).softmax(-1).to(dtype)
         args = (grad.to(dtype), weights, 0.3)
-        yield "softmax backward", softmax.softmax_backward_triton, softmax.softmax_backward._init_fn, args
+        yield "softmax backward", softmax.softmax_backward_triton, softmax.softmax_backward.plain, args
     for x in (torch.randn(2, 3, 4, 10), torch.randn(2, 4, 3, 10).transpose(1, 2), torch.randn(1, 40, 2, 256)):
         for rows in {1, len(x)}:
             cos, sin = torch.randn(2, rows, x.shape[2], x.shape[3]).to(dtype)
