@@ -21,13 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
+from oslo_kernels.cross_entropy import padded_logits
 from oslo_models import registry
+from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import gather_objects
-from oslo_models.fusion import apex, attention, decoding, rotary_attention
+from oslo_models.fusion import apex, attention, decoding, linear_cross_entropy, rotary_attention
 from oslo_models.fusion import modules as fused_layers
 from oslo_models.fusion.decoding import Decoder, Decoders, rounded_length
 from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.fusion.swap import Fusion, choose_backend
+from oslo_models.layers.cross_entropy import VocabShard
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -286,6 +289,22 @@ def test_graph_decoding_is_offered_where_it_pays() -> None:
     with mock.patch.object(type(neo), "device", torch.device("cuda")):
         (candidate,) = [candidate for candidate in fusion_candidates(neo, "torch") if candidate.operation == "decoding"]
     assert candidate.cls is None and "static cache" in candidate.reason
+
+
+def test_head_and_loss_on_a_gpu_have_aligned_rows_and_few_chunks() -> None:
+    """On fake tensors: rows of an odd vocabulary begin at multiples of 128 bytes; products are added in float32."""
+    axis = Axis("tp", 0, (0,), None)
+    with FakeTensorMode():
+        weight = torch.empty(50257, 64, device="cuda", dtype=torch.bfloat16)
+        logits = padded_logits(weight, 100)
+        assert logits.shape == (100, 50257) and logits.stride() == (50304, 1)
+        size = linear_cross_entropy._rows_at_once(8192, weight, VocabShard(axis, (0, 50257), 50257))
+        assert 4 * size == 8192 and 2 * size * 50257 <= linear_cross_entropy.CHUNK_BYTES["cuda"]
+        assert linear_cross_entropy._rows_at_once(3, weight, VocabShard(axis, (0, 50257), 50257)) == 3
+        total = torch.empty(50257, 64, device="cuda")
+        with mock.patch.object(torch, "addmm") as product:  # torch 2.11 has no fake of it
+            linear_cross_entropy._add_product_(total, logits.T, torch.empty(100, 64, device="cuda").bfloat16())
+        assert product.call_args.kwargs == {"out_dtype": torch.float32, "out": total}
 
 
 def test_caches_are_kept_within_their_limit() -> None:

@@ -31,8 +31,8 @@ def turned(*shape: int) -> Tensor:
 
 
 def copy_to(x: Tensor, device: str | torch.device) -> Tensor:
-    """A copy with the same strides; ``to`` and ``clone`` would close the gaps between rows."""
-    span = sum(stride * (size - 1) for size, stride in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+    """A copy with the same strides and gaps; ``to`` and ``clone`` would close the gaps between rows."""
+    span = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
     return x.as_strided((span,), (1,)).to(device, copy=True).as_strided(x.shape, x.stride())
 
 
@@ -103,7 +103,18 @@ def losses(dtype: torch.dtype) -> Iterator[Case]:
                 changed(cross_entropy.softmax_minus_._init_fn),
                 args,
             )
-            yield "statistics", cross_entropy.row_statistics_triton, cross_entropy.row_statistics._init_fn, (logits,)
+            width = -(-logits.shape[1] // cross_entropy.PADDING) * cross_entropy.PADDING
+            wide = torch.full((len(logits), width), 1e4, dtype=dtype)[:, : logits.shape[1]]  # what pads is ignored
+            wide.copy_(logits)
+            args = (wide, *args[1:], True)
+            yield (
+                "softmax minus",
+                changed(cross_entropy.softmax_minus_triton),
+                changed(cross_entropy.softmax_minus_._init_fn),
+                args,
+            )
+            yield "statistics", cross_entropy.row_statistics_triton, cross_entropy.row_statistics._init_fn, (wide, True)
+        yield "statistics", cross_entropy.row_statistics_triton, cross_entropy.row_statistics._init_fn, (logits,)
 
 
 def blocking(dtype: torch.dtype) -> Iterator[Case]:
