@@ -101,10 +101,11 @@ class Shard(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # While torch.compile traces a model, all shards are in their layers. It cannot trace the access to an attribute
-        # below, but knows torch's own implementation.
+        # While torch.compile traces a model, all shards are in their layers. Modes are disabled too: with one that is
+        # active (torch.set_default_device), dynamo comes here again and again for an attribute such as weight.dtype.
         if torch.compiler.is_compiling():
-            return nn.Parameter.__torch_function__(func, types, args, kwargs)
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
