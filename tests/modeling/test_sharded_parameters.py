@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedConfig
 
-from oslo_models.distributed.sharded_tensor import Shard, ShardedParameter, ShardWarning
+from oslo_models.distributed.sharded_tensor import Shard, ShardedParameter, ShardWarning, local_tensor
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -279,8 +280,6 @@ def check_parameters(name: str, config: Any, weights: Weights) -> None:
     head = model.lm_head.weight
     with pytest.raises(RuntimeError, match=r"linear with a shard \(model\.embed_tokens.*call the layer itself"):
         F.linear(torch.ones(1, head.shape[1], dtype=head.dtype), head)
-    with pytest.raises(RuntimeError, match="matmul with a shard"):
-        torch.ones(1, head.shape[1], dtype=head.dtype) @ head
     assert isinstance(model.state_dict()["lm_head.weight"], Shard)
 
     copied = copy.deepcopy(model)
@@ -293,6 +292,39 @@ def check_parameters(name: str, config: Any, weights: Weights) -> None:
     for key, value in torch.load(file).items():
         assert type(value) is Tensor and torch.equal(value, model.state_dict()[key])
     assert isinstance(model.float().lm_head.weight, ShardedParameter) and head.dtype == torch.float32
+
+
+PRODUCTS: dict[str, Any] = {
+    "linear": lambda x, weight: F.linear(x, weight),
+    "matmul": lambda x, weight: x @ weight.T,
+    "mT": lambda x, weight: torch.matmul(x, weight.mT),
+    "t": lambda x, weight: torch.mm(x, torch.t(weight)),
+    "transpose": lambda x, weight: x @ weight.detach().transpose(0, 1),
+    "type": lambda x, weight: x.float() @ weight.float().permute(1, 0),
+    "rows": lambda x, weight: F.linear(x, weight[:3]),
+    "batches": lambda x, weight: torch.bmm(x[None], weight.t().unsqueeze(0)),
+    "einsum": lambda x, weight: torch.einsum("nd,vd->nv", x, weight),
+    "transposed, then of another type": lambda x, weight: x.float() @ weight.T.float(),
+    "token embedding": lambda x, weight: F.embedding(torch.zeros(1, dtype=torch.long), weight),
+}
+
+
+def multiply_outside_of_layers(name: str, config: Any, weights: Weights) -> None:
+    """On each rank: whoever multiplies by the weight of a head is told that it is a shard, or has the full one."""
+    model = model_on_stages(name, config, weights, 2, 1)
+    head: Any = model.lm_head.weight
+    x = torch.randn(2, head.shape[1], dtype=head.dtype)
+    full = head.full_tensor()
+    for what, product in PRODUCTS.items():
+        with pytest.raises(RuntimeError, match=r"with a shard \(model\.embed_tokens.*weight\.full_tensor\(\)"):
+            print(what, product(x, head))
+        assert type(product(x, full)) is Tensor
+    assert pickle.loads(pickle.dumps(head[0])).equal(local_tensor(head)[0])
+
+
+def test_products_outside_of_layers_are_refused(pool: Pool, seed: int) -> None:
+    name, config, _, weights, _ = reference("llama-one-kv", seed)
+    pool.run(2, multiply_outside_of_layers, name, config, weights)
 
 
 def test_parameter_knows_that_it_is_a_shard(pool: Pool, seed: int) -> None:
