@@ -257,6 +257,34 @@ def test_what_does_not_work_is_refused_by_name(pool: Pool, kind: str) -> None:
     pool.run(2, refuse, make(), message)
 
 
+def adapt_one_stage(config: Any, message: str) -> None:
+    """On each rank of two stages: the error, and then an adapter that all stages have."""
+    from oslo_models import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_config_with_parallel(pipelines.config("llama"), 1, 2)
+    with pytest.raises(ValueError, match=message):
+        peft.get_peft_model(model, config)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], layers_to_transform=[0, 3]))
+    assert len([name for name, param in adapted.named_parameters() if param.requires_grad]) == 2
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers", "message"),
+    [
+        (
+            ["q_proj"],
+            [0],
+            r"target_modules={'q_proj'}, layers_to_transform=\[0\]\) has no layer on .* \[1\] of 2",
+        ),
+        (r"model\.layers\.3\.mlp\.up_proj", None, r"has no layer on the pipeline stages \[0\] of 2"),
+        (["no_such_layer"], None, "not found in the base model"),
+    ],
+)
+def test_adapters_of_one_stage_are_refused_on_all(pool: Pool, targets: Any, layers: Any, message: str) -> None:
+    config = peft.LoraConfig(target_modules=targets, layers_to_transform=layers)
+    pool.run(2, adapt_one_stage, config, message)
+
+
 def test_models_of_threads_and_models_with_adapters_are_refused() -> None:
     from transformers import LlamaForCausalLM
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -168,6 +169,8 @@ def load_and_step(
         ("gpt2-untied", (3, 1), (1, 2)),
         ("gpt2-untied", (1, 2), (2, 2)),
         ("gpt2-untied", (2, 2), (2, 1)),
+        ("gpt2", (1, 2), (2, 1)),
+        pytest.param("gpt2", (1, 2), (1, 1), marks=pytest.mark.zoo),
     ],
 )
 def test_torch_distributed_checkpoint_goes_on_at_other_sizes(
@@ -183,6 +186,20 @@ def test_torch_distributed_checkpoint_goes_on_at_other_sizes(
     folder = tmp_path / "checkpoint"
     pool.run(saved[0] * saved[1], step_and_save, name, config, weights, batch, saved, folder)
     pool.run(loaded[0] * loaded[1], load_and_step, name, config, weights, batch, loaded, folder, full_parameters(model))
+
+
+def load_tied_states(name: str, config: Any, weights: Weights, folder: Path) -> None:
+    """On each stage: the last one has the tied weight by another name than one process, which no checkpoint has."""
+    model = model_on_stages(name, config, weights, 1, 2)
+    state = states(model, adamw(model.eval()))
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: optimizer\.state\.lm_head"):
+        dcp.load(state, checkpoint_id=folder)
+
+
+def test_states_of_tied_weights_of_one_process_are_not_loaded_on_stages(pool: Pool, tmp_path: Path, seed: int) -> None:
+    name, config, _, weights, batch = reference("gpt2", seed)
+    pool.run(1, step_and_save, name, config, weights, batch, (1, 1), tmp_path / "checkpoint")
+    pool.run(2, load_tied_states, name, config, weights, tmp_path / "checkpoint")
 
 
 def full_state_dict(name: str, config: Any, weights: Weights) -> None:
