@@ -117,6 +117,23 @@ def test_sum_of_norms_over_one_stage_is_refused(pool: Pool, seed: int) -> None:
     pool.run(2, norm_of_one_stage, name, config, weights, batch)
 
 
+def norms_of_tied_weight(name: str, config: Any, weights: Weights) -> bool:
+    """On each rank: the norm of a weight that two stages hold is a number on the first of them only."""
+    model = model_on_stages(name, config, weights, 2, 2)
+    if not model.stage.is_last:
+        expected = float(weights["transformer.wte.weight"].norm())
+        assert float(model.transformer.wte.weight.norm()) == pytest.approx(expected, rel=TOLERANCE)
+        return False
+    with pytest.raises(RuntimeError, match="of a tied weight that counts on another stage"):
+        float(model.lm_head.weight.norm())
+    return True
+
+
+def test_norm_of_a_tied_weight_is_refused_where_it_does_not_count(pool: Pool, seed: int) -> None:
+    name, config, _, weights, _ = reference("gpt2", seed)
+    assert sorted(pool.run(4, norms_of_tied_weight, name, config, weights)) == [False, False, True, True]
+
+
 # torch.distributed.checkpoint -----------------------------------------------------------------------------------------
 
 
