@@ -117,8 +117,8 @@ class Recorder(Trainer):
 
 
 def rows_of_steps(run: Run, tp: int, pp: int, out: str, rows: trainers.Rows) -> tuple[int, list[list[int]]]:
-    args = trainers.arguments(out, max_steps=-1, num_train_epochs=2)
-    trainer = Recorder(model := own_model(run, tp, pp), args, train_dataset=rows)
+    model = own_model(run, tp, pp)
+    trainer = Recorder(model, trainers.arguments(out, max_steps=-1, num_train_epochs=2), train_dataset=rows)
     trainer.seen = []
     trainer.train()
     return model.mesh.dp.rank, trainer.seen
@@ -131,16 +131,14 @@ def test_each_epoch_is_shuffled_and_has_each_row_once(pool: Pool, sizes: str, tm
     for number, row in enumerate(rows):
         row["input_ids"][0] = number
     results = pool.run(ranks, rows_of_steps, start(seed), tp, pp, str(tmp_path), rows, env=True)
-    replicas = {replica: seen for replica, seen in results}
+    replicas = dict(results)
     assert len(replicas) == ranks // (tp * pp)
     assert all(seen == replicas[replica] for replica, seen in results), "ranks of a replica have other batches"
-    epochs = [[], []]
-    for seen in replicas.values():
-        assert len(seen) == 2 * 4 // len(replicas)
-        for epoch in range(2):
-            part = seen[epoch * len(seen) // 2 : (epoch + 1) * len(seen) // 2]
-            epochs[epoch].append([row for batch in part for row in batch])
-    orders = [sum(epoch, []) for epoch in epochs]
+    orders = []
+    for epoch in range(2):
+        size = 4 // len(replicas)
+        batches = [batch for seen in replicas.values() for batch in seen[epoch * size : (epoch + 1) * size]]
+        orders.append([row for batch in batches for row in batch])
     assert [sorted(order) for order in orders] == [list(range(16))] * 2
     assert orders[0] != orders[1] and sorted(orders[0]) not in orders
 
