@@ -320,6 +320,15 @@ def _product(func: Any, args: Any, kwargs: Any) -> Any:
     return _of_matrix(func, args, kwargs)
 
 
+def _lookup(func: Any, args: Any, kwargs: Any) -> Any:
+    """``embedding(ids, weight)``: tables with sharded features, such as biases of heads, are looked up as they are."""
+    weight = next((arg for arg in (*args, *kwargs.values()) if _is_weight(arg)), None)
+    if weight is not None and weight.sharding.layout.dim == 0:
+        return _product(func, args, kwargs)
+    with without_override():
+        return func(*args, **kwargs)
+
+
 def _is_called_by_graph() -> bool:
     """Whether a graph that torch.compile made runs operation by operation, as its debugging backend "eager" does."""
     frame: Any = sys._getframe()
@@ -381,7 +390,7 @@ _ARITHMETIC = ("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "abs",
 _OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow")
 _PRODUCTS = (
     *(F.linear, torch.matmul, torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch.tensordot, torch.einsum),
-    *(Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.__matmul__, Tensor.__rmatmul__, F.embedding),
+    *(Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.__matmul__, Tensor.__rmatmul__),
 )
 _VIEWS = (
     *(torch.t, torch.transpose, torch.permute, torch.unsqueeze, torch.index_select, Tensor.t, Tensor.transpose),
@@ -398,6 +407,7 @@ _MATRIX_FUNCTIONS = (
 _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     **dict.fromkeys(_MATRIX_FUNCTIONS, _of_matrix),
     **dict.fromkeys(_PRODUCTS, _product),
+    F.embedding: _lookup,
     **dict.fromkeys(_FACTORIES, _derived),
     **{getattr(Tensor, name): _derived for name in _ARITHMETIC},
     **{getattr(torch, name): _derived for name in _ARITHMETIC},
@@ -414,5 +424,6 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
 
 _HANDLERS_OF_VIEWS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     **dict.fromkeys(_PRODUCTS, _product),
+    F.embedding: _lookup,
     **dict.fromkeys((*_VIEWS, *(getattr(Tensor, name) for name in _CASTS)), _view),
 }
