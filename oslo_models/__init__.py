@@ -14,17 +14,22 @@ from oslo_models._version import __version__
 from oslo_models.registry import ARCHITECTURES, did_you_mean, find, names
 
 _OWN = {
+    "AllReduceConv1D": "oslo_models.compat.policies",
+    "AllReduceLinear": "oslo_models.compat.policies",
     "CheckpointError": "oslo_models.checkpoint",
     "DatasetBlender": "oslo_models.data",
     "DatasetForCausalLM": "oslo_models.data",
     "DatasetPreprocessor": "oslo_models.data",
     "DistributedProxySampler": "oslo_models.data",
     "InfiniteDataLoader": "oslo_models.data",
+    "Layer": "oslo_models.compat.policies",
     "MPU": "oslo_models.distributed.mpu",
     "ParallelMesh": "oslo_models.distributed.mesh",
     "ParallelModel": "oslo_models.modeling.base",
+    "Policy": "oslo_models.compat.policies",
     "RankFailedError": "oslo_models.distributed.watchdog",
     "initialize": "oslo_models.compat.oslo2",
+    "parallel_class": "oslo_models.modeling.own_plan",
     "parallelize": "oslo_models.compat.parallelformers",
     "TensorParallel": "oslo_models.compat.tensor_parallel.api",
     "convert_state_dict": "oslo_models.compat.tensor_parallel.api",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
@@ -41,6 +42,19 @@ class _Auto:
         raise cls._unknown(config.model_type)
 
     @classmethod
+    def _class_with_plan(cls, config: PreTrainedConfig, plan: Any) -> Any:
+        """The class for ``config``; where the zoo lacks one but a plan is given, transformers' own made parallel."""
+        try:
+            return cls.class_for(config)
+        except ValueError:
+            original = getattr(transformers, cls.__name__)._model_mapping.get(type(config), None)
+            if plan is None or original is None:
+                raise
+            from oslo_models.modeling.own_plan import parallel_class
+
+            return parallel_class(original[0] if isinstance(original, (tuple, list)) else original, plan)
+
+    @classmethod
     def _unknown(cls, model_type: str) -> ValueError:
         """The error for a model type without a class for this task."""
         known = [kind for kind in registry.ARCHITECTURES if kind in getattr(modeling_auto, cls.mapping)]
@@ -55,11 +69,15 @@ class _Auto:
 
     @classmethod
     def from_pretrained_with_parallel(cls, pretrained_model_name_or_path: str | Path, *args: Any, **kwargs: Any) -> Any:
-        """`ParallelModel.from_pretrained_with_parallel` of the class for the checkpoint's configuration."""
+        """`ParallelModel.from_pretrained_with_parallel` of the class for the checkpoint's configuration.
+
+        With ``plan=``, also of classes that the zoo lacks: those of transformers, and those that were registered with
+        its auto classes.
+        """
         hub = ("cache_dir", "force_download", "local_files_only", "revision", "token", "subfolder")
         known = {key: kwargs[key] for key in hub if key in kwargs}
         config = kwargs.get("config") or cls._config_of(pretrained_model_name_or_path, known)
-        zoo_class = cls.class_for(config)
+        zoo_class = cls._class_with_plan(config, kwargs.get("plan"))
         return zoo_class.from_pretrained_with_parallel(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
@@ -74,7 +92,7 @@ class _Auto:
     @classmethod
     def from_config_with_parallel(cls, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
         """`ParallelModel.from_config_with_parallel` of the class for ``config``."""
-        return cls.class_for(config).from_config_with_parallel(config, *args, **kwargs)
+        return cls._class_with_plan(config, kwargs.get("plan")).from_config_with_parallel(config, *args, **kwargs)
 
 
 class AutoModel(_Auto):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,19 @@ from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.collectives import broadcast
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree, gather_objects
+from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.construction import join, start
+from oslo_models.modeling.own_plan import parallel_class
 from oslo_models.modeling.weight_mapping import WeightMapping
+from oslo_models.sharding.plan import Plan
 
 _SECTION = "model_parallelism"
 _KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy", "resize_token_embeddings"))]
 
 
-def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -> Any:
+def initialize(
+    model: PreTrainedModel, config: Mapping[str, Any] | str | Path, plan: Plan | Callable[[Any], Plan] | None = None
+) -> Any:
     """Turn a transformers model, in place, into this rank's part of the zoo class of the same name. A collective.
 
     All ranks get the weights of rank 0. Parameters stay the same objects, so an existing optimizer keeps working, if it
@@ -37,6 +42,8 @@ def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -
         config: ``{"model_parallelism": {"tensor_parallel_size": 2}}``, or the path of such a JSON file. Other keys are
             arguments of `ParallelModel.from_config_with_parallel` (``micro_batch_size``, ``seed``, ...), and
             ``"enable": False``, which sets all sizes to one.
+        plan: how to shard the model, in place of the zoo's plan; required for a class that the zoo lacks. A `Plan`, or
+            a function from a configuration to one.
 
     Returns:
         The same object, in the mode (training or evaluation) in which it was.
@@ -50,9 +57,9 @@ def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -
     world = world_axis()
     world.set_phase(f"initialization of a {type(model).__name__}")
     with agree(world, "checking arguments of initialize"):
-        arguments = _arguments(config)
-        cls = zoo_class(model)
+        arguments = _arguments(config) if plan is None else replace(_arguments(config), plan=plan)
         arguments.check({})
+        cls = zoo_class(model, plan=arguments.plan)
         arguments.check_config(cls, model.config)
         tensors = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
     mesh, _ = join(arguments, model.config, tensors, "initialize")
@@ -80,11 +87,14 @@ def _arguments(config: Mapping[str, Any] | str | Path) -> Arguments:
     return Arguments(**{key: value for key, value in section.items() if key not in left_out})
 
 
-def zoo_class(model: PreTrainedModel, may_be_empty: bool = False) -> Any:
-    """The zoo class for a full transformers model.
+def zoo_class(
+    model: PreTrainedModel, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | None = None
+) -> Any:
+    """The parallel class for a full transformers model: that of the zoo, or one with a plan of the user.
 
     Args:
         may_be_empty: its parameters may be on the meta device.
+        plan: the plan of the user.
 
     Raises:
         ValueError: the zoo has none, or the model has adapters.
@@ -99,15 +109,23 @@ def zoo_class(model: PreTrainedModel, may_be_empty: bool = False) -> Any:
         )
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a model of transformers, got a {type(model).__name__}")
-    try:
-        cls: Any = registry.find(type(model).__name__)
-    except AttributeError as error:
-        raise ValueError(str(error)) from None
-    if type(model) not in cls.__mro__:
-        raise ValueError(f"{type(model).__module__}.{type(model).__name__} is not the class of transformers")
+    cls = _find_class(type(model)) if plan is None else parallel_class(type(model), plan)
     if not may_be_empty and any(tensor.is_meta for tensor in model.parameters()):
         raise ValueError("the model has no weights (they are on the meta device): use from_config_with_parallel")
     return cls
+
+
+def _find_class(cls: type[Any]) -> Any:
+    if issubclass(cls, ParallelModel):
+        return cls
+    hint = "pass plan= to shard it by a plan of your own"
+    try:
+        found: Any = registry.find(cls.__name__)
+    except AttributeError as error:
+        raise ValueError(f"{error}; {hint}") from None
+    if cls not in found.__mro__:
+        raise ValueError(f"{cls.__module__}.{cls.__name__} is not the class of transformers; {hint}")
+    return found
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +15,7 @@ from oslo_models.config.sources import HUB_ARGUMENTS
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.registry import did_you_mean
+from oslo_models.sharding.plan import Plan
 
 UNSUPPORTED = {
     "places the weights in transformers' own way; sizes here are tensor_parallel_size and pipeline_parallel_size": (
@@ -54,6 +55,7 @@ class Arguments:
     check_inputs: bool | int | str = True
     dequantize: bool = False
     expert_parallel_size: int = 1
+    plan: Plan | Callable[[Any], Plan] | None = None
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check what does not depend on the configuration of the model.
@@ -83,6 +85,8 @@ class Arguments:
             raise ValueError(f'check_inputs must be True, False, "always" or an integer of at least 1, got {when!r}')
         if not isinstance(self.dequantize, bool):
             raise ValueError(f"dequantize must be True or False, got {self.dequantize!r}")
+        if self.plan is not None and not isinstance(self.plan, Plan) and not callable(self.plan):
+            raise ValueError(f"plan must be a Plan or a function from a configuration to one, got {self.plan!r:.100}")
         blocks = self.blocks_per_stage
         if blocks is not None and not isinstance(blocks, (list, tuple)):
             raise ValueError(f"blocks_per_stage must be a list of integers, got {blocks!r}")
@@ -183,6 +187,11 @@ def check_unused(
     raise ValueError(
         f"{cls.__name__} has no argument {name}{hint or f', and {type(config).__name__} has no attribute of that name'}"
     )
+
+
+def of_class(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the checked keyword arguments of a constructor that the class of the model itself takes."""
+    return {key: value for key, value in options.items() if key == "attn_implementation" or key not in _OF_TRANSFORMERS}
 
 
 def refuse_parallel(cls: type[Any], names: Collection[str]) -> None:

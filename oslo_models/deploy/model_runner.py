@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oslo_models.deploy.full_state import held_part, held_tensors
 from oslo_models.deploy.messages import Join, Listening, Loading, Request, Setup, Streamed
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ class ModelRunner:
             return self._generate(request, kwargs)
         if request.method == "forward":
             return self._forward(request.args, kwargs)
-        result = getattr(self.model, request.method)(*request.args, **kwargs)
+        if request.method in _OF_THE_RANK:
+            return _OF_THE_RANK[request.method](self.model, *request.args)
+        result = getattr(self.model, request.method)(*_to_device(request.args, self.device), **kwargs)
         return None if result is self.model else result
 
     def _generate(self, request: Request, kwargs: dict[str, Any]) -> Any:
@@ -163,6 +166,18 @@ def _seed(seed: int, device: Any, only_torch: bool) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
+
+
+def _get_dtype(model: Any) -> Any:
+    return model.dtype
+
+
+_OF_THE_RANK: dict[str, Callable[..., Any]] = {
+    "held_tensors": held_tensors,
+    "held_part": held_part,
+    "get_dtype": _get_dtype,
+}
+"""What the application asks a rank about its part of the model."""
 
 
 class _ForwardingStreamer:

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -17,17 +18,18 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
 
 from oslo_models.checkpoint.quantized import take_quantization
-from oslo_models.config.arguments import Arguments, check_unused, is_timeout, parse_dtype
+from oslo_models.config.arguments import Arguments, check_unused, is_timeout, of_class, parse_dtype
 from oslo_models.config.sources import open_source, read_generation_config
 from oslo_models.deploy.batching import Batcher
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
 from oslo_models.deploy.options import OF_DEPLOYMENT, DeployOptions, executor_of
+from oslo_models.deploy.remote_module import RemoteModule, deployed_class
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, serve
 from oslo_models.distributed.devices import visible_gpus
 
 
-class Deployment:
+class Deployment(RemoteModule):
     """A mixin placed before the class of a model, so that every call goes to the workers.
 
     ``generate`` and ``forward`` take the arguments of transformers, and in addition ``timeout`` (seconds, after which
@@ -39,12 +41,19 @@ class Deployment:
     generation_config: Any
 
     def _begin(
-        self, config: Any, generation_config: Any, engine: Engine, batcher: Batcher, construct_locally: Any
+        self,
+        config: Any,
+        generation_config: Any,
+        engine: Engine,
+        batcher: Batcher,
+        construct_locally: Any,
+        make_skeleton: Any,
     ) -> None:
         nn.Module.__init__(self)  # type: ignore[arg-type]  # the model's class is a module
         self.config, self.generation_config = config, generation_config
         self._sent_config = copy.deepcopy(generation_config)
         self._engine, self._batcher, self._construct_locally = engine, batcher, construct_locally
+        self._make_skeleton, self.name_or_path = make_skeleton, config.name_or_path
         self._fuse_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.training = False
         self._finalizer = weakref.finalize(self, engine.close)
@@ -99,9 +108,12 @@ class Deployment:
         self._fuse_calls.clear()
         return self
 
-    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> Any:
-        """As `ParallelModel.num_parameters`: of the full model. Nothing of a deployed model is trainable."""
-        return 0 if only_trainable else self._engine.call("num_parameters", (False, exclude_embeddings))
+    def _call_method(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: Any = None, seed: Any = None
+    ) -> Any:
+        """Call a method of the model's own code on all workers; with full outputs, on the CPU."""
+        _check_call(timeout, seed)
+        return self._engine.call("call_with_full_outputs", (name, args, kwargs), timeout=timeout, seed=seed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError("a deployed model cannot be copied: any number of threads may call this one")
@@ -161,19 +173,6 @@ class Deployment:
 
     # As a module ------------------------------------------------------------------------------------------------------
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self._engine.devices[0])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.config.dtype or torch.get_default_dtype()
-
-    def train(self, mode: bool = True) -> Any:
-        if mode:
-            raise RuntimeError("a deployed model cannot be trained; construct it without deploy=True, under torchrun")
-        return self
-
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """End the workers and load the full model in this process, then call its ``to`` with the same arguments.
 
@@ -203,16 +202,6 @@ class Deployment:
     def cpu(self) -> Any:
         """`to` the CPU."""
         return self.to("cpu")
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            "the workers hold the weights of a deployed model, which can be neither read nor changed here; "
-            "save_pretrained_with_parallel writes them, and dtype= is for the constructor"
-        )
-
-    parameters = named_parameters = state_dict = load_state_dict = resize_token_embeddings = _refuse
-    from_parallelized = _refuse
-    half = float = double = bfloat16 = _refuse
 
     def __repr__(self) -> str:
         where = ", ".join(dict.fromkeys(self._engine.devices))
@@ -255,26 +244,28 @@ def deploy(
         serve(serving.deploy_secret)
     if constructor == "from_config_with_parallel" and arguments.seed is None:  # the same weights after a restart
         arguments = replace(arguments, seed=random.SystemRandom().randrange(2**31))
-    config, generation_config = _read_configs(cls, source, arguments, kwargs)
+    config, generation_config, options = _read_configs(cls, source, arguments, kwargs)
     kwargs |= {field.name: getattr(arguments, field.name) for field in fields(arguments)} | {"deploy": False}
     if cls.__module__ == "__main__":
         raise ValueError(
             f"{cls.__name__} is defined in the script itself; put it into a module that workers can import"
         )
+    if maker is None and cls.made_from is not None:  # the class itself has no name by which workers would find it
+        maker, kwargs["plan"] = cls.made_from, None
+    maker = maker or cls
     try:
-        make = pickle.dumps((maker or cls, constructor, (source,), kwargs))
+        make = pickle.dumps((maker, constructor, (source,), kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
         ) from error
     start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving.deploy_secret)
     engine = Engine(ranks, max(1, torch.get_num_threads() // ranks), make, start_executor)
-    kind: Any = type(cls.__name__, (Deployment, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    model = object.__new__(kind)
+    model = object.__new__(deployed_class(Deployment, cls))
     batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
-    model._begin(
-        config, generation_config, engine, batcher, _LocalConstructor(maker or cls, constructor, source, kwargs)
-    )
+    local = _LocalConstructor(maker, constructor, source, kwargs)
+    skeleton = partial(cls._from_config, copy.deepcopy(config), dtype=config.dtype, **options)
+    model._begin(config, generation_config, engine, batcher, local, skeleton)
     if serving.verbose:
         _print_memory(engine, serving.verbose)
     return model
@@ -282,11 +273,14 @@ def deploy(
 
 def _read_configs(
     cls: type[Any], source: Any, arguments: Arguments, kwargs: Mapping[str, Any]
-) -> tuple[PreTrainedConfig, GenerationConfig | None]:
-    """Check the arguments of a model that the workers will construct, and return its configurations.
+) -> tuple[PreTrainedConfig, GenerationConfig | None, dict[str, Any]]:
+    """Check the arguments of a model that the workers will construct.
 
     Args:
         source: a configuration, or the name or directory of a checkpoint.
+
+    Returns:
+        Its configurations, and the arguments that the class itself takes.
     """
     arguments.check(kwargs)
     options = {key: value for key, value in kwargs.items() if key != "quantization_config"}
@@ -295,14 +289,17 @@ def _read_configs(
         config, generation_config = copy.deepcopy(source), None
     else:
         directory, _, config = open_source(cls, source, options)
+        config.name_or_path = str(source)
         generation_config = read_generation_config(directory)
     check_unused(cls, config, options, OF_DEPLOYMENT)
     config.dtype = dtype or config.dtype
     arguments.check_config(cls, config)
+    if arguments.resize_token_embeddings is not None:
+        config.vocab_size = arguments.resize_token_embeddings
     take_quantization(config)
     if generation_config is None and cls.can_generate():
         generation_config = GenerationConfig.from_model_config(config)
-    return config, generation_config
+    return config, generation_config, of_class(options)
 
 
 class _LocalConstructor:

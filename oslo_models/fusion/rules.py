@@ -107,7 +107,7 @@ def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
 
 def _subjects(model: Any, backend: str) -> Iterator[Subject]:
     """The modules of this rank's stage; placeholders, which stand for modules of other stages, are left out."""
-    entries = {**model.plan(model.config).under(model._prefix()).head, **type(model).head_plan}
+    entries = {**model.plan(model.config).under(model._prefix()).head, **model.head_entries(model.config)}
     lm_heads = {name for name, entry in entries.items() if isinstance(entry, VocabParallel)}
     layers = {name: layer_name(module) for name, module in model.named_modules()}
     elsewhere: tuple[str, ...] = ()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.config.arguments import Arguments, refuse_parallel
 from oslo_models.distributed.input_check import InputCheck
@@ -18,7 +18,12 @@ from oslo_models.modeling.adapters.adaptable import AdaptableModel
 from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of, plan_over
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
-from oslo_models.modeling.forward import with_full_outputs, with_full_stage_outputs, with_synchronized_rng
+from oslo_models.modeling.forward import (
+    call_with_full_outputs,
+    with_full_outputs,
+    with_full_stage_outputs,
+    with_synchronized_rng,
+)
 from oslo_models.modeling.fusing import FusableModel
 from oslo_models.modeling.initialization import SeededByName, initialize_computed
 from oslo_models.modeling.parallelized import ParallelizedModel
@@ -39,6 +44,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     Attributes:
         head_plan: the entries of the head that the class adds to the base model, by their full names.
+        made_from: what a class with a plan of the user was made from; see `own_plan`.
         mesh: the axes of the model; ``None`` when constructed by transformers' own methods.
         mpu: the mesh under Megatron's names.
         layouts: the layout over the tp axis of every parameter that this rank holds.
@@ -52,6 +58,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     """
 
     head_plan: ClassVar[Entries] = {}
+    made_from: Any = None
     mesh: ParallelMesh | None = None
     mpu: MPU | None = None
     gather_logits: bool | None = None
@@ -69,9 +76,14 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         """The sharding plan of the architecture."""
         raise TypeError(f"{cls.__name__} states no plan")
 
+    @classmethod
+    def head_entries(cls, config: PreTrainedConfig) -> Entries:
+        """The entries of the head that the class adds to the base model: `head_plan`."""
+        return cls.head_plan
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if any(base.__module__.startswith("transformers.") for base in cls.__bases__):
+        if any(issubclass(base, PreTrainedModel) and not issubclass(base, ParallelModel) for base in cls.__bases__):
             cls.forward = with_full_outputs(cls.forward)
             if hasattr(cls, "generate"):
                 cls.generate = with_synchronized_rng(cls.generate)
@@ -99,7 +111,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     def _shard(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
         """Turn the full model, with weights or on the meta device, into this rank's part of it."""
         self.mesh, self.mpu = mesh, MPU(mesh)
-        plan, prefix, head = plan_over(self, mesh), self._prefix(), type(self).head_plan
+        plan, prefix, head = plan_over(self, mesh), self._prefix(), self.head_entries(self.config)
         self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
         self._note_full_parameters(self.layouts)
         if mesh.tp.size > 1:
@@ -145,6 +157,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         check_inputs: bool | int | str = True,
         dequantize: bool = False,
         expert_parallel_size: int = 1,
+        plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Load this rank's part of a checkpoint. Every rank calls it with the same arguments.
@@ -177,6 +190,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 formats are in the guide on quantisation. Ignored if the checkpoint is not quantised.
             expert_parallel_size: in a mixture of experts, ``1`` gives each rank a part of the width of every expert,
                 ``tensor_parallel_size`` gives each rank some of the experts as a whole.
+            plan: how to shard the model, in place of the plan of this class: a `Plan`, or a function from a
+                configuration to one; see `oslo_models.parallel_class`.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)``, ``cache_dir``, ``revision``, ``token``,
                 ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
@@ -203,6 +218,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             check_inputs=check_inputs,
             dequantize=dequantize,
             expert_parallel_size=expert_parallel_size,
+            plan=plan,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
@@ -221,6 +237,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         blocks_per_stage: Sequence[int] | None = None,
         check_inputs: bool | int | str = True,
         expert_parallel_size: int = 1,
+        plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Construct this rank's part of a randomly initialised model. Every rank calls it with the same arguments.
@@ -244,6 +261,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             blocks_per_stage=blocks_per_stage,
             check_inputs=check_inputs,
             expert_parallel_size=expert_parallel_size,
+            plan=plan,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)
 
@@ -283,6 +301,10 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             f"the vocabulary is already sharded over {self._size('tp')} ranks: pass "
             f"resize_token_embeddings={new_num_tokens} to from_pretrained_with_parallel or from_config_with_parallel"
         )
+
+    def call_with_full_outputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call another method than ``forward`` on every rank, and gather its sharded outputs: for deployed models."""
+        return call_with_full_outputs(self, name, args, kwargs)
 
     # Parallel state --------------------------------------------------------------------------------------------------
 

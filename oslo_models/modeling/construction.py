@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import fields
@@ -27,10 +28,15 @@ from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.quantizing import quantize_linear_layers, skipped_modules
 from oslo_models.modeling.weight_mapping import open_with_mapping
+from oslo_models.sharding.plan import Plan
 
 
 def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kwargs: dict[str, Any]) -> Any:
     """What the constructors of `ParallelModel` do; ``method`` is the name of the one that was called."""
+    if isinstance(arguments.plan, Plan) or callable(arguments.plan):  # anything else is reported by the checks
+        from oslo_models.modeling.own_plan import parallel_class
+
+        cls = parallel_class(cls, arguments.plan)
     if arguments.deploy or kwargs.get("deployment"):
         return deploy(cls, method, source, arguments, kwargs)
     timeout = (
@@ -176,6 +182,7 @@ def join(
 ) -> tuple[ParallelMesh, int]:
     """Make the mesh, once it is sure that all ranks want the same; and the seed of random weights, equal everywhere."""
     own = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
+    own["plan"] = re.sub(" at 0x[0-9a-f]+", "", repr(arguments.plan))  # without the addresses of functions
     attributes = {f"config.{key}": value for key, value in config.to_dict().items()}
     require_equal(world_axis(arguments.timeout), {**own, **kwargs, **attributes}, f"arguments of {call}")
     if arguments.resize_token_embeddings is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.utils import ModelOutput
 
@@ -19,7 +19,7 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import synchronize
 from oslo_models.fusion.decoding import with_own_code
 from oslo_models.fusion.lazy_logits import LazyLogits
-from oslo_models.layers.vocab_parallel import VocabParallelLogits
+from oslo_models.layers.vocab_parallel import ShardedLogits, VocabParallelLogits
 from oslo_models.pipeline.stage import Stage
 
 
@@ -66,6 +66,36 @@ def _forward_mode(model: Any, kwargs: Mapping[str, Any]) -> ForwardMode:
         return ForwardMode.DIRECT
     lazy = model.use_lazy_logits()
     return ForwardMode.GATHERED if lazy or model.is_tensor_parallelized() else ForwardMode.DIRECT
+
+
+WITHOUT_WEIGHTS = ("prepare_inputs_for_generation", "prepare_decoder_input_ids_from_labels")
+"""Methods of transformers' models that look at their arguments and the configuration only."""
+
+
+def call_with_full_outputs(model: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a method of the model's own code, such as ``get_text_features``; its sharded outputs are gathered.
+
+    Raises:
+        ValueError: the blocks are on several pipeline stages, which only ``forward`` and ``generate`` run through.
+        TypeError: the method returns modules or a generator, which cannot leave this process.
+    """
+    if model.is_pipeline_parallelized() and name not in WITHOUT_WEIGHTS:
+        raise ValueError(
+            f"{name} cannot run on {model._size('pp')} pipeline stages, through which only calls of the model and "
+            "generate pass: use pipeline_parallel_size=1, and tensor_parallel_size for the memory"
+        )
+    args, kwargs = _on_device(model.mesh.device, args, kwargs)
+    model._at(name, steps=1)
+    output = getattr(model, name)(*args, **kwargs)
+    model._at(f"after {name}")
+    if isinstance(output, ModelOutput):
+        return type(output)(**_gather_fields(model, output, kwargs))
+    if isinstance(output, (nn.Module, Iterator, Coroutine)) and output is not model:
+        raise TypeError(
+            f"{name} returns a {type(output).__name__}, which cannot be sent to the application; cpu() loads the full "
+            "model there"
+        )
+    return tree_map_only(ShardedLogits, lambda logits: logits.full(), output)
 
 
 def _gathered_forward(forward: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

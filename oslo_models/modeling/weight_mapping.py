@@ -269,7 +269,9 @@ class WeightMapping:
             plan = plan_over(model, self._mesh) if n == self._mesh.tp.size else model.plan(model.config)
             limit = 1 if plan.single_rank_reason else plan.max_ranks()
             fits = limit is None or n <= limit
-            self._layouts[n] = layouts_of(model, plan, model._prefix(), type(model).head_plan, n) if fits else {}
+            self._layouts[n] = (
+                layouts_of(model, plan, model._prefix(), model.head_entries(model.config), n) if fits else {}
+            )
         return self._layouts[n]
 
     def owner_stage(self, name: str, pp: int) -> int:

@@ -7,6 +7,7 @@ return zeros, and norms and dropouts of other stages return their input.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from oslo_models.pipeline.boundaries import place_boundaries
 from oslo_models.pipeline.partition import partition
-from oslo_models.pipeline.stage import Stack, Stage, stack_of
+from oslo_models.pipeline.stage import Stack, Stage, hidden_size, stack_of
 from oslo_models.sharding.layout import Layout, Range
 from oslo_models.sharding.plan import Entries, Plan, entry_of
 
@@ -44,7 +45,8 @@ def split_stage(
         device: the device of the stage, if ``model`` is not there yet.
 
     Raises:
-        ValueError: there are more stages than blocks, or ``blocks_per_stage`` does not fit them.
+        ValueError: there are more stages than blocks, ``blocks_per_stage`` does not fit them, or a model with a head
+            has no base model, or no hidden size.
     """
     plan.check_stages(type(model).__name__, count)
     blocks = [
@@ -54,6 +56,14 @@ def split_stage(
     ranges = _block_ranges(layouts, prefix, head, blocks, count, blocks_per_stage)
     stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
     stacks = _stacks(plan, prefix, blocks, stage_of, index)
+    if not all(stack.name for stack in stacks) and "labels" in inspect.signature(type(model).forward).parameters:
+        raise ValueError(
+            f"pipeline_parallel_size={count}: the blocks of {type(model).__name__} are not inside of a base model, "
+            "whose first output would be the hidden states that stages exchange. Put the modules before the head into "
+            "a model of their own, with base_model_prefix as the name of its attribute, as transformers does"
+        )
+    for each in stacks:
+        hidden_size(model, each.blocks)  # raises if it is unknown
     stage = Stage(index, count, stacks, ranges, tied_names=dict(model.all_tied_weights_keys))
     holders = _holding_stages(plan, prefix, head, stacks, stage_of, layouts, model.all_tied_weights_keys)
     stage.shared_parameters = {name: stages for name, stages in holders.items() if len(stages) > 1}

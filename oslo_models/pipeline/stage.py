@@ -88,3 +88,21 @@ def stack_of(entry: str, prefix: str, stacks: Sequence[Stack], default: int) -> 
     """
     named = [stack for stack in stacks if len(stacks) > 1 and (prefix + entry).startswith(f"{stack.name}.")]
     return named[0] if named else stacks[default]
+
+
+def hidden_size(model: Any, blocks: str) -> int:
+    """The width of hidden states, in the configuration of the innermost module around some blocks that has it.
+
+    Raises:
+        ValueError: none has.
+    """
+    path, found = blocks, None
+    while found is None and path:
+        path = path.rpartition(".")[0]
+        found = getattr(getattr(model.get_submodule(path), "config", None), "hidden_size", None)
+    if found is None:
+        raise ValueError(
+            f"pipeline stages need the width of hidden states, and {type(model.config).__name__} has no hidden_size: "
+            'add attribute_map = {"hidden_size": ...} to it, with the name that it has there'
+        )
+    return int(found)

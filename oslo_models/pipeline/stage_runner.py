@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from oslo_models.pipeline.placeholders import BoundaryDropout
-from oslo_models.pipeline.stage import Stack, Stage
+from oslo_models.pipeline.stage import Stage, hidden_size
 
 Batch = Mapping[str, Any]
 EMBEDS = "inputs_embeds"
@@ -88,7 +88,7 @@ class StageRunner:
         if number in self._returned:
             return (*self.shape(batch, 0)[:2], self.stage.early_outputs[self._returned[number]])
         stack = self.stage.stacks[number]
-        width = self._width(stack)
+        width = hidden_size(self.model, stack.blocks)
         if stack.input_positions is not None:
             return (*stack.input_positions(batch), width)
         is_decoder = number == len(self.stage.stacks) - 1 and len(self.stage.stacks) > 1
@@ -105,14 +105,6 @@ class StageRunner:
             return embeds[..., 0].numel() // embeds.shape[-2], embeds.shape[-2], width
         ids = next(batch[name] for name in names if batch.get(name) is not None)
         return ids.numel() // ids.shape[-1], ids.shape[-1], width
-
-    def _width(self, stack: Stack) -> int:
-        """The hidden size in the configuration of the innermost module around the blocks that has one."""
-        path, found = stack.blocks, None
-        while found is None:
-            path = path.rpartition(".")[0]
-            found = getattr(getattr(self.model.get_submodule(path), "config", None), "hidden_size", None)
-        return int(found)
 
     def __call__(self, batch: Batch, arrived: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Any]:
         """Run the stage.

@@ -320,6 +320,22 @@ class Plan:
         }
         return replace(self, **renamed, embedding_dropouts=[prefix + key for key in self.embedding_dropouts])
 
+    def inside(self, prefix: str) -> tuple[Plan, Entries]:
+        """The inverse of `under`: the plan of the base model, and the entries of modules outside of it."""
+        outside: dict[str, Replicated] = {}
+        renamed: dict[str, Any] = {}
+        for each in ("embed", "blocks", "head", "on_every_stage"):
+            entries = getattr(self, each)
+            renamed[each] = {
+                key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)
+            }
+            if each != "blocks":
+                outside |= {key: entry for key, entry in entries.items() if not key.startswith(prefix)}
+        for each in ("disabled_after_first_stage", "input_positions", "early_outputs"):
+            renamed[each] = {key.removeprefix(prefix): value for key, value in getattr(self, each).items()}
+        dropouts = tuple(key.removeprefix(prefix) for key in self.embedding_dropouts)
+        return replace(self, **renamed, embedding_dropouts=dropouts), outside
+
     def __or__(self, other: Plan) -> Plan:
         """The plan of a model that runs the blocks of this plan and then those of another."""
         both: dict[str, Any] = {}

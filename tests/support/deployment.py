@@ -24,7 +24,7 @@ from benchmarks.faulty import (
     start_forked_worker,
     use_server,
 )
-from oslo_models import GPT2LMHeadModel
+from oslo_models import BertModel, GPT2LMHeadModel
 from oslo_models.deploy import torchrun_executor as torchrun
 
 __all__ = ["CONFIG", "LONG", "Collected", "ForkedExecutor", "Trouble", "application", "prompt", "server_address"]
@@ -121,3 +121,36 @@ class Shelf:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["model"], name)
+
+
+class SentenceEncoder(BertModel):
+    """A class of an application, with methods of its own."""
+
+    scale = 2.0
+
+    def encode(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """The mean of the hidden states, ``[rows, hidden]``."""
+        hidden = self(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return hidden.mean(1) * self.scale
+
+    def encode_many(self, batches: list[Tensor]) -> dict[str, Any]:
+        return {"means": tuple(self.encode(batch) for batch in batches), "count": len(batches)}
+
+    def embed_tokens(self, input_ids: Tensor) -> Tensor:
+        return self.embeddings.word_embeddings(input_ids)
+
+    def fails(self, number: int) -> None:
+        raise LookupError(f"there is no number {number}")
+
+    def layers(self) -> Any:
+        return self.encoder.layer
+
+    def stream(self) -> Any:
+        yield from range(3)
+
+
+class ScoringGPT2(GPT2LMHeadModel):
+    """Calls its head directly, whose outputs are sharded."""
+
+    def scores(self, input_ids: Tensor) -> Tensor:
+        return self.lm_head(self.transformer(input_ids).last_hidden_state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,9 @@ from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.devices import require_gpus, visible_gpus
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.thread_group import ThreadGroup
+from oslo_models.modeling.saving import original_class
 from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.plan import Plan
 
 Device = torch.device | str | int
 
@@ -46,6 +48,7 @@ def tensor_parallel(
     *,
     output_device: Device | None = None,
     gather_logits: bool | None = None,
+    plan: Plan | Callable[[Any], Plan] | None = None,
     **options: Any,
 ) -> Any:
     """Shard a transformers model over devices of this process, without a launcher, for training and generation.
@@ -66,6 +69,7 @@ def tensor_parallel(
         sharded_param_names: the parameters to shard so; default: all.
         output_device: the device of the outputs; default: the first device.
         gather_logits: as with `ParallelModel.from_pretrained_with_parallel`.
+        plan: as with `initialize`.
 
     Raises:
         ValueError: an argument is invalid, or the zoo has no such class.
@@ -84,20 +88,20 @@ def tensor_parallel(
             raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 shards the rest")
         start_process_group()
         sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
-        return initialize(model, {"model_parallelism": sizes})
+        return initialize(model, {"model_parallelism": sizes}, plan)
     devices = _devices(device_ids)
     output = devices[0] if output_device is None else _device(output_device)
     require_gpus("output_device", [output], "leave it out for the first of device_ids")
+    arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits, plan=plan)
+    arguments.check({})
     if getattr(model, "peft_config", None):
         raise ValueError(_NO_ADAPTERS)
-    cls = zoo_class(model, may_be_empty=True)
+    cls = zoo_class(model, may_be_empty=True, plan=plan)
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
             f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint has them all: make it "
             "under accelerate.init_empty_weights(), which leaves them out"
         )
-    arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits)
-    arguments.check({})
     arguments.check_config(cls, model.config)
     threads = ThreadGroup(devices, _has_numpy(model))
     config = copy.deepcopy(model.config)  # shared by all parts
@@ -158,7 +162,7 @@ def _join_parts(
     model: PreTrainedModel, cls: type, parts: list[Any], threads: ThreadGroup, output_device: torch.device
 ) -> Any:
     """A model of the transformers class, with these parts as its modules and the other attributes of ``model``."""
-    original: Any = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+    original = original_class(cls)
     joined: Any = type(original.__name__, (TensorParallelModel, original), {"__module__": original.__module__})
     joined.forward = functools.wraps(original.forward)(TensorParallelModel.forward)
     sharded = joined.__new__(joined)

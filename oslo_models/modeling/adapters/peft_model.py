@@ -13,6 +13,7 @@ from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.adapters.layouts import adapter_layouts
 from oslo_models.modeling.adapters.prompts import local_heads
 from oslo_models.modeling.adapters.saving import save_peft_model
+from oslo_models.modeling.saving import original_class
 
 
 class ShardedPeftModel(PeftModel):
@@ -70,7 +71,8 @@ class ShardedPeftModel(PeftModel):
     def _get_base_model_class(self, *args: Any, **kwargs: Any) -> type:
         """transformers' class, so that the saved adapter loads without this library."""
         cls: type = super()._get_base_model_class(*args, **kwargs)
-        return next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+        original: type = original_class(cls)
+        return original
 
     def get_prompt(self, *args: Any, **kwargs: Any) -> Any:
         prompt = super().get_prompt(*args, **kwargs)

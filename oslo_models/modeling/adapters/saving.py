@@ -18,6 +18,7 @@ from oslo_models.checkpoint.gather import gather_full_tensor
 from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects
 from oslo_models.distributed.rng import default_generator
 from oslo_models.distributed.sharded_tensor import local_tensor
+from oslo_models.modeling.saving import original_class
 
 PREFIX = "base_model.model."
 """What precedes the names of a model in a ``PeftModel``."""
@@ -136,7 +137,7 @@ def _full_configs(model: Any, configs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain_model(model: Any) -> Any:
     """A full transformers model of the same class and configuration, on the meta device."""
-    cls: Any = next(base for base in type(model).__mro__ if base.__module__.startswith("transformers."))
+    cls = original_class(type(model))
     with torch.device("meta"):
         full = cls._from_config(model._full_config(), dtype=model.dtype)
     full.name_or_path = model.name_or_path
