@@ -40,7 +40,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     Attributes:
         head_plan: the entries of the head that the class adds to the base model, by their full names.
         mesh: the axes of the model; ``None`` when constructed by transformers' own methods.
-        mpu: the mesh under Megatron's names.
+        mpu: the mesh under Megatron's names; ``base_model`` has it too.
         layouts: the layout over the tp axis of every parameter that this rank holds.
         gather_logits: whether sharded logits are gathered beside a loss; see `from_pretrained_with_parallel`.
         loss_inputs: arguments that request a loss, beside those named labels.
@@ -99,6 +99,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     def _shard(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
         """Turn the full model, with weights or on the meta device, into this rank's part of it."""
         self.mesh, self.mpu = mesh, MPU(mesh)
+        self.base_model.mpu = self.mpu
         plan, prefix, head = self.plan(self.config), self._prefix(), type(self).head_plan
         self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
         self._note_full_parameters(self.layouts)
