@@ -43,6 +43,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         mpu: the mesh under Megatron's names; ``base_model`` has it too.
         layouts: the layout over the tp axis of every parameter that this rank holds.
         gather_logits: whether sharded logits are gathered beside a loss; see `from_pretrained_with_parallel`.
+        share_loss, share_logits: whether all stages get these of each micro-batch; change them on every rank.
         loss_inputs: arguments that request a loss, beside those named labels.
         labels_of: for models with several logits, the argument with the labels of each.
         loss_needs_full_logits: whether the loss is computed from the logits of the full vocabulary.
@@ -55,6 +56,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     mesh: ParallelMesh | None = None
     mpu: MPU | None = None
     gather_logits: bool | None = None
+    share_loss: bool = False
+    share_logits: bool = False
     loss_inputs: ClassVar[tuple[str, ...]] = ()
     labels_of: ClassVar[Mapping[str, str]] = {}
     loss_needs_full_logits: ClassVar[bool] = False
@@ -145,6 +148,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         blocks_per_stage: Sequence[int] | None = None,
         check_inputs: bool | int | str = True,
         dequantize: bool = False,
+        share_loss: bool = False,
+        share_logits: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Load this rank's part of a checkpoint. Every rank calls it with the same arguments.
@@ -175,6 +180,10 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 A call of ``generate`` counts once.
             dequantize: load a quantised checkpoint as plain weights in ``dtype``: each rank dequantises its part. The
                 formats are in the guide on quantisation. Ignored if the checkpoint is not quantised.
+            share_loss: under pipeline parallelism, send the loss of each micro-batch to all stages, where it would be
+                ``nan`` until the loop ends.
+            share_logits: send the loss and the logits too, which are ``None`` before the last stage otherwise. The
+                logits are then computed beside a loss, as with ``gather_logits=True``.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)``, ``cache_dir``, ``revision``, ``token``,
                 ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
@@ -200,6 +209,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             blocks_per_stage=blocks_per_stage,
             check_inputs=check_inputs,
             dequantize=dequantize,
+            share_loss=share_loss,
+            share_logits=share_logits,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
@@ -217,6 +228,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         timeout: float = TIMEOUT,
         blocks_per_stage: Sequence[int] | None = None,
         check_inputs: bool | int | str = True,
+        share_loss: bool = False,
+        share_logits: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Construct this rank's part of a randomly initialised model. Every rank calls it with the same arguments.
@@ -239,6 +252,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             timeout=timeout,
             blocks_per_stage=blocks_per_stage,
             check_inputs=check_inputs,
+            share_loss=share_loss,
+            share_logits=share_logits,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)
 
