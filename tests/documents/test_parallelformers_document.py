@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from typing import Any
 
 import pytest
@@ -57,13 +58,14 @@ model.cpu()
 def test_parallelformers_document_runs_as_printed(pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.start(1)  # and with it the server that workers are forked from
     monkeypatch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
-    half = hub(torch.float32).half().eval()
+    half, variables = hub(torch.float32).half().eval(), dict(os.environ)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         made = run_block(CREATION, PARALLELIZATION, INFERENCE, STATES)
     model, inputs = made["model"], made["inputs"]
     assert "cpu:1:\n" in printed.getvalue() and "Output: Parallelformers is" in printed.getvalue()
     assert isinstance(model, oslo_models.GPT2LMHeadModel) and model.dtype == torch.float16
     torch.testing.assert_close(model(**inputs).logits, half(**inputs).logits, rtol=0.02, atol=0.02)
+    assert dict(os.environ) == variables
     pids = model._engine.pids
     model.restart()
     assert model._engine.pids != pids
