@@ -142,7 +142,8 @@ def check_tutorial(expected: str, weights: Weights) -> None:
     assert printed == expected and isinstance(model, oslo_models.GPT2LMHeadModel) and model.is_tensor_parallelized()
     assert not stage_differences(model, "", stage_parameters(model), weights, TOLERANCE)
     torch.manual_seed(dist.get_rank())
-    run_block(AT_RANDOM, FROM_A_FILE, MERGING)
+    merged = run_block(AT_RANDOM, FROM_A_FILE, MERGING)["model"]
+    merged.save_parallelized("./bin_ckpt", merge_checkpoints=True, safe_serialization=False)
 
 
 def test_tutorial_runs_as_printed(pool: Pool, hub: Any) -> None:
@@ -153,8 +154,11 @@ def test_tutorial_runs_as_printed(pool: Pool, hub: Any) -> None:
     pool.run(RANKS, check_tutorial, printed, full_parameters(model), env=True)
     files = {path.name for path in Path("parallel_ckpt").iterdir()}
     assert {*(f"pytorch_model_tp_{rank}_pp_0.bin" for rank in range(RANKS)), "config.json"} <= files
-    merged = full_parameters(hf.GPT2LMHeadModel.from_pretrained("merged_ckpt"))
-    assert all(torch.allclose(merged[name], value.float()) for name, value in full_parameters(model).items())
+    # Where the document lists pytorch_model.bin, transformers now writes safetensors, and so do we.
+    for directory, file in (("merged_ckpt", "model.safetensors"), ("bin_ckpt", "pytorch_model.bin")):
+        assert {file, "config.json"} <= {path.name for path in Path(directory).iterdir()}
+        merged = full_parameters(hf.GPT2LMHeadModel.from_pretrained(directory))
+        assert all(torch.allclose(merged[name], value.float()) for name, value in full_parameters(model).items())
 
 
 # What the tutorial does not show --------------------------------------------------------------------------------------
