@@ -32,6 +32,10 @@ def describe() -> dict[str, Any]:
     mpu = MPU(2, 2)
     assert mpu.model_parallel_is_initialized()
     found: dict[str, Any] = {axis: of_axis(mpu, axis) for axis in ("tensor", "data", "pipeline", "model")}
+    for axis in ("tensor", "data", "pipeline", "model"):  # what the groups reduce is what their names say
+        total = torch.tensor(2 ** dist.get_rank())
+        dist.all_reduce(total, group=getattr(mpu, f"get_{axis}_parallel_group")())
+        assert total == sum(2**rank for rank in found[axis][0])
     found["stages"] = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
     tied = mpu.get_embedding_tied_group()
     found["tied"] = members(tied), mpu.get_embedding_tied_world_size(), mpu.get_embedding_global_ranks()
@@ -42,7 +46,9 @@ def describe() -> dict[str, Any]:
     assert mpu.get_p2p_communication_global_ranks() == [found["pipeline"][0]]
     assert mpu.get_p2p_communication_world_size() == 2
     mpu.destroy_model_parallel()
-    assert not mpu.model_parallel_is_initialized()
+    assert not mpu.model_parallel_is_initialized() and dist.is_initialized()
+    assert mpu.get_pipeline_parallel_group() is mpu.get_model_parallel_group() is None
+    dist.barrier()
     return found
 
 
@@ -116,6 +122,7 @@ def check_collectives(full: Tensor) -> None:
     ):
         x = full.clone().requires_grad_()
         y = operation(x)
+        assert torch.equal(x, full)
         expected = {mpu.broadcast: full, mpu.reduce: 2 * full, mpu.scatter: full.split(sizes, -1)[rank]}[operation]
         assert torch.equal(y, expected)
         y.backward(torch.ones_like(y))
