@@ -92,6 +92,28 @@ def test_logits_of_every_name_are_known_in_evaluation(pool: Pool, kind: str, see
     pool.run(3, check_evaluation, name, config, full_parameters(model), batch, logits, 3)
 
 
+def check_leaving(given: Case, pp: int) -> None:
+    """Evaluation that is left early, after which stages have run ahead by different numbers of micro-batches."""
+    model = pipelines.case_on_stages(given, 1, pp, share_logits=True).eval()
+    (batch,) = given.batches[0]
+    for at in range(pipelines.ROWS):
+        with torch.no_grad():
+            for number, _ in enumerate(model(**batch)):
+                if number == at:
+                    break
+            if at < pipelines.ROWS - 1:
+                with pytest.raises(RuntimeError, match="was left before its end"):
+                    model(**batch)
+            with lifted_casts():
+                losses = [output.loss.item() for output in model(**batch)]
+        assert not differences("loss", torch.tensor(losses).sum().double(), given.loss[0], 1e-6)
+        assert not any(param.grad is not None for param in model.parameters())
+
+
+def test_evaluation_may_be_left_early(pool: Pool, seed: int) -> None:
+    pool.run(3, check_leaving, pipelines.lm_case("gpt2", seed), 3)
+
+
 def test_sharing_options_are_checked() -> None:
     config = zoo.config("gpt2")
     for name in ("share_loss", "share_logits"):
