@@ -15,7 +15,7 @@ from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.adapters.adaptable import AdaptableModel
-from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of
+from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of, plan_over
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.forward import with_full_outputs, with_full_stage_outputs, with_synchronized_rng
@@ -103,7 +103,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         """Turn the full model, with weights or on the meta device, into this rank's part of it."""
         self.mesh, self.mpu = mesh, MPU(mesh)
         self.base_model.mpu = self.mpu
-        plan, prefix, head = self.plan(self.config), self._prefix(), type(self).head_plan
+        plan, prefix, head = plan_over(self, mesh), self._prefix(), type(self).head_plan
         self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
         self._note_full_parameters(self.layouts)
         if mesh.tp.size > 1:
@@ -150,6 +150,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         dequantize: bool = False,
         share_loss: bool = False,
         share_logits: bool = False,
+        expert_parallel_size: int = 1,
         **kwargs: Any,
     ) -> Any:
         """Load this rank's part of a checkpoint. Every rank calls it with the same arguments.
@@ -184,6 +185,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 ``nan`` until the loop ends.
             share_logits: send the loss and the logits too, which are ``None`` before the last stage otherwise. The
                 logits are then computed beside a loss, as with ``gather_logits=True``.
+            expert_parallel_size: in a mixture of experts, ``1`` gives each rank a part of the width of every expert,
+                ``tensor_parallel_size`` gives each rank some of the experts as a whole.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)``, ``cache_dir``, ``revision``, ``token``,
                 ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
@@ -211,6 +214,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             dequantize=dequantize,
             share_loss=share_loss,
             share_logits=share_logits,
+            expert_parallel_size=expert_parallel_size,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
@@ -230,6 +234,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         check_inputs: bool | int | str = True,
         share_loss: bool = False,
         share_logits: bool = False,
+        expert_parallel_size: int = 1,
         **kwargs: Any,
     ) -> Any:
         """Construct this rank's part of a randomly initialised model. Every rank calls it with the same arguments.
@@ -254,6 +259,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             check_inputs=check_inputs,
             share_loss=share_loss,
             share_logits=share_logits,
+            expert_parallel_size=expert_parallel_size,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)
 

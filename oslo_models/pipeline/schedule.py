@@ -125,12 +125,8 @@ class Schedule:
         self.mesh.world.set_phase(f"{phase}, stage {self.stage.index}")
 
     def _is_complete(self) -> bool:
-        counts = [
-            self.forwards,
-            *([self.backwards] if self.trains else ()),
-            *([self.shared.count] if self.shared else ()),
-        ]
-        return set(counts) == {self.num_micro_batches}
+        done = {self.forwards} | ({self.backwards} if self.trains else set())
+        return done | ({self.shared.count} if self.shared is not None else set()) == {self.num_micro_batches}
 
     # One micro-batch --------------------------------------------------------------------------------------------------
 
