@@ -9,9 +9,10 @@ import queue
 import random
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
+from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.connection import has_spare_core
 from oslo_models.deploy.errors import EngineError
 from oslo_models.deploy.loading import load_workers
@@ -133,6 +134,7 @@ class Engine:
         seed: int | None = None,
         generation_config: Any = None,
         gather: bool = False,
+        cancellation: Cancellation | None = None,
     ) -> Any:
         """Call a method of the model on all ranks.
 
@@ -140,9 +142,11 @@ class Engine:
             streamer: receives the tokens of `generate` in this thread, as they are generated.
             timeout: seconds to wait.
             gather: return the results of all ranks, not only that of the rank with the outputs.
+            cancellation: cancels the call from another thread.
 
         Raises:
             TimeoutError: it took longer; the call is cancelled.
+            CallCancelled: by ``cancellation``.
             EngineError: the workers died or hang.
             Exception: what the workers raised, with their traceback as its cause.
         """
@@ -164,7 +168,9 @@ class Engine:
                 raise EngineError(f"the deployed model cannot answer: {self._broken}; model.restart() starts it again")
             self._calls[number] = call
             self._executor.broadcast(data)
-        results = self._wait(call, streamer, timeout)
+        cancelled = ("raise", CallCancelled(f"{method} was cancelled"))
+        with cancellation.observed(lambda: call.events.put(cancelled)) if cancellation else nullcontext():
+            results = self._wait(call, streamer, timeout)
         return results if gather else next((result for result in results if result is not None), None)
 
     def _wait(self, call: PendingCall, streamer: Any, timeout: float | None) -> list[Any]:

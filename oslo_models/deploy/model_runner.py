@@ -89,6 +89,8 @@ class ModelRunner:
         if request.stream:  # on every rank, so that transformers treats the call alike on all of them
             send = partial(self._stream, request.number) if self.has_outputs else lambda value: None
             kwargs["streamer"] = _ForwardingStreamer(send)
+        if (decoding := kwargs.pop("decoding", None)) is not None:
+            kwargs["custom_generate"] = decoding.method(kwargs.get("streamer"))
         kwargs = _to_device(kwargs, self.device)
         args = _to_device(request.args, self.device)
         return self.model.generate(*args, **kwargs, stopping_criteria=StoppingCriteriaList(criteria))
