@@ -7,6 +7,7 @@ import os
 import pickle
 import queue
 import random
+import tempfile
 import threading
 import time
 from contextlib import nullcontext, suppress
@@ -18,7 +19,7 @@ from oslo_models.deploy.errors import EngineError
 from oslo_models.deploy.loading import load_workers
 from oslo_models.deploy.messages import Cancel, Ping, Pong, Request
 from oslo_models.deploy.pending_call import PendingCall
-from oslo_models.deploy.process_executor import Executor, ProcessExecutor, StartExecutor
+from oslo_models.deploy.process_executor import LOOPBACK, Executor, ProcessExecutor, StartExecutor
 from oslo_models.deploy.serialization import encode
 
 SPIN_SECONDS = 0.005
@@ -51,6 +52,7 @@ class Engine:
         self._broken: str | None = "it was not started"
         self._executor: Executor | None = None  # set while calls can be made
         self._loading: Executor | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -68,16 +70,20 @@ class Engine:
         """
         with self._starting:
             executor = self._loading = self._start_executor(self.ranks)
+            if executor.host == LOOPBACK and self.ranks > 1:
+                self._directory = tempfile.TemporaryDirectory(prefix="oslo-models-", ignore_cleanup_errors=True)
+            directory = self._directory.name if self._directory else None
 
             def receive(timeout: float) -> list[tuple[int, Any]]:
                 return self._receive_while_loading(executor, timeout)
 
             try:
-                self.devices = load_workers(executor, self.ranks, self._threads, self._make, receive)
+                self.devices = load_workers(executor, self.ranks, self._threads, self._make, receive, directory)
                 self._executor, self._broken = executor, None
             except BaseException as error:
                 self._broken = f"it could not be loaded: {error!r}"
                 executor.kill()
+                self._remove_directory()
                 raise
             finally:
                 self._loading = None
@@ -110,6 +116,11 @@ class Engine:
         if (executor := self._executor) is not None:
             self._break(executor, why)
 
+    def _remove_directory(self) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.cleanup()
+
     def _break(self, executor: Executor, why: str) -> None:
         """End the workers and let all pending calls raise."""
         with self._lock:
@@ -118,6 +129,7 @@ class Engine:
             self._executor, self._broken = None, why
             calls, self._calls = list(self._calls.values()), {}
         executor.kill()  # before any caller is woken: one that looks for surviving processes finds none
+        self._remove_directory()
         for call in calls:
             call.events.put(("raise", EngineError(f"the deployed model cannot answer: {self._broken}")))
 

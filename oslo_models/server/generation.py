@@ -76,6 +76,12 @@ class AnswerGenerator:
         pad = model.generation_config.pad_token_id
         self._padding = {} if pad is not None or not self.ends else {"pad_token_id": self.ends[0]}
         self._vocabulary: Vocabulary | None = None
+        self._readers: set[TokenReader] = set()
+
+    @property
+    def waiting(self) -> int:
+        """Streamed calls whose computation has not begun."""
+        return sum(reader.waiting for reader in list(self._readers))
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -155,7 +161,8 @@ class AnswerGenerator:
             with contextlib.suppress(RuntimeError):  # the loop has ended with the server
                 loop.call_soon_threadsafe(queue.put_nowait, piece)
 
-        reader = TokenReader(self, job, deliver)
+        reader = TokenReader(self, job, cancellation, deliver)
+        self._readers.add(reader)
         result = self.start(job, cancellation, reader)
         result.add_done_callback(partial(_close, queue))
         complete = False
@@ -168,6 +175,7 @@ class AnswerGenerator:
         finally:
             if not complete:
                 self.metrics.count("cancelled_calls_total")
+            self._readers.discard(reader)
             cancellation.cancel()
 
 
@@ -185,8 +193,14 @@ class TokenReader:
         deliver: takes the pieces of the answer.
     """
 
-    def __init__(self, owner: AnswerGenerator, job: GenerationJob, deliver: Callable[[Answer], object]) -> None:
-        self._owner, self._job, self._deliver = owner, job, deliver
+    def __init__(
+        self,
+        owner: AnswerGenerator,
+        job: GenerationJob,
+        cancellation: Cancellation,
+        deliver: Callable[[Answer], object],
+    ) -> None:
+        self._owner, self._job, self._cancellation, self._deliver = owner, job, cancellation, deliver
         parses = job.chat and not job.forced_tool
         self._parser = build_response_parser(owner.tokenizer, owner.model, job.ids) if parses else None
         if self._parser is not None:
@@ -196,7 +210,7 @@ class TokenReader:
         self._stops, self._seen = StopStrings(job.stops), ""
         self._tokens, self._tools, self._offset = 0, 0, 0
         self._scores: list[TokenScore] = []
-        self._prompt = True
+        self.waiting = True  # for the prompt, which is the first value
         self._times = [time.monotonic()]  # when it was asked for, when each token came
 
     @property
@@ -205,8 +219,10 @@ class TokenReader:
         return self._stops.hit
 
     def put(self, value: torch.Tensor | Scored) -> None:
-        if self._prompt:  # the first value is the prompt
-            self._prompt = False
+        if self._cancellation.cancelled:
+            raise CallCancelled("nobody waits for the answer")
+        if self.waiting:
+            self.waiting = False
             self._owner.metrics.observe("queue_seconds", time.monotonic() - self._times[0])
             return
         self._times.append(time.monotonic())

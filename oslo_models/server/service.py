@@ -38,6 +38,8 @@ class Service:
         self.models_by_name = {model.name: model for model in models}
         self.default, self.places, self.taken, self.metrics = models[0], places, 0, metrics
         metrics.gauge("calls_in_flight", lambda: self.taken)
+        generators = [model.generator for model in models if model.generator]
+        metrics.gauge("calls_waiting", lambda: sum(generator.waiting for generator in generators))
         metrics.gauge("calls_limit", lambda: places)
 
     async def completions(self, request: CompletionRequest) -> Response:
