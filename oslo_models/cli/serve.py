@@ -9,6 +9,9 @@ from typing import Any
 DESCRIPTION = """\
 Load models over several processes and serve them:
   POST /v1/completions, /v1/chat/completions   as in OpenAI's API, also streamed
+  POST /v1/responses                           OpenAI's newer format of chats
+  POST /v1/embeddings                          of encoders
+  POST /tokenize, /detokenize
   GET  /v1/models
   GET  /metrics                                counts and times, for Prometheus
   GET  /generate_text/TEXT                     as in OSLO's documents
@@ -33,6 +36,11 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--fuse", action="store_true", help="replace modules by fused ones where they are faster")
     add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as saved)")
     add("--tokenizer", metavar="NAME", help="a directory, or a name on the hub (default: MODEL)")
+    tasks = "what the models do: generate text or embed it (default: by the class that saved the checkpoint)"
+    add("--task", choices=("auto", "generate", "embed"), default="auto", help=tasks)
+    vectors = "vectors of texts are the mean of all tokens' or that of the first (default: %(default)s)"
+    add("--pooling", choices=("mean", "cls"), default="mean", help=vectors)
+    add("--no-normalize", dest="normalize", action="store_false", help="do not scale vectors of texts to length 1")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all interfaces (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on; 0 for any free one (default: %(default)s)")
     _add_access(command)

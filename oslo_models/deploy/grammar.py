@@ -11,6 +11,8 @@ from typing import Any
 
 _KEPT = 4
 """Vocabularies that a process keeps; each takes about a second to prepare."""
+_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
+"""Without a bound, a model may write spaces until its tokens are used up."""
 _prepared: dict[str, Any] = {}  # by digest, oldest first
 
 
@@ -88,7 +90,7 @@ class Grammar:
         """
         matcher, prepared = _llguidance().LLMatcher, vocabulary.prepared()
         make: Mapping[str, Callable[[Any], str]] = {
-            "json": lambda schema: matcher.grammar_from_json_schema(json.dumps(schema)),
+            "json": lambda schema: matcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS),
             "regex": matcher.grammar_from_regex,
             "choice": lambda texts: matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts))),
             "grammar": matcher.grammar_from_lark,

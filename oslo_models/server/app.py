@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from oslo_models.deploy.errors import EngineError
+from oslo_models.server.endpoints import Endpoints
 from oslo_models.server.errors import problem
 from oslo_models.server.guard import Access, Guard, require_sendable
 from oslo_models.server.metrics import Metrics
@@ -38,6 +39,8 @@ def application(
     api_key: str | None = None,
     allowed_hosts: Sequence[str] | None = None,
     body_timeout: float = 30.0,
+    pooling: str = "mean",
+    normalize: bool = True,
 ) -> FastAPI:
     """The ASGI application around deployed models, for ``uvicorn`` and others; one process, which is the models'.
 
@@ -52,6 +55,8 @@ def application(
         api_key: required of requests as ``Authorization: Bearer ...``, except for ``/health``.
         allowed_hosts: accepted values of the ``Host`` header, without ports (default: all).
         body_timeout: seconds until a body has arrived.
+        pooling: of models without a head, for ``/v1/embeddings``: ``"mean"`` of all tokens, or ``"cls"``, the first.
+        normalize: their vectors to length 1.
 
     Raises:
         ValueError: ``api_key`` is empty or cannot be sent in a header; or two models have the same name.
@@ -62,7 +67,7 @@ def application(
     named = [(model, tokenizer, name or model.config.name_or_path), *others]
     if len({each[2] for each in named}) < len(named):
         raise ValueError(f"two models have the same name: {[each[2] for each in named]}")
-    served = [ServedModel(*each, max_length, max_queue_size, metrics) for each in named]
+    served = [ServedModel(*each, max_length, max_queue_size, metrics, pooling, normalize) for each in named]
     service = Service(served, max_queue_size, metrics)
     app = FastAPI(title="oslo-models", docs_url=None, redoc_url=None)
 
@@ -87,3 +92,8 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     app.add_api_route("/v1/models", service.models, methods=["GET"])
     app.add_api_route("/v1/completions", service.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
+    endpoints = Endpoints(service)
+    app.add_api_route("/v1/responses", endpoints.responses, methods=["POST"])
+    app.add_api_route("/v1/embeddings", endpoints.embeddings, methods=["POST"])
+    app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", endpoints.detokenize, methods=["POST"])

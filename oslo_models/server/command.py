@@ -71,7 +71,10 @@ def run(args: argparse.Namespace) -> None:
         listener.bind((args.host, args.port))  # before the model is loaded, so that an error shows at once
         served = [(on.enter_context(_load(name, args)), _tokenizer(name, args), name) for name in args.models]
         (model, tokenizer, name), *others = served
-        limits = {each: getattr(args, each) for each in ("max_queue_size", "max_length", "max_body_size")}
+        limits = {
+            each: getattr(args, each)
+            for each in ("max_queue_size", "max_length", "max_body_size", "pooling", "normalize")
+        }
         hosts = allowed_hosts(args.allowed_hosts, args.host)
         app = application(model, tokenizer, name, others=others, api_key=key, allowed_hosts=hosts, **limits)
         _log_to_stderr(args.access_log)
@@ -112,10 +115,19 @@ def _tokenizer(name: str, args: argparse.Namespace) -> Any:
     return AutoTokenizer.from_pretrained(args.tokenizer or name)
 
 
+def _embeds(config: Any, task: str) -> bool:
+    """Whether a model is for embeddings: by the class that saved it, unless ``task`` says it."""
+    saved = (config.architectures or [""])[0]
+    has_no_head = saved.endswith("Model") and not saved.endswith(("LMHeadModel", "DoubleHeadsModel"))
+    return task == "embed" or (task == "auto" and (has_no_head or saved.endswith(("ForMaskedLM", "ForPreTraining"))))
+
+
 def _load(name: str, args: argparse.Namespace) -> Any:
     """The deployed model."""
     config = AutoConfig.from_pretrained(name)
-    kind = auto.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto.AutoModelForCausalLM
+    kind: Any = auto.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto.AutoModelForCausalLM
+    if _embeds(config, args.task):
+        kind = auto.AutoModel
     names = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "batch_wait_ms", "dtype")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     model = kind.from_pretrained_with_parallel(name, deploy=True, **options)

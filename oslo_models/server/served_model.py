@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from oslo_models.deploy.decoding import Decoding
+from oslo_models.server.embeddings import Embedder
 from oslo_models.server.errors import RequestError
 from oslo_models.server.generation import AnswerGenerator, GenerationJob
 from oslo_models.server.metrics import Metrics
@@ -26,17 +27,29 @@ class ServedModel:
     Args:
         length: tokens that a prompt and its answer may have together (default: the limit of the model).
         places: answers that may be asked for at once.
+        pooling, normalizes: of a model that does not generate; see `Embedder`.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, name: str, length: int | None, places: int, metrics: Metrics
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        length: int | None,
+        places: int,
+        metrics: Metrics,
+        pooling: str = "mean",
+        normalizes: bool = True,
     ) -> None:
         self.model, self.tokenizer, self.name, self.places = model, tokenizer, name, places
         own = getattr(model.config, "max_position_embeddings", None) or length or UNKNOWN_LENGTH
         self.length = min(own, length or own)
         self.created = int(time.time())
         self.generates = model.can_generate()
+        if not self.generates:  # the positions of some begin after their padding token: the tokenizer knows the limit
+            self.length = min(self.length, tokenizer.model_max_length)
         self.generator = AnswerGenerator(model, tokenizer, places, metrics) if self.generates else None
+        self.embedder = None if self.generates else Embedder(model, tokenizer, pooling, normalizes)
         # Threads of their own: health is reported while texts are tokenized, and while the model works.
         self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "oslo-tokenize")
         self._asking = ThreadPoolExecutor(1, "oslo-health")
@@ -72,6 +85,11 @@ class ServedModel:
     def _too_long(self, asked: int, new: int, param: str = "prompt") -> RequestError:
         message = f"{asked} tokens and {new} to come are more than the {self.length} that can be held"
         return RequestError(400, message, "context_length_exceeded", param)
+
+    def check_length(self, ids: list[int], param: str) -> None:
+        """Raise ``RequestError`` for more tokens than the model takes."""
+        if len(ids) > self.length:
+            raise self._too_long(len(ids), 0, param)
 
     def check_tokens(self, ids: list[int], param: str = "prompt") -> None:
         """Raise ``RequestError`` for a prompt that is empty or has tokens that the model does not know."""

@@ -96,17 +96,22 @@ class Service:
         state = {"healthy": healthy, "models": dict(zip(self.models_by_name, states, strict=True))}
         return JSONResponse(state, 200 if healthy else 503)
 
-    def find(self, name: str | None, generates: bool) -> ServedModel:
+    def find(self, name: str | None, generates: bool | None) -> ServedModel:
         """The model that a request is for.
+
+        Args:
+            name: ``None`` for the first.
+            generates: whether it has to generate texts or to make embeddings; ``None`` if either will do.
 
         Raises:
             RequestError: there is none of this name, or it does something else.
         """
-        served = self.default if name is None else self.models_by_name.get(name)
+        kinds = [each for each in self.models_by_name.values() if generates in (None, each.generates)]
+        served = next(iter(kinds), self.default) if name is None else self.models_by_name.get(name)
         if served is None:
             message = f"there is no model {name!r} here, only {', '.join(map(repr, self.models_by_name))}"
             raise RequestError(404, message, "model_not_found", "model")
-        if served.generates != generates:
+        if generates not in (None, served.generates):
             does = "generates text" if served.generates else "makes embeddings"
             raise RequestError(400, f"the model {served.name!r} {does}, and nothing else", None, "model")
         return served
@@ -117,7 +122,7 @@ class Service:
         if request.stream:
             events = self._events(request, served, count)
             first = await anext(events)  # an error raised up to here still gets a status of its own
-            return StreamingResponse(_with_errors(first, events), media_type="text/event-stream")
+            return StreamingResponse(with_errors(first, events), media_type="text/event-stream")
         with self.admitted(count):
             prompts, jobs = await served.jobs(request)
             answers = await self._answers(served, jobs)
@@ -190,7 +195,7 @@ def _choice(request: CompletionRequest | ChatRequest, answer: Answer, delta: boo
     return completion_choice(answer, request.logprobs_asked)
 
 
-async def _with_errors(first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+async def with_errors(first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     """The events; an error after the first becomes the last event, as the status has been sent."""
     try:
         yield first

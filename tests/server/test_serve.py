@@ -21,7 +21,6 @@ from typing import Any
 import openai
 import pytest
 import torch
-import uvicorn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from oslo_models.cli.main import main
@@ -32,6 +31,7 @@ from oslo_models.server.text import StopStrings
 from support import ROOT
 from support.corpora import tokenizer
 from support.faults import gone
+from support.http import StubModel, listening
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
@@ -279,7 +279,7 @@ def test_unusable_api_keys_are_rejected_before_loading(key: Any, checkpoint: Pat
     from transformers import AutoTokenizer
 
     with pytest.raises(ValueError, match="the API key") as caught:
-        application(Acting(lambda: None), AutoTokenizer.from_pretrained(checkpoint), api_key=key)
+        application(StubModel(), AutoTokenizer.from_pretrained(checkpoint), api_key=key)
     assert "secret" not in str(caught.value) and "schl" not in str(caught.value)
 
 
@@ -375,22 +375,6 @@ app = application(model, tokenizer)
 """
 
 
-@contextmanager
-def listening(app: Any, **options: Any) -> Iterator[str]:
-    """uvicorn in a thread: its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", **options))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 def test_application_under_uvicorn_reports_a_dead_worker(
     checkpoint: Path, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,29 +399,12 @@ def test_application_under_uvicorn_reports_a_dead_worker(
 # Without workers ------------------------------------------------------------------------------------------------------
 
 
-class Acting:
-    """In place of a deployed model: does what the test says."""
-
-    config = SimpleNamespace(
-        max_position_embeddings=512,
-        vocab_size=10**6,
-        is_encoder_decoder=False,
-        model_type="qwen2",
-        name_or_path="acting",
-    )
-    generation_config = SimpleNamespace(eos_token_id=0, pad_token_id=0, do_sample=False)
-
-    def __init__(self, generate: Callable[..., Any]) -> None:
-        self.generate = generate
-
-    def can_generate(self) -> bool:
-        return True
-
-
 def acting(generate: Callable[..., Any], folder: Path, **limits: Any) -> Any:
     from transformers import AutoTokenizer
 
-    return listening(application(Acting(generate), AutoTokenizer.from_pretrained(folder), **limits))
+    model = StubModel(generate)
+    model.config.model_type = "qwen2"
+    return listening(application(model, AutoTokenizer.from_pretrained(folder), **limits))
 
 
 def test_reasoning_and_tool_calls_are_parsed(checkpoint: Path) -> None:
@@ -450,7 +417,7 @@ def test_reasoning_and_tool_calls_are_parsed(checkpoint: Path) -> None:
         return torch.cat((input_ids, torch.tensor([new])), 1)
 
     with acting(generate, checkpoint) as url:
-        create, options = client_of(url).chat.completions.create, {"model": "acting", "messages": CHAT}
+        create, options = client_of(url).chat.completions.create, {"model": "stub", "messages": CHAT}
         (choice,) = create(**options).choices
         (call,) = choice.message.tool_calls
         assert choice.finish_reason == "tool_calls" and "hm" in choice.message.reasoning_content
@@ -479,7 +446,7 @@ def test_full_queue_is_rejected_and_disconnected_clients_are_dropped(checkpoint:
             left.set()
 
     with acting(generate, checkpoint, max_queue_size=2) as url, ThreadPoolExecutor(1) as threads:
-        create, options = client_of(url).completions.create, {"model": "acting", "prompt": "def"}
+        create, options = client_of(url).completions.create, {"model": "stub", "prompt": "def"}
         stream = create(**options, stream=True)
         next(stream)
         waiting = threads.submit(create, **options)
@@ -503,7 +470,7 @@ def test_worker_death_in_a_stream_is_reported_to_the_client(checkpoint: Path, to
 
     with acting(generate, checkpoint) as url:
         with pytest.raises(openai.APIError, match='rank 1 "died"') as caught:
-            list(client_of(url).completions.create(model="acting", prompt="def", stream=True))
+            list(client_of(url).completions.create(model="stub", prompt="def", stream=True))
         assert getattr(caught.value, "status_code", None) == (None if tokens else 503)
 
 
