@@ -47,7 +47,8 @@ class LocalModel:
     """As a deployed model, but computed here."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.config, self.generation_config = model.eval(), model.config, model.generation_config
+        self.model, self.config = model.eval(), model.config
+        self.generation_config = getattr(model, "generation_config", None)
         self.config.name_or_path = "local"
 
     def can_generate(self) -> bool:
@@ -79,7 +80,9 @@ def words() -> Any:
 def local(words: Any) -> LocalModel:
     torch.manual_seed(0)
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    return LocalModel(GPT2LMHeadModel(GPT2Config(len(words), 256, n_embd=48, n_layer=2, n_head=4, **ids)))
+    return LocalModel(
+        GPT2LMHeadModel(GPT2Config(vocab_size=len(words), n_positions=256, n_embd=48, n_layer=2, n_head=4, **ids))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +234,7 @@ def test_embeddings_are_pooled_and_normalized(words: Any, local: LocalModel, poo
     """Beside a model that generates; in both encodings of OpenAI's client."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    bert = BertModel(BertConfig(len(words), **sizes, max_position_embeddings=64)).eval()
+    bert = BertModel(BertConfig(vocab_size=len(words), **sizes, max_position_embeddings=64)).eval()
     others = [(LocalModel(bert), words, "bert")]
     app = application(local, words, "local", others=others, pooling=pooling, normalize=normalize)
     texts = ["def", "import torch, forward", "x"]
