@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from transformers.cli.serving.utils import BaseHandler, Modality
 
 from oslo_models.deploy.generation_limits import LEAST, MOST, is_scale
+from oslo_models.server.structured import call_schema, of_format, of_structured, tool_name
 
 MOST_STOPS, LONGEST_STOP = 64, 512
 """Stop strings of a request, and characters of each."""
@@ -118,7 +119,7 @@ class Generation(Request):
         Raises:
             ValueError: the request says it twice, or not in a known way.
         """
-        found = [*_of_format(self.response_format), *_of_structured(self.structured_outputs)]
+        found = [*of_format(self.response_format), *of_structured(self.structured_outputs)]
         if len(found) > 1:
             raise ValueError("response_format, structured_outputs and tool_choice give more than one grammar; use one")
         return found[0] if found else None
@@ -143,30 +144,6 @@ class Generation(Request):
     @property
     def stops(self) -> list[str]:
         return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
-
-
-def _of_format(wanted: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    if wanted is None:
-        return []
-    kind = wanted.get("type")
-    if kind == "json_object":
-        return [("json", {"type": "object"})]
-    # OpenAI's chats have the schema inside `json_schema`, its responses beside the type
-    schema = (wanted.get("json_schema") or {}).get("schema") if isinstance(wanted.get("json_schema"), dict) else None
-    schema = schema if schema is not None else wanted.get("schema")
-    if kind == "json_schema" and isinstance(schema, dict):
-        return [("json", schema)]
-    raise ValueError("response_format: its type is none of text, json_object and json_schema, or it has no schema")
-
-
-def _of_structured(wanted: dict[str, Any] | None) -> list[tuple[str, Any]]:
-    kinds = {"json": (dict,), "regex": (str,), "choice": (list,), "grammar": (str,)}
-    for key, value in (wanted or {}).items():
-        if key not in kinds or not isinstance(value, kinds[key]):
-            raise ValueError("structured_outputs has {json: schema}, {regex: text}, {choice: texts} or {grammar: text}")
-        if key == "choice" and not (value and all(isinstance(each, str) and each for each in value)):
-            raise ValueError("structured_outputs: choice is a list of texts")
-    return list((wanted or {}).items())
 
 
 def _require_text(body: Any) -> None:
@@ -240,7 +217,7 @@ class ChatRequest(Generation):
         """The name of the tool that has to be called; an empty one for any tool; ``None`` if none has to be."""
         if self.tool_choice in ("auto", "none"):
             return None
-        names = [_tool_name(tool) for tool in self.tools or ()]
+        names = [tool_name(tool) for tool in self.tools or ()]
         wanted: Any = self.tool_choice
         if isinstance(wanted, dict):
             function = wanted.get("function", wanted)
@@ -259,7 +236,7 @@ class ChatRequest(Generation):
             return wanted
         if wanted is not None:
             raise ValueError("response_format, structured_outputs and tool_choice give more than one grammar; use one")
-        calls = [_call_schema(tool["function"]) for tool in self.tools or () if forced in ("", _tool_name(tool))]
+        calls = [call_schema(tool["function"]) for tool in self.tools or () if forced in ("", tool_name(tool))]
         return "json", {"anyOf": calls}
 
     @property
@@ -303,23 +280,3 @@ def _texts(value: Any) -> list[str]:
         elif isinstance(each, (dict, list)):
             left += each.values() if isinstance(each, dict) else each
     return found
-
-
-def _tool_name(tool: dict[str, Any]) -> str:
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or not name:
-        raise ValueError("tools: each has a function with a name")
-    return name
-
-
-def _call_schema(function: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a call of this function."""
-    arguments = function.get("parameters") or {"type": "object"}
-    properties = {"name": {"const": function["name"]}, "arguments": arguments}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }

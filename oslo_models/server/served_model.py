@@ -11,9 +11,10 @@ from typing import Any
 from oslo_models.deploy.decoding import Decoding
 from oslo_models.server.embeddings import Embedder
 from oslo_models.server.errors import RequestError
-from oslo_models.server.generation import AnswerGenerator, GenerationJob
+from oslo_models.server.generation import AnswerGenerator
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.schema import ChatRequest, CompletionRequest, Generation
+from oslo_models.server.token_reader import GenerationJob
 
 UNKNOWN_LENGTH = 2048
 """Tokens of prompt and answer, for models whose configuration states no limit."""

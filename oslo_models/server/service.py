@@ -20,10 +20,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.server.answers import Answer, chat_choice, completion_choice, event, tally
 from oslo_models.server.errors import RequestError, problem
-from oslo_models.server.generation import GenerationJob
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.schema import ChatRequest, CompletionRequest
 from oslo_models.server.served_model import ServedModel
+from oslo_models.server.token_reader import GenerationJob
 
 
 class Service:

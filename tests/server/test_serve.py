@@ -21,7 +21,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
+from transformers import BertConfig, BertModel, GPTNeoConfig, GPTNeoForCausalLM
 
 from oslo_models.cli.main import main
 from oslo_models.deploy import EngineError
@@ -297,6 +297,32 @@ def test_sigterm_finishes_running_requests_and_ends_workers(server: SimpleNamesp
     assert "".join(piece.text for piece in pieces) == whole("def", 100) and pieces[-1].finish_reason
     assert server.process.wait(20) == 0 and gone(server.workers, 5), server.lines
     assert not any("Traceback" in line or "Error" in line for line in server.lines), server.lines
+
+
+@pytest.mark.zoo
+def test_serve_command_serves_several_models(checkpoint: Path, whole: Whole, tmp_path: Path) -> None:
+    """One that generates and one that embeds, with a key from a file; log-probabilities and penalties of workers."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    bert = BertModel(BertConfig(vocab_size=len(tokenizer()), **sizes)).eval()
+    bert.save_pretrained(tmp_path / "bert")
+    tokenizer().save_pretrained(tmp_path / "bert")
+    (tmp_path / "key").write_text("secret\n")
+    options = ("--api-key-file", tmp_path / "key", "--tensor-parallel-size", 2, "--port", 0)
+    arguments = ("-m", "oslo_models", "serve", checkpoint, tmp_path / "bert", *options)
+    with program(*arguments, folder=checkpoint, says=" at ") as running:
+        client = client_of(running.url)
+        asked: dict[str, Any] = {"model": str(checkpoint), "prompt": "def", "max_tokens": 8, "temperature": 0}
+        plain = client.completions.create(**asked, logprobs=2).choices[0]
+        assert plain.text == whole("def") and len(plain.logprobs.tokens) == 8
+        assert client.completions.create(**asked, frequency_penalty=2).choices[0].text != plain.text
+        text = "import torch"
+        with torch.no_grad():
+            expected_D = bert(torch.tensor([tokenizer()(text)["input_ids"]])).last_hidden_state[0].mean(0)
+        (found,) = client.embeddings.create(model=str(tmp_path / "bert"), input=text).data
+        torch.testing.assert_close(torch.tensor(found.embedding), expected_D / expected_D.norm(), atol=1e-5, rtol=1e-4)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(30) == 0 and gone(running.workers, 5)
 
 
 # The documents' script ------------------------------------------------------------------------------------------------
