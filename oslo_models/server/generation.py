@@ -92,7 +92,7 @@ class AnswerGenerator:
     async def answer(self, job: GenerationJob) -> Answer:
         """The complete answer. Cancelling the task cancels the call."""
         full = Answer()
-        if job.stops or job.decoding is not None:
+        if job.stops is not None or job.decoding is not None:
             async with contextlib.aclosing(self.stream(job)) as pieces:
                 async for piece in pieces:
                     full.add(piece)

@@ -12,7 +12,7 @@ from transformers.cli.serving.utils import BaseHandler, Modality
 from oslo_models.deploy.generation_limits import LEAST, MOST, is_scale
 from oslo_models.server.structured import call_schema, of_format, of_structured, tool_name
 
-MOST_STOPS, LONGEST_STOP = 64, 512
+MOST_STOPS, LONGEST_STOP = 32, 256
 """Stop strings of a request, and characters of each."""
 MOST_LOGPROBS = 20
 _NO_OPS: Mapping[str, tuple[Any, ...]] = {

@@ -14,6 +14,7 @@ from oslo_models.server.errors import RequestError
 from oslo_models.server.generation import AnswerGenerator
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.schema import ChatRequest, CompletionRequest, Generation
+from oslo_models.server.text import StopAutomaton
 from oslo_models.server.token_reader import GenerationJob
 
 UNKNOWN_LENGTH = 2048
@@ -114,6 +115,7 @@ class ServedModel:
         settings, decoding = request.settings(self.model.generation_config), self._decoding(request)
         if request.stop_token_ids:
             self.check_tokens(request.stop_token_ids, "stop_token_ids")
+        stops = StopAutomaton(request.stops) if request.stops else None
         jobs = []
         for index, ids in enumerate(prompts):
             self.check_tokens(ids)
@@ -123,7 +125,7 @@ class ServedModel:
                 raise self._too_long(len(ids), new_tokens)
             for choice in range(request.n):
                 seed = None if request.seed is None else (request.seed + index * request.n + choice) % 2**32
-                job = GenerationJob(ids, new_tokens, settings, seed, request.stops, request.stop_token_ids, decoding)
+                job = GenerationJob(ids, new_tokens, settings, seed, stops, request.stop_token_ids, decoding)
                 job.skip_special_tokens = request.skip_special_tokens
                 if isinstance(request, ChatRequest):
                     job.chat = request.tool_choice != "none" or not request.tools

@@ -57,26 +57,22 @@ class _SlowDecoder:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
 
 
-class StopStrings:
-    """Passes text on up to the first stop string; holds back an end that may become one.
+class StopAutomaton:
+    """Finds stop strings in time linear in the text, whatever their number; any number of texts can share it.
 
-    The first is the one that is complete first, so that the result does not depend on how the text is cut; of several
-    that end at the same character the longest. Takes time linear in the text, whatever the number of strings: Aho and
-    Corasick, Efficient string matching, Communications of the ACM 18 (6), 1975.
+    Of Aho and Corasick, Efficient string matching, Communications of the ACM 18 (6), 1975. State 0 is the start.
 
     Attributes:
-        hit: a stop string has been found.
-        held: what is held back.
+        depth: by state, how many characters at the end of the text may begin a stop string.
+        found: by state, the length of the longest stop string that ends there, or 0.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.hit, self.held = False, ""
         self._next: list[dict[str, int]] = [{}]
-        self._depth, self._found = [0], [0]  # by state: characters matched, and of the longest stop that ends there
+        self.depth, self.found = [0], [0]
         for stop in filter(None, stops):
             self._add(stop)
         self._fall = self._fallbacks()
-        self._state = 0
 
     def _add(self, stop: str) -> None:
         state = 0
@@ -84,17 +80,17 @@ class StopStrings:
             if char not in self._next[state]:
                 self._next[state][char] = len(self._next)
                 self._next.append({})
-                self._depth.append(self._depth[state] + 1)
-                self._found.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.found.append(0)
             state = self._next[state][char]
-        self._found[state] = len(stop)
+        self.found[state] = len(stop)
 
     def _fallbacks(self) -> list[int]:
         """The state of the longest proper suffix, by state."""
         fall, left = [0] * len(self._next), deque(self._next[0].values())
         while left:
             state = left.popleft()
-            self._found[state] = self._found[state] or self._found[fall[state]]
+            self.found[state] = self.found[state] or self.found[fall[state]]
             for char, following in self._next[state].items():
                 back = fall[state]
                 while back and char not in self._next[back]:
@@ -103,19 +99,37 @@ class StopStrings:
                 left.append(following)
         return fall
 
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        while state and char not in self._next[state]:
+            state = self._fall[state]
+        return self._next[state].get(char, 0)
+
+
+class StopStrings:
+    """Passes text on up to the first stop string; holds back an end that may become one.
+
+    The first is the one that is complete first, so that the result does not depend on how the text is cut; of several
+    that end at the same character the longest.
+
+    Attributes:
+        hit: a stop string has been found.
+        held: what is held back.
+    """
+
+    def __init__(self, automaton: StopAutomaton) -> None:
+        self.hit, self.held = False, ""
+        self._automaton, self._state = automaton, 0
+
     def feed(self, text: str) -> str:
         """What can be passed on after this text has come."""
-        if len(self._next) == 1:
-            return text
-        state, held = self._state, self.held
+        state, held, step, found = self._state, self.held, self._automaton.step, self._automaton.found
         for at, char in enumerate(text, 1):
-            while state and char not in self._next[state]:
-                state = self._fall[state]
-            state = self._next[state].get(char, 0)
-            if self._found[state]:
+            state = step(state, char)
+            if found[state]:
                 self.hit, self.held = True, ""
-                return (held + text[:at])[: -self._found[state]]
+                return (held + text[:at])[: -found[state]]
         self._state, whole = state, held + text
-        passed = len(whole) - self._depth[state]
+        passed = len(whole) - self._automaton.depth[state]
         self.held = whole[passed:]
         return whole[:passed]

@@ -13,12 +13,15 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, build_respon
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.decoding import Decoding, Scored
 from oslo_models.server.answers import Answer, TokenScore
-from oslo_models.server.text import StopStrings, token_decoder
+from oslo_models.server.text import StopAutomaton, StopStrings, token_decoder
 
 if TYPE_CHECKING:
     import torch
 
     from oslo_models.server.generation import AnswerGenerator
+
+
+_NO_STOPS = StopAutomaton(())
 
 
 @dataclass
@@ -29,7 +32,7 @@ class GenerationJob:
         ids: the tokens of the prompt.
         max_new_tokens: of the answer.
         settings: further arguments of `generate`.
-        stops: the answer ends before the first of these strings.
+        stops: the answer ends before the first of these strings; ``None`` if there are none.
         stop_tokens: and before these tokens.
         decoding: penalties, grammar and log-probabilities; ``None`` if none is asked for.
         chat: whether reasoning and tool calls are parsed from the text.
@@ -42,7 +45,7 @@ class GenerationJob:
     max_new_tokens: int
     settings: dict[str, Any]
     seed: int | None
-    stops: list[str]
+    stops: StopAutomaton | None
     stop_tokens: list[int]
     decoding: Decoding | None = None
     chat: bool = False
@@ -72,7 +75,7 @@ class TokenReader:
             self._parser.initial_events.clear()  # text of the prompt
         skips = job.skip_special_tokens and self._parser is None
         self._decoder = token_decoder(owner.tokenizer, skips)
-        self._stops, self._seen = StopStrings(job.stops), ""
+        self._stops, self._seen = StopStrings(job.stops or _NO_STOPS), ""
         self._tokens, self._tools, self._offset = 0, 0, 0
         self._scores: list[TokenScore] = []
         self.waiting = True  # for the prompt, which is the first value

@@ -26,7 +26,7 @@ from transformers import BertConfig, BertModel, GPTNeoConfig, GPTNeoForCausalLM
 from oslo_models.cli.main import main
 from oslo_models.deploy import EngineError
 from oslo_models.server.app import application
-from oslo_models.server.text import StopStrings
+from oslo_models.server.text import StopAutomaton, StopStrings
 
 from support import ROOT
 from support.corpora import tokenizer
@@ -506,7 +506,7 @@ def test_stops_pass_text_up_to_the_first_stop_string_however_it_is_split(seed: i
     for _ in range(200):
         text = "".join("ab"[i] for i in torch.randint(2, (12,), generator=draw).tolist())
         cuts = sorted(torch.randint(13, (3,), generator=draw).tolist())
-        stops, passed = StopStrings(["aab", "bb"]), ""
+        stops, passed = StopStrings(StopAutomaton(["aab", "bb"])), ""
         for begin, end in zip([0, *cuts], [*cuts, 12], strict=True):
             passed += stops.feed(text[begin:end])
             if stops.hit:

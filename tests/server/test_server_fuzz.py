@@ -214,9 +214,9 @@ def fuzz(count: int, seed: int) -> Counter[int]:
 
 
 def test_malformed_requests_are_refused(seed: int) -> None:
-    statuses = fuzz(1500, seed)
+    statuses = fuzz(1200, seed)
     assert set(statuses) <= {200, 307, 400, 404, 405, 413}, statuses
-    assert statuses[200] > 100 and statuses[400] > 500  # it draws both what is answered and what is not
+    assert statuses[200] > 30 and statuses[400] > 400  # it draws both what is answered and what is not
 
 
 @pytest.mark.zoo
