@@ -14,6 +14,7 @@ from oslo_models import checkpoint
 from oslo_models.distributed.mesh import NOT_PICKLABLE, ParallelMesh
 from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.modeling.quantizing import check_not_quantized
+from oslo_models.modeling.stacked_experts import as_saved
 from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
 
@@ -91,13 +92,16 @@ class SavableModel(PreTrainedModel):
         arguments = {"save_directory": str(save_directory), "save_with_merging": merging, "save_config": save_config}
         require_equal(mesh.world, {**arguments, "safe_serialization": safe_serialization, **kwargs}, "save arguments")
         tensors, layouts = self._full_names(self.state_dict() if state_dict is None else state_dict)
+        tied = dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied_names)
+        if merging:
+            tensors, layouts, tied = as_saved(self, tensors, layouts, tied)
         checkpoint.save_checkpoint(
             Path(save_directory),
             tensors,
             layouts,
             mesh,
             merging=merging,
-            tied=dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied_names),
+            tied=tied,
             files=self._write_config if save_config else None,
             metadata={"model_type": self.config.model_type, "architectures": [type(self).__name__]},
             safe_serialization=safe_serialization,
