@@ -17,7 +17,7 @@ from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.deploy.grammar import Grammar, MissingVocabulary, Vocabulary
 from oslo_models.server.answers import Answer
 from oslo_models.server.metrics import Metrics
-from oslo_models.server.token_reader import GenerationJob, TokenReader
+from oslo_models.server.token_reader import GenerationJob, TokenReader, TokenSource
 
 
 class AnswerGenerator:
@@ -36,6 +36,7 @@ class AnswerGenerator:
         self.ends = [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
         pad = model.generation_config.pad_token_id
         self._padding = {} if pad is not None or not self.ends else {"pad_token_id": self.ends[0]}
+        self._source = TokenSource(model, tokenizer, self.ends, metrics)
         self._vocabulary: Vocabulary | None = None
         self._readers: set[TokenReader] = set()
 
@@ -122,7 +123,7 @@ class AnswerGenerator:
             with contextlib.suppress(RuntimeError):  # the loop has ended with the server
                 loop.call_soon_threadsafe(queue.put_nowait, piece)
 
-        reader = TokenReader(self, job, cancellation, deliver)
+        reader = TokenReader(self._source, job, cancellation, deliver)
         self._readers.add(reader)
         result = self.start(job, cancellation, reader)
         result.add_done_callback(partial(_close, queue))

@@ -18,7 +18,21 @@ from oslo_models.server.text import StopAutomaton, StopStrings, token_decoder
 if TYPE_CHECKING:
     import torch
 
-    from oslo_models.server.generation import AnswerGenerator
+    from oslo_models.server.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """What makes the tokens, and counts them.
+
+    Attributes:
+        ends: tokens that end a text.
+    """
+
+    model: Any
+    tokenizer: Any
+    ends: list[int]
+    metrics: Metrics
 
 
 _NO_STOPS = StopAutomaton(())
@@ -63,18 +77,18 @@ class TokenReader:
 
     def __init__(
         self,
-        owner: AnswerGenerator,
+        source: TokenSource,
         job: GenerationJob,
         cancellation: Cancellation,
         deliver: Callable[[Answer], object],
     ) -> None:
-        self._owner, self._job, self._cancellation, self._deliver = owner, job, cancellation, deliver
+        self._source, self._job, self._cancellation, self._deliver = source, job, cancellation, deliver
         parses = job.chat and not job.forced_tool
-        self._parser = build_response_parser(owner.tokenizer, owner.model, job.ids) if parses else None
+        self._parser = build_response_parser(source.tokenizer, source.model, job.ids) if parses else None
         if self._parser is not None:
             self._parser.initial_events.clear()  # text of the prompt
         skips = job.skip_special_tokens and self._parser is None
-        self._decoder = token_decoder(owner.tokenizer, skips)
+        self._decoder = token_decoder(source.tokenizer, skips)
         self._stops, self._seen = StopStrings(job.stops or _NO_STOPS), ""
         self._tokens, self._tools, self._offset = 0, 0, 0
         self._scores: list[TokenScore] = []
@@ -91,17 +105,17 @@ class TokenReader:
             raise CallCancelled("nobody waits for the answer")
         if self.waiting:
             self.waiting = False
-            self._owner.metrics.observe("queue_seconds", time.monotonic() - self._times[0])
+            self._source.metrics.observe("queue_seconds", time.monotonic() - self._times[0])
             return
         self._times.append(time.monotonic())
         if len(self._times) == 2:
-            self._owner.metrics.observe("time_to_first_token_seconds", self._times[1] - self._times[0])
+            self._source.metrics.observe("time_to_first_token_seconds", self._times[1] - self._times[0])
         for token in [value.token] if isinstance(value, Scored) else value.tolist():
             self._tokens += 1
             if token in self._job.stop_tokens:
                 continue
-            if isinstance(value, Scored) and token not in self._owner.ends:
-                self._scores.append(TokenScore.of(value, self._offset, self._owner.tokenizer))
+            if isinstance(value, Scored) and token not in self._source.ends:
+                self._scores.append(TokenScore.of(value, self._offset, self._source.tokenizer))
                 self._offset += len(self._scores[-1].text)
             self._read(self._decoder.step(token))
         if self.stopped:
@@ -142,12 +156,12 @@ class TokenReader:
         """
         if self._tokens > 1:
             average = (self._times[-1] - self._times[1]) / (self._tokens - 1)
-            self._owner.metrics.observe("time_per_token_seconds", average)
+            self._source.metrics.observe("time_per_token_seconds", average)
         if ended is None:
-            self._owner.metrics.count("generated_tokens_total", self._tokens)
+            self._source.metrics.count("generated_tokens_total", self._tokens)
             return self._piece(tokens=self._tokens, finish="tool_calls" if self._tools else "stop")
         new, finish = ended
-        text = self._owner.tokenizer.decode(new, skip_special_tokens=self._job.skip_special_tokens)
+        text = self._source.tokenizer.decode(new, skip_special_tokens=self._job.skip_special_tokens)
         if self._job.forced_tool:
             return self._forced(text, finish)
         rest, reasoning, late = "", "", list[tuple[int, ToolCall]]()
