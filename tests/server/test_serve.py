@@ -26,7 +26,6 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 import openai
-import uvicorn
 
 from oslo_models.cli.main import main
 from oslo_models.deploy import EngineError
