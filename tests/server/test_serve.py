@@ -18,10 +18,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 import torch
 from transformers import BertConfig, BertModel, GPTNeoConfig, GPTNeoForCausalLM
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import openai
 
 from oslo_models.cli.main import main
 from oslo_models.deploy import EngineError
