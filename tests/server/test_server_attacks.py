@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("uvicorn")
+
 import uvicorn
 
 from oslo_models.cli.main import make_parser

@@ -13,6 +13,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
 from oslo_models.deploy.generation_limits import check_generation
 from oslo_models.server.app import application
 from oslo_models.server.embeddings import EmbeddingRequest

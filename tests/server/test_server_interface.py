@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 import torch
 from transformers import (
@@ -22,6 +21,11 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import openai
 
 from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits
