@@ -15,7 +15,7 @@ from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.adapters.adaptable import AdaptableModel
-from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of
+from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of, plan_over
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.forward import (
@@ -111,7 +111,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     def _shard(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
         """Turn the full model, with weights or on the meta device, into this rank's part of it."""
         self.mesh, self.mpu = mesh, MPU(mesh)
-        plan, prefix, head = self.plan(self.config), self._prefix(), self.head_entries(self.config)
+        plan, prefix, head = plan_over(self, mesh), self._prefix(), self.head_entries(self.config)
         self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
         self._note_full_parameters(self.layouts)
         if mesh.tp.size > 1:
@@ -156,6 +156,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         blocks_per_stage: Sequence[int] | None = None,
         check_inputs: bool | int | str = True,
         dequantize: bool = False,
+        expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -187,6 +188,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 A call of ``generate`` counts once.
             dequantize: load a quantised checkpoint as plain weights in ``dtype``: each rank dequantises its part. The
                 formats are in the guide on quantisation. Ignored if the checkpoint is not quantised.
+            expert_parallel_size: in a mixture of experts, ``1`` gives each rank a part of the width of every expert,
+                ``tensor_parallel_size`` gives each rank some of the experts as a whole.
             plan: how to shard the model, in place of the plan of this class: a `Plan`, or a function from a
                 configuration to one; see `oslo_models.parallel_class`.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
@@ -214,6 +217,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             blocks_per_stage=blocks_per_stage,
             check_inputs=check_inputs,
             dequantize=dequantize,
+            expert_parallel_size=expert_parallel_size,
             plan=plan,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
@@ -232,6 +236,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         timeout: float = TIMEOUT,
         blocks_per_stage: Sequence[int] | None = None,
         check_inputs: bool | int | str = True,
+        expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -255,6 +260,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             timeout=timeout,
             blocks_per_stage=blocks_per_stage,
             check_inputs=check_inputs,
+            expert_parallel_size=expert_parallel_size,
             plan=plan,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)

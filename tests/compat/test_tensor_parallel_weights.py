@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import accelerate
 import pytest
 import torch
 import transformers as hf
+
+pytest.importorskip("accelerate")
+
+import accelerate
 
 import oslo_models
 

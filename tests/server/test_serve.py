@@ -18,11 +18,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 import torch
-import uvicorn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import openai
+import uvicorn
 
 from oslo_models.cli.main import main
 from oslo_models.deploy import EngineError

@@ -31,6 +31,11 @@ _REFUSED = {
     "delay_init": "pass a model made under accelerate.init_empty_weights(), and load its weights afterwards",
 }
 """Arguments of the original that are not supported, and what to do instead."""
+_NO_ADAPTERS = (
+    "a model of tensor_parallel on threads of this process takes no adapters, since peft would see its parts as "
+    "separate models: merge them into the model before (`merge_and_unload()`), or start one process per device with "
+    "torchrun, use tensor_parallel(model, distributed=True), and then call get_peft_model"
+)
 
 
 def tensor_parallel(
@@ -87,6 +92,8 @@ def tensor_parallel(
     devices = _devices(device_ids)
     output = devices[0] if output_device is None else _device(output_device)
     require_gpus("output_device", [output], "leave it out for the first of device_ids")
+    if getattr(model, "peft_config", None):
+        raise ValueError(_NO_ADAPTERS)
     arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits, plan=plan)
     arguments.check({})
     cls = zoo_class(model, may_be_empty=True, plan=plan)
@@ -274,11 +281,7 @@ class TensorParallelModel(PreTrainedModel):
 def _refuse_peft(caller: str) -> None:
     """Raise ``ValueError`` if the module ``caller`` is one of ``peft``."""
     if caller.startswith("peft."):
-        raise ValueError(
-            "adapters cannot be added to a model of tensor_parallel, whose parts peft would see as separate models: "
-            "merge them into the model before (`merge_and_unload()`), or start one process per device with torchrun "
-            "and use tensor_parallel(model, distributed=True)"
-        )
+        raise ValueError(_NO_ADAPTERS)
 
 
 @contextmanager
