@@ -20,6 +20,7 @@ from oslo_models.distributed.collectives import broadcast
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.modeling.construction import join, start
+from oslo_models.modeling.full_model import is_full, remove_parallel_state
 from oslo_models.modeling.weight_mapping import WeightMapping
 
 _SECTION = "model_parallelism"
@@ -39,7 +40,7 @@ def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -
             ``"enable": False``, which sets all sizes to one.
 
     Returns:
-        The same object, in the mode (training or evaluation) in which it was.
+        The same object, in the mode (training or evaluation) in which it was; ``deparallelize()`` undoes it.
 
     Raises:
         ValueError: an argument is invalid, or the models of the ranks differ; on every rank, with the model unchanged.
@@ -90,8 +91,10 @@ def zoo_class(model: PreTrainedModel, may_be_empty: bool = False) -> Any:
         ValueError: the zoo has none, or the model has adapters.
         RuntimeError: the model is already sharded.
     """
-    if getattr(model, "mesh", None) is not None:
-        raise RuntimeError(f"this {type(model).__name__} is already sharded")
+    if not is_full(model) or hasattr(type(model), "tensor_parallel_config"):
+        raise RuntimeError(f"this {type(model).__name__} is already sharded: model.deparallelize() makes it full again")
+    if hasattr(model, "_engine"):
+        raise RuntimeError(f"this {type(model).__name__} is served by workers: model.cpu() brings its weights back")
     if adapters := list(getattr(model, "peft_config", ())):
         raise ValueError(
             f"the model has the adapters {adapters}: shard it without them and add or load them afterwards, or merge "
@@ -113,6 +116,8 @@ def zoo_class(model: PreTrainedModel, may_be_empty: bool = False) -> Any:
 @torch.no_grad()
 def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> None:
     """Turn the model into this rank's part of it, with the weights of rank 0."""
+    full_class = vars(model).get("_full_class", type(model))
+    remove_parallel_state(model)
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     if mesh.world.size > 1:
         tensors = [*model.parameters(), *model.buffers()]
@@ -120,7 +125,7 @@ def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> N
         for tensor, *seen in zip(tensors, *prints, strict=True):
             if len(set(seen)) > 1:  # equal tensors are not written to, and may stay in shared memory
                 tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))
-    model.__class__ = cls
+    model.__class__, model._full_class = cls, full_class
     with local_torch_dtype(model.dtype, cls.__name__):
         model._shard(mesh, arguments.blocks_per_stage)
     full_names: dict[str, str] = {} if model.stage is None else model.stage.full_names

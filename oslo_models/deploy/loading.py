@@ -40,7 +40,7 @@ def load_workers(
         Exception: what a worker raised.
     """
     for rank in range(ranks):
-        executor.send(rank, Setup(rank, ranks, threads, list(sys.path), make, executor.host))
+        executor.send(rank, Setup(rank, ranks, threads, list(sys.path), make, executor.host, executor.port))
     devices: dict[int, str] = {}
     failures: dict[int, Failure] = {}
     deadline = float("inf")

@@ -15,6 +15,7 @@ class Setup(NamedTuple):
         make: constructs the model: ``(class, name of its constructor, arguments, keyword arguments)``, pickled
             separately, so that a class that cannot be imported is reported like any other failure of loading.
         host: the address at which the other ranks reach rank 0.
+        port: the port at which rank 0 listens; 0: a free one.
     """
 
     rank: int
@@ -23,6 +24,7 @@ class Setup(NamedTuple):
     path: list[str]
     make: bytes
     host: str
+    port: int = 0
 
 
 class Join(NamedTuple):

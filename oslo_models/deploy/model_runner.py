@@ -140,7 +140,9 @@ def _start_process_group(setup: Setup, send: Send, join: Callable[[], Join]) -> 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if setup.rank == 0:
-        listener = socket.create_server((setup.host, 0))  # the store's own socket would listen on all interfaces
+        listener = socket.create_server(
+            (setup.host, setup.port)
+        )  # the store's own socket would listen on all interfaces
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
         store = TCPStore(setup.host, port, setup.world_size, is_master=True, **options)

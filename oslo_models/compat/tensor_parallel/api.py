@@ -20,6 +20,7 @@ from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.devices import require_gpus, visible_gpus
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.thread_group import ThreadGroup
+from oslo_models.modeling.full_model import plain_view
 from oslo_models.sharding.layout import Layout
 
 Device = torch.device | str | int
@@ -84,6 +85,7 @@ def tensor_parallel(
     output = devices[0] if output_device is None else _device(output_device)
     require_gpus("output_device", [output], "leave it out for the first of device_ids")
     cls = zoo_class(model, may_be_empty=True)
+    model = plain_view(model)
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
             f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint has them all: make it "
@@ -197,6 +199,27 @@ class TensorParallelModel(PreTrainedModel):
         part: Any = self.parts[0]
         count: int = part.num_parameters(only_trainable, exclude_embeddings)
         return count
+
+    def deparallelize(self) -> Any:
+        """A full model of the transformers class on the CPU, with copies of the weights; this one stays as it is."""
+        original: Any = next(
+            base for base in type(self).__mro__[1:] if base.__module__.startswith("transformers.models.")
+        )
+        part, state = self.parts[0], self.state_dict()
+        trained = {name: param.requires_grad for name, param in part.named_parameters(remove_duplicate=False)}
+        full = original.from_pretrained(
+            None,
+            config=copy.deepcopy(self.config),
+            state_dict=state,
+            dtype=self.dtype,
+            attn_implementation=self.config._attn_implementation,
+        )
+        for name, tensor in full.state_dict(keep_vars=True).items():  # each in its own type
+            tensor.data = state[name].clone()
+            tensor.requires_grad_(trained.get(name, False))
+        if full.can_generate():
+            full.generation_config = copy.deepcopy(self.generation_config)
+        return full.train(self.training)
 
     @property
     def device(self) -> torch.device:
