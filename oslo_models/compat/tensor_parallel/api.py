@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.compat.oslo2 import initialize, zoo_class
 from oslo_models.compat.tensor_parallel.autograd import ThreadShards, run_on_threads
-from oslo_models.compat.tensor_parallel.zero3 import shard_replicated
+from oslo_models.compat.tensor_parallel.zero3 import shard_shared
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.devices import require_gpus, visible_gpus
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
@@ -46,9 +46,9 @@ def tensor_parallel(
 ) -> Any:
     """Shard a transformers model over devices of this process, without a launcher, for training and generation.
 
-    The returned model has the same transformers class, and the shards of all devices as its parameters; replicated
-    parameters are on each device. Its ``state_dict`` and ``save_pretrained`` are those of the full model. Ranks are
-    threads of this process that take turns (`oslo_models.distributed.thread_group`).
+    The returned model has the same transformers class, and the shards of all devices as its parameters. Its
+    ``state_dict`` and ``save_pretrained`` are those of the full model. Ranks are threads of this process that take turns
+    (`oslo_models.distributed.thread_group`).
 
     Args:
         model: a full model of a class that the zoo has, preferably on the CPU. It is not changed. If it was made under
@@ -57,8 +57,9 @@ def tensor_parallel(
         device_ids: the device of each rank: ``["cuda:0", "cuda:1"]``, ``[0, 1]``, ``["cpu", "cpu"]``; default: all
             GPUs.
         distributed: ``True``: each process, started by ``torchrun``, is a rank, as with `initialize`.
-        sharded: also shard trained parameters that would be replicated, such as norms, and gather them for their use
-            (ZeRO stage 3): slower, but each parameter, gradient and optimizer state is stored once.
+        sharded: also shard trained parameters that several devices need, such as norms and shared key-value heads, and
+            gather them for their use (ZeRO stage 3): each parameter, gradient and optimizer state is stored once. On by
+            default; ``False`` replicates them, which is faster.
         sharded_param_names: the parameters to shard so; default: all.
         output_device: the device of the outputs; default: the first device.
         gather_logits: as with `ParallelModel.from_pretrained_with_parallel`.
@@ -99,8 +100,8 @@ def tensor_parallel(
     parts = [_part(model, cls, config, threads, rank) for rank in range(threads.size)]
     for part in parts:
         part.gather_logits = gather_logits
-    if sharded or sharded_param_names:
-        shard_replicated(parts, sharded_param_names)
+    if (sharded is not False or sharded_param_names) and threads.size > 1:
+        shard_shared(parts, sharded_param_names)
     sharded_model = _join_parts(model, cls, parts, threads, output)
     sharded_model.config = config
     return sharded_model
