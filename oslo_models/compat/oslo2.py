@@ -21,6 +21,7 @@ from oslo_models.distributed.mesh import ParallelMesh, start_process_group, worl
 from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.modeling.construction import join, start
 from oslo_models.modeling.full_model import is_full, remove_parallel_state
+from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_of_libraries
 from oslo_models.modeling.weight_mapping import WeightMapping
 
 _SECTION = "model_parallelism"
@@ -55,6 +56,10 @@ def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -
         cls = zoo_class(model)
         arguments.check({})
         arguments.check_config(cls, model.config)
+        refuse_layers_of_libraries(model)
+        check_not_quantized(
+            model.state_dict(), "is sharded as it is loaded, or before: quantize_(model, ...) after initialize"
+        )
         tensors = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
     mesh, _ = join(arguments, model.config, tensors, "initialize")
     with agree(world, "dividing the model"):  # on the meta device first, so that an error leaves the model unchanged

@@ -15,6 +15,7 @@ from oslo_models.compat.oslo2 import initialize, zoo_class
 from oslo_models.config.arguments import Arguments
 from oslo_models.deploy.proxy import Deployment, deploy
 from oslo_models.distributed.devices import visible_gpus
+from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_of_libraries
 
 _ARGUMENTS = ("pipeline_parallel_size", "blocks_per_stage", "timeout", "check_inputs")
 _SERVING = ("max_batch_size", "batch_wait_ms")
@@ -74,6 +75,10 @@ def parallelize(
     if custom_policies is not None:
         raise ValueError(f"custom_policies={custom_policies!r}: the plan of the architecture is used; leave it out")
     _check_processes(fp16, backend, init_method, daemon)
+    refuse_layers_of_libraries(model)
+    check_not_quantized(
+        model.state_dict(), "is not sent to workers: deploy its checkpoint with quantization_config and deploy=True"
+    )
     given = {name: options.pop(name) for name in _ARGUMENTS if name in options}
     arguments = Arguments(tensor_parallel_size=num_gpus, seed=seed, **given)
     dtype = torch.float16 if fp16 else model.dtype

@@ -96,9 +96,7 @@ def _pieces(needed: Layout, held: Layout, rank: int) -> list[Piece]:
             offset += stop - start
     pieces = []
     for start, stop in needed.ranges[rank]:
-        pieces += [
-            piece for (first, last), piece in sorted(places) if first < last and start <= first and last <= stop
-        ]
+        pieces += [piece for (first, last), piece in sorted(places) if first < last and start <= first and last <= stop]
     return pieces
 
 
