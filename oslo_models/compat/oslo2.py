@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from oslo_models import registry
 from oslo_models.checkpoint.checksum import tensor_checksum
+from oslo_models.compat.oslo2_sections import PARALLELISM, apply_sections, check_sections, read_sections
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.collectives import broadcast
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
@@ -24,11 +24,12 @@ from oslo_models.modeling.full_model import is_full, remove_parallel_state
 from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_of_libraries
 from oslo_models.modeling.weight_mapping import WeightMapping
 
-_SECTION = "model_parallelism"
 _KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy", "resize_token_embeddings"))]
 
 
-def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -> Any:
+def initialize(
+    model: PreTrainedModel, config: Mapping[str, Any] | str | Path, tp_mapping: Mapping[Any, Any] | None = None
+) -> Any:
     """Turn a transformers model, in place, into this rank's part of the zoo class of the same name. A collective.
 
     All ranks get the weights of rank 0. Parameters stay the same objects, so an existing optimizer keeps working, if it
@@ -38,7 +39,11 @@ def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -
         model: a full model with weights, of a class that the zoo has.
         config: ``{"model_parallelism": {"tensor_parallel_size": 2}}``, or the path of such a JSON file. Other keys are
             arguments of `ParallelModel.from_config_with_parallel` (``micro_batch_size``, ``seed``, ...), and
-            ``"enable": False``, which sets all sizes to one.
+            ``"enable": False``, which sets all sizes to one. The section ``activation_checkpointing`` recomputes
+            blocks in the backward pass and sets the training mode; with ``partitioned_checkpointing`` each rank keeps
+            a part of what enters them, with ``cpu_checkpointing`` in host memory. ``kernel_fusion`` calls `fuse`.
+        tp_mapping: of OSLO 2: the layers whose columns or rows are sharded. Its names are checked; the plan of the
+            architecture, which gives the same results, is used.
 
     Returns:
         The same object, in the mode (training or evaluation) in which it was; ``deparallelize()`` undoes it.
@@ -52,38 +57,62 @@ def initialize(model: PreTrainedModel, config: Mapping[str, Any] | str | Path) -
     world = world_axis()
     world.set_phase(f"initialization of a {type(model).__name__}")
     with agree(world, "checking arguments of initialize"):
-        arguments = _arguments(config)
+        sections = read_sections(config)
+        arguments = _arguments(sections.get(PARALLELISM, {}))
         cls = zoo_class(model)
         arguments.check({})
         arguments.check_config(cls, model.config)
+        check_sections(sections, model, arguments.tensor_parallel_size)
+        check_tp_mapping(tp_mapping, model)
         refuse_layers_of_libraries(model)
         check_not_quantized(
             model.state_dict(), "is sharded as it is loaded, or before: quantize_(model, ...) after initialize"
         )
         tensors = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
-    mesh, _ = join(arguments, model.config, tensors, "initialize")
+    others = {name: section for name, section in sections.items() if name != PARALLELISM}
+    mesh, _ = join(arguments, model.config, {**tensors, **others}, "initialize")
     with agree(world, "dividing the model"):  # on the meta device first, so that an error leaves the model unchanged
         mapping = WeightMapping(cls, model.config, {}, mesh, arguments.blocks_per_stage)
         if differing := sorted(tensors.keys() ^ mapping.state.keys()):
             raise ValueError(f"the model is not as its configuration makes one; it differs in: {differing}")
     _shard(model, cls, mesh, arguments)
+    apply_sections(sections, model)
     return model
 
 
-def _arguments(config: Mapping[str, Any] | str | Path) -> Arguments:
-    """The arguments in the configuration."""
-    given = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else config
-    section = given.get(_SECTION, {}) if isinstance(given, Mapping) else None
-    if not isinstance(section, Mapping):
-        raise ValueError(f'config must be like {{"{_SECTION}": {{"tensor_parallel_size": 2}}}}, got {config!r}')
-    if unknown := [*(given.keys() - {_SECTION}), *(f"{_SECTION}.{key}" for key in section.keys() - set(_KEYS))]:
-        raise ValueError(f"config has unknown keys {sorted(unknown)}; it may have {_SECTION}, and in it {_KEYS}")
+def _arguments(section: Mapping[str, Any]) -> Arguments:
+    """The arguments in the section on parallelism."""
+    if unknown := [f"{PARALLELISM}.{key}" for key in section.keys() - set(_KEYS)]:
+        raise ValueError(f"config has unknown keys {sorted(unknown)}; {PARALLELISM} may have {_KEYS}")
     enable = section.get("enable", True)
     if not isinstance(enable, bool):
-        raise ValueError(f"{_SECTION}.enable must be true or false, got {enable!r}")
+        raise ValueError(f"{PARALLELISM}.enable must be true or false, got {enable!r}")
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "blocks_per_stage")
     left_out = ("enable", *(() if enable else sizes))
     return Arguments(**{key: value for key, value in section.items() if key not in left_out})
+
+
+def check_tp_mapping(mapping: Mapping[Any, Any] | None, model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` if a mapping of OSLO 2 names layers that the model has not.
+
+    Args:
+        mapping: for a class, or its name, lists of the entries ``Column("q_proj", ...)``, ``Row(...)`` and
+            ``Update(...)``: anything with a ``name``, which is one name or several.
+    """
+    if mapping is None:
+        return
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"tp_mapping must be a dictionary from classes to lists of layers, got {mapping!r}")
+    bases = {base.__name__ for base in type(model).__mro__}
+    own = [entries for key, entries in mapping.items() if getattr(key, "__name__", key) in bases]
+    if not own:
+        raise ValueError(f"tp_mapping has no entry for {type(model).__name__} or a class that it derives from")
+    ends = [f".{name}" for name, _ in model.named_modules()]
+    for entry in own[0]:
+        names = (entry.name,) if isinstance(entry.name, str) else entry.name
+        for name in names if type(entry).__name__ != "Update" else ():
+            if not any(end.endswith(f".{name}") for end in ends):
+                raise ValueError(f"tp_mapping names {name!r}, which {type(model).__name__} has not")
 
 
 def zoo_class(model: PreTrainedModel, may_be_empty: bool = False) -> Any:

@@ -122,6 +122,7 @@ def _replace_modules(model: Any, cls: Any, tensors: dict[str, Tensor]) -> None:
     if full.can_generate():
         full.generation_config = model.generation_config
     full.name_or_path = model.name_or_path
-    own = {name: value for name, value in vars(model).items() if name not in vars(full)}
+    hooks = "_require_grads_hook"  # transformers' own, of modules that are gone
+    own = {name: value for name, value in vars(model).items() if name not in vars(full) and not name.startswith(hooks)}
     vars(model).clear()
     vars(model).update(vars(full) | own)
