@@ -93,6 +93,9 @@ def _fused_operations(cls: Any) -> list[str]:
         config.backbone_config = CONFIG_MAPPING["resnet"]()
     if getattr(config, "num_key_value_heads", 0) is None:  # the default of HunYuan
         config.num_key_value_heads = config.num_attention_heads
+    for name in ("num_local_experts", "n_routed_experts", "n_shared_experts"):  # those of dots.llm1
+        if getattr(config, name, 0) is None:
+            setattr(config, name, 1)
     if getattr(config, "head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):

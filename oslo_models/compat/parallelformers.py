@@ -108,8 +108,10 @@ def _parallelize_as_oslo(model: PreTrainedModel, deployment: bool | None = None,
             "pipeline_parallel_size=) in each process of a launcher, to shard it there. In order, its arguments are "
             "parallelize(model, fp16, num_gpus)"
         )
-    if deployment:
-        raise ValueError("deployment=True: pass num_gpus= instead of tensor_parallel_size= to serve an existing model")
+    if deployment not in (None, False):
+        raise ValueError(
+            f"deployment={deployment!r}: pass num_gpus= instead of tensor_parallel_size= to serve an existing model"
+        )
     section = {name: value for name, value in options.items() if value is not None}
     size = section.pop("resize_token_embeddings", None)
     if size is not None:

@@ -110,6 +110,22 @@ class KeyValueParallelLinear(ColumnParallelLinear):
             return self.product(self.enter_region(x), weight, bias)
 
 
+class LatentLinear(_ShardedModule, nn.Linear):
+    """A replicated projection to a latent and to the rotary part of a key that the heads of all ranks share.
+
+    A sharded projection follows the latent, and sums its gradient; that of the rotary part is summed here.
+    """
+
+    rotary: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        with layer_context(self.weight):
+            latent, rotary = F.linear(x, self.weight, self.bias).split(
+                [self.out_features - self.rotary, self.rotary], dim=-1
+            )
+            return torch.cat((latent, copy_to(self.tp, rotary)), dim=-1)
+
+
 class ColumnParallelConv1D(_ColumnParallel, Conv1D):
     """GPT-2's layer, whose weight is ``[in, out]``, with sharded outputs."""
 

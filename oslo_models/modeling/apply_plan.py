@@ -21,10 +21,12 @@ from oslo_models.layers.custom_layers import (
     VocabParallelModule,
 )
 from oslo_models.layers.einsum_attention import EinsumHeadsModule
+from oslo_models.layers.experts import TensorParallelExperts
 from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
     KeyValueParallelLinear,
+    LatentLinear,
     RowParallelConv1D,
     RowParallelLinear,
 )
@@ -36,9 +38,11 @@ from oslo_models.sharding.plan import (
     ColumnParallel,
     EinsumHeads,
     Entries,
+    Experts,
     GlobalMinMax,
     HeadNorm,
     HeadNorms,
+    Latent,
     LocalModule,
     LocalValue,
     Plan,
@@ -62,6 +66,8 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (HeadNorms, nn.Module): HeadParallelNorms,
     (WidthNorm, nn.Module): WidthParallelNorm,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
+    (Experts, nn.Module): TensorParallelExperts,
+    (Latent, nn.Linear): LatentLinear,
     # layers that an architecture defines itself
     (ColumnParallel, nn.Module): ColumnParallelModule,
     (RowParallel, nn.Module): RowParallelModule,
@@ -115,6 +121,8 @@ def apply_plan(
             module.tp, module.stream, module.layouts = tp, stream, shards  # type: ignore[assignment]
         if isinstance(entry, HeadNorms):
             module.heads = entry.heads  # type: ignore[assignment]
+        elif isinstance(entry, Latent):
+            module.rotary = entry.rotary  # type: ignore[assignment]
         elif isinstance(entry, EinsumHeads):
             _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, LocalModule):
@@ -133,6 +141,15 @@ def apply_plan(
         for block in (block for stack in plan.blocks for block in model.get_submodule(prefix + stack).children()):
             # However a block ends, the replicated random stream is active again.
             block.register_forward_hook(lambda *_: stream.leave(), always_call=True)
+
+
+def expert_parameters(model: nn.Module, plan: Plan, prefix: str) -> set[str]:
+    """The names of the parameters that stack experts, in a model or in a stage of it."""
+    found = set()
+    for key, entry in _named_entries(model, plan, prefix, {}).items():
+        if isinstance(entry, Experts) and isinstance(module := _find(model, key), nn.Module):
+            found |= {f"{key}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
+    return found
 
 
 def _localize(module: Any, entry: LocalModule, tp: Axis) -> None:

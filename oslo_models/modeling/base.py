@@ -15,7 +15,7 @@ from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.adapters.adaptable import AdaptableModel
-from oslo_models.modeling.apply_plan import apply_plan, layouts_of
+from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.forward import with_full_outputs, with_full_stage_outputs, with_synchronized_rng
@@ -246,6 +246,13 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         """Always false, as for transformers' own classes: for custom code, it would skip some initialisations."""
         return False
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As transformers' own class: it looks into the source file of the class for what only its own files have."""
+        original: Any = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+        can_set: bool = original._can_set_experts_implementation()
+        return can_set
+
     def initialize_weights(self) -> None:
         """transformers' initialisation; for a parallel model, its result does not depend on the parallel sizes."""
         if self._init_seed is None or self.mesh is None:
@@ -253,7 +260,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             return
         tied = self.all_tied_weights_keys
         root = self.stage.canonical_name if self.stage is not None else lambda name: tied.get(name, name)
-        with SeededByName(self, self.layouts, self._init_seed, self.mesh.tp.rank, root):
+        stacks = expert_parameters(self, self.plan(self.config), self._prefix())
+        with SeededByName(self, self.layouts, self._init_seed, self.mesh.tp.rank, root, stacks):
             super().initialize_weights()
             self._initialize_constructed()
         initialize_computed(self, self._init_seed)

@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated
+from oslo_models.sharding.plan import (
+    ColumnParallel,
+    Entries,
+    Experts,
+    LocalModule,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+)
 
 QUERY_KEY_VALUE = ("query", "key", "value")
 
@@ -28,6 +37,25 @@ def qkv(
         names: the names of the projections inside it.
     """
     return {f"{attention}.{name}": ColumnParallel(heads) for name in names}
+
+
+def gated_mlp(mlp: str) -> Entries:
+    """A gated MLP with separate projections, by its name inside the block."""
+    return {
+        f"{mlp}.gate_proj": ColumnParallel(),
+        f"{mlp}.up_proj": ColumnParallel(),
+        f"{mlp}.down_proj": RowParallel(),
+    }
+
+
+def mixture_of_experts(mlp: str = "mlp", router: str = "gate") -> Entries:
+    """A replicated router and stacked experts.
+
+    Args:
+        mlp: the name of the mixture inside the block.
+        router: the name of the router inside it.
+    """
+    return {f"{mlp}.{router}": Replicated(), f"{mlp}.experts": Experts()}
 
 
 def replicated_attention(plan: Plan, additional: Collection[str] = ()) -> Plan:

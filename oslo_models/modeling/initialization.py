@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from math import sqrt
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,20 +21,28 @@ class SeededByName(TorchDispatchMode):
 
     The full tensor is filled from ``(seed, name)`` and sharded, one parameter at a time: which parameters a rank holds
     and in which order they are initialised makes no difference. Later draws in the shape of the parameter belong to
-    it: ``trunc_normal_`` redraws until no element is out of bounds.
+    it: ``trunc_normal_`` redraws until no element is out of bounds. Of stacked experts, one is drawn at a time.
 
     Args:
+        stacks: the names of parameters that stack experts.
         root: maps a parameter name to its name in the full model, or to that of the parameter that it is tied to.
     """
 
     def __init__(
-        self, model: nn.Module, layouts: Mapping[str, Layout], seed: int, rank: int, root: Callable[[str], str]
+        self,
+        model: nn.Module,
+        layouts: Mapping[str, Layout],
+        seed: int,
+        rank: int,
+        root: Callable[[str], str],
+        stacks: Collection[str] = (),
     ) -> None:
         super().__init__()
         self._params = {
             id(param): (root(name), layouts.get(name, Layout(tuple(param.shape))))
             for name, param in model.named_parameters()
         }
+        self._stacks = {id(param) for name, param in model.named_parameters() if name in stacks}
         self._seed, self._rank = seed, rank
         self._latest: tuple[str, Layout] | None = None
         self._shape: torch.Size | None = None
@@ -54,12 +63,22 @@ class SeededByName(TorchDispatchMode):
             return func(*args, **kwargs)
         name, layout = self._latest
         name += f" redrawn {self._redraws}" if self._redraws else ""
+        fill = partial(func, **kwargs)
+        if id(target) not in self._stacks:
+            return self._fill(target, name, layout, fill, args[1:])
+        dim = None if layout.dim is None else layout.dim - 1
+        for index, expert in enumerate(target.unbind()):
+            self._fill(expert, f"{name} {index}", Layout(layout.shape[1:], dim, layout.ranges), fill, args[1:])
+        return target
+
+    def _fill(self, target: Tensor, name: str, layout: Layout, fill: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Fill this rank's shard with its part of the full tensor that ``name`` gives."""
         generator = default_generator(target.device)
         before = generator.get_state()
         try:
             generator.manual_seed(stable_hash(self._seed, name))
             full = torch.empty(layout.shape, dtype=target.dtype, device=target.device)
-            func(full, *args[1:], **kwargs)
+            fill(full, *args)
         finally:
             generator.set_state(before)
         return target.copy_(layout.shard(full, self._rank))

@@ -15,6 +15,7 @@ from oslo_models.distributed.mesh import NOT_PICKLABLE, ParallelMesh
 from oslo_models.distributed.object_exchange import agree, gather_objects, require_equal
 from oslo_models.modeling.quantizing import check_not_quantized
 from oslo_models.modeling.save_options import SaveOptions
+from oslo_models.modeling.stacked_experts import as_saved
 from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
 
@@ -95,13 +96,16 @@ class SavableModel(PreTrainedModel):
         require_equal(mesh.world, {**arguments, **options.to_compare()}, "save arguments")
         with_config = save_config and any(gather_objects(mesh.world, options.is_main_process))
         tensors, layouts = self._full_names(self.state_dict() if state_dict is None else state_dict)
+        tied = dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied_names)
+        if merging:
+            tensors, layouts, tied = as_saved(self, tensors, layouts, tied)
         checkpoint.save_checkpoint(
             Path(save_directory),
             tensors,
             layouts,
             mesh,
             merging=merging,
-            tied=dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied_names),
+            tied=tied,
             files=self._write_config if with_config else None,
             metadata={"model_type": self.config.model_type, "architectures": [type(self).__name__]},
             safe_serialization=options.safe_serialization,

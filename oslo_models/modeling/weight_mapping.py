@@ -21,6 +21,7 @@ from oslo_models.checkpoint.quantized import check_not_quantized
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of
+from oslo_models.modeling.stacked_experts import stacking_reader
 from oslo_models.sharding.layout import EvenSplit, Layout
 
 
@@ -101,9 +102,7 @@ class WeightMapping:
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         for source in sources:
             prefix = self.model.base_model_prefix
-            target, pattern = rename_source_key(source, renamings, converters, prefix, self.state)
-            if pattern is not None and source not in self.state:
-                raise ValueError(f"{source} would have to be converted into {target}, which is not supported yet")
+            target, _ = rename_source_key(source, renamings, converters, prefix, self.state)
             if target not in self.state and source in self.state:
                 target = source
             yield source, target
@@ -129,6 +128,7 @@ class WeightMapping:
             ValueError: shapes in the checkpoint differ from those of the model, or its weights are quantised.
             CheckpointError: shapes differ, for split files without a manifest.
         """
+        reader = stacking_reader(reader, self.model)
         check_not_quantized(reader.directory, reader.tensors, self.state)
         targets = list(self.target_names(reader.tensors, key_mapping))
         slices: dict[str, Any] = {

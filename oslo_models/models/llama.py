@@ -32,6 +32,7 @@ class LlamaParallel(ParallelModel):
         norms: the norms of a block.
         head_norms: norms of each query or key head.
         mlp: the MLP of a block.
+        optional: names among the entries that only some blocks or configurations have.
     """
 
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
@@ -41,6 +42,7 @@ class LlamaParallel(ParallelModel):
         "mlp.up_proj": ColumnParallel(),
         "mlp.down_proj": RowParallel(),
     }
+    optional: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def heads(cls, config: Any) -> GroupedHeads:
@@ -76,6 +78,7 @@ class LlamaParallel(ParallelModel):
             embed={"embed_tokens": VocabParallel()},
             blocks={"layers": {**cls.attention(config, heads), **cls.mlp, **norms}},
             head={"norm": Norm()},
+            optional=cls.optional,
         )
 
 

@@ -90,6 +90,7 @@ class Pipeline:
                 "the loop over the micro-batches of the last batch was left before its end, so its gradients are of no "
                 "use: set them to zero and go on with another batch"
             )
+        self._check_router_logits(batch)
         if "use_cache" in self._signature.parameters:
             batch.setdefault("use_cache", False)  # a cache of this stage's blocks alone is of no use
         self.mesh.world.set_phase(f"beginning of the loop over micro-batches, stage {self.stage.index}", steps=1)
@@ -105,6 +106,15 @@ class Pipeline:
                 )
             loss = GlobalMeanLoss(batch, name)
         return self._loop(micro_batches, has_loss, loss, deepspeed)
+
+    def _check_router_logits(self, batch: Mapping[str, Any]) -> None:
+        """Refuse the auxiliary loss of a mixture of experts, for which the last stage lacks the others' routers."""
+        wanted = batch.get("output_router_logits")
+        if wanted or (wanted is None and getattr(self.model.config, "output_router_logits", False)):
+            raise ValueError(
+                "output_router_logits=True needs the routers of all blocks, and a pipeline stage has its own only: "
+                "pass output_router_logits=False (no auxiliary loss), or load the model with pipeline_parallel_size=1"
+            )
 
     def _loop(
         self,

@@ -103,6 +103,55 @@ class RowParallel(ColumnParallel):
 
 
 @dataclass(frozen=True)
+class Experts(Replicated):
+    """Stacked experts with a gate, of which each rank holds a part of the width of every one.
+
+    Their parameters are ``gate_up_proj [experts, 2 * width, hidden]`` and ``down_proj [experts, hidden, width]``, and
+    may be ``gate_up_proj_bias`` and ``down_proj_bias``.
+
+    Args:
+        transposed: the last two dimensions of the projections are exchanged.
+        interleaved: rows of gate and up projection alternate.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        if leaf == "down_proj_bias":
+            return Layout(shape)
+        if leaf == "down_proj":
+            dim = 1 if self.transposed else 2
+            return Layout.sharded(shape, dim, (_aligned(shape[dim], n),), n)
+        dim = 2 if self.transposed and leaf == "gate_up_proj" else 1
+        width = _aligned(shape[dim] // 2, n)
+        splits = (EvenSplit(width.count, 2 * width.width),) if self.interleaved else (width, width)
+        return Layout.sharded(shape, dim, splits, n)
+
+
+@dataclass(frozen=True)
+class Latent(Replicated):
+    """A replicated projection to a latent for all heads, and to the rotary part of a key that all heads share.
+
+    Args:
+        rotary: the number of its last outputs that are the rotary part.
+
+    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1 (multi-head latent attention).
+    """
+
+    rotary: int
+
+
+def _aligned(width: int, n: int) -> EvenSplit:
+    """The split of the width of an expert in units that grouped products can address, if there are enough of them.
+
+    ``torch._grouped_mm`` wants strides of 16 bytes: 8 elements of two bytes, 4 of four.
+    """
+    unit = next((unit for unit in (16, 8, 4) if width % unit == 0 and width // unit >= n), 1)
+    return EvenSplit(width // unit, unit)
+
+
+@dataclass(frozen=True)
 class EinsumHeads(Replicated):
     """An attention whose weights are parameters ``[..., heads, head_dim]`` of its own, applied by ``einsum``.
 

@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from oslo_models import IBertModel, registry
 from oslo_models.cli import support_table as support
 from oslo_models.modeling.apply_plan import layouts_of
-from oslo_models.sharding.plan import HeadNorm
+from oslo_models.sharding.plan import HeadNorm, Latent
 
 from support import ROOT, pipelines, zoo
 from support.float64 import lifted_casts
@@ -277,11 +277,13 @@ def test_plan_shards_every_module_that_the_plan_of_transformers_shards(model_typ
     layouts = layouts_of(model, plan, prefix, type(model).head_plan, 2)
     assert type(config).base_model_tp_plan
     for pattern, style in type(config).base_model_tp_plan.items():
-        weights = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"\.weight")
+        weights = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"(\.weight|\.\w+_proj)?")
         matches = [name for name in layouts if weights.fullmatch(name)]
-        assert matches, pattern
+        assert matches or pattern.endswith(tuple(plan.optional)), pattern
+        entries = [entry for stack in plan.blocks.values() for entry in stack.items()]
         if style == "replicated_with_grad_allreduce":
-            entries = [entry for stack in plan.blocks.values() for entry in stack.items()]
             assert any(isinstance(entry, HeadNorm) and pattern.endswith(key) for key, entry in entries), pattern
+        elif style == "mla_kv_a_proj":  # replicated, with the gradient of the rotary key summed
+            assert any(isinstance(entry, Latent) for _, entry in entries), pattern
         else:
             assert not [name for name in matches if layouts[name].dim is None], (pattern, style)

@@ -40,6 +40,7 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activa
 
 NO_OPTIONS = {
     # what a call returns or how it runs, and what makes a model another one
+    "output_router_logits",  # of which the auxiliary loss is refused on stages; has tests of its own
     *("return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_cache", "gradient_checkpointing"),
     *("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "use_bfloat16", "chunk_size"),
     *("chunk_size_feed_forward", "is_composition", "init_std", "use_weighted_layer_sum", "apply_spec_augment"),
@@ -94,9 +95,10 @@ def _sizes(values: Values, model_type: str, draw: random.Random) -> None:
     for key in DEPTHS:
         if key in values:
             values[key] = depth if key in ("num_hidden_layers", "num_layers") else draw.randint(2, 3)
-    if "layer_types" in values:
-        kinds = sorted(set(values["layer_types"]))
-        values["layer_types"] = [draw.choice(kinds) for _ in range(depth)]
+    for key in ("layer_types", "mlp_layer_types"):
+        if key in values:
+            kinds = sorted(set(values[key]))
+            values[key] = [draw.choice(kinds) for _ in range(depth)]
     if values.get("sliding_window"):
         values["sliding_window"] = draw.randint(2, 7)
     if model_type in FITTING:
@@ -107,6 +109,12 @@ def _fit_gpt_neo(values: Values, draw: random.Random) -> None:
     values["num_layers"] = 2 * draw.randint(1, 2)
     values["attention_types"] = [[["global", "local"], values["num_layers"] // 2]]
     values["window_size"] = draw.randint(2, 6)
+
+
+def _fit_latent_attention(values: Values, draw: random.Random) -> None:
+    values["num_key_value_heads"] = values["num_attention_heads"]
+    values["kv_lora_rank"], values["qk_nope_head_dim"] = 2 * draw.randint(2, 5), 2 * draw.randint(1, 3)
+    values["q_lora_rank"], values["v_head_dim"] = draw.choice((None, 9)), draw.randint(3, 5)
 
 
 def _fit_gptj(values: Values, draw: random.Random) -> None:
@@ -194,8 +202,11 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "albert": _fit_albert,
     "codegen": _fit_codegen,
     "convbert": _fit_convbert,
+    "deepseek_v2": _fit_latent_attention,
+    "deepseek_v3": _fit_latent_attention,
     "detr": _fit_detr,
     "funnel": _fit_funnel,
+    "glm4_moe_lite": _fit_latent_attention,
     "gpt_neo": _fit_gpt_neo,
     "gptj": _fit_gptj,
     "helium": _fit_helium,

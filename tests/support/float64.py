@@ -58,6 +58,8 @@ class lifted_casts(TorchFunctionMode):  # noqa: N801  reads as the context manag
             args = (_widen(args[0]), args[1])  # ProphetNet's masks, which begin as integers
         elif func is Tensor.scatter_reduce and any(_is_double(value) for value in (*args[1:], *kwargs.values())):
             args = (_widen(args[0]), *args[1:])  # TAPAS's zeros to reduce into
+        elif func is torch._grouped_mm and _is_double(args[0]):  # takes no float64: transformers' own way without it
+            return torch.ops.transformers.grouped_mm_fallback(*args, offs=kwargs["offs"])
         elif func in _PRODUCTS and any(_is_double(arg) for arg in args):
             args = tuple(_widen(arg) for arg in args)
         return func(*args, **kwargs)

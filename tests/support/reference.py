@@ -227,6 +227,7 @@ def train(model: Any, batches: Sequence[Mapping[str, Any]], optimizer: str = "SG
 def saved_step(name: str, config: PreTrainedConfig, seed: int, batch: dict[str, Any], folder: Path) -> Step:
     """The step of a transformers model that is saved too, so that its buffers come along."""
     model = reference_model(name, config, seed)
+    model._weight_conversions = None  # experts one by one, as on the hub, and not as in the state dict it has loaded
     model.save_pretrained(folder)
     torch.manual_seed(0)
     outputs, value, inputs = take_step(model, batch, loss_or_all_outputs)

@@ -88,6 +88,15 @@ _REFORMER: dict[str, Any] = {
     **{"num_buckets": 4, "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [10, 14], "max_position_embeddings": 32},
 }
 
+_MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 11}
+
+_LATENT: dict[str, Any] = {
+    **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 6},
+    **{"num_key_value_heads": 6, "max_position_embeddings": 32, "tie_word_embeddings": True, "q_lora_rank": 10},
+    **{"kv_lora_rank": 7, "qk_rope_head_dim": 4, "qk_nope_head_dim": 5, "v_head_dim": 3, **_MIXTURE},
+    **{"n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
+
 _PATCHES = {"image_size": 12, "patch_size": 4}
 _VIT: dict[str, Any] = {**_BERT, **_PATCHES, "encoder_stride": 4, "problem_type": "single_label_classification"}
 _CLIP = {**_BERT, "projection_dim": 7}
@@ -132,6 +141,23 @@ MORE: dict[str, Mapping[str, Any]] = {
     "deit": _VIT,
     "detr": _DETR,
     "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
+    "dots1": {
+        **_KV,
+        **_MIXTURE,
+        "n_routed_experts": 5,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "deepseek_v2": {**_LATENT, "kv_lora_rank": 8, "qk_nope_head_dim": 6},
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    "ernie4_5_moe": {**_KV, **_MIXTURE, "moe_num_experts": 5, "moe_k": 2, "moe_layer_start_index": 1},
+    "hunyuan_v1_moe": {**_LLAMA, **_MIXTURE, "moe_topk": 2},
+    "exaone_moe": {**_LLAMA, **_MIXTURE, **_WINDOW, "mlp_layer_types": ["dense", "sparse"], "n_group": 1},
+    "solar_open": {**_LLAMA, **_MIXTURE, "n_routed_experts": 5, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "gpt_oss": {**_LLAMA, **_WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2},
     "dpr": _BERT,
     "electra": {**_BERT, "embedding_size": 20},
     "encoder-decoder": {
@@ -143,6 +169,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "exaone4": {**_KV, **_WINDOW},
     "falcon": {**_KV, "num_kv_heads": 2, "new_decoder_architecture": True},
     "flaubert": _XLM,
+    "flex_olmo": {**_KV, **_MIXTURE},
     "funnel": {
         **{"block_sizes": [2, 1], "num_decoder_layers": 1, "d_model": 24, "n_head": 6, "d_head": 4, "d_inner": 35},
         **{"max_position_embeddings": 32, "pad_token_id": 0},
@@ -153,9 +180,11 @@ MORE: dict[str, Mapping[str, Any]] = {
     "gemma3_text": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
     "glm": {**_LLAMA, "head_dim": 8},
     "glm4": {**_LLAMA, "head_dim": 8},
+    "glm4_moe": {**_KV, **_MIXTURE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "gpt_bigcode": _GPT2,
     "gpt_neox": _BERT,
     "granite": {**_KV, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "granitemoe": {**_KV, **_MIXTURE, "num_local_experts": 5},
     "helium": {**_LLAMA, "head_dim": 4},
     "hubert": {**_WAV2VEC2, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
     "hunyuan_v1_dense": _LLAMA,
@@ -176,8 +205,10 @@ MORE: dict[str, Mapping[str, Any]] = {
     "marian": _BART,
     "mbart": _BART,
     "megatron-bert": _BERT,
+    "minimax_m2": {**_KV, **_MIXTURE, "num_local_experts": 5},
     "ministral": {**_LLAMA, **_WINDOW},
     "mistral": {**_LLAMA, "sliding_window": 4},
+    "mixtral": {**_LLAMA, **_MIXTURE, "num_local_experts": 5},
     "mobilebert": {**_BERT, "embedding_size": 20, "intra_bottleneck_size": 18, "num_feedforward_networks": 2},
     "modernbert": {**_BERT, **_WINDOW, "local_attention": 4},
     "mpnet": _BERT,
@@ -187,6 +218,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "olmo": _KV,
     "olmo2": _KV,
     "olmo3": {**_KV, **_WINDOW},
+    "olmoe": {**_KV, **_MIXTURE},
     "openai-gpt": _GPT2,
     "opt": {**_SIZE, "ffn_dim": 35, "word_embed_proj_dim": 20},
     "pegasus": _BART,
@@ -199,7 +231,9 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"max_position_embeddings": 32, "relative_max_distance": 6, "decoder_start_token_id": 2, "eps": 0.1},
     },
     "qwen2": _KV,
+    "qwen2_moe": {**_KV, **_MIXTURE, "shared_expert_intermediate_size": 13, "mlp_only_layers": [1]},
     "qwen3": _LLAMA,
+    "qwen3_moe": {**_LLAMA, **_MIXTURE, "mlp_only_layers": [1]},
     "rag": {
         "question_encoder": {**_BERT, **TOKENS, "model_type": "dpr"},
         "generator": {**_BART, **TOKENS, "model_type": "bart"},
@@ -231,6 +265,7 @@ MORE: dict[str, Mapping[str, Any]] = {
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     # other configurations of the types of `MORE`, which divide in another way
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
+    "deepseek_v3-full-query": ("deepseek_v3", {**_LATENT, "q_lora_rank": None}),
     "deberta-v2-plain": ("deberta-v2", {**_BERT, **_RELATIVE}),
     "bigbird_pegasus-sparse": ("bigbird_pegasus", {**_BART, "block_size": 1, "num_random_blocks": 1}),
     "dpr-projection": ("dpr", {**_BERT, "projection_dim": 7}),  # which transformers' own reader cannot have

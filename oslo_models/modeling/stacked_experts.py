@@ -1,0 +1,141 @@
+"""The names that the experts of a mixture have in checkpoints of transformers, which hold their matrices one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    revert_weight_conversion,
+)
+
+from oslo_models.checkpoint import CheckpointError, CheckpointReader
+from oslo_models.checkpoint.stacked import Piece, stacked_reader
+from oslo_models.sharding.layout import Layout
+
+
+def expert_pieces(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
+    """The matrices in each stack of experts of a model, by the name of the stack; empty for other models.
+
+    Their names are what transformers' own conversion makes of a stack whose elements say where they are.
+
+    Args:
+        model: the model, or a stage of it.
+        shapes: the shapes of the full tensors, by their names in the full model.
+    """
+    stacks = {}
+    conversions = _conversions(model)
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    for name, shape in shapes.items():
+        converter = next((entry for entry in converters if _stacks(entry, name)), None)
+        if converter is not None:
+            parts = len(converter.source_patterns)
+            marks = torch.arange(shape[0] * parts).view(-1, parts, 1)
+            named = revert_weight_conversion(_Conversions(conversions, model.config), {name: marks})
+            stacks[name] = [Piece(piece, *divmod(int(mark), parts)) for piece, mark in named.items()]
+    return stacks
+
+
+@dataclass(frozen=True)
+class _Conversions:
+    """What transformers reads of a model to name its tensors as they are saved."""
+
+    _weight_conversions: Sequence[Any]
+    config: Any
+
+
+def _conversions(model: Any) -> list[Any]:
+    """transformers' conversions of checkpoints of a model, without those that only old checkpoints need."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+
+
+def _stacks(converter: WeightConverter, name: str) -> bool:
+    """Whether a conversion stacks matrices into the parameter ``name``."""
+    kinds = [type(operation) for operation in converter.operations]
+    known = kinds in ([MergeModulelist], [MergeModulelist, Concatenate])
+    return known and len(converter.target_patterns) == 1 and name.endswith(converter.target_patterns[0])
+
+
+def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
+    """A reader that gives stacks where the checkpoint holds experts one by one.
+
+    Args:
+        reader: the checkpoint; the names in it may lack or have the prefix of the base model.
+        model: the full model, without memory.
+
+    Raises:
+        CheckpointError: some matrices of a stack are missing.
+    """
+    prefix, found = f"{model.base_model_prefix}.", {}
+    for name, pieces in expert_pieces(
+        model, {name: tensor.shape for name, tensor in model.state_dict().items()}
+    ).items():
+        if name in reader.tensors:
+            continue
+        for rename in (str, lambda piece: piece.removeprefix(prefix), lambda piece: prefix + piece):
+            own = [replace(piece, name=rename(piece.name)) for piece in pieces]
+            missing = [piece.name for piece in own if piece.name not in reader.tensors]
+            if not missing:
+                found[name] = own
+            elif len(missing) < len(own):
+                raise CheckpointError(
+                    f"{reader.directory} lacks {len(missing)} of the {len(own)} matrices of {name}, such as "
+                    f"{missing[0]}: copy or save the checkpoint again"
+                )
+    return stacked_reader(reader, found) if found else reader
+
+
+def as_saved(
+    model: Any, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], tied: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, Layout], dict[str, str]]:
+    """Shards, layouts and tied weights by the names that transformers saves them with, and experts one by one.
+
+    Args:
+        model: this rank's part of a model.
+        tensors: this rank's shards, by name in the full model.
+        layouts: their layouts.
+        tied: for each tied weight the name of its source.
+    """
+    conversions = _Conversions(_conversions(model), model.config)
+    if not conversions._weight_conversions:
+        return dict(tensors), dict(layouts), dict(tied)
+
+    def rename(name: str) -> str:
+        (saved,) = revert_weight_conversion(conversions, {name: torch.empty(0)})
+        return str(saved)
+
+    stacks = expert_pieces(model, {name: layout.shape for name, layout in layouts.items()})
+    named, sharded = {}, {}
+    for name, tensor in tensors.items():
+        if name not in stacks:
+            saved = rename(name)
+            named[saved], sharded[saved] = tensor, layouts[name]
+            continue
+        parts = 1 + max(piece.part for piece in stacks[name])
+        for piece in stacks[name]:
+            local = tensor[piece.expert]
+            rows = local.shape[0] // parts
+            named[piece.name] = local[piece.part * rows : (piece.part + 1) * rows]
+            sharded[piece.name] = _of_piece(layouts[name], parts)
+    return named, sharded, {rename(name): rename(source) for name, source in tied.items()}
+
+
+def _of_piece(stack: Layout, parts: int) -> Layout:
+    """The layout of one matrix of a stack."""
+    _, rows, columns = stack.shape
+    shape = (rows // parts, columns)
+    if stack.dim is None:
+        return Layout(shape)
+    # every part is sharded as the first: its ranges are the first of each rank
+    return Layout(
+        shape, stack.dim - 1, tuple(own[: len(own) // parts if stack.dim == 1 else None] for own in stack.ranges)
+    )

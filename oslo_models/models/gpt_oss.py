@@ -1,0 +1,39 @@
+"""gpt-oss: Llama with biases, attention sinks and experts whose gate and up projections alternate."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import GptOssConfig
+from transformers.models.gpt_oss import modeling_gpt_oss as hf
+
+from oslo_models.modeling.heads import LM_HEAD, SCORE
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import ColumnParallel, Entries, Experts, Replicated
+
+
+class GptOssParallel(LlamaParallel):
+    """Sharding plan of the gpt-oss family."""
+
+    mlp = {"mlp.router": Replicated(), "mlp.experts": Experts(transposed=True, interleaved=True)}
+
+    @classmethod
+    def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
+        sinks = ColumnParallel(replace(heads, head_dim=1).query)
+        return {**super().attention(config, heads), "self_attn.sinks": sinks}
+
+
+class GptOssModel(GptOssParallel, hf.GptOssModel):
+    pass
+
+
+class GptOssForCausalLM(GptOssParallel, hf.GptOssForCausalLM):
+    head_plan = LM_HEAD
+
+
+class GptOssForSequenceClassification(GptOssParallel, hf.GptOssForSequenceClassification):
+    head_plan = SCORE
+
+
+class GptOssForTokenClassification(GptOssParallel, hf.GptOssForTokenClassification):
+    head_plan = SCORE

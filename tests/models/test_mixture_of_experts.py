@@ -1,0 +1,145 @@
+"""Mixtures of experts: routers, auxiliary loss, experts without tokens, implementations, and checkpoints on the hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from oslo_models import registry
+from oslo_models.checkpoint import CheckpointError
+
+from support import pipelines, zoo
+from support.pool import Pool
+from support.reference import Step, saved_step, step_differences
+
+NAMES = {"mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
+
+
+def check_step(step: Step, folder: Path, tp: int, options: dict[str, Any]) -> None:
+    cls: Any = registry.find(step.name)
+    model = cls.from_pretrained_with_parallel(folder, tp, gather_logits=True, **options).train()
+    lines = step_differences(model, step)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_step_with_auxiliary_loss_matches_on_three_ranks(
+    pool: Pool, tmp_path: Path, seed: int, implementation: str
+) -> None:
+    config = zoo.config("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    batch = pipelines.batch("MixtralForCausalLM", config, seed)
+    step = saved_step("MixtralForCausalLM", config, seed, batch, tmp_path)
+    pool.run(3, check_step, step, tmp_path, 3, {"experts_implementation": implementation})
+
+
+@pytest.mark.parametrize("model_type", NAMES)
+def test_experts_without_tokens_have_gradients_of_zero(pool: Pool, tmp_path: Path, seed: int, model_type: str) -> None:
+    config = zoo.config(model_type, num_experts=9, num_local_experts=9, n_routed_experts=9)
+    batch = zoo.batch(NAMES[model_type], config, seed)
+    batch = {name: value[:1, -4:] for name, value in batch.items()}  # four tokens, two experts for each
+    step = saved_step(NAMES[model_type], config, seed, batch, tmp_path)
+    assert any(
+        grad is not None and (grad == 0).flatten(1).all(1).any() for grad in step.gradients.values() if grad.dim() == 3
+    )
+    pool.run(2, check_step, step, tmp_path, 2, {})
+
+
+def refuse_auxiliary_loss(folder: Path) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    model = cls.from_pretrained_with_parallel(folder, 1, 2)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="output_router_logits=True needs the routers of all blocks"):
+        model(input_ids=ids, labels=ids)
+    with pytest.raises(ValueError, match="output_router_logits=True needs the routers of all blocks"):
+        model(input_ids=ids, labels=ids, output_router_logits=True)
+
+
+def test_auxiliary_loss_is_refused_on_stages(pool: Pool, tmp_path: Path) -> None:
+    config = zoo.config("mixtral", output_router_logits=True)
+    zoo.original("MixtralForCausalLM")(config).save_pretrained(tmp_path)
+    pool.run(2, refuse_auxiliary_loss, tmp_path)
+
+
+def check_initial_weights(expected: dict[str, torch.Tensor], tp: int) -> None:
+    config = zoo.config("mixtral")
+    cls: Any = registry.find("MixtralForCausalLM")
+    model = cls.from_config_with_parallel(config, tp, seed=5)
+    for name, param in model.named_parameters():
+        assert param.equal(model.layouts[name].shard(expected[name], model.mesh.tp.rank)), name
+
+
+def test_random_experts_do_not_depend_on_the_number_of_ranks(pool: Pool) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    expected = cls.from_config_with_parallel(zoo.config("mixtral"), seed=5).state_dict()
+    stack = expected["model.layers.0.mlp.experts.gate_up_proj"]
+    assert len({expert.sum().item() for expert in stack}) == len(stack)
+    for tp in (2, 3):
+        pool.run(tp, check_initial_weights, dict(expected), tp)
+
+
+def test_checkpoint_that_lacks_an_expert_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
+    zoo.original("MixtralForCausalLM")(zoo.config("mixtral")).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks 1 of the 5 matrices .*layers\.1.*experts\.3\.w2\.weight"):
+        registry.find("MixtralForCausalLM").from_pretrained_with_parallel(tmp_path)  # type: ignore[attr-defined]
+
+
+def save_merged(source: Path, folder: Path, tp: int, pp: int) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    cls.from_pretrained_with_parallel(source, tp, pp).save_pretrained_with_parallel(folder / "split")
+    again = cls.from_pretrained_with_parallel(folder / "split", 1, tp * pp)
+    again.save_pretrained_with_parallel(folder / "merged", save_with_merging=True, max_shard_size="20KB")
+
+
+def test_experts_survive_changes_of_sizes_byte_for_byte(pool: Pool, tmp_path: Path) -> None:
+    model = zoo.original("MixtralForCausalLM")(zoo.config("mixtral", num_hidden_layers=4))
+    model.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
+    pool.run(4, save_merged, tmp_path / "hub", tmp_path, 2, 2)
+    assert len(list((tmp_path / "hub").glob("*.safetensors"))) > 3
+    expected, merged = read_all(tmp_path / "hub"), read_all(tmp_path / "merged")
+    assert expected.keys() == merged.keys()
+    assert all(expected[name].equal(merged[name]) for name in expected)
+
+
+def read_all(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def load_dequantised(folder: Path, merged: Path) -> None:
+    cls: Any = registry.find("DeepseekV3ForCausalLM")
+    model = cls.from_pretrained_with_parallel(folder, 2, dequantize=True, dtype=torch.float32)
+    model.save_pretrained_with_parallel(merged, save_with_merging=True)
+
+
+def test_experts_in_fp8_blocks_are_dequantised_one_by_one(pool: Pool, tmp_path: Path) -> None:
+    """As in DeepSeek-V3's checkpoint."""
+    config = zoo.config("deepseek_v3", moe_intermediate_size=16)
+    zoo.original("DeepseekV3ForCausalLM")(config).save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    stored = dict(expected)
+    for name in [name for name in expected if ".experts." in name]:
+        rows, columns = expected[name].shape
+        values = expected[name].to(torch.float8_e4m3fn)
+        scales = torch.rand(-(-rows // 8), -(-columns // 8))
+        grid = scales.repeat_interleave(8, 0).repeat_interleave(8, 1)[:rows, :columns]
+        expected[name], stored[name] = values.float() * grid, values
+        stored[f"{name}_scale_inv"] = scales
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [8, 8],
+        "activation_scheme": "dynamic",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    pool.run(2, load_dequantised, tmp_path, tmp_path / "merged")
+    merged = read_all(tmp_path / "merged")
+    assert expected.keys() == merged.keys()
+    assert all(expected[name].equal(merged[name]) for name in expected)
