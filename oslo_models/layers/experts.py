@@ -45,7 +45,7 @@ class TensorParallelExperts(_ShardedModule):
     @contextmanager
     def _own_share_of_bias(self) -> Iterator[None]:
         """While active, the replicated bias of the outputs is this rank's share of it: they are summed with it."""
-        bias = self._parameters.get("down_proj_bias")
+        bias = getattr(self, "down_proj_bias", None)  # not of `_parameters`, which may hold a part of it
         if bias is not None:
             self.__dict__["down_proj_bias"] = copy_to(self.tp, bias) / self.tp.size  # found before the parameter
         try:
