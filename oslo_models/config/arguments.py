@@ -53,6 +53,7 @@ class Arguments:
     blocks_per_stage: Sequence[int] | None = None
     check_inputs: bool | int | str = True
     dequantize: bool = False
+    expert_parallel_size: int = 1
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check what does not depend on the configuration of the model.
@@ -63,8 +64,13 @@ class Arguments:
         Raises:
             ValueError: an argument is invalid or not supported.
         """
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "micro_batch_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "micro_batch_size", "expert_parallel_size"):
             check_size(name, getattr(self, name))
+        if self.expert_parallel_size not in (1, self.tensor_parallel_size):
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} must be 1 (each rank has a part of every expert) or "
+                f"tensor_parallel_size={self.tensor_parallel_size} (each rank has some of the experts)"
+            )
         deployment = kwargs.get("deployment")
         flags = {"deploy": self.deploy, "deployment": deployment, "gather_logits": self.gather_logits}
         for name, flag in flags.items():
@@ -107,6 +113,11 @@ class Arguments:
         name, plan = type(config).__name__, cls.plan(config)
         plan.check_ranks(cls.__name__, name, self.tensor_parallel_size)
         plan.check_stages(cls.__name__, self.pipeline_parallel_size)
+        if self.expert_parallel_size > 1 and not plan.has_experts():
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} is for mixtures of experts, and {cls.__name__} has "
+                "none: leave it at 1"
+            )
         if (quantization := quantization_of(config)) is not None:
             check_quantization(quantization, self.dequantize)
         vocab, size = getattr(config, "vocab_size", None), self.resize_token_embeddings

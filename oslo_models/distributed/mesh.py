@@ -100,6 +100,7 @@ class ParallelMesh:
         world, model: all ranks; the ranks of one data-parallel replica.
         pp_back: the pp axis with a second process group, for gradients sent to earlier stages: with NCCL, the two
             directions could deadlock in one group.
+        expert_parallel_size: the number of ranks of the tp axis over which experts are divided.
         device: the device of this rank.
         destroyed: whether `destroy` was called.
         device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and others; ``None`` without a
@@ -107,12 +108,17 @@ class ParallelMesh:
     """
 
     def __init__(
-        self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, timeout: float = TIMEOUT
+        self,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        timeout: float = TIMEOUT,
+        expert_parallel_size: int = 1,
     ) -> None:
         """Start a process group if the launcher asks for one and none exists yet, and create the axes.
 
         Args:
             timeout: seconds to wait for other ranks in one collective; see `RankFailedError`.
+            expert_parallel_size: over how many ranks of the tp axis experts are divided: 1 or all of them.
 
         Raises:
             ValueError: the sizes do not fit the number of processes.
@@ -121,6 +127,7 @@ class ParallelMesh:
         check_size("tensor_parallel_size", tensor_parallel_size)
         check_size("pipeline_parallel_size", pipeline_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
+        self.expert_parallel_size = expert_parallel_size
         self.device = start_process_group(tp * pp, timeout)
         self._created: list[Axis] = []
         self.destroyed = False

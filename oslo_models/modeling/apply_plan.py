@@ -21,7 +21,7 @@ from oslo_models.layers.custom_layers import (
     VocabParallelModule,
 )
 from oslo_models.layers.einsum_attention import EinsumHeadsModule
-from oslo_models.layers.experts import TensorParallelExperts
+from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
@@ -66,7 +66,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (HeadNorms, nn.Module): HeadParallelNorms,
     (WidthNorm, nn.Module): WidthParallelNorm,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
-    (Experts, nn.Module): TensorParallelExperts,
+    (Experts, nn.Module): ParallelExperts,
     (Latent, nn.Linear): LatentLinear,
     # layers that an architecture defines itself
     (ColumnParallel, nn.Module): ColumnParallelModule,
@@ -74,6 +74,12 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (VocabParallel, nn.Module): VocabParallelModule,
     (GlobalMinMax, nn.Module): GlobalMinMaxModule,
 }
+
+
+def plan_over(model: Any, mesh: ParallelMesh) -> Plan:
+    """The plan of a model on a mesh, which may divide its experts over the ranks."""
+    plan: Plan = model.plan(model.config)
+    return plan.with_experts_over_ranks() if mesh.expert_parallel_size > 1 else plan
 
 
 def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int) -> dict[str, Layout]:
@@ -121,6 +127,8 @@ def apply_plan(
             module.tp, module.stream, module.layouts = tp, stream, shards  # type: ignore[assignment]
         if isinstance(entry, HeadNorms):
             module.heads = entry.heads  # type: ignore[assignment]
+        elif isinstance(entry, Experts):
+            module.set_experts(shards["gate_up_proj"])  # type: ignore[operator]
         elif isinstance(entry, Latent):
             module.rotary = entry.rotary  # type: ignore[assignment]
         elif isinstance(entry, EinsumHeads):

@@ -15,7 +15,7 @@ from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.adapters.adaptable import AdaptableModel
-from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of
+from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of, plan_over
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.forward import with_full_outputs, with_full_stage_outputs, with_synchronized_rng
@@ -99,7 +99,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     def _shard(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
         """Turn the full model, with weights or on the meta device, into this rank's part of it."""
         self.mesh, self.mpu = mesh, MPU(mesh)
-        plan, prefix, head = self.plan(self.config), self._prefix(), type(self).head_plan
+        plan, prefix, head = plan_over(self, mesh), self._prefix(), type(self).head_plan
         self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
         self._note_full_parameters(self.layouts)
         if mesh.tp.size > 1:
@@ -144,6 +144,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         blocks_per_stage: Sequence[int] | None = None,
         check_inputs: bool | int | str = True,
         dequantize: bool = False,
+        expert_parallel_size: int = 1,
         **kwargs: Any,
     ) -> Any:
         """Load this rank's part of a checkpoint. Every rank calls it with the same arguments.
@@ -174,6 +175,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 A call of ``generate`` counts once.
             dequantize: load a quantised checkpoint as plain weights in ``dtype``: each rank dequantises its part. The
                 formats are in the guide on quantisation. Ignored if the checkpoint is not quantised.
+            expert_parallel_size: in a mixture of experts, ``1`` gives each rank a part of the width of every expert,
+                ``tensor_parallel_size`` gives each rank some of the experts as a whole.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
                 ``quantization_config=TorchAoConfig(...)``, ``cache_dir``, ``revision``, ``token``,
                 ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
@@ -199,6 +202,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             blocks_per_stage=blocks_per_stage,
             check_inputs=check_inputs,
             dequantize=dequantize,
+            expert_parallel_size=expert_parallel_size,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
 
@@ -216,6 +220,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         timeout: float = TIMEOUT,
         blocks_per_stage: Sequence[int] | None = None,
         check_inputs: bool | int | str = True,
+        expert_parallel_size: int = 1,
         **kwargs: Any,
     ) -> Any:
         """Construct this rank's part of a randomly initialised model. Every rank calls it with the same arguments.
@@ -238,6 +243,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             timeout=timeout,
             blocks_per_stage=blocks_per_stage,
             check_inputs=check_inputs,
+            expert_parallel_size=expert_parallel_size,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)
 

@@ -173,7 +173,12 @@ def join(
     require_equal(world_axis(arguments.timeout), {**own, **kwargs, **attributes}, f"arguments of {call}")
     if arguments.resize_token_embeddings is not None:
         config.vocab_size = arguments.resize_token_embeddings
-    mesh = ParallelMesh(arguments.tensor_parallel_size, arguments.pipeline_parallel_size, arguments.timeout)
+    mesh = ParallelMesh(
+        arguments.tensor_parallel_size,
+        arguments.pipeline_parallel_size,
+        arguments.timeout,
+        arguments.expert_parallel_size,
+    )
     if arguments.seed is not None:
         set_seed(arguments.seed)
         return mesh, arguments.seed
