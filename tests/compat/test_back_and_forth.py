@@ -72,7 +72,8 @@ def through(door: str, model: Any, ids: Tensor, expected: Tensor) -> None:
         assert model.deparallelize() is model
     elif door == "parallelize":
         assert oslo_models.parallelize(model, num_gpus=2) is model
-        torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=TOLERANCE)
+        atol = TOLERANCE if "GPT2" in type(model).__name__ else 1e-5  # in workers, norms compute in float32
+        torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=atol)
         assert model.cpu() is model
     else:
         other = oslo_models.tensor_parallel(model, ["cpu"] * 2)
