@@ -70,7 +70,7 @@ class Engine:
         """
         with self._starting:
             executor = self._loading = self._start_executor(self.ranks)
-            if executor.host == LOOPBACK and self.ranks > 1:
+            if executor.host == LOOPBACK and not executor.port and self.ranks > 1:
                 self._directory = tempfile.TemporaryDirectory(prefix="oslo-models-", ignore_cleanup_errors=True)
             directory = self._directory.name if self._directory else None
 

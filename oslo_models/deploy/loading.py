@@ -44,7 +44,8 @@ def load_workers(
     """
     salt = secrets.token_bytes(32)
     for rank in range(ranks):
-        executor.send(rank, Setup(rank, ranks, threads, list(sys.path), make, executor.host, directory, salt))
+        place = (executor.host, executor.port, directory)
+        executor.send(rank, Setup(rank, ranks, threads, list(sys.path), make, *place, salt))
     devices: dict[int, str] = {}
     failures: dict[int, Failure] = {}
     deadline = float("inf")

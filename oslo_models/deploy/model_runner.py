@@ -176,7 +176,9 @@ def _store_of_rank_0(setup: Setup, send: Send, join: Callable[[], Join]) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if setup.rank == 0:
-        listener = socket.create_server((setup.host, 0))  # the store's own socket would listen on all interfaces
+        listener = socket.create_server(
+            (setup.host, setup.port)
+        )  # the store's own socket would listen on all interfaces
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
         store = TCPStore(setup.host, port, setup.world_size, is_master=True, **options)

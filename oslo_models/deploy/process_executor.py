@@ -47,6 +47,10 @@ class Executor(Protocol):
     def host(self) -> str:
         """The address at which the other ranks reach rank 0."""
 
+    @property
+    def port(self) -> int:
+        """The port at which rank 0 listens; 0: a free one."""
+
     def send(self, rank: int, message: tuple[Any, ...]) -> None:
         """Send to one worker without waiting for it; `receive` reports a worker that has died."""
 
@@ -92,11 +96,13 @@ class ProcessExecutor:
     """Processes on this host, each connected by a socket pair.
 
     A worker exits when its connection closes, so none outlives the application, however that ends.
+
+    Args:
+        host, port: of the store at which they meet; port 0: a free one.
     """
 
-    host = LOOPBACK
-
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, host: str = LOOPBACK, port: int = 0) -> None:
+        self.host, self.port = host, port
         self.processes: list[Process] = []
         self._senders: list[_Sender] = []
         self._incoming, self._ready = select.poll(), list[tuple[int, int]]()

@@ -194,10 +194,14 @@ class Deployment(RemoteModule):
         except AssertionError as error:  # torch without CUDA
             raise RuntimeError(f"{error}: {visible_gpus()}; the workers go on") from None
         self.close()
+        return self._make_full().to(*args, **kwargs)
+
+    def _make_full(self) -> Any:
+        """The full model in this process, once the workers have ended."""
         model = self._construct_locally()
         for arguments, options in self._fuse_calls:
             model.fuse(*arguments, **options)
-        return model.to(*args, **kwargs)
+        return model
 
     def cuda(self, device: Any = None) -> Any:
         """`to` the GPU."""
@@ -263,7 +267,7 @@ def deploy(
         raise ValueError(
             f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
         ) from error
-    start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving.deploy_secret)
+    start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving)
     engine = Engine(ranks, max(1, torch.get_num_threads() // ranks), make, start_executor)
     model = object.__new__(deployed_class(Deployment, cls))
     batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)

@@ -78,6 +78,8 @@ class TorchrunExecutor(ProcessExecutor):
         secret: known to the processes of the launcher and nobody else; required if they are on several hosts.
     """
 
+    port = 0
+
     def __init__(self, count: int, secret: str | None = None) -> None:
         self._launcher = _launcher_processes(secret)
         self.host = self._launcher.host

@@ -244,6 +244,14 @@ def mark_parameter(param: nn.Parameter, sharding: Sharding) -> None:
     mark(param, sharding, ReplicatedParameter if is_full else ShardedParameter)
 
 
+def unmark_parameter(param: Any) -> None:
+    """Make a parameter that was marked a plain one again, in place."""
+    if isinstance(param, _Parameter):
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
+    for name in ("sharding", "ds_pipe_replicated", "model_parallel"):
+        vars(param).pop(name, None)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The elements of a shard as a plain tensor that shares their memory, without gradients."""
     with without_override():

@@ -79,7 +79,8 @@ class ParallelExperts(_ShardedModule):
     @contextmanager
     def _own_share_of_bias(self) -> Iterator[None]:
         """While active, a replicated bias of the outputs is this rank's share of it: they are summed with it."""
-        bias = None if self.over_ranks else self._parameters.get("down_proj_bias")
+        # As an attribute: `_parameters` may hold a part of it.
+        bias = None if self.over_ranks else getattr(self, "down_proj_bias", None)
         if bias is not None:
             self.__dict__["down_proj_bias"] = copy_to(self.tp, bias) / self.tp.size  # found before the parameter
         try:

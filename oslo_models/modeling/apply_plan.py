@@ -32,6 +32,7 @@ from oslo_models.layers.linear import (
 )
 from oslo_models.layers.norm import HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
+from oslo_models.modeling.quantizing import shard_of
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import (
     ColumnParallel,
@@ -141,7 +142,7 @@ def apply_plan(
         module = model.get_submodule(owner)
         full = getattr(module, leaf)
         if layout.dim is not None:
-            local = layout.shard(full.detach(), tp.rank).clone()
+            local = shard_of(full.detach(), layout, tp.rank, name)
             setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
             _set_local_sizes(module)
     if stream is not None:

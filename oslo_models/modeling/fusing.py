@@ -29,6 +29,7 @@ class FusableModel(PreTrainedModel):
     gather_logits: bool | None = None
     _fusion: Fusion | None = None
     _fuses_ngrams: bool = False
+    _fuses_ngrams_by_default: bool = False
     _decodes_in_graphs: bool = False
     _decoders: Decoders | None = None
 
@@ -129,7 +130,7 @@ class FusableModel(PreTrainedModel):
     def fuse_ngram_blocking(self, wanted: bool | None) -> None:
         """Set whether the ``generate`` that begins blocks repeated n-grams with `oslo_kernels.ngrams`."""
         if wanted is None:
-            wanted = getattr(self.config, "fused_no_repeat_ngram_blocking", False)
+            wanted = getattr(self.config, "fused_no_repeat_ngram_blocking", self._fuses_ngrams_by_default)
         self._fuses_ngrams = bool(wanted)
 
     def _prepare_cache_for_generation(

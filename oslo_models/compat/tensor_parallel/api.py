@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.compat.oslo2 import initialize, zoo_class
 from oslo_models.compat.tensor_parallel.autograd import ThreadShards, run_on_threads
-from oslo_models.compat.tensor_parallel.zero3 import shard_replicated
+from oslo_models.compat.tensor_parallel.zero3 import shard_shared
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.devices import require_gpus, visible_gpus
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.thread_group import ThreadGroup
+from oslo_models.modeling.full_model import plain_view
+from oslo_models.modeling.quantizing import check_not_quantized, copy_to_device, refuse_layers_of_libraries
 from oslo_models.modeling.saving import original_class
 from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Plan
@@ -28,7 +32,6 @@ Device = torch.device | str | int
 
 _REFUSED = {
     "tensor_parallel_config": "the sharding plan of the architecture is used: `oslo-models list`",
-    "delay_init": "pass a model made under accelerate.init_empty_weights(), and load its weights afterwards",
 }
 """Arguments of the original that are not supported, and what to do instead."""
 _NO_ADAPTERS = (
@@ -47,15 +50,17 @@ def tensor_parallel(
     sharded_param_names: Sequence[str] | None = None,
     *,
     output_device: Device | None = None,
+    output_device_index: int | None = None,
+    delay_init: bool = False,
     gather_logits: bool | None = None,
     plan: Plan | Callable[[Any], Plan] | None = None,
     **options: Any,
 ) -> Any:
     """Shard a transformers model over devices of this process, without a launcher, for training and generation.
 
-    The returned model has the same transformers class, and the shards of all devices as its parameters; replicated
-    parameters are on each device. Its ``state_dict`` and ``save_pretrained`` are those of the full model. Ranks are
-    threads of this process that take turns (`oslo_models.distributed.thread_group`).
+    The returned model has the same transformers class, and the shards of all devices as its parameters. Its
+    ``state_dict`` and ``save_pretrained`` are those of the full model. Ranks are threads of this process, which take
+    turns (`oslo_models.distributed.thread_group`).
 
     Args:
         model: a full model of a class that the zoo has, preferably on the CPU. It is not changed. If it was made under
@@ -64,10 +69,14 @@ def tensor_parallel(
         device_ids: the device of each rank: ``["cuda:0", "cuda:1"]``, ``[0, 1]``, ``["cpu", "cpu"]``; default: all
             GPUs.
         distributed: ``True``: each process, started by ``torchrun``, is a rank, as with `initialize`.
-        sharded: also shard trained parameters that would be replicated, such as norms, and gather them for their use
-            (ZeRO stage 3): slower, but each parameter, gradient and optimizer state is stored once.
+        sharded: also shard trained parameters that several devices need, such as norms and shared key-value heads, and
+            gather them for their use (ZeRO stage 3): each parameter, gradient and optimizer state is stored once. On by
+            default; ``False`` replicates them, which is faster.
         sharded_param_names: the parameters to shard so; default: all.
-        output_device: the device of the outputs; default: the first device.
+        output_device: the device of the outputs; default: the first device. ``output_device_index``: its index among
+            the devices.
+        delay_init: leave the shards where the model is until the first call, which moves them to their devices: for
+            weights that are loaded or changed before.
         gather_logits: as with `ParallelModel.from_pretrained_with_parallel`.
         plan: as with `initialize`.
 
@@ -88,30 +97,38 @@ def tensor_parallel(
             raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 shards the rest")
         start_process_group()
         sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
-        return initialize(model, {"model_parallelism": sizes}, plan)
-    devices = _devices(device_ids)
-    output = devices[0] if output_device is None else _device(output_device)
-    require_gpus("output_device", [output], "leave it out for the first of device_ids")
-    arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits, plan=plan)
-    arguments.check({})
+        return initialize(model, {"model_parallelism": sizes}, plan=plan)
+    if os.environ.get("TENSOR_PARALLEL_USE_NATIVE"):
+        warnings.warn(
+            "TENSOR_PARALLEL_USE_NATIVE is set and changes nothing: the devices of one process always exchange tensors "
+            "by torch's own copies and sums, not by NCCL",
+            stacklevel=2,
+        )
     if getattr(model, "peft_config", None):
         raise ValueError(_NO_ADAPTERS)
+    devices = _devices(device_ids)
+    output = _output_device(devices, output_device, output_device_index)
+    arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits, plan=plan)
+    arguments.check({})
     cls = zoo_class(model, may_be_empty=True, plan=plan)
+    model = plain_view(model)
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
             f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint has them all: make it "
             "under accelerate.init_empty_weights(), which leaves them out"
         )
+    refuse_layers_of_libraries(model)
     arguments.check_config(cls, model.config)
     threads = ThreadGroup(devices, _has_numpy(model))
     config = copy.deepcopy(model.config)  # shared by all parts
-    parts = [_part(model, cls, config, threads, rank) for rank in range(threads.size)]
+    places = [torch.device("cpu")] * len(devices) if delay_init else devices
+    parts = [_part(model, cls, config, threads, rank, places[rank]) for rank in range(threads.size)]
     for part in parts:
         part.gather_logits = gather_logits
-    if sharded or sharded_param_names:
-        shard_replicated(parts, sharded_param_names)
+    if (sharded is not False or sharded_param_names) and threads.size > 1:
+        shard_shared(parts, sharded_param_names)
     sharded_model = _join_parts(model, cls, parts, threads, output)
-    sharded_model.config = config
+    sharded_model.config, sharded_model.waits_for_call = config, delay_init
     return sharded_model
 
 
@@ -120,6 +137,18 @@ def _device(device: Device) -> torch.device:
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     is_current = found == torch.device("cuda") and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if is_current else found
+
+
+def _output_device(devices: Sequence[torch.device], device: Device | None, index: int | None) -> torch.device:
+    if device is not None and index is not None:
+        raise ValueError(f"output_device={device!r} and output_device_index={index!r}: pass one of them")
+    if index is None:
+        output = devices[0] if device is None else _device(device)
+        require_gpus("output_device", [output], "leave it out for the first of device_ids")
+        return output
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(devices):
+        raise ValueError(f"output_device_index must be from 0 to {len(devices) - 1}, got {index!r}")
+    return devices[index]
 
 
 def _devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
@@ -141,21 +170,28 @@ def _has_numpy(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _part(model: Any, cls: type, config: PreTrainedConfig, threads: ThreadGroup, rank: int) -> Any:
-    """The part of one rank, on its device, created without a copy of the full model."""
+def _part(
+    model: Any, cls: type, config: PreTrainedConfig, threads: ThreadGroup, rank: int, device: torch.device
+) -> Any:
+    """The part of one rank, on a device, created without a copy of the full model."""
     part: Any = copy.deepcopy(model, {id(model.config): config, **{id(param): param for param in model.parameters()}})
     part.__class__ = cls
     before = dict(part.named_parameters(remove_duplicate=False))
     part._shard(ParallelMesh.of_thread(threads, rank), None)
-    device, made = threads.devices[rank], {}
+    made: dict[int, nn.Parameter] = {}
     for name, param in list(part.named_parameters(remove_duplicate=False)):
         full = before[name]
         if id(full) not in made:  # tied parameters are one object
-            own = param.detach() if param.is_meta else param.to(device, copy=param is full)
+            own = param.detach() if param.is_meta else copy_to_device(param, device, copy=param is full)
             made[id(full)] = nn.Parameter(own, full.requires_grad)
         owner, _, leaf = name.rpartition(".")
         part.get_submodule(owner)._parameters[leaf] = made[id(full)]
-    return part._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # meta tensors are loaded later
+    return _moved(part, device)
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    """The part itself, with its tensors on the device; meta tensors are loaded later."""
+    return part._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def _join_parts(
@@ -184,15 +220,25 @@ class TensorParallelModel(PreTrainedModel):
         parts: the models of the ranks, each of the class of the zoo.
         threads: the group of the ranks.
         output_device: the device of the outputs.
+        waits_for_call: whether the first call has to move the parts to their devices.
     """
 
     parts: nn.ModuleList
     threads: ThreadGroup
     output_device: torch.device
+    waits_for_call: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As that of the transformers class, with the same errors. One call allows one backward pass."""
+        self._move_parts()
         return run_on_threads(self.parts, self.threads, self.output_device, *args, **kwargs)
+
+    def _move_parts(self) -> None:
+        """Move the parts to their devices, once."""
+        if self.waits_for_call:
+            for part, device in zip(self.parts, self.threads.devices, strict=True):
+                _moved(part, device)
+            self.waits_for_call = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch's, but each parameter of the full model counts once: torch would count replicated ones repeatedly.
@@ -208,6 +254,27 @@ class TensorParallelModel(PreTrainedModel):
         part: Any = self.parts[0]
         count: int = part.num_parameters(only_trainable, exclude_embeddings)
         return count
+
+    def deparallelize(self) -> Any:
+        """A full model of the transformers class on the CPU, with copies of the weights; this one stays as it is."""
+        original: Any = next(
+            base for base in type(self).__mro__[1:] if base.__module__.startswith("transformers.models.")
+        )
+        part, state = self.parts[0], self.state_dict()
+        trained = {name: param.requires_grad for name, param in part.named_parameters(remove_duplicate=False)}
+        full = original.from_pretrained(
+            None,
+            config=copy.deepcopy(self.config),
+            state_dict=state,
+            dtype=self.dtype,
+            attn_implementation=self.config._attn_implementation,
+        )
+        for name, tensor in full.state_dict(keep_vars=True).items():  # each in its own type
+            tensor.data = state[name].clone()
+            tensor.requires_grad_(trained.get(name, False))
+        if full.can_generate():
+            full.generation_config = copy.deepcopy(self.generation_config)
+        return full.train(self.training)
 
     @property
     def device(self) -> torch.device:
@@ -237,6 +304,7 @@ class TensorParallelModel(PreTrainedModel):
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """The encoders of all parts as one module."""
+        self._move_parts()
         parts: Any = self.parts
         return ThreadShards([part.get_encoder(*args, **kwargs) for part in parts], self.threads, self.output_device)
 
@@ -293,6 +361,7 @@ def save_tensor_parallel(model: nn.Module) -> Iterator[nn.Module]:
 def _merge_state(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Merge the state of the parts into that of the full model, in host memory; tied tensors share memory."""
     parts = [_pop_prefixed(state, f"{prefix}parts.{rank}.") for rank in range(len(model.parts))]
+    check_not_quantized(parts[0], "full weights are not put together from such shards: the original model has them")
     params = dict(model.parts[0].named_parameters(remove_duplicate=False))
     made: dict[int, Tensor] = {}
     for name, first in parts[0].items():
