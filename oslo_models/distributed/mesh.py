@@ -172,7 +172,7 @@ class ParallelMesh:
         mesh.device, mesh.device_mesh, mesh._created, mesh.destroyed = threads.devices[rank], None, [], False
         mesh.tp = mesh.model = mesh.world = Axis("tp", rank, tuple(range(threads.size)), None, threads=threads)
         mesh.dp, mesh.pp = (Axis(name, 0, (0,), None) for name in ("dp", "pp"))
-        mesh.pp_back = mesh.pp
+        mesh.pp_back, mesh.expert_parallel_size = mesh.pp, 1
         return mesh
 
     def _model_axis(self) -> Axis:
