@@ -68,8 +68,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format --quiet .
 
-# the table of architectures, between its markers in docs/models.md
+# the table of architectures in docs/models.md, and those of docs/migration/documents.md, between their markers
 table: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m support.document_rows
 	$(BIN)/python -c "from pathlib import Path; from oslo_models.cli.support_table import update_table; \
 		page = Path('docs/models.md'); page.write_text(update_table(page.read_text()))"
 

@@ -170,7 +170,7 @@ class Schedule:
             finished = running.state == "ended"
             code = self._remove(running, measuring)
             if not finished:
-                self.report(running.case, {"state": "failed", "error": f"exit code {code}\n{running.said()}"})
+                self.report(running.case, {"state": "failed", "error": f"{running.said()}\nexit code {code}"})
             self.report(running.case, {"state": "done", "seconds": round(running.used, 1)})
 
     def _charge(self, seconds: float) -> None:
@@ -193,7 +193,7 @@ class Schedule:
                 if message.pop("kind") == "row":
                     self.report(running.case, message)
         self._remove(running, running.state == "measuring")
-        self.report(running.case, {"state": state, "error": f"{why}\n{running.said()}"})
+        self.report(running.case, {"state": state, "error": f"{running.said()}\n{why}"})
 
     def _remove(self, running: Running, measured: bool) -> int:
         self.selector.unregister(running.rows)

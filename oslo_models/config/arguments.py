@@ -54,6 +54,8 @@ class Arguments:
     blocks_per_stage: Sequence[int] | None = None
     check_inputs: bool | int | str = True
     dequantize: bool = False
+    share_loss: bool = False
+    share_logits: bool = False
     expert_parallel_size: int = 1
     plan: Plan | Callable[[Any], Plan] | None = None
 
@@ -83,8 +85,11 @@ class Arguments:
         when = self.check_inputs
         if not isinstance(when, bool) and when != "always" and not (isinstance(when, int) and when > 0):
             raise ValueError(f'check_inputs must be True, False, "always" or an integer of at least 1, got {when!r}')
-        if not isinstance(self.dequantize, bool):
-            raise ValueError(f"dequantize must be True or False, got {self.dequantize!r}")
+        for name in ("dequantize", "share_loss", "share_logits"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.share_logits and self.gather_logits is False:
+            raise ValueError("share_logits=True needs logits, which gather_logits=False leaves out; pass one of them")
         if self.plan is not None and not isinstance(self.plan, Plan) and not callable(self.plan):
             raise ValueError(f"plan must be a Plan or a function from a configuration to one, got {self.plan!r:.100}")
         blocks = self.blocks_per_stage

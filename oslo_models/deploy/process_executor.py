@@ -28,6 +28,14 @@ _LAUNCHER_VARIABLES = (
 )
 
 
+LOOPBACK = "127.0.0.1"
+"""The address of rank 0 when all workers are on this host."""
+
+
+SECRET_VARIABLE = "OSLO_MODELS_DEPLOY_SECRET"
+"""The environment variable by which a worker gets the secret of its deployment from the process that starts it."""
+
+
 class Executor(Protocol):
     """Workers, one for each rank: started by its constructor, ended by `kill`."""
 
@@ -86,7 +94,7 @@ class ProcessExecutor:
     A worker exits when its connection closes, so none outlives the application, however that ends.
     """
 
-    host = "127.0.0.1"
+    host = LOOPBACK
 
     def __init__(self, count: int) -> None:
         self.processes: list[Process] = []
@@ -195,16 +203,21 @@ class _Sender:
         self._outbox.put(None)
 
 
-def start_worker(theirs: socket.socket, local_rank: int, loopback: bool = True) -> subprocess.Popen[bytes]:
+def start_worker(
+    theirs: socket.socket, local_rank: int, loopback: bool = True, secret: str | None = None
+) -> subprocess.Popen[bytes]:
     """Start a worker on this host.
 
     Args:
         theirs: its end of the connection.
         local_rank: the index of its GPU on this host.
         loopback: all workers are on this host, so gloo needs the loopback interface only.
+        secret: of the deployment; passed on in the environment, which only this user can read.
     """
     environment = {key: value for key, value in os.environ.items() if not _is_launcher_variable(key)}
     environment |= {"LOCAL_RANK": str(local_rank), "TOKENIZERS_PARALLELISM": "false"}
+    if secret is not None:
+        environment[SECRET_VARIABLE] = secret
     if loopback:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -21,6 +21,7 @@ from oslo_models.checkpoint.quantized import take_quantization
 from oslo_models.config.arguments import Arguments, check_unused, is_timeout, of_class, parse_dtype
 from oslo_models.config.sources import open_source, read_generation_config
 from oslo_models.deploy.batching import Batcher
+from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
 from oslo_models.deploy.options import OF_DEPLOYMENT, DeployOptions, executor_of
@@ -69,11 +70,13 @@ class Deployment(RemoteModule):
         streamer: Any = None,
         timeout: float | None = None,
         seed: int | None = None,
+        cancellation: Cancellation | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As transformers' ``generate``; the tokens are on the CPU.
+        """As transformers' ``generate``; the tokens are on the CPU. ``cancellation`` ends it from another thread.
 
         Raises:
+            CallCancelled: by ``cancellation``.
             TimeoutError: no answer within ``timeout`` seconds.
             EngineError: the workers died, hang or were closed.
             ValueError: an argument cannot be sent, is rejected by transformers, or overflows the logits.
@@ -86,6 +89,7 @@ class Deployment(RemoteModule):
         check_generation(kwargs, self.generation_config)
         changed = None if self.generation_config == self._sent_config else self.generation_config
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
+        options["cancellation"] = cancellation
         return self._batcher.generate(kwargs, options, self.generation_config)
 
     def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:

@@ -55,6 +55,9 @@ def start(model: Any, arguments: Arguments, are_random: bool = False) -> None:
     """What is left to do when this rank's part of a model has its weights; a collective of all ranks."""
     assert model.mesh is not None
     model.gather_logits = arguments.gather_logits
+    model.share_loss, model.share_logits = arguments.share_loss, arguments.share_logits
+    if model.share_logits:
+        model.gather_logits = True
     model.micro_batch_size = arguments.micro_batch_size
     model.check_inputs = InputCheck(arguments.check_inputs)
     synchronize(model.mesh.tp, model.mesh.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import oslo_models
 from oslo_models.deploy import options as serving
 
 from support import deployment, zoo
-from support.documents import run_block
+from support.documents import ADAPTED, run_block
 from support.pool import Pool
 
 CREATION = """
@@ -49,27 +50,49 @@ model.memory_reserved()
 model.memory_chached()
 """
 
-MANAGING = """
-model.cpu()
+ON_THE_GPU = """
+model.cuda()
+
+print(torch.cuda.memory_summary(0))
+print(torch.cuda.memory_summary(1))
 """
+
+ON_THE_CPU = """
+model.cpu()
+
+print(torch.cuda.memory_summary(0))
+print(torch.cuda.memory_summary(1))
+"""
+MOVED = {  # without a GPU, weights move to the CPU both times
+    "model.cuda()": 'model.to("cpu")',
+    "print(torch.cuda.memory_summary(0))": "print(sum(param.numel() for param in model.parameters()))",
+    "print(torch.cuda.memory_summary(1))": "",
+}
 
 
 def test_parallelformers_document_runs_as_printed(pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.start(1)  # and with it the server that workers are forked from
     monkeypatch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
-    half = hub(torch.float32).half().eval()
+    half, variables = hub(torch.float32).half().eval(), dict(os.environ)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         made = run_block(CREATION, PARALLELIZATION, INFERENCE, STATES)
     model, inputs = made["model"], made["inputs"]
     assert "cpu:1:\n" in printed.getvalue() and "Output: Parallelformers is" in printed.getvalue()
     assert isinstance(model, oslo_models.GPT2LMHeadModel) and model.dtype == torch.float16
     torch.testing.assert_close(model(**inputs).logits, half(**inputs).logits, rtol=0.02, atol=0.02)
+    assert dict(os.environ) == variables
     pids = model._engine.pids
     model.restart()
     assert model._engine.pids != pids
     torch.testing.assert_close(model(**inputs).logits, half(**inputs).logits, rtol=0.02, atol=0.02)
-    run_block(MANAGING, model=model)
-    assert not hasattr(model, "health") and torch.equal(model(**inputs).logits, half(**inputs).logits)
+    for original, adapted in MOVED.items():
+        monkeypatch.setitem(ADAPTED, original, adapted)
+    monkeypatch.delitem(ADAPTED, ".cuda()")
+    for block in (ON_THE_GPU, ON_THE_CPU):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            run_block(block, model=model)
+        assert int(printed.getvalue()) == half.num_parameters()
+        assert not hasattr(model, "health") and torch.equal(model(**inputs).logits, half(**inputs).logits)
     weights = model.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in half.state_dict().items())
 

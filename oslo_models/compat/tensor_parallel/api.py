@@ -92,10 +92,10 @@ def tensor_parallel(
     devices = _devices(device_ids)
     output = devices[0] if output_device is None else _device(output_device)
     require_gpus("output_device", [output], "leave it out for the first of device_ids")
-    if getattr(model, "peft_config", None):
-        raise ValueError(_NO_ADAPTERS)
     arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits, plan=plan)
     arguments.check({})
+    if getattr(model, "peft_config", None):
+        raise ValueError(_NO_ADAPTERS)
     cls = zoo_class(model, may_be_empty=True, plan=plan)
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
