@@ -88,7 +88,7 @@ bench: $(READY)
 # environment, whose torch supports the GPU: make rehearse-gpu BIN=/path/to/its/bin
 OUT ?= rehearsal
 rehearse-gpu: $(if $(filter .venv/bin,$(BIN)),$(READY))
-	PYTHONPATH=.:kernels $(BIN)/python -m benchmarks.rehearse all --out $(OUT) $(ARGS)
+	PYTHONPATH=.:kernels:$$PYTHONPATH $(BIN)/python -m benchmarks.rehearse all --out $(OUT) $(ARGS)
 
 # the peers that a machine without network lacks, for --wheels; for its Python, which is named here
 rehearse-wheels:

@@ -96,7 +96,10 @@ OSLO_1 = {
         _MODELS,
         f"{_BAD}arguments_of_transformers_and_of_classes_are_taken",
     ),
-    "A13": _row("`parallelize(model, tensor_parallel_size=...)`"),
+    "A13": _row(
+        "`parallelize(model, tensor_parallel_size=...)`",
+        "documents/test_parallelformers_document.py::test_parallelize_of_oslo_shards_an_existing_model",
+    ),
     "A14": _row("`MPU(2, 2)` makes the groups of a layout", _GROUPS),
     "A15": _row("groups of the tensor, pipeline, data and model axes", _GROUPS),
     "A16": _row(
@@ -173,6 +176,7 @@ OSLO_1 = {
     "A41": _row(
         "`save_pretrained_with_parallel` and its arguments",
         _MODELS,
+        "checkpoint/test_save_arguments.py::test_arguments_of_saving",
         note="the text says `save_with_merge`, the code `save_with_merging`: both work",
     ),
     "A42": _row("split files `pytorch_model_tp=0_pp=0.bin`", _MODELS, f"{_BAD}saving_into_a_file_is_rejected"),
@@ -183,7 +187,9 @@ OSLO_1 = {
         note="the weights of its own stage only; files of OSLO 1 load",
     ),
     "A44": _row(
-        "saving from one process", "checkpoint/test_checkpoint_saving.py::test_merged_files_equal_those_of_transformers"
+        "saving from one process",
+        "checkpoint/test_checkpoint_saving.py::test_merged_files_equal_those_of_transformers",
+        "checkpoint/test_save_arguments.py::test_one_process_saves_what_transformers_loads",
     ),
     "A45": _row(
         "merged checkpoints",
@@ -194,6 +200,8 @@ OSLO_1 = {
     "A46": _row(
         "`save_config`, `save_function`, `state_dict`",
         "checkpoint/test_checkpoint_saving.py::test_save_function_writes_bin_files",
+        "checkpoint/test_save_arguments.py::test_arguments_of_saving",
+        "checkpoint/test_save_arguments.py::test_checkpoints_are_uploaded_to_a_hub",
     ),
     "A47": _row(
         "`model.fuse()`", _FUSION, "fusion/test_fusion.py::test_unfuse_restores_every_bit", note="`unfuse()` undoes it"
@@ -288,7 +296,13 @@ OSLO_2 = {
         f"{_TUTORIAL}unsupported_parallel_configurations_are_rejected",
         note="the first line of the printed file, `// oslo-config.json`, is its name and no JSON",
     ),
-    "B3": _row("sections of the configuration", f"{_TUTORIAL}unsupported_parallel_configurations_are_rejected"),
+    "B3": _row(
+        "sections of the configuration",
+        f"{_TUTORIAL}unsupported_parallel_configurations_are_rejected",
+        "compat/test_oslo2_sections.py::test_activation_checkpointing_gives_the_gradients_of_one_process",
+        "compat/test_oslo2_sections.py::test_kernel_fusion_fuses",
+        "compat/test_oslo2_sections.py::test_tp_mapping_names_layers_of_the_model",
+    ),
     "B4": _row(
         "`enable`",
         _PRINTED,
@@ -306,7 +320,11 @@ OSLO_2 = {
         _PRINTED,
         f"{_TUTORIAL}tutorial_with_stages_matches_one_process",
     ),
-    "B8": _row("`save_parallelized`, files `pytorch_model_tp_0_pp_0.bin`", _PRINTED),
+    "B8": _row(
+        "`save_parallelized`, files `pytorch_model_tp_0_pp_0.bin`",
+        _PRINTED,
+        "checkpoint/test_save_arguments.py::test_checkpoints_are_uploaded_to_a_hub",
+    ),
     "B9": _row(
         "`from_parallelized`", _PRINTED, f"{_TUTORIAL}missing_weights_are_rejected", note="missing weights are an error"
     ),
@@ -328,7 +346,12 @@ PARALLELFORMERS = {
         _SERVED,
         "deploy/test_deploy_start.py::test_arguments_are_checked_before_anything_starts",
     ),
-    "C4": _row("`generate` and calls with tensors on the CPU", _SERVED),
+    "C4": _row(
+        "`generate` and calls with tensors on the CPU",
+        _SERVED,
+        "deploy/test_remote_module.py::test_attributes_are_those_of_the_full_model",
+        "deploy/test_remote_module.py::test_methods_of_clip_run_in_the_workers",
+    ),
     "C5": _row(
         "a Flask application",
         "server/test_serve.py::test_flask_script_of_the_documents_runs",
@@ -340,9 +363,17 @@ PARALLELFORMERS = {
         _SERVED,
         note="numbers of bytes; `memory_cached` too",
     ),
-    "C7": _row("`.cuda()`, `.cpu()`, `.to()` end the workers", _SERVED),
+    "C7": _row(
+        "`.cuda()`, `.cpu()`, `.to()` end the workers",
+        _SERVED,
+        "compat/test_back_and_forth.py::test_model_goes_through_the_front_doors_in_any_order",
+    ),
     "C8": _row("the list of models", "deploy/test_deploy_zoo.py::test_deployed_architectures_answer_as_transformers"),
-    "C9": _row("`custom_policies`"),
+    "C9": _row(
+        "`custom_policies`",
+        "compat/test_policies.py::test_a_model_with_a_policy_answers_as_before",
+        "compat/test_policies.py::test_policies_that_do_not_fit_are_refused",
+    ),
 }
 
 TENSOR_PARALLEL = {
@@ -364,6 +395,7 @@ TENSOR_PARALLEL = {
     "D4": _row(
         "`sharded`: other parameters over the devices",
         "compat/test_tensor_parallel_weights.py::test_sharded_step_matches_transformers",
+        "compat/test_tensor_parallel_weights.py::test_devices_hold_each_parameter_once",
     ),
     "D5": _row(
         "`distributed=True`",
@@ -380,8 +412,16 @@ TENSOR_PARALLEL = {
         _DISPATCH,
         note="the printed loop goes over `state_dict`, not over the converted one",
     ),
-    "D8": _row("`TENSOR_PARALLEL_USE_NATIVE=1`"),
-    "D9": _row("adapters and quantised weights"),
+    "D8": _row(
+        "`TENSOR_PARALLEL_USE_NATIVE=1`",
+        "compat/test_tensor_parallel_weights.py::test_native_collectives_are_the_only_ones",
+        note="nothing to switch: devices of one process exchange tensors by copies and sums of torch",
+    ),
+    "D9": _row(
+        "adapters and quantised weights",
+        "ecosystem/test_quantized_tensor_parallel.py::test_weights_of_torchao_are_sharded",
+        note="torchao; layers of bitsandbytes and adapters on threads are refused with the way out",
+    ),
 }
 
 DOCUMENTS = {
@@ -390,7 +430,7 @@ DOCUMENTS = {
     "parallelformers, readme": PARALLELFORMERS,
     "tensor_parallel, readme": TENSOR_PARALLEL,
 }
-NOT_SHOWN = {"A13", "C9", "D8", "D9"}
+NOT_SHOWN: set[str] = set()
 """Rows without a test. The page says so; a row leaves this set when it gets one."""
 
 
