@@ -1,5 +1,5 @@
 # Everything runs in .venv, which the first target creates and which is updated when setup.py or constraints.txt change.
-.PHONY: venv demo test test-zoo check lint types imports docs format table plots bench bench-gpu clean
+.PHONY: venv demo test test-zoo check lint types imports docs format table plots bench rehearse-gpu rehearse-wheels clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -68,8 +68,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format --quiet .
 
-# the table of architectures, between its markers in docs/models.md
+# the table of architectures in docs/models.md, and those of docs/migration/documents.md, between their markers
 table: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m support.document_rows
 	$(BIN)/python -c "from pathlib import Path; from oslo_models.cli.support_table import update_table; \
 		page = Path('docs/models.md'); page.write_text(update_table(page.read_text()))"
 
@@ -83,10 +84,15 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.table --write docs/benchmarks.md
 	$(BIN)/python -m benchmarks.plots
 
-# needs a GPU and an environment whose torch supports it: make bench-gpu BIN=/path/to/its/bin
-bench-gpu:
-	PYTHONPATH=.:kernels $(BIN)/python -m pytest --quiet -m gpu
-	PYTHONPATH=.:kernels $(BIN)/python -m benchmarks.gpu
+# everything about one GPU, in four parts of under ten minutes; without a GPU a dry run of some minutes. For another
+# environment, whose torch supports the GPU: make rehearse-gpu BIN=/path/to/its/bin
+OUT ?= rehearsal
+rehearse-gpu: $(if $(filter .venv/bin,$(BIN)),$(READY))
+	PYTHONPATH=.:kernels:$$PYTHONPATH $(BIN)/python -m benchmarks.rehearse all --out $(OUT) $(ARGS)
+
+# the peers that a machine without network lacks, for --wheels; for its Python, which is named here
+rehearse-wheels:
+	$(PYTHON) -m pip -qq download --no-deps --only-binary=:all: --python-version 3.12 --dest $(OUT) liger-kernel
 
 clean:
 	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

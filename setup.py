@@ -106,6 +106,7 @@ setup(
         ],
         # dequantize=True of their formats, TorchAoConfig
         "quantization": ["bitsandbytes>=0.48", "compressed-tensors>=0.13", "torchao>=0.15"],
+        "grammar": ["llguidance>=1.2"],  # json_schema, regular expressions and grammars of the server
         "ray": ["ray>=2.40"],  # deploy_backend="ray"
         "serve": SERVE,
         "dev": [
@@ -115,6 +116,7 @@ setup(
             "flask",
             "hypothesis",
             "import-linter",
+            "llguidance>=1.2",
             "megatron-core",
             "mypy",
             "openai",

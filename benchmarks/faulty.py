@@ -43,11 +43,13 @@ class ForkedExecutor(ProcessExecutor):
         return process, WorkerConnection(ours)
 
 
-def start_forked_worker(theirs: socket.socket, local_rank: int, loopback: bool = True) -> Any:
+def start_forked_worker(
+    theirs: socket.socket, local_rank: int, loopback: bool = True, secret: str | None = None
+) -> Any:
     """As `oslo_models.deploy.process_executor.start_worker`."""
     conn = Connection(os.dup(theirs.fileno()))
     context = multiprocessing.get_context("forkserver")
-    process: Any = context.Process(target=_work, args=(conn, local_rank), daemon=True)
+    process: Any = context.Process(target=_work, args=(conn, local_rank, secret), daemon=True)
     process.start()
     conn.close()
     return _Forked(process)
@@ -68,11 +70,11 @@ class _Forked:
         return self.returncode
 
 
-def _work(conn: Connection, local_rank: int) -> None:
+def _work(conn: Connection, local_rank: int, secret: str | None) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update({"LOCAL_RANK": str(local_rank), "GLOO_SOCKET_IFNAME": "lo"})
-    Worker(WorkerConnection(socket.socket(fileno=os.dup(conn.fileno())))).run()
+    Worker(WorkerConnection(socket.socket(fileno=os.dup(conn.fileno()))), secret=secret).run()
 
 
 def server_address() -> Any:

@@ -20,7 +20,7 @@ FIELDS = (
     *("value", "min", "max", "repeats", "ratio", "ratio to"),
 )
 RESULTS = Path(__file__).with_name("results.csv")
-CHANGES = ("--", ".", ":!benchmarks/results.csv", ":!docs/benchmarks.md")
+CHANGES = ("--", ".", ":!benchmarks/results*.csv", ":!docs/benchmarks.md", ":!docs/develop/gpu.md")
 """Uncommitted changes to these paths mark the commit of a measurement as dirty."""
 
 
@@ -45,7 +45,10 @@ def stamp() -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:  # there is no git
+        return ""
     return done.stdout.strip()
 
 

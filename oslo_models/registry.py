@@ -134,16 +134,17 @@ def load(model_type: str) -> ModuleType:
 
 
 def names(model_type: str) -> list[str]:
-    """The public names of an architecture: its classes, its configuration, and the layers that can be fused."""
+    """The public names of an architecture: its classes, transformers' base of them, its configuration and layers."""
     prefix = ARCHITECTURES[model_type]
     return sorted(name for name in vars(load(model_type)) if name.startswith(prefix) and name != f"{prefix}Parallel")
 
 
 def model_classes(model_type: str) -> dict[str, type]:
-    """The model classes of an architecture by name."""
+    """The model classes of an architecture by name, without transformers' base of them."""
     from transformers import PreTrainedModel
 
-    found = {name: getattr(load(model_type), name) for name in names(model_type)}
+    base = f"{ARCHITECTURES[model_type]}PreTrainedModel"
+    found = {name: getattr(load(model_type), name) for name in names(model_type) if name != base}
     return {name: cls for name, cls in found.items() if isinstance(cls, type) and issubclass(cls, PreTrainedModel)}
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from oslo_kernels.language import jit, launch, power_of_two, rows_of, tl, wide
+from oslo_kernels.operation import operation
 
 
 def new_seed(device: torch.device) -> int:
@@ -37,7 +38,7 @@ def reference(x: Tensor, bias: Tensor | None, residual: Tensor, keep: Tensor, p:
     return (residual + torch.where(keep, h / (1.0 - p), 0.0)).to(x.dtype)
 
 
-@torch.library.custom_op("oslo::bias_dropout_residual", mutates_args=())
+@operation("oslo::bias_dropout_residual")
 def bias_dropout_residual(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: int) -> Tensor:
     """``residual + dropout(x + bias)``.
 
@@ -49,7 +50,7 @@ def bias_dropout_residual(x: Tensor, bias: Tensor | None, residual: Tensor, p: f
     return reference(x, bias, residual, keep_mask(x, p, seed), p)
 
 
-@torch.library.custom_op("oslo::dropout_backward", mutates_args=())
+@operation("oslo::dropout_backward")
 def dropout_backward(grad: Tensor, p: float, seed: int) -> Tensor:
     """The gradient of ``x``; its sum over the rows is that of the bias."""
     return torch.where(keep_mask(grad, p, seed), grad / (1.0 - p), 0.0)
@@ -116,12 +117,12 @@ def _launch(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, s
 @bias_dropout_residual.register_kernel("cuda")
 def bias_dropout_residual_triton(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: int) -> Tensor:
     if x.dtype == torch.float64 or not x.numel():
-        return bias_dropout_residual._init_fn(x, bias, residual, p, seed)
+        return bias_dropout_residual.plain(x, bias, residual, p, seed)
     return _launch(x, bias, residual, p, seed)
 
 
 @dropout_backward.register_kernel("cuda")
 def dropout_backward_triton(grad: Tensor, p: float, seed: int) -> Tensor:
     if grad.dtype == torch.float64 or not grad.numel():
-        return dropout_backward._init_fn(grad, p, seed)
+        return dropout_backward.plain(grad, p, seed)
     return _launch(grad, None, None, p, seed)

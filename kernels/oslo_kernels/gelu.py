@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oslo_kernels.language import jit, launch, power_of_two, rows_of, strips, tl, wide
+from oslo_kernels.operation import operation
 
 
 def reference(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
@@ -17,7 +18,7 @@ def reference(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     return F.gelu(summed if bias is None else summed + bias, approximate=approximate).to(x.dtype)
 
 
-@torch.library.custom_op("oslo::bias_gelu", mutates_args=())
+@operation("oslo::bias_gelu")
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     """``gelu(x + bias)``.
 
@@ -29,7 +30,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
     return reference(x, bias, approximate)
 
 
-@torch.library.custom_op("oslo::bias_gelu_backward", mutates_args=())
+@operation("oslo::bias_gelu_backward")
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
     """The gradients of ``x`` and of the bias (an empty tensor without one)."""
     summed = x.to(wide(x.dtype))
@@ -120,7 +121,7 @@ def bias_gelu_triton(x: Tensor, bias: Tensor | None = None, approximate: str = "
 @bias_gelu_backward.register_kernel("cuda")
 def bias_gelu_backward_triton(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
     if x.dtype == torch.float64 or not x.numel():
-        return bias_gelu_backward._init_fn(grad, x, bias, approximate)
+        return bias_gelu_backward.plain(grad, x, bias, approximate)
     matrix, grads, grad_x = rows_of(x), rows_of(grad), torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, N = matrix.shape
     block, count = power_of_two(N, 1024), rows if bias is None else strips(rows)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from oslo_kernels.language import jit, launch, power_of_two, rows_of, strips, tl, wide
+from oslo_kernels.operation import operation
 
 LONGEST = 1 << 13
 """Longer rows do not fit into one program and are left to plain torch."""
@@ -30,7 +31,7 @@ def reference(
     return y.to(x.dtype), kept, torch.stack((rows_of(mean), rows_of(scale)))
 
 
-@torch.library.custom_op("oslo::add_norm", mutates_args=())
+@operation("oslo::add_norm")
 def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,7 +48,7 @@ def add_norm(
     return reference(x, residual, weight, bias, eps, centered)
 
 
-@torch.library.custom_op("oslo::add_norm_backward", mutates_args=())
+@operation("oslo::add_norm_backward")
 def add_norm_backward(
     grad: Tensor, grad_sum: Tensor | None, summed: Tensor, statistics: Tensor, weight: Tensor, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,7 +192,7 @@ def add_norm_backward_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     N = summed.shape[-1]
     if summed.dtype == torch.float64 or N > LONGEST or not summed.numel():
-        return add_norm_backward._init_fn(grad, grad_sum, summed, statistics, weight, centered)
+        return add_norm_backward.plain(grad, grad_sum, summed, statistics, weight, centered)
     matrix, dy = rows_of(summed), rows_of(grad)
     more = dy if grad_sum is None else rows_of(grad_sum)
     dx, count = torch.empty_like(summed, memory_format=torch.contiguous_format), strips(len(matrix))

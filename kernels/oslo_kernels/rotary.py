@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from oslo_kernels.language import jit, launch, power_of_two, tl, wide
+from oslo_kernels.operation import operation
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
@@ -21,7 +22,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Te
     return (h * c + (turned if backward else turned * s)).to(x.dtype)
 
 
-@torch.library.custom_op("oslo::rotary", mutates_args=())
+@operation("oslo::rotary")
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
     """``x * cos + rotate_half(x) * sin``, or with ``backward`` the gradient of ``x`` from that of the result.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from oslo_kernels.language import jit, launch, power_of_two, tl, wide
+from oslo_kernels.operation import operation
 
 HIDDEN = torch.finfo(torch.float32).min
 """The score of keys hidden by causality: a row with no visible key becomes uniform, as in transformers."""
@@ -28,7 +29,7 @@ def reference(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -
     return h.softmax(-1).to(scores.dtype)
 
 
-@torch.library.custom_op("oslo::masked_softmax", mutates_args=())
+@operation("oslo::masked_softmax")
 def masked_softmax(scores: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False) -> Tensor:
     """``softmax(scores * scale + mask)`` over the last dimension, computed at least in float32.
 
@@ -40,7 +41,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, scale: float = 1.
     return reference(scores, mask, scale, causal)
 
 
-@torch.library.custom_op("oslo::softmax_backward", mutates_args=())
+@operation("oslo::softmax_backward")
 def softmax_backward(grad: Tensor, weights: Tensor, scale: float) -> Tensor:
     """The gradient of the scores."""
     dy, y = grad.to(wide(weights.dtype)), weights.to(wide(weights.dtype))
@@ -173,7 +174,7 @@ def masked_softmax_triton(
 @softmax_backward.register_kernel("cuda")
 def softmax_backward_triton(grad: Tensor, weights: Tensor, scale: float) -> Tensor:
     if weights.dtype == torch.float64 or not weights.numel():
-        return softmax_backward._init_fn(grad, weights, scale)
+        return softmax_backward.plain(grad, weights, scale)
     grad, weights, out = grad.contiguous(), weights.contiguous(), torch.empty_like(weights)
     keys = weights.shape[-1]
     launch(softmax_backward_kernel, (weights.numel() // keys,), grad, weights, out, keys, scale, **blocks(keys))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oslo_kernels.language import jit, launch, power_of_two, rows_of, tl, wide
+from oslo_kernels.operation import operation
 
 
 def reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -16,13 +17,13 @@ def reference(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.to(wide(gate.dtype))) * up).to(gate.dtype)
 
 
-@torch.library.custom_op("oslo::swiglu", mutates_args=())
+@operation("oslo::swiglu")
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` of two tensors of one shape and dtype."""
     return reference(gate, up)
 
 
-@torch.library.custom_op("oslo::swiglu_backward", mutates_args=())
+@operation("oslo::swiglu_backward")
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of ``gate`` and ``up``."""
     g, u, dy = (x.to(wide(gate.dtype)) for x in (gate, up, grad))
@@ -84,7 +85,7 @@ def swiglu_triton(gate: Tensor, up: Tensor) -> Tensor:
 @swiglu_backward.register_kernel("cuda")
 def swiglu_backward_triton(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     if gate.dtype == torch.float64 or not gate.numel():
-        return swiglu_backward._init_fn(grad, gate, up)
+        return swiglu_backward.plain(grad, gate, up)
     dy, g, u = rows_of(grad), rows_of(gate), rows_of(up)
     grad_gate, grad_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
     rows, N = g.shape

@@ -13,7 +13,7 @@ from textwrap import dedent
 from typing import Any
 
 from oslo_models._version import __version__
-from oslo_models.cli import demo, preprocess
+from oslo_models.cli import demo, preprocess, serve
 
 # torch takes seconds to import: only the functions that need it do so, and --help stays instant.
 
@@ -150,64 +150,15 @@ def make_parser() -> argparse.ArgumentParser:
     texts.epilog = preprocess.EPILOG
     preprocess.add_arguments(texts)
 
-    serve = add(
-        "serve",
-        _serve,
-        "answer over HTTP, as OpenAI's API does",
-        """\
-        Load a model over several processes and serve it:
-          POST /v1/completions, /v1/chat/completions   as in OpenAI's API, also streamed
-          GET  /v1/models
-          GET  /generate_text/TEXT                     as in OSLO's documents
-          GET  /health                                 200 if all workers answer, else 503
-        After SIGTERM it exits once the running requests have been answered. Needs: pip install "oslo-models[serve]"
-
-        examples:
-          oslo-models serve gpt2 --tensor-parallel-size 2
-          oslo-models serve ./checkpoint --host 0.0.0.0 --port 80 --api-key "$(cat key)"
-          curl http://127.0.0.1:8000/generate_text/Messi""",
-    )
-    _add_serving(serve)
+    served = add("serve", _serve, "answer over HTTP, as OpenAI's API does", serve.DESCRIPTION)
+    _add_sizes(served)
+    serve.add_arguments(served, _size)
     return parser
 
 
 def _add_sizes(command: argparse.ArgumentParser) -> None:
     for axis, what in (("tensor", "ranks per layer"), ("pipeline", "stages")):
         command.add_argument(f"--{axis}-parallel-size", metavar="N", type=_size, default=1, help=f"{what} (default: 1)")
-
-
-def _add_serving(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("model", metavar="MODEL", help="a directory, or a name on the hub")
-    _add_sizes(command)
-    add("--fuse", action="store_true", help="replace modules by fused ones where they are faster")
-    add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as saved)")
-    add("--tokenizer", metavar="NAME", help="a directory, or a name on the hub (default: MODEL)")
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all interfaces (default: %(default)s)")
-    add("--port", type=int, default=8000, help="port to listen on; 0 for any free one (default: %(default)s)")
-    add("--api-key", metavar="KEY", help="required of clients (default: none)")
-    sizes: dict[str, Any] = {"metavar": "N", "type": _size}
-    add("--max-batch-size", **sizes, default=8, help="rows per batch (default: %(default)s)")
-    add(
-        "--batch-wait-ms",
-        metavar="MS",
-        type=float,
-        default=2.0,
-        help="wait so long for more rows (default: %(default)s)",
-    )
-    add(
-        "--max-queue-size",
-        **sizes,
-        default=64,
-        help="calls that run or wait; beyond it, status 429 (default: %(default)s)",
-    )
-    add("--max-length", **sizes, help="tokens of a prompt and its answer (default: the limit of the model)")
-    add(
-        "--max-body-size",
-        **sizes,
-        default=1 << 20,
-        help="bytes of a request; beyond it, status 413 (default: %(default)s)",
-    )
 
 
 def _add_input_and_output(command: argparse.ArgumentParser) -> None:
@@ -331,7 +282,7 @@ def _reshard(args: argparse.Namespace) -> None:
 
 def _serve(args: argparse.Namespace) -> None:
     try:
-        from oslo_models.server import app as server
+        from oslo_models.server import command as server
     except ModuleNotFoundError as error:
         if error.name in ("fastapi", "uvicorn"):
             raise ImportError(f'{error.name} is not installed: pip install "oslo-models[serve]"') from error

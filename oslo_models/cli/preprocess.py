@@ -63,12 +63,13 @@ def run(args: argparse.Namespace) -> None:
         OSError: there is no such file.
     """
     from oslo_models.data import DatasetPreprocessor
+    from oslo_models.data.preprocess import as_tokenizer
 
     if missing := [str(path) for path in args.inputs if not path.is_file()]:
         raise FileNotFoundError(f"no file {', '.join(missing)}")
     if args.eod is not None and args.no_eod:
         raise ValueError("--eod and --no-eod exclude each other")
-    tokenizer = _tokenizer(args.tokenizer)
+    tokenizer = as_tokenizer(args.tokenizer)
     preprocessor = DatasetPreprocessor(
         *(tokenizer, args.chunk_size, args.format, not args.no_eod, _eod(tokenizer, args.eod), args.workers),
         dtype=args.dtype,
@@ -89,14 +90,6 @@ def _texts(args: argparse.Namespace) -> Iterator[str]:
     on_error = "skip" if args.skip_malformed else "stop"
     # opened here, so that an unknown ending is reported before anything is done
     return chain.from_iterable([open_documents(path, args.text_key, on_error) for path in args.inputs])
-
-
-def _tokenizer(name: str) -> Any:
-    import transformers as hf
-
-    if Path(name).is_file():
-        return hf.PreTrainedTokenizerFast(tokenizer_file=name)
-    return hf.AutoTokenizer.from_pretrained(name)
 
 
 def _eod(tokenizer: Any, token: str | None) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers.modeling_utils import local_torch_dtype
 from oslo_models import registry
 from oslo_models.checkpoint.checksum import tensor_checksum
 from oslo_models.compat.any_module import initialize_module
+from oslo_models.compat.oslo2_sections import PARALLELISM, apply_sections, check_sections, read_sections
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.collectives import broadcast
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
@@ -23,17 +23,19 @@ from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.construction import join, start
 from oslo_models.modeling.derived.deriving import DerivedFromConfig
+from oslo_models.modeling.full_model import is_full, remove_parallel_state
 from oslo_models.modeling.own_plan import parallel_class
+from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_of_libraries
 from oslo_models.modeling.weight_mapping import WeightMapping
 from oslo_models.sharding.plan import Plan
 
-_SECTION = "model_parallelism"
 _KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy", "resize_token_embeddings"))]
 
 
 def initialize(
     model: nn.Module,
     config: Mapping[str, Any] | str | Path,
+    tp_mapping: Mapping[Any, Any] | None = None,
     plan: Plan | Callable[[Any], Plan] | str | None = None,
     inputs: Any = None,
 ) -> Any:
@@ -48,14 +50,18 @@ def initialize(
         model: a full model with weights, of a class that the zoo has.
         config: ``{"model_parallelism": {"tensor_parallel_size": 2}}``, or the path of such a JSON file. Other keys are
             arguments of `ParallelModel.from_config_with_parallel` (``micro_batch_size``, ``seed``, ...), and
-            ``"enable": False``, which sets all sizes to one.
+            ``"enable": False``, which sets all sizes to one. The section ``activation_checkpointing`` recomputes
+            blocks in the backward pass and sets the training mode; with ``partitioned_checkpointing`` each rank keeps
+            a part of what enters them, with ``cpu_checkpointing`` in host memory. ``kernel_fusion`` calls `fuse`.
+        tp_mapping: of OSLO 2: the layers whose columns or rows are sharded. Its names are checked; the plan of the
+            architecture, which gives the same results, is used.
         plan: how to shard the model, in place of the zoo's plan; required for a class that the zoo lacks. A `Plan`, a
             function from a configuration to one, or ``"derive"``.
         inputs: for ``plan="derive"``, arguments of a call with which the plan is tried: a tensor, a tuple or a
             dictionary of arguments by name. Required for a model that is not of transformers' kind.
 
     Returns:
-        The same object, in the mode (training or evaluation) in which it was.
+        The same object, in the mode (training or evaluation) in which it was; ``deparallelize()`` undoes it.
 
     Raises:
         ValueError: an argument is invalid, or the models of the ranks differ; on every rank, with the model unchanged.
@@ -66,7 +72,10 @@ def initialize(
     world = world_axis()
     world.set_phase(f"initialization of a {type(model).__name__}")
     with agree(world, "checking arguments of initialize"):
-        arguments = _arguments(config) if plan is None else replace(_arguments(config), plan=plan)
+        sections = read_sections(config)
+        arguments = _arguments(sections.get(PARALLELISM, {}))
+        if plan is not None:
+            arguments = replace(arguments, plan=plan)
         arguments.check({})
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
         return initialize_module(model, arguments, inputs, world, _broadcast_weights)
@@ -75,30 +84,57 @@ def initialize(
             arguments = replace(arguments, plan=DerivedFromConfig(type(model), inputs))
         cls = zoo_class(model, plan=arguments.plan)
         arguments.check_config(cls, model.config)
+        check_sections(sections, model, arguments.tensor_parallel_size)
+        check_tp_mapping(tp_mapping, model)
+        refuse_layers_of_libraries(model)
+        check_not_quantized(
+            model.state_dict(), "is sharded as it is loaded, or before: quantize_(model, ...) after initialize"
+        )
         tensors = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
-    mesh, _ = join(arguments, model.config, tensors, "initialize")
+    others = {name: section for name, section in sections.items() if name != PARALLELISM}
+    mesh, _ = join(arguments, model.config, {**tensors, **others}, "initialize")
     with agree(world, "dividing the model"):  # on the meta device first, so that an error leaves the model unchanged
         mapping = WeightMapping(cls, model.config, {}, mesh, arguments.blocks_per_stage)
         if differing := sorted(tensors.keys() ^ mapping.state.keys()):
             raise ValueError(f"the model is not as its configuration makes one; it differs in: {differing}")
     _shard(model, cls, mesh, arguments)
+    apply_sections(sections, model)
     return model
 
 
-def _arguments(config: Mapping[str, Any] | str | Path) -> Arguments:
-    """The arguments in the configuration."""
-    given = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else config
-    section = given.get(_SECTION, {}) if isinstance(given, Mapping) else None
-    if not isinstance(section, Mapping):
-        raise ValueError(f'config must be like {{"{_SECTION}": {{"tensor_parallel_size": 2}}}}, got {config!r}')
-    if unknown := [*(given.keys() - {_SECTION}), *(f"{_SECTION}.{key}" for key in section.keys() - set(_KEYS))]:
-        raise ValueError(f"config has unknown keys {sorted(unknown)}; it may have {_SECTION}, and in it {_KEYS}")
+def _arguments(section: Mapping[str, Any]) -> Arguments:
+    """The arguments in the section on parallelism."""
+    if unknown := [f"{PARALLELISM}.{key}" for key in section.keys() - set(_KEYS)]:
+        raise ValueError(f"config has unknown keys {sorted(unknown)}; {PARALLELISM} may have {_KEYS}")
     enable = section.get("enable", True)
     if not isinstance(enable, bool):
-        raise ValueError(f"{_SECTION}.enable must be true or false, got {enable!r}")
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "blocks_per_stage")
+        raise ValueError(f"{PARALLELISM}.enable must be true or false, got {enable!r}")
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "blocks_per_stage")
     left_out = ("enable", *(() if enable else sizes))
     return Arguments(**{key: value for key, value in section.items() if key not in left_out})
+
+
+def check_tp_mapping(mapping: Mapping[Any, Any] | None, model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` if a mapping of OSLO 2 names layers that the model has not.
+
+    Args:
+        mapping: for a class, or its name, lists of the entries ``Column("q_proj", ...)``, ``Row(...)`` and
+            ``Update(...)``: anything with a ``name``, which is one name or several.
+    """
+    if mapping is None:
+        return
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"tp_mapping must be a dictionary from classes to lists of layers, got {mapping!r}")
+    bases = {base.__name__ for base in type(model).__mro__}
+    own = [entries for key, entries in mapping.items() if getattr(key, "__name__", key) in bases]
+    if not own:
+        raise ValueError(f"tp_mapping has no entry for {type(model).__name__} or a class that it derives from")
+    ends = [f".{name}" for name, _ in model.named_modules()]
+    for entry in own[0]:
+        names = (entry.name,) if isinstance(entry.name, str) else entry.name
+        for name in names if type(entry).__name__ != "Update" else ():
+            if not any(end.endswith(f".{name}") for end in ends):
+                raise ValueError(f"tp_mapping names {name!r}, which {type(model).__name__} has not")
 
 
 def zoo_class(model: Any, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | str | None = None) -> Any:
@@ -112,8 +148,10 @@ def zoo_class(model: Any, may_be_empty: bool = False, plan: Plan | Callable[[Any
         ValueError: the zoo has none, or the model has adapters.
         RuntimeError: the model is already sharded.
     """
-    if getattr(model, "mesh", None) is not None:
-        raise RuntimeError(f"this {type(model).__name__} is already sharded")
+    if not is_full(model) or hasattr(type(model), "tensor_parallel_config"):
+        raise RuntimeError(f"this {type(model).__name__} is already sharded: model.deparallelize() makes it full again")
+    if hasattr(model, "_engine"):
+        raise RuntimeError(f"this {type(model).__name__} is served by workers: model.cpu() brings its weights back")
     if adapters := list(getattr(model, "peft_config", ())):
         raise ValueError(
             f"the model has the adapters {adapters}: shard it without them and add or load them afterwards, or merge "
@@ -143,9 +181,11 @@ def _find_class(cls: type[Any]) -> Any:
 @torch.no_grad()
 def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> None:
     """Turn the model into this rank's part of it, with the weights of rank 0."""
+    full_class = vars(model).get("_full_class", type(model))
+    remove_parallel_state(model)
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     _broadcast_weights(model, mesh)
-    model.__class__ = cls
+    model.__class__, model._full_class = cls, full_class
     with local_torch_dtype(model.dtype, cls.__name__):
         model._shard(mesh, arguments.blocks_per_stage)
     full_names: dict[str, str] = {} if model.stage is None else model.stage.full_names

@@ -54,6 +54,9 @@ class Arguments:
     blocks_per_stage: Sequence[int] | None = None
     check_inputs: bool | int | str = True
     dequantize: bool = False
+    share_loss: bool = False
+    share_logits: bool = False
+    expert_parallel_size: int = 1
     plan: Plan | Callable[[Any], Plan] | str | None = None
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
@@ -65,8 +68,13 @@ class Arguments:
         Raises:
             ValueError: an argument is invalid or not supported.
         """
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "micro_batch_size"):
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "micro_batch_size", "expert_parallel_size"):
             check_size(name, getattr(self, name))
+        if self.expert_parallel_size not in (1, self.tensor_parallel_size):
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} must be 1 (each rank has a part of every expert) or "
+                f"tensor_parallel_size={self.tensor_parallel_size} (each rank has some of the experts)"
+            )
         deployment = kwargs.get("deployment")
         flags = {"deploy": self.deploy, "deployment": deployment, "gather_logits": self.gather_logits}
         for name, flag in flags.items():
@@ -77,8 +85,11 @@ class Arguments:
         when = self.check_inputs
         if not isinstance(when, bool) and when != "always" and not (isinstance(when, int) and when > 0):
             raise ValueError(f'check_inputs must be True, False, "always" or an integer of at least 1, got {when!r}')
-        if not isinstance(self.dequantize, bool):
-            raise ValueError(f"dequantize must be True or False, got {self.dequantize!r}")
+        for name in ("dequantize", "share_loss", "share_logits"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.share_logits and self.gather_logits is False:
+            raise ValueError("share_logits=True needs logits, which gather_logits=False leaves out; pass one of them")
         if not isinstance(self.plan, (Plan, type(None))) and not callable(self.plan) and self.plan != "derive":
             raise ValueError(
                 f'plan must be a Plan, a function from a configuration to one or "derive", got {self.plan!r:.100}'
@@ -113,6 +124,11 @@ class Arguments:
         name, plan = type(config).__name__, cls.plan(config)
         plan.check_ranks(cls.__name__, name, self.tensor_parallel_size)
         plan.check_stages(cls.__name__, self.pipeline_parallel_size)
+        if self.expert_parallel_size > 1 and not plan.has_experts():
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} is for mixtures of experts, and {cls.__name__} has "
+                "none: leave it at 1"
+            )
         if (quantization := quantization_of(config)) is not None:
             check_quantization(quantization, self.dequantize)
         vocab, size = getattr(config, "vocab_size", None), self.resize_token_embeddings

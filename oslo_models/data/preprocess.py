@@ -29,8 +29,9 @@ class DatasetPreprocessor:
     """Tokenises documents and writes them as ``name.bin`` and ``name.idx``, which Megatron reads too.
 
     Args:
-        tokenizer: of transformers. Fast ones encode a chunk in one call.
-        chunk_size: documents at most that are sent to a process at once.
+        tokenizer: of transformers, or its name: a directory, a ``tokenizer.json`` or a name on the Hugging Face hub.
+            Fast tokenizers encode a chunk in one call.
+        chunk_size: documents at most that are sent to a process at once; ``chunksize`` is another name of it.
         binarization_impl: ``mmap`` writes Megatron's current format, ``lazy`` and ``cached`` the older one of fairseq.
         append_eod: whether a token marks the end of each document.
         eod_token_id: that token; by default the tokenizer's end of sequence, or its separator.
@@ -51,14 +52,17 @@ class DatasetPreprocessor:
         num_workers: int | None = None,
         *,
         dtype: str | None = None,
+        chunksize: int | None = None,
     ) -> None:
         check_impl(binarization_impl)
+        chunk_size = chunk_size if chunksize is None else chunksize
         if chunk_size < 1:
             raise ValueError(f"chunk_size={chunk_size} is not at least 1")
         if num_workers is not None and num_workers < 0:
             raise ValueError(f"num_workers={num_workers} is not at least 0")
         if dtype is not None and dtype not in CODES:
             raise ValueError(f"dtype={dtype!r} is not one of {', '.join(CODES)}")
+        tokenizer = as_tokenizer(tokenizer)
         if append_eod and eod_token_id is None:
             ends = (getattr(tokenizer, name, None) for name in ("eos_token_id", "sep_token_id"))
             eod_token_id = next((end for end in ends if end is not None), None)
@@ -180,6 +184,28 @@ class DatasetPreprocessor:
         ``on_error="stop"`` raises ValueError with its number, ``"skip"`` warns and continues.
         """
         return sources.open_jsonl(file, json_key, on_error)
+
+
+def as_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer itself, or the one with this name: a directory, a ``tokenizer.json`` or a name on the hub.
+
+    Raises:
+        ValueError: it is neither a tokenizer nor the name of one.
+    """
+    wanted = "tokenizer must be a tokenizer of transformers, or its name: a directory, a tokenizer.json or a name on "
+    if not isinstance(tokenizer, (str, os.PathLike)):
+        if not callable(getattr(tokenizer, "get_vocab", None)):
+            raise ValueError(f"{wanted}the hub; got a {type(tokenizer).__name__}")
+        return tokenizer
+    import transformers
+
+    name = os.fspath(tokenizer)
+    try:
+        if os.path.isfile(name):
+            return transformers.PreTrainedTokenizerFast(tokenizer_file=name)
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # of any kind, as each kind of tokenizer raises its own
+        raise ValueError(f"{wanted}the hub; {name!r} cannot be loaded as one: {error}") from error
 
 
 def _is_id(value: object, vocab_size: int) -> bool:

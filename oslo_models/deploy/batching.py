@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.errors import EngineError, raised_by_workers
 
@@ -24,7 +26,8 @@ class _QueuedCall:
     kwargs: dict[str, Any]
     settings: Mapping[str, Any]
     generation_config: Any
-    done: threading.Event = field(default_factory=threading.Event)
+    cancellation: Cancellation = field(default_factory=Cancellation)
+    done: bool = False
     result: Any = None
     error: BaseException | None = None
 
@@ -35,7 +38,8 @@ class Batcher:
     Only greedy decoding from token ids, with nothing but numbers as settings, is batched: there the tokens of a row do
     not depend on the other rows. The first call that arrives while nothing is computed becomes the leader: it waits for
     others if the last batch had several, computes the batch, and hands out the results. If the batch raises, each call
-    is computed separately.
+    is computed separately. A call that is cancelled leaves the queue; a batch is given up when all its calls are
+    cancelled.
 
     Args:
         config: of the model.
@@ -47,8 +51,8 @@ class Batcher:
         self.engine, self.config = engine, config
         self.size, self.wait = max_batch_size, batch_wait_ms / 1000
         self._waiting: list[_QueuedCall] = []
-        self._lock = threading.Lock()
-        self._computing = threading.Lock()
+        self._lock = threading.Condition()  # notified when a leader has ended, and when a call is cancelled
+        self._leader: _QueuedCall | None = None
         self._enough = threading.Event()
         self._inside = 0  # calls that wait or are being computed
         self._crowded = False  # whether there were several calls when the last batch was formed
@@ -64,17 +68,38 @@ class Batcher:
             if self._rows() >= self.size:
                 self._enough.set()
         try:
-            with self._computing:  # the first thread to enter computes for all that wait by then
-                if not call.done.is_set():
-                    self._lead(call)
+            with call.cancellation.observed(self._notify):
+                self._compute_or_wait(call)
         finally:
             with self._lock:
                 self._inside -= 1
-                if call in self._waiting:  # interrupted
+                if call in self._waiting:  # interrupted or cancelled
                     self._waiting.remove(call)
         if call.error is not None:
             raise call.error
         return call.result
+
+    def _notify(self) -> None:
+        with self._lock:
+            self._lock.notify_all()
+
+    def _compute_or_wait(self, call: _QueuedCall) -> None:
+        """Return when the call is done: computed here, as the leader of all that wait, or by another thread."""
+        try:
+            with self._lock:
+                while self._leader is not None and not call.done and not call.cancellation.cancelled:
+                    self._lock.wait()
+                if not call.done and not call.cancellation.cancelled:
+                    self._leader = call
+            if self._leader is call:
+                self._lead(call)
+        finally:
+            with self._lock:
+                if self._leader is call:
+                    self._leader = None
+                    self._lock.notify_all()
+        if not call.done and call.cancellation.cancelled:
+            raise CallCancelled("generate was cancelled")
 
     def _batchable(self, kwargs: dict[str, Any], options: Mapping[str, Any], defaults: Any) -> _QueuedCall | None:
         """The call in the form in which it can be batched, or ``None`` if it cannot."""
@@ -92,7 +117,9 @@ class Batcher:
         if mask is None or rest.get("max_new_tokens") is None or self.config.is_encoder_decoder:
             return None
         key = repr((sorted(rest.items()), defaults))
-        return _QueuedCall(key, ids.cpu(), mask.cpu(), rest, settings, options["generation_config"])
+        call = _QueuedCall(key, ids.cpu(), mask.cpu(), rest, settings, options["generation_config"])
+        call.cancellation = options.get("cancellation") or call.cancellation
+        return call
 
     def _lead(self, call: _QueuedCall) -> None:
         if self._rows() < self.size and (self._crowded or self._inside > 1):
@@ -111,13 +138,14 @@ class Batcher:
             self._finish(batch)
         finally:
             with self._lock:  # if the leader was interrupted, another thread becomes the leader of the others
-                self._waiting[:0] = [member for member in batch if member is not call and not member.done.is_set()]
+                left = [member for member in batch if not member.done and not member.cancellation.cancelled]
+                self._waiting[:0] = [member for member in left if member is not call]
 
     def _finish(self, batch: list[_QueuedCall]) -> None:
         try:
             self._compute(batch)
         except Exception as error:
-            if not raised_by_workers(error):  # by a signal handler: it concerns the leader only
+            if not raised_by_workers(error):  # by a signal handler or a cancellation: it concerns the leader only
                 raise
             if len(batch) > 1 and not isinstance(error, EngineError):
                 for member in batch:
@@ -126,7 +154,7 @@ class Batcher:
             for member in batch:
                 member.error = error
         for member in batch:
-            member.done.set()
+            member.done = True
 
     def _rows(self) -> int:
         return sum(len(call.ids) for call in self._waiting)
@@ -138,7 +166,17 @@ class Batcher:
         ids_BL = torch.cat([_pad_left(call.ids, length, pad or 0) for call in batch])
         mask_BL = torch.cat([_pad_left(call.mask, length, 0) for call in batch])
         kwargs = {"input_ids": ids_BL, "attention_mask": mask_BL, **first.kwargs}
-        out_BL = self.engine.call("generate", (), kwargs, generation_config=first.generation_config)
+        everybody = Cancellation()
+
+        def give_up() -> None:
+            if all(call.cancellation.cancelled for call in batch):
+                everybody.cancel()
+
+        with ExitStack() as observed:
+            for call in batch:
+                observed.enter_context(call.cancellation.observed(give_up))
+            options = {"generation_config": first.generation_config, "cancellation": everybody}
+            out_BL = self.engine.call("generate", (), kwargs, **options)
         parts = out_BL[:, length:].split([len(call.ids) for call in batch])
         for call, new_BL in zip(batch, parts, strict=True):
             call.result = torch.cat((call.ids, new_BL[:, : _own_length(new_BL, ends)]), 1)

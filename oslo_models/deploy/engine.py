@@ -7,17 +7,19 @@ import os
 import pickle
 import queue
 import random
+import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
+from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.connection import has_spare_core
 from oslo_models.deploy.errors import EngineError
 from oslo_models.deploy.loading import load_workers
 from oslo_models.deploy.messages import Cancel, Ping, Pong, Request
 from oslo_models.deploy.pending_call import PendingCall
-from oslo_models.deploy.process_executor import Executor, ProcessExecutor, StartExecutor
+from oslo_models.deploy.process_executor import LOOPBACK, Executor, ProcessExecutor, StartExecutor
 from oslo_models.deploy.serialization import encode
 
 SPIN_SECONDS = 0.005
@@ -50,6 +52,7 @@ class Engine:
         self._broken: str | None = "it was not started"
         self._executor: Executor | None = None  # set while calls can be made
         self._loading: Executor | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -67,16 +70,20 @@ class Engine:
         """
         with self._starting:
             executor = self._loading = self._start_executor(self.ranks)
+            if executor.host == LOOPBACK and not executor.port and self.ranks > 1:
+                self._directory = tempfile.TemporaryDirectory(prefix="oslo-models-", ignore_cleanup_errors=True)
+            directory = self._directory.name if self._directory else None
 
             def receive(timeout: float) -> list[tuple[int, Any]]:
                 return self._receive_while_loading(executor, timeout)
 
             try:
-                self.devices = load_workers(executor, self.ranks, self._threads, self._make, receive)
+                self.devices = load_workers(executor, self.ranks, self._threads, self._make, receive, directory)
                 self._executor, self._broken = executor, None
             except BaseException as error:
                 self._broken = f"it could not be loaded: {error!r}"
                 executor.kill()
+                self._remove_directory()
                 raise
             finally:
                 self._loading = None
@@ -109,6 +116,11 @@ class Engine:
         if (executor := self._executor) is not None:
             self._break(executor, why)
 
+    def _remove_directory(self) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.cleanup()
+
     def _break(self, executor: Executor, why: str) -> None:
         """End the workers and let all pending calls raise."""
         with self._lock:
@@ -117,6 +129,7 @@ class Engine:
             self._executor, self._broken = None, why
             calls, self._calls = list(self._calls.values()), {}
         executor.kill()  # before any caller is woken: one that looks for surviving processes finds none
+        self._remove_directory()
         for call in calls:
             call.events.put(("raise", EngineError(f"the deployed model cannot answer: {self._broken}")))
 
@@ -133,6 +146,7 @@ class Engine:
         seed: int | None = None,
         generation_config: Any = None,
         gather: bool = False,
+        cancellation: Cancellation | None = None,
     ) -> Any:
         """Call a method of the model on all ranks.
 
@@ -140,9 +154,11 @@ class Engine:
             streamer: receives the tokens of `generate` in this thread, as they are generated.
             timeout: seconds to wait.
             gather: return the results of all ranks, not only that of the rank with the outputs.
+            cancellation: cancels the call from another thread.
 
         Raises:
             TimeoutError: it took longer; the call is cancelled.
+            CallCancelled: by ``cancellation``.
             EngineError: the workers died or hang.
             Exception: what the workers raised, with their traceback as its cause.
         """
@@ -164,7 +180,9 @@ class Engine:
                 raise EngineError(f"the deployed model cannot answer: {self._broken}; model.restart() starts it again")
             self._calls[number] = call
             self._executor.broadcast(data)
-        results = self._wait(call, streamer, timeout)
+        cancelled = ("raise", CallCancelled(f"{method} was cancelled"))
+        with cancellation.observed(lambda: call.events.put(cancelled)) if cancellation else nullcontext():
+            results = self._wait(call, streamer, timeout)
         return results if gather else next((result for result in results if result is not None), None)
 
     def _wait(self, call: PendingCall, streamer: Any, timeout: float | None) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ def load_workers(
     threads: int,
     make: bytes,
     receive: Callable[[float], Iterable[tuple[int, Any]]],
+    directory: str | None = None,
 ) -> list[str]:
     """Send every worker its setup and wait until all have loaded.
 
@@ -31,6 +33,7 @@ def load_workers(
         threads: of each worker, for torch.
         make: constructs the model; see `Setup`.
         receive: returns the messages that arrive within so many seconds, with their ranks.
+        directory: private to this user, for ranks that are all on this host.
 
     Returns:
         The device of each rank.
@@ -39,8 +42,10 @@ def load_workers(
         EngineError: a worker died.
         Exception: what a worker raised.
     """
+    salt = secrets.token_bytes(32)
     for rank in range(ranks):
-        executor.send(rank, Setup(rank, ranks, threads, list(sys.path), make, executor.host))
+        place = (executor.host, executor.port, directory)
+        executor.send(rank, Setup(rank, ranks, threads, list(sys.path), make, *place, salt))
     devices: dict[int, str] = {}
     failures: dict[int, Failure] = {}
     deadline = float("inf")

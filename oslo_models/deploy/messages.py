@@ -14,7 +14,11 @@ class Setup(NamedTuple):
         path: the ``sys.path`` of the application.
         make: constructs the model: ``(class, name of its constructor, arguments, keyword arguments)``, pickled
             separately, so that a class that cannot be imported is reported like any other failure of loading.
-        host: the address at which the other ranks reach rank 0.
+        host: the address at which the other ranks reach rank 0, if they do not meet in a directory.
+        port: the port at which rank 0 listens; 0: a free one.
+        directory: where the ranks find each other if they are on one host; private to this user.
+        salt: random; with the secret of the deployment, if there is one, it makes the key by which ranks know that
+            objects come from each other.
     """
 
     rank: int
@@ -23,6 +27,9 @@ class Setup(NamedTuple):
     path: list[str]
     make: bytes
     host: str
+    port: int
+    directory: str | None
+    salt: bytes
 
 
 class Join(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import pickle
 import random
 import socket
@@ -29,22 +30,33 @@ class ModelRunner:
         send: sends a message about a call to the application.
         join: waits for the message that announces the store of rank 0.
         cancelled: numbers of the calls to end at the next token; changed by another thread.
+        secret: of the deployment, if it has one.
 
     Attributes:
         has_outputs: whether the results of calls come from this rank: the first of the last pipeline stage.
         progress: how many tokens `generate` has made.
     """
 
-    def __init__(self, setup: Setup, send: Send, join: Callable[[], Join], cancelled: Container[int]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        send: Send,
+        join: Callable[[], Join],
+        cancelled: Container[int],
+        secret: str | None = None,
+    ) -> None:
         import torch
         from transformers.utils.logging import set_tqdm_hook
+
+        from oslo_models.distributed.object_exchange import authenticate_objects
 
         self.rank, self._send = setup.rank, send
         self.progress, self._cancelled = 0, cancelled
         torch.set_num_threads(setup.threads)
         torch.set_grad_enabled(False)
         if setup.world_size > 1:
-            _start_process_group(setup, send, join)
+            authenticate_objects(hmac.digest((secret or "").strip().encode(), setup.salt, "sha256"))
+            self._store = _start_process_group(setup, send, join)  # kept alive, see `DirectoryStore`
         cls, constructor, args, kwargs = pickle.loads(setup.make)
         set_tqdm_hook(self._progress_hook)
         self.model = getattr(cls, constructor)(*args, **kwargs).eval()
@@ -92,6 +104,8 @@ class ModelRunner:
         if request.stream:  # on every rank, so that transformers treats the call alike on all of them
             send = partial(self._stream, request.number) if self.has_outputs else lambda value: None
             kwargs["streamer"] = _ForwardingStreamer(send)
+        if (decoding := kwargs.pop("decoding", None)) is not None:
+            kwargs["custom_generate"] = decoding.method(kwargs.get("streamer"))
         kwargs = _to_device(kwargs, self.device)
         args = _to_device(request.args, self.device)
         return self.model.generate(*args, **kwargs, stopping_criteria=StoppingCriteriaList(criteria))
@@ -136,22 +150,41 @@ class ModelRunner:
         return f"cpu:{self.rank}", status if kind == "summary" else resident
 
 
-def _start_process_group(setup: Setup, send: Send, join: Callable[[], Join]) -> None:
-    """Meet the other ranks at the store of rank 0, whose port the application passes on."""
+def _start_process_group(setup: Setup, send: Send, join: Callable[[], Join]) -> Any:
+    """Meet the other ranks: on one host in a directory that only this user can enter, else at the store of rank 0.
+
+    Returns:
+        The store.
+    """
     import torch
     import torch.distributed as dist
+
+    store = _store_of_rank_0(setup, send, join) if setup.directory is None else _store_in_directory(setup.directory)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.world_size)
+    return store
+
+
+def _store_in_directory(directory: str) -> Any:
+    from oslo_models.distributed.directory_store import DirectoryStore
+
+    return DirectoryStore(directory)
+
+
+def _store_of_rank_0(setup: Setup, send: Send, join: Callable[[], Join]) -> Any:
+    """The store of rank 0, whose port the application passes on. Anybody who reaches it may write to it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if setup.rank == 0:
-        listener = socket.create_server((setup.host, 0))  # the store's own socket would listen on all interfaces
+        listener = socket.create_server(
+            (setup.host, setup.port)
+        )  # the store's own socket would listen on all interfaces
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
         store = TCPStore(setup.host, port, setup.world_size, is_master=True, **options)
         send(Listening(port), 0)
-    else:
-        store = TCPStore(setup.host, join().port, setup.world_size, is_master=False)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.world_size)
+        return store
+    return TCPStore(setup.host, join().port, setup.world_size, is_master=False)
 
 
 def _seed(seed: int, device: Any, only_torch: bool) -> None:

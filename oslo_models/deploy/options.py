@@ -33,6 +33,8 @@ class DeployOptions:
         verbose: ``"simple"`` or ``"detail"`` prints the memory of each device.
         deploy_secret: known to the processes of a launcher and nobody else; required if they are on several hosts,
             which authenticate each other with it.
+        master_addr, master_port: the address of this host, and the port, at which workers on this host meet; by default
+            the loopback interface and a free port.
     """
 
     deploy_backend: str = "auto"
@@ -40,6 +42,8 @@ class DeployOptions:
     batch_wait_ms: float = 2.0
     verbose: str | bool | None = None
     deploy_secret: str | None = field(default=None, repr=False)
+    master_addr: str | None = None
+    master_port: int | None = None
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> DeployOptions:
@@ -58,6 +62,10 @@ class DeployOptions:
             raise ValueError(f"verbose must be None, 'simple' or 'detail', got {self.verbose!r}")
         if self.deploy_secret is not None:
             check_secret("deploy_secret", self.deploy_secret)
+        if self.master_port is not None:
+            check_size("master_port", self.master_port)
+        if not isinstance(self.master_addr, (str, type(None))):
+            raise ValueError(f"master_addr must be an address of this host, got {self.master_addr!r}")
 
     def backend(self, ranks: int) -> str:
         """The backend to use.
@@ -89,6 +97,8 @@ class DeployOptions:
                     f"{torchrun.launched_size()} processes that the launcher started"
                 )
             torchrun.spans_hosts(self.deploy_secret)
+        if chosen != "process" and (self.master_addr, self.master_port) != (None, None):
+            raise ValueError(f"master_addr and master_port are for workers on this host, not for those of {chosen}")
         if chosen == "process" and 0 < devices < ranks:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
             raise ValueError(
@@ -104,12 +114,13 @@ OF_DEPLOYMENT = tuple(each.name for each in fields(DeployOptions))
 """The names of the arguments that only ``deploy=True`` accepts."""
 
 
-def executor_of(backend: str, stages: int, secret: str | None = None) -> StartExecutor:
+def executor_of(backend: str, stages: int, options: DeployOptions) -> StartExecutor:
     """The constructor of the executor of a backend."""
     if backend == "ray":
         from oslo_models.deploy.ray_executor import RayExecutor
 
         return partial(RayExecutor, stages=stages)
     if backend == "torchrun":
-        return partial(torchrun.TorchrunExecutor, secret=secret)
-    return ProcessExecutor
+        return partial(torchrun.TorchrunExecutor, secret=options.deploy_secret)
+    place: dict[str, Any] = {"host": options.master_addr, "port": options.master_port}
+    return partial(ProcessExecutor, **{key: value for key, value in place.items() if value is not None})

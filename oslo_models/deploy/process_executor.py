@@ -28,6 +28,14 @@ _LAUNCHER_VARIABLES = (
 )
 
 
+LOOPBACK = "127.0.0.1"
+"""The address of rank 0 when all workers are on this host."""
+
+
+SECRET_VARIABLE = "OSLO_MODELS_DEPLOY_SECRET"
+"""The environment variable by which a worker gets the secret of its deployment from the process that starts it."""
+
+
 class Executor(Protocol):
     """Workers, one for each rank: started by its constructor, ended by `kill`."""
 
@@ -38,6 +46,10 @@ class Executor(Protocol):
     @property
     def host(self) -> str:
         """The address at which the other ranks reach rank 0."""
+
+    @property
+    def port(self) -> int:
+        """The port at which rank 0 listens; 0: a free one."""
 
     def send(self, rank: int, message: tuple[Any, ...]) -> None:
         """Send to one worker without waiting for it; `receive` reports a worker that has died."""
@@ -84,11 +96,13 @@ class ProcessExecutor:
     """Processes on this host, each connected by a socket pair.
 
     A worker exits when its connection closes, so none outlives the application, however that ends.
+
+    Args:
+        host, port: of the store at which they meet; port 0: a free one.
     """
 
-    host = "127.0.0.1"
-
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, host: str = LOOPBACK, port: int = 0) -> None:
+        self.host, self.port = host, port
         self.processes: list[Process] = []
         self._senders: list[_Sender] = []
         self._incoming, self._ready = select.poll(), list[tuple[int, int]]()
@@ -195,16 +209,21 @@ class _Sender:
         self._outbox.put(None)
 
 
-def start_worker(theirs: socket.socket, local_rank: int, loopback: bool = True) -> subprocess.Popen[bytes]:
+def start_worker(
+    theirs: socket.socket, local_rank: int, loopback: bool = True, secret: str | None = None
+) -> subprocess.Popen[bytes]:
     """Start a worker on this host.
 
     Args:
         theirs: its end of the connection.
         local_rank: the index of its GPU on this host.
         loopback: all workers are on this host, so gloo needs the loopback interface only.
+        secret: of the deployment; passed on in the environment, which only this user can read.
     """
     environment = {key: value for key, value in os.environ.items() if not _is_launcher_variable(key)}
     environment |= {"LOCAL_RANK": str(local_rank), "TOKENIZERS_PARALLELISM": "false"}
+    if secret is not None:
+        environment[SECRET_VARIABLE] = secret
     if loopback:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -21,6 +21,7 @@ from oslo_models.checkpoint.quantized import take_quantization
 from oslo_models.config.arguments import Arguments, check_unused, is_timeout, of_class, parse_dtype
 from oslo_models.config.sources import open_source, read_generation_config
 from oslo_models.deploy.batching import Batcher
+from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
 from oslo_models.deploy.options import OF_DEPLOYMENT, DeployOptions, executor_of
@@ -69,11 +70,13 @@ class Deployment(RemoteModule):
         streamer: Any = None,
         timeout: float | None = None,
         seed: int | None = None,
+        cancellation: Cancellation | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As transformers' ``generate``; the tokens are on the CPU.
+        """As transformers' ``generate``; the tokens are on the CPU. ``cancellation`` ends it from another thread.
 
         Raises:
+            CallCancelled: by ``cancellation``.
             TimeoutError: no answer within ``timeout`` seconds.
             EngineError: the workers died, hang or were closed.
             ValueError: an argument cannot be sent, is rejected by transformers, or overflows the logits.
@@ -86,6 +89,7 @@ class Deployment(RemoteModule):
         check_generation(kwargs, self.generation_config)
         changed = None if self.generation_config == self._sent_config else self.generation_config
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
+        options["cancellation"] = cancellation
         return self._batcher.generate(kwargs, options, self.generation_config)
 
     def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:
@@ -190,10 +194,14 @@ class Deployment(RemoteModule):
         except AssertionError as error:  # torch without CUDA
             raise RuntimeError(f"{error}: {visible_gpus()}; the workers go on") from None
         self.close()
+        return self._make_full().to(*args, **kwargs)
+
+    def _make_full(self) -> Any:
+        """The full model in this process, once the workers have ended."""
         model = self._construct_locally()
         for arguments, options in self._fuse_calls:
             model.fuse(*arguments, **options)
-        return model.to(*args, **kwargs)
+        return model
 
     def cuda(self, device: Any = None) -> Any:
         """`to` the GPU."""
@@ -259,7 +267,7 @@ def deploy(
         raise ValueError(
             f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
         ) from error
-    start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving.deploy_secret)
+    start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving)
     engine = Engine(ranks, max(1, torch.get_num_threads() // ranks), make, start_executor)
     model = object.__new__(deployed_class(Deployment, cls))
     batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
@@ -307,7 +315,7 @@ class _LocalConstructor:
 
     def __init__(self, maker: Any, constructor: str, source: Any, kwargs: dict[str, Any]) -> None:
         self._make, self._source = getattr(maker, constructor), source
-        self._kwargs = {**kwargs, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+        self._kwargs = {**kwargs, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "expert_parallel_size": 1}
 
     def __call__(self) -> Any:
         return self._make(self._source, **self._kwargs).eval()

@@ -66,6 +66,8 @@ class RayExecutor:
     Ray is started on this host alone if it does not run yet. It ends the actors when the application exits.
     """
 
+    port = 0
+
     def __init__(self, count: int, stages: int = 1) -> None:
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=True)

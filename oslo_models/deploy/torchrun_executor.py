@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defin
 
 from oslo_models.deploy import handshake
 from oslo_models.deploy.connection import WorkerConnection
-from oslo_models.deploy.process_executor import Process, ProcessExecutor, start_worker
+from oslo_models.deploy.process_executor import LOOPBACK, Process, ProcessExecutor, start_worker
 
 ARRIVAL_TIMEOUT = 300.0
 """Seconds that the application waits for the other processes to reach their constructor."""
@@ -78,6 +78,8 @@ class TorchrunExecutor(ProcessExecutor):
         secret: known to the processes of the launcher and nobody else; required if they are on several hosts.
     """
 
+    port = 0
+
     def __init__(self, count: int, secret: str | None = None) -> None:
         self._launcher = _launcher_processes(secret)
         self.host = self._launcher.host
@@ -88,7 +90,7 @@ class TorchrunExecutor(ProcessExecutor):
             return self._launcher.start(rank)
         ours, theirs = socket.socketpair()
         with theirs:
-            process = start_worker(theirs, int(os.environ.get("LOCAL_RANK", "0")), self._launcher.loopback)
+            process = self._launcher.start_here(theirs)
         return process, WorkerConnection(ours)
 
 
@@ -98,7 +100,7 @@ class _LauncherProcesses:
     def __init__(self, secret: str | None) -> None:
         self.secret = secret
         self.loopback = not spans_hosts(secret)
-        self.host = "127.0.0.1" if self.loopback else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self.host = LOOPBACK if self.loopback else os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._listener, address = self._listen()
         self._store = _store()
         self._store.set("application", json.dumps(address))
@@ -175,6 +177,10 @@ class _LauncherProcesses:
                 accepted.close()
             raise ConnectionError(f"the process of rank {rank} that the launcher started has ended")
         return _RemoteProcess(self, rank, pid), WorkerConnection(accepted)
+
+    def start_here(self, theirs: socket.socket) -> Process:
+        """Start the worker of rank 0."""
+        return start_worker(theirs, int(os.environ.get("LOCAL_RANK", "0")), self.loopback, self.secret)
 
     def ask(self, rank: int, *order: Any) -> Any:
         """Send an order to another process and return its answer; ``None`` if the process has ended."""
@@ -257,7 +263,7 @@ def serve(secret: str | None = None) -> NoReturn:
 
     def start(theirs: socket.socket) -> int | None:
         with theirs, suppress(OSError):
-            process = start_worker(theirs, int(os.environ.get("LOCAL_RANK", rank)), not several)
+            process = start_worker(theirs, int(os.environ.get("LOCAL_RANK", rank)), not several, secret)
             workers[process.pid] = process
             return process.pid
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import queue
+import shutil
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from oslo_models.deploy.connection import WorkerConnection, has_spare_core
 from oslo_models.deploy.messages import Cancel, Failure, Join, Ping, Pong, Ready, Reply, Request, Setup
+from oslo_models.deploy.process_executor import SECRET_VARIABLE
 from oslo_models.deploy.serialization import SentOutput, decode, encode, portable
 
 if TYPE_CHECKING:
@@ -50,10 +52,14 @@ class Worker:
 
     Args:
         spin: waits for at most so many seconds for a message, without sleeping.
+        secret: of the deployment, from the process that started this one.
     """
 
-    def __init__(self, connection: Channel, spin: Callable[[float], object] | None = None) -> None:
-        self.connection, self.spin = connection, spin
+    def __init__(
+        self, connection: Channel, spin: Callable[[float], object] | None = None, secret: str | None = None
+    ) -> None:
+        self.connection, self.spin, self._secret = connection, spin, secret
+        self._directory: str | None = None
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.busy_since: float | None = time.monotonic()
         self.runner: ModelRunner | None = None  # once it is loaded
@@ -80,6 +86,8 @@ class Worker:
         try:
             message = decode(self.connection.recv_bytes())
         except (EOFError, OSError):
+            if self._directory is not None:  # the application was killed before it could do this
+                shutil.rmtree(self._directory, ignore_errors=True)
             os._exit(0)
         if isinstance(message, Ping):
             busy = self.busy_since and time.monotonic() - self.busy_since
@@ -122,9 +130,10 @@ class Worker:
     def _load(self, setup: Setup) -> None:
         from oslo_models.deploy.model_runner import ModelRunner
 
+        self._directory = setup.directory
         if not has_spare_core(setup.world_size):  # the application needs it
             self.spin = None
-        self.runner = ModelRunner(setup, self.send, self._next_join, self._cancelled)
+        self.runner = ModelRunner(setup, self.send, self._next_join, self._cancelled, self._secret)
 
     def _next_join(self) -> Join:
         join = self._next()
@@ -170,7 +179,7 @@ def main() -> None:
             setattr(sys, name, _Log(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application, which decides what it means
     connection = WorkerConnection(socket.socket(fileno=int(sys.argv[1])))
-    Worker(connection, connection.spin).run()
+    Worker(connection, connection.spin, os.environ.pop(SECRET_VARIABLE, None)).run()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ with a backward pass. An axis of size one returns early.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,7 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tens
     if axis.threads is not None:
         axis.threads.all_reduce(axis.rank, x, op)
         return x
-    with waiting(axis, "a sum"):
-        dist.all_reduce(x, op=op, group=axis.group)
+    _communicate(axis, "a sum", dist.all_reduce, x, op=op)
     return x
 
 
@@ -68,9 +68,23 @@ def all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         shards = tuple(axis.threads.all_gather(axis.rank, x))
     else:
         shards = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in sizes)
-        with waiting(axis, "a concatenation"):
-            dist.all_gather(list(shards), x.contiguous(), group=axis.group)
+        _communicate(axis, "a concatenation", dist.all_gather, list(shards), x.contiguous())
     return torch.cat([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
+
+
+def _communicate(axis: Axis, what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Call a collective of torch. On a GPU it is only queued, so it is watched from then on."""
+    with waiting(axis, what):
+        if not _is_queued(axis, args[0]):
+            collective(*args, **kwargs, group=axis.group)
+            return
+        _watch(axis, collective(*args, **kwargs, group=axis.group, async_op=True), what)
+
+
+def _is_queued(axis: Axis, given: Tensor | list[Tensor]) -> bool:
+    """Whether a collective runs on a GPU, so that nobody waits for it here; one that is captured does not run yet."""
+    x = given if isinstance(given, Tensor) else given[0]
+    return not x.is_cpu and axis.watchdog is not None and not torch.cuda.is_current_stream_capturing()
 
 
 # Collectives that activation checkpointing can keep -------------------------------------------------------------------
@@ -134,8 +148,7 @@ def _(x: Tensor, axis: int, dim: int, sizes: Sequence[int]) -> Tensor:
 def broadcast(axis: Axis, x: Tensor, src: int = 0) -> Tensor:
     """Overwrite ``x`` with that of position ``src`` on the axis; returns ``x``."""
     if axis.size > 1:
-        with waiting(axis, "a broadcast"):
-            dist.broadcast(x, src=axis.ranks[src], group=axis.group)
+        _communicate(axis, "a broadcast", dist.broadcast, x, src=axis.ranks[src])
     return x
 
 
@@ -147,7 +160,11 @@ def send(axis: Axis, x: Tensor, dst: int, slow: bool = False) -> None:
     """
     pair = _pair_axis(axis, axis.rank, dst) if slow else axis
     with waiting(pair, "a send", None if slow else dst, slow):
-        dist.send(x, axis.ranks[dst], group=axis.group)
+        if not _is_queued(axis, x):
+            dist.send(x, axis.ranks[dst], group=axis.group)
+            return
+        work = dist.isend(x, axis.ranks[dst], group=axis.group)
+        _watch(axis, work, "a send")
 
 
 def receive(axis: Axis, x: Tensor, src: int, slow: bool = False) -> Tensor:
@@ -158,8 +175,19 @@ def receive(axis: Axis, x: Tensor, src: int, slow: bool = False) -> Tensor:
     """
     pair = _pair_axis(axis, src, axis.rank) if slow else axis
     with waiting(pair, "a receive", None if slow else src, slow):
-        dist.recv(x, axis.ranks[src], group=axis.group)
+        if not _is_queued(axis, x):
+            dist.recv(x, axis.ranks[src], group=axis.group)
+            return x
+        work = dist.irecv(x, axis.ranks[src], group=axis.group)
+        _watch(axis, work, "a receive")
     return x
+
+
+def _watch(axis: Axis, work: Any, what: str) -> None:
+    """Wait for what was queued on a GPU in the current stream, and watch it."""
+    work.wait()
+    assert axis.watchdog is not None
+    axis.watchdog.in_flight.add(axis, work, what)
 
 
 def _pair_axis(axis: Axis, src: int, dst: int) -> Axis:
@@ -182,7 +210,10 @@ class PendingSend:
 
     def wait(self) -> None:
         with waiting(self.axis, "a send", self.dst):
-            self.work.wait()
+            if _is_queued(self.axis, self.x):
+                _watch(self.axis, self.work, "a send")
+            else:
+                self.work.wait()
 
 
 def start_send(axis: Axis, x: Tensor, dst: int) -> PendingSend:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_timeout, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from oslo_models.distributed.device_collectives import DEVICE_TIMEOUT, MARGIN
 from oslo_models.distributed.store_barrier import SLOW_TIMEOUT, store_barrier
 from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.distributed.watchdog import TIMEOUT, Watchdog, waiting, watchdog_of_world
@@ -100,6 +101,7 @@ class ParallelMesh:
         world, model: all ranks; the ranks of one data-parallel replica.
         pp_back: the pp axis with a second process group, for gradients sent to earlier stages: with NCCL, the two
             directions could deadlock in one group.
+        expert_parallel_size: the number of ranks of the tp axis over which experts are divided.
         device: the device of this rank.
         destroyed: whether `destroy` was called.
         device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and others; ``None`` without a
@@ -107,12 +109,17 @@ class ParallelMesh:
     """
 
     def __init__(
-        self, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, timeout: float = TIMEOUT
+        self,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        timeout: float = TIMEOUT,
+        expert_parallel_size: int = 1,
     ) -> None:
         """Start a process group if the launcher asks for one and none exists yet, and create the axes.
 
         Args:
             timeout: seconds to wait for other ranks in one collective; see `RankFailedError`.
+            expert_parallel_size: over how many ranks of the tp axis experts are divided: 1 or all of them.
 
         Raises:
             ValueError: the sizes do not fit the number of processes.
@@ -121,6 +128,7 @@ class ParallelMesh:
         check_size("tensor_parallel_size", tensor_parallel_size)
         check_size("pipeline_parallel_size", pipeline_parallel_size)
         tp, pp = tensor_parallel_size, pipeline_parallel_size
+        self.expert_parallel_size = expert_parallel_size
         self.device = start_process_group(tp * pp, timeout)
         self._created: list[Axis] = []
         self.destroyed = False
@@ -164,7 +172,7 @@ class ParallelMesh:
         mesh.device, mesh.device_mesh, mesh._created, mesh.destroyed = threads.devices[rank], None, [], False
         mesh.tp = mesh.model = mesh.world = Axis("tp", rank, tuple(range(threads.size)), None, threads=threads)
         mesh.dp, mesh.pp = (Axis(name, 0, (0,), None) for name in ("dp", "pp"))
-        mesh.pp_back = mesh.pp
+        mesh.pp_back, mesh.expert_parallel_size = mesh.pp, 1
         return mesh
 
     def _model_axis(self) -> Axis:
@@ -200,7 +208,7 @@ class ParallelMesh:
         Args:
             own_timeout: whether collectives have the timeout of the mesh; otherwise torch's default.
         """
-        timeout = timedelta(seconds=self.world.timeout)
+        timeout = timedelta(seconds=_group_timeout(self.world.timeout))
         axis = replace(self.world, name=name, rank=-1, ranks=(), group=None)
         for group_ranks in groups:
             ranks = group_ranks.tolist()
@@ -295,6 +303,12 @@ def _store() -> tuple[Any, int, int]:
     attempt, one_node = env.get("TORCHELASTIC_RESTART_COUNT", "0"), env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
     is_retry = attempt != "0" and one_node and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return PrefixStore(f"attempt {attempt}" if is_retry else "default_pg", store), rank, world_size
+
+
+def _group_timeout(timeout: float) -> float:
+    """The timeout of a new process group: with NCCL, whose watchdog ends the process, later than that of ours."""
+    is_nccl = "nccl" in dist.get_backend_config()
+    return max(timeout, DEVICE_TIMEOUT) + MARGIN if is_nccl else timeout
 
 
 def _drop_groups(ref: weakref.ref[ParallelMesh]) -> None:

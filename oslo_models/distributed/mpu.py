@@ -6,11 +6,13 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
-from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.distributed.collectives import receive, send
+from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group
 from oslo_models.sharding.layout import even_ranges
 
 T = TypeVar("T")
@@ -32,11 +34,30 @@ class MPU:
     member. Ranks of a tensor-parallel group hold shards of the same layers, those of a data-parallel group the same
     parameters for different batches, those of a pipeline-parallel group successive stages; the ranks of a
     model-parallel group hold one replica of the model together.
+
+    A model has one as ``model.mpu``. ``MPU(tensor_parallel_size, pipeline_parallel_size)`` makes the groups without a
+    model, and ``MPU(mesh)`` uses those of a mesh. Every rank has to call it, with the same sizes.
+
+    Raises:
+        ValueError: the sizes do not fit the number of processes.
+        RuntimeError: more than one process is needed and no launcher was used.
     """
 
-    def __init__(self, mesh: ParallelMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, tensor_parallel_size: int | ParallelMesh = 1, pipeline_parallel_size: int = 1) -> None:
+        sizes = tensor_parallel_size, pipeline_parallel_size
+        if isinstance(tensor_parallel_size, ParallelMesh):
+            self.mesh = tensor_parallel_size
+            if pipeline_parallel_size != 1:
+                raise ValueError(f"pipeline_parallel_size={sizes[1]} was passed with a mesh, which has its own sizes")
+        else:
+            self.mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size)
         self._first_and_last_stage: Axis | None = None
+        self._neighbours: dict[tuple[int, ...], dist.ProcessGroup | None] | None = None
+
+    @staticmethod
+    def initialize_distributed() -> None:
+        """Start ``torch.distributed`` as the launcher says, unless it is running. Constructors of models do it too."""
+        start_process_group()
 
     def __deepcopy__(self, memo: dict[int, object]) -> MPU:
         return self
@@ -83,6 +104,54 @@ class MPU:
         if self._first_and_last_stage is None and self.mesh.pp.size > 1:
             self._first_and_last_stage = self.mesh.stages((0, self.mesh.pp.size - 1), "embedding")
         return self._first_and_last_stage.group if self._first_and_last_stage is not None else None
+
+    def get_p2p_communication_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+        """The groups of this rank with each neighbouring stage, the last stage being a neighbour of the first.
+
+        ``(source, destination)``, both global ranks, is the key of a group of two, and ``(rank,)`` of this rank alone.
+        Empty without pipeline parallelism. The first call creates the groups, so every rank of the world has to call
+        this. The model itself does not use them.
+        """
+        if self._neighbours is None:
+            self._neighbours, count = {}, self.mesh.pp.size
+            pairs = {(stage, stage + 1) for stage in range(count - 1)} | ({(0, count - 1)} if count > 1 else set())
+            for stages in [*sorted(pairs), *((stage,) for stage in range(count if count > 1 else 0))]:
+                axis = self.mesh.stages(stages, "p2p")
+                if axis.ranks:
+                    self._neighbours |= {axis.ranks: axis.group, axis.ranks[::-1]: axis.group}
+        return self._neighbours
+
+    @torch.no_grad()
+    def p2p(self, tensor: Tensor, src_stage: int, dst_stage: int) -> bool:
+        """Overwrite ``tensor`` of one stage with that of another, which has the same shape and dtype.
+
+        Returns:
+            Whether this rank is on one of the two stages. Ranks of others need not call it.
+
+        Raises:
+            ValueError: there is no such stage, or it is twice the same.
+        """
+        count, rank = self.mesh.pp.size, self.mesh.pp.rank
+        if src_stage == dst_stage or not (0 <= src_stage < count and 0 <= dst_stage < count):
+            raise ValueError(f"src_stage={src_stage} and dst_stage={dst_stage} must be two of {count} stages, from 0")
+        if rank == src_stage:
+            send(self.mesh.pp, tensor.contiguous(), dst_stage)
+        elif rank == dst_stage:
+            tensor.copy_(receive(self.mesh.pp, tensor.detach().clone(memory_format=torch.contiguous_format), src_stage))
+        return rank in (src_stage, dst_stage)
+
+    @staticmethod
+    def make_pipeline_partition(num_items: int, num_parts: int) -> list[int]:
+        """Bounds of ``num_parts`` ranges of ``num_items`` items: equal ones, and what is left over is in the last.
+
+        The ``num_parts + 1`` bounds begin with 0; part ``i`` has the items from the ``i``-th bound to the next. With
+        fewer items than parts, the first parts get one each. The stages of a model are balanced by their parameters
+        instead, unless ``blocks_per_stage`` says otherwise.
+        """
+        if num_items < 0 or num_parts < 1:
+            raise ValueError(f"num_items={num_items} must be at least 0 and num_parts={num_parts} at least 1")
+        each = max(num_items // num_parts, 1)
+        return [*(min(each * part, num_items) for part in range(num_parts)), num_items]
 
     get_embedding_global_ranks = _from_mesh(lambda mesh: sorted({mesh.pp.ranks[0], mesh.pp.ranks[-1]}))
     get_embedding_tied_world_size = _from_mesh(lambda mesh: min(2, mesh.pp.size))

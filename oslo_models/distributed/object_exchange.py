@@ -1,10 +1,15 @@
 """Small Python objects exchanged between ranks, and the agreement that builds on it: on failures and on arguments.
 
 The objects are pickled. Tensors go through `collectives`.
+
+Whoever reaches the sockets of gloo could send a pickle that runs code. The ranks of a deployed model therefore have a
+key (`authenticate_objects`), and nothing is unpickled that is not signed with it. Training relies on what torch relies
+on: the network of a job is private.
 """
 
 from __future__ import annotations
 
+import hmac
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +23,47 @@ from torch import Tensor
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.watchdog import waiting
 
+_SIGNATURE_BYTES = 32
+_keys: list[bytes] = []  # of this process, which is a rank of one job: the last one counts
+
+
+class ForgedObjectError(RuntimeError):
+    """An object that was received does not come from a rank of this job."""
+
+
+def authenticate_objects(key: bytes) -> None:
+    """Sign what this process sends to other ranks, and refuse what is not signed by them, from now on.
+
+    Args:
+        key: known to the ranks of this job only.
+    """
+    _keys.append(key)
+
+
+def _signed(rank: int, value: Any) -> bytes:
+    pickled = pickle.dumps(value)
+    return _signature(rank, pickled) + pickled if _keys else pickled
+
+
+def _verified(rank: int, data: bytes) -> Any:
+    """Unpickle what ``rank`` has signed.
+
+    Raises:
+        ForgedObjectError: it has not.
+    """
+    if not _keys:
+        return pickle.loads(data)
+    signature, pickled = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
+    if not hmac.compare_digest(signature, _signature(rank, pickled)):
+        raise ForgedObjectError(
+            f"an object that should come from rank {rank} was not signed by it: another program writes"
+        )
+    return pickle.loads(pickled)
+
+
+def _signature(rank: int, pickled: bytes) -> bytes:
+    return hmac.digest(_keys[-1], b"%d:" % rank + pickled, "sha256")
+
 
 def gather_objects(axis: Axis, value: Any) -> list[Any]:
     """Gather one object from every rank of the axis, in the order of the axis. Values are pickled: keep them small.
@@ -30,13 +76,14 @@ def gather_objects(axis: Axis, value: Any) -> list[Any]:
     if axis.threads is not None:
         return axis.threads.all_gather(axis.rank, value)
     on_cpu = "cpu:" in dist.get_backend_config(axis.group)
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(_signed(axis.ranks[axis.rank], value)), dtype=torch.uint8)
     data = data if on_cpu else data.cuda()
     with waiting(axis, "an exchange", slow=True):
         sizes = torch.cat(_all_gather(axis, data.new_tensor([len(data)], dtype=torch.int64))).tolist()
         padded = torch.cat((data, data.new_zeros(max(sizes) - len(data))))
         parts = _all_gather(axis, padded)
-    return [pickle.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+    received = zip(axis.ranks, parts, sizes, strict=True)
+    return [_verified(rank, part[:size].cpu().numpy().tobytes()) for rank, part, size in received]
 
 
 def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from oslo_models.distributed import checkpoint_chunks
 from oslo_models.distributed.collectives import all_reduce
@@ -90,10 +91,12 @@ class Shard(Tensor):
 
     Attributes:
         sharding: what it is a part of.
+        is_weight: whether it has the values of a parameter, and not of a gradient or a state of an optimizer.
         has_plain_storage: kernels that read memory may read it as that of a plain tensor.
     """
 
     sharding: Sharding
+    is_weight = False
     has_plain_storage: ClassVar[bool] = True
 
     @classmethod
@@ -101,10 +104,11 @@ class Shard(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # While torch.compile traces a model, all shards are in their layers. It cannot trace the access to an attribute
-        # below, but knows torch's own implementation.
+        # While torch.compile traces a model, all shards are in their layers. Modes are disabled too: with one that is
+        # active (torch.set_default_device), dynamo comes here again and again for an attribute such as weight.dtype.
         if torch.compiler.is_compiling():
-            return nn.Parameter.__torch_function__(func, types, args, kwargs)
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
@@ -155,6 +159,30 @@ class Shard(Tensor):
 
     def _layout_and_rank(self) -> tuple[Layout, int]:
         return self.sharding.layout, self.sharding.mesh.tp.rank
+
+
+class WeightView(Tensor):
+    """A transposed or indexed weight of a shard, outside of its layer: products with it are refused too.
+
+    Attributes:
+        sharding: what the weight is a part of.
+    """
+
+    sharding: Sharding
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS_OF_VIEWS.get(func)
+        if handler is not None and not torch.compiler.is_compiling():
+            return handler(func, args, kwargs or {})
+        with without_override():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with without_override():
+            return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 class GradientShard(Shard):
@@ -216,6 +244,14 @@ def mark_parameter(param: nn.Parameter, sharding: Sharding) -> None:
     mark(param, sharding, ReplicatedParameter if is_full else ShardedParameter)
 
 
+def unmark_parameter(param: Any) -> None:
+    """Make a parameter that was marked a plain one again, in place."""
+    if isinstance(param, _Parameter):
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
+    for name in ("sharding", "ds_pipe_replicated", "model_parallel"):
+        vars(param).pop(name, None)
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The elements of a shard as a plain tensor that shares their memory, without gradients."""
     with without_override():
@@ -262,14 +298,43 @@ def _derived(func: Any, args: Any, kwargs: Any) -> Any:
     return mark(result, shard.sharding, Shard)
 
 
+def _cast(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same values in another type or place, or without gradients; those of a weight stay a weight."""
+    result = _derived(func, args, kwargs)
+    if _is_weight(args[0]) and type(result) is Shard:
+        result.is_weight = True
+    return result
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    """Transposed or indexed."""
+    with without_override():
+        result = func(*args, **kwargs)
+    return mark(result, args[0].sharding, WeightView) if _is_weight(args[0]) and type(result) is Tensor else result
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether products with a tensor are those of a sharded layer, outside of it."""
+    return isinstance(value, (ShardedParameter, WeightView)) or (isinstance(value, Shard) and value.is_weight)
+
+
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
-    weight = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, ShardedParameter)), None)
+    weight = next((arg for arg in tree_leaves((args, kwargs)) if _is_weight(arg)), None)
     if weight is not None and not _is_called_by_graph():
         raise RuntimeError(
             f"{_name(func)} with a shard ({weight.sharding}) outside of its layer would give a part of the result: "
             "call the layer itself, or pass weight.full_tensor(), a collective of the tensor-parallel group"
         )
     return _of_matrix(func, args, kwargs)
+
+
+def _lookup(func: Any, args: Any, kwargs: Any) -> Any:
+    """``embedding(ids, weight)``: tables with sharded features, such as biases of heads, are looked up as they are."""
+    weight = next((arg for arg in (*args, *kwargs.values()) if _is_weight(arg)), None)
+    if weight is not None and weight.sharding.layout.dim == 0:
+        return _product(func, args, kwargs)
+    with without_override():
+        return func(*args, **kwargs)
 
 
 def _is_called_by_graph() -> bool:
@@ -282,8 +347,7 @@ def _is_called_by_graph() -> bool:
 
 def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:
     """Functions that mix the elements of a matrix; those of a replicated one are all here."""
-    flat = torch.utils._pytree.tree_leaves((args, kwargs))
-    shard = next((arg for arg in flat if isinstance(arg, Shard)), None)
+    shard = next((arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Shard)), None)
     if shard is not None and shard.sharding.layout.dim is not None:
         warnings.warn(
             f"{_name(func)} of a shard ({shard.sharding}) treats it as a matrix of its own. An optimizer that does so "
@@ -332,9 +396,17 @@ _FACTORIES = (torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_li
 _CASTS = ("clone", "detach", "to", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous", "type")
 _ARITHMETIC = ("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "abs", "sign", "lerp", "square", "addcdiv")
 _OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow")
-_PRODUCTS = (F.linear, torch.matmul, torch.mm, torch.addmm, Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.__matmul__)
+_PRODUCTS = (
+    *(F.linear, torch.matmul, torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch.tensordot, torch.einsum),
+    *(Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.__matmul__, Tensor.__rmatmul__),
+)
+_VIEWS = (
+    *(torch.t, torch.transpose, torch.permute, torch.unsqueeze, torch.index_select, Tensor.t, Tensor.transpose),
+    *(Tensor.permute, Tensor.unsqueeze, Tensor.index_select, Tensor.__getitem__),
+    *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
+)
 _MATRIX_FUNCTIONS = (
-    *(Tensor.__rmatmul__, torch.bmm, torch.baddbmm, torch.tensordot, torch.svd, torch.qr, Tensor.svd, Tensor.qr),
+    *(torch.svd, torch.qr, Tensor.svd, Tensor.qr),
     *(torch.linalg.svd, torch.linalg.qr, torch.linalg.eigh, torch.linalg.inv, torch.linalg.matrix_norm),
     *(torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var, torch.std, Tensor.std),
     *(torch.amax, Tensor.amax, torch.max, Tensor.max),
@@ -343,13 +415,23 @@ _MATRIX_FUNCTIONS = (
 _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     **dict.fromkeys(_MATRIX_FUNCTIONS, _of_matrix),
     **dict.fromkeys(_PRODUCTS, _product),
+    F.embedding: _lookup,
     **dict.fromkeys(_FACTORIES, _derived),
-    **{getattr(Tensor, name): _derived for name in (*_CASTS, *_ARITHMETIC)},
-    **{getattr(torch, name): _derived for name in ("clone", *_ARITHMETIC)},
+    **{getattr(Tensor, name): _derived for name in _ARITHMETIC},
+    **{getattr(torch, name): _derived for name in _ARITHMETIC},
+    **{getattr(Tensor, name): _cast for name in _CASTS},
+    **dict.fromkeys((torch.clone, torch.detach), _cast),
+    **dict.fromkeys(_VIEWS, _view),
     **{getattr(Tensor, f"__{name}__"): _derived for name in _OPERATORS},
     **dict.fromkeys(_NORMS, _norm),
     torch._foreach_norm: _foreach_norm,
     Tensor.size: _size,
     Tensor.new_empty: _new_empty,
     Tensor.set_: _set,
+}
+
+_HANDLERS_OF_VIEWS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    **dict.fromkeys(_PRODUCTS, _product),
+    F.embedding: _lookup,
+    **dict.fromkeys((*_VIEWS, *(getattr(Tensor, name) for name in _CASTS)), _view),
 }

@@ -13,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from oslo_models.distributed.directory_store import DirectoryStore
+
 
 class StoreLostError(TimeoutError):
     """The process that hosts the store has ended, or has closed the connection."""
@@ -32,7 +34,7 @@ class StoreClient:
     def __init__(self, store: Any, prefix: str) -> None:
         port = _port(store)
         before = _connections(port)
-        self.store: Any = PrefixStore(prefix, store.clone())
+        self.store: Any = PrefixStore(prefix, store if isinstance(_base(store), DirectoryStore) else store.clone())
         self._connections = _connections(port) - before
         self._threads: list[threading.Thread] = []
         self.lost = False
@@ -79,10 +81,16 @@ class StoreClient:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _port(store: Any) -> int | None:
-    """The port of the store's server; ``None`` if the store has no server."""
+def _base(store: Any) -> Any:
+    """The store behind all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def _port(store: Any) -> int | None:
+    """The port of the store's server; ``None`` if the store has no server."""
+    store = _base(store)
     return store.port if isinstance(store, TCPStore) else None
 
 

@@ -41,6 +41,7 @@ class ThreadGroup:
         self._error: BaseException | None = None
         self._running: set[int] = set()
         self._contributions: dict[int, Any] = {}
+        self._contributing_streams: dict[int, torch.cuda.Stream] = {}
         self._results: list[Any] = [None] * self.size
         self._rng_states: list[Any] = [None] * self.size
 
@@ -61,7 +62,7 @@ class ThreadGroup:
             self._rng_states = [self._rng_state()] * self.size
             self._share_seed()
             results: list[Any] = [None] * self.size
-            context = _TorchContext(self.devices[0].type)
+            context = _TorchContext(self.devices[0].type, self._streams())
             futures: list[Future[None]] = [
                 self._threads.submit(copy_context().run, self._run_in_thread, rank, task, results, context)
                 for rank in range(1, self.size)
@@ -94,7 +95,7 @@ class ThreadGroup:
 
     def _run_in_thread(self, rank: int, task: Callable[[int], Any], results: list[Any], context: _TorchContext) -> None:
         def task_in_context(rank: int) -> Any:
-            with context.applied():
+            with context.applied(), self._on_device(rank):  # which entering a stream changes
                 return task(rank)
 
         self._wait_for_turn(rank)
@@ -103,22 +104,30 @@ class ThreadGroup:
     def _run_task(self, rank: int, task: Callable[[int], Any], results: list[Any]) -> None:
         try:
             if self._error is None:
-                device = self.devices[rank]
-                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                with self._on_device(rank):
                     results[rank] = task(rank)
         except BaseException as error:  # noqa: BLE001  raised in the calling thread
             self._error = self._error or error
         self._running.discard(rank)
         self._pass_turn(rank)
 
+    def _on_device(self, rank: int) -> Any:
+        device = self.devices[rank]
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
     def _exchange(self, rank: int, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
         """Return this rank's element of ``combine(values of all ranks)``, which the last rank to arrive calls."""
         if self._error is not None:
             raise _OtherRankFailed from self._error
         self._contributions[rank] = value
+        if self.devices[rank].type == "cuda":
+            self._contributing_streams[rank] = torch.cuda.current_stream(self.devices[rank])
         if len(self._contributions) == self.size:
             values, self._contributions = [self._contributions[other] for other in range(self.size)], {}
-            with torch.no_grad():
+            # Each rank's tensor is used in the stream that made it, and copies between devices wait for both streams.
+            with torch.no_grad(), ExitStack() as streams:
+                for _, stream in sorted(self._contributing_streams.items()):
+                    streams.enter_context(torch.cuda.stream(stream))
                 self._results = combine(values)
         elif self._running == self._contributions.keys():
             raise RuntimeError(f"rank {rank} waits in a collective for ranks that have ended")
@@ -155,6 +164,10 @@ class ThreadGroup:
             except BaseException as error:  # noqa: BLE001  KeyboardInterrupt
                 self._error = self._error or error
 
+    def _streams(self) -> list[torch.cuda.Stream]:
+        """The stream of each device in the calling thread: other threads would begin with the default ones."""
+        return [torch.cuda.current_stream(device) for device in self.devices if device.type == "cuda"]
+
     # Random states ----------------------------------------------------------------------------------------------------
 
     def _share_seed(self) -> None:
@@ -178,9 +191,10 @@ class _OtherRankFailed(Exception):
 
 
 class _TorchContext:
-    """A copy of torch's thread-local settings: gradient and inference mode, autocast, function modes."""
+    """A copy of torch's thread-local settings: gradient and inference mode, autocast, function modes, streams."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, streams: list[torch.cuda.Stream]) -> None:
+        self.streams = streams
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         kinds = [kind for kind in {"cpu", device_type} if torch.is_autocast_enabled(kind)]
         self.autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds]
@@ -192,6 +206,8 @@ class _TorchContext:
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), ExitStack() as stack:
             for kind, dtype, caches in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
+            for stream in self.streams:
+                stack.enter_context(torch.cuda.stream(stream))
             for mode in self.modes:
                 stack.enter_context(copy(mode))  # `torch.device` stores the device before it
             yield

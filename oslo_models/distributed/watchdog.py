@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from oslo_models.distributed.device_collectives import InFlight
 from oslo_models.distributed.failure_diagnosis import (
     FailureDiagnosis,
     Status,
@@ -61,6 +62,7 @@ class Watchdog:
         phase: what this process is doing, and since when.
         waiting_for: the ranks that it waits for, in what, and since when; ``None`` while it does not wait.
         error: what this rank has raised, if it has; the process groups cannot be used any more.
+        in_flight: collectives that run on a GPU while this process goes on.
         failures: the ranks that failed according to this one, and what to say of each.
         interval: seconds between two statuses when nothing changes.
         last_statuses: the latest status known of each rank.
@@ -73,6 +75,7 @@ class Watchdog:
         self.waiting_for: tuple[tuple[int, ...], str, float] | None = None
         self.error: RankFailedError | None = None
         self.failures: dict[int, str] | None = None
+        self.in_flight = InFlight(self)
         self.interval = INTERVAL
         self._publisher, self._reader = (StoreClient(store, "oslo_models.distributed.watchdog") for _ in range(2))
         self.ask = self._reader.ask
@@ -121,6 +124,8 @@ class Watchdog:
         """Publish the status of this process."""
         self._number += 1
         (phase, since), waiting_for, now = self.phase, self.waiting_for, time.monotonic()
+        if waiting_for is None and (queued := self.in_flight.oldest()) is not None:
+            waiting_for = (queued.axis.ranks, queued.what, queued.since)
         status = {
             **self._process,
             **{"number": self._number, "time": time.time(), "exited": self._exited},
@@ -222,6 +227,7 @@ class Watchdog:
         self._exited = True
         self._wake.set()
         self._thread.join(1.0)
+        self.in_flight.join()
         if not self._publisher.lost and not self._thread.is_alive():
             with suppress(TimeoutError):
                 self._publisher.ask(lambda _: self._publish(), 0.5)

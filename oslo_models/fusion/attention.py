@@ -40,12 +40,17 @@ class FusedEagerAttention(nn.Module):
 
     Layers look their attention function up by ``self.config._attn_implementation``. Where that is ``"eager"``, the
     layer sees `FUSED_EAGER` instead. The model's config, by which masks are made, stays as it is.
+
+    Attributes:
+        own_config: the config; the property stands before it, and torch 2.11 cannot trace ``__dict__`` past a property.
     """
+
+    own_config: Any
 
     @property
     def config(self) -> Any:
         """The layer's config, or the view of it that selects the fused function."""
-        config = self.__dict__["config"]
+        config = self.own_config
         if torch.compiler.is_compiling() or config._attn_implementation != "eager":
             return config
         return _FusedEagerConfig(config)

@@ -13,15 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oslo_kernels.cross_entropy import row_statistics, softmax_minus_
+from oslo_kernels.cross_entropy import padded_logits, row_statistics, softmax_minus_
 from oslo_kernels.language import wide
 from oslo_models.distributed.collectives import reduce_fresh
 from oslo_models.layers.cross_entropy import VocabShard
 
-CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
+CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}
 """The most memory that the logits of a chunk may take, by the type of device."""
 CHUNKS, FAST_ROWS = 16, 256
-"""A batch is split into this many chunks, or fewer if chunks would be too short for fast matrix products."""
+"""On a CPU, a batch is split into this many chunks, or fewer if chunks would be too short for fast matrix products.
+
+On a GPU, chunks are as long as their memory allows: each launches some thirty kernels, and passes over the
+weight's gradient.
+"""
 
 
 def linear_cross_entropy(
@@ -106,7 +110,7 @@ def _run(
     grad_vH = torch.zeros_like(weight_vH, dtype=sum_dtype) if needs[1] else None
     grad_v = torch.zeros_like(bias_v, dtype=sum_dtype) if bias_v is not None and needs[2] else None
     total = torch.zeros((), dtype=sum_dtype, device=hidden_NH.device)
-    buffer = weight_vH.new_empty(min(size, len(target_N)), len(weight_vH))
+    buffer = padded_logits(weight_vH, min(size, len(target_N)))
     for start in range(0, len(target_N), size):
         target_C = target_N[start : start + size]
         part = slice(start, start + size) if rows is None else rows[start : start + size]
@@ -120,19 +124,28 @@ def _run(
         if grad_NH is not None:
             grad_NH[part] = logits_Cv @ weight_vH
         if grad_vH is not None:
-            if sum_dtype == dtype:
-                grad_vH.addmm_(logits_Cv.T, hidden_CH)
-            else:
-                grad_vH += logits_Cv.T @ hidden_CH
+            _add_product_(grad_vH, logits_Cv.T, hidden_CH)
         if grad_v is not None:
             grad_v += logits_Cv.sum(0, dtype=sum_dtype)
     return total, [grad if grad is None else grad.to(dtype) for grad in (grad_NH, grad_vH, grad_v)]
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, whose dtype may be narrower; on a GPU the product itself adds in that of ``total``."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def _rows_at_once(rows: int, weight_vH: Tensor, shard: VocabShard) -> int:
     """The number of rows of a chunk: the same on every rank, however unevenly the vocabulary is sharded."""
     most_bytes = CHUNK_BYTES.get(weight_vH.device.type, CHUNK_BYTES["cuda"])
     most = most_bytes // (-(-shard.size // shard.axis.size) * weight_vH.itemsize)
+    if weight_vH.is_cuda:
+        return max(1, min(rows, -(-rows // max(1, -(-rows // max(1, most))))))  # chunks of one length
     fast = max(FAST_ROWS, rows // CHUNKS)
     if weight_vH.is_cpu:  # every chunk rewrites the weight's gradient, so chunks are longer where that is large
         fast = 2 * fast if shard.axis.size == 1 else (fast + 1) // 2
@@ -145,7 +158,7 @@ def _loss_and_gradient(logits_Cv: Tensor, target_C: Tensor, shard: VocabShard, d
     ignored_C = target_C == shard.ignore_index
     elsewhere_C = ignored_C | (target_C < start) | (target_C >= stop)
     index_C1 = (target_C - start).masked_fill(elsewhere_C, 0).unsqueeze(-1)
-    own_max_C, total_C, sum_C = row_statistics(logits_Cv)
+    own_max_C, total_C, sum_C = row_statistics(logits_Cv, logits_Cv.is_cuda)
     max_C = reduce_fresh(shard.axis, own_max_C.clone(), op=dist.ReduceOp.MAX)
     picked_C = logits_Cv.gather(-1, index_C1).squeeze(-1).to(max_C.dtype).masked_fill(elsewhere_C, 0.0)
     sums_3C = torch.stack((total_C * (own_max_C - max_C).exp(), picked_C, sum_C))
@@ -156,7 +169,7 @@ def _loss_and_gradient(logits_Cv: Tensor, target_C: Tensor, shard: VocabShard, d
     if rest:
         loss_C -= rest * sum_C
     if differentiate:
-        softmax_minus_(logits_Cv, log_total_C, rest)
+        softmax_minus_(logits_Cv, log_total_C, rest, logits_Cv.is_cuda)
         hits_C1 = torch.full_like(loss_C, -hit).masked_fill(elsewhere_C, 0.0).unsqueeze(-1)
         logits_Cv.scatter_add_(-1, index_C1, hits_C1.to(logits_Cv.dtype))
         if logits_Cv.is_cuda:

@@ -158,7 +158,8 @@ def _gelu_of_linear(layer: Any, x: Tensor, approximate: str) -> Tensor:
     if isinstance(layer, (ColumnParallelLinear, ColumnParallelConv1D)):
         x = layer.enter_region(x)
     same_dtype = x.dtype == layer.weight.dtype == layer.bias.dtype != torch.float64
-    if x.is_cuda and approximate == "tanh" and same_dtype and not torch.is_grad_enabled():
+    casts = torch.is_autocast_enabled(x.device.type)  # which knows F.linear, but not this operation
+    if x.is_cuda and approximate == "tanh" and same_dtype and not casts and not torch.is_grad_enabled():
         # the epilogue of cuBLASLt's product, which supports the tanh form only
         out = torch._addmm_activation(layer.bias, x.reshape(-1, x.shape[-1]), weight_io, use_gelu=True)
         return out.view(*x.shape[:-1], -1)

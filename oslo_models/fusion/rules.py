@@ -276,6 +276,9 @@ _BLOCKS: dict[str, tuple[type, str]] = {
 
 
 def _residual(s: Subject) -> Iterator[FusionCandidate]:
+    if s.layer in LLAMA_BLOCKS and layer_name(s.module.post_attention_layernorm) not in RMS_NORMS:
+        yield s.candidate("residual", None, "the norm after it has no kernel that adds the residual")
+        return
     yield s.on_gpu("residual", triton=_BLOCKS[s.layer][0])
 
 
@@ -301,7 +304,8 @@ def _is_rotary(s: Subject) -> bool:
 def _rotary(s: Subject) -> Iterator[FusionCandidate]:
     reason = f"rotary positions and softmax of weights that are made: {_one_pass(s.backend)}"
     reason = f"{_attention_implementation(s.module)}; {reason}"
-    yield s.candidate("attention", _mixed(ROTARY_CLASSES[s.layer], s.cls), reason)
+    attributes = {"own_config": s.module.config}
+    yield s.candidate("attention", _mixed(ROTARY_CLASSES[s.layer], s.cls), reason, attributes=attributes)
 
 
 def _upcasts(s: Subject) -> bool:
@@ -315,7 +319,8 @@ def _is_eager(s: Subject) -> bool:
 
 def _eager(s: Subject) -> Iterator[FusionCandidate]:
     reason = f"{_attention_implementation(s.module)}; softmax of weights that are made: {_one_pass(s.backend)}"
-    yield s.candidate("attention", _mixed(_EAGER[s.backend], s.cls), reason)
+    attributes = {"own_config": s.module.config}
+    yield s.candidate("attention", _mixed(_EAGER[s.backend], s.cls), reason, attributes=attributes)
 
 
 def _other_attention(s: Subject) -> Iterator[FusionCandidate]:

@@ -1,6 +1,7 @@
-"""Mixtures of experts over the tp axis: every rank holds a part of the width of every expert.
+"""Mixtures of experts over the tp axis: a part of the width of every expert, or some of the experts, on each rank.
 
-Source: Shoeybi et al., "Megatron-LM", 2019, section 3, applied to each expert.
+Sources: Shoeybi et al., "Megatron-LM", 2019, section 3, applied to each expert; Lepikhin et al., "GShard", 2020, for
+experts on different ranks. The tokens are replicated here, so no rank sends any.
 """
 
 from __future__ import annotations
@@ -9,19 +10,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.linear import _ShardedModule
+from oslo_models.sharding.layout import Layout
 
 
-class TensorParallelExperts(_ShardedModule):
-    """Experts whose forward is that of transformers, computed with a part of the width of each of them.
+class ParallelExperts(_ShardedModule):
+    """Experts whose forward is that of transformers, computed with what this rank holds of them.
 
     The router is replicated, so all ranks send the same tokens to the same experts. The outputs of a rank are partial
-    sums over the width, and so are the gradients of hidden states and of router weights.
+    sums, over the width or over the experts, and so are the gradients of hidden states and of router weights.
+
+    Attributes:
+        first: the number of the first expert on this rank.
+        over_ranks: whether this rank holds some of the experts only.
     """
+
+    first: int
+    over_ranks: bool
+    num_experts: int
+    config: Any
+
+    def set_experts(self, layout: Layout) -> None:
+        """Set which experts this rank holds, once ``tp`` is set.
+
+        Args:
+            layout: that of the first projection.
+        """
+        self.over_ranks = layout.dim == 0
+        if self.over_ranks:
+            ((self.first, stop),) = layout.ranges[self.tp.rank]
+            self.num_experts = stop - self.first
+            self._is_expert_parallel = True  # transformers' name: there may be ids of experts that are not here
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
         """The weighted sum of the outputs of each token's experts.
@@ -37,15 +61,26 @@ class TensorParallelExperts(_ShardedModule):
         with without_override():
             hidden_states = self.enter_region(hidden_states)
             weights = copy_to(self.tp, top_k_weights)
+            if self.over_ranks:
+                top_k_index, weights = self._own(top_k_index, weights)
             # No dropout is in experts: the region ends before the product, as `leave_region` wants it.
             hidden_states = self.leave_region(hidden_states)
             with self._own_share_of_bias():
                 return reduce_from(self.tp, super().forward(hidden_states, top_k_index, weights, *args))
 
+    def _own(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The choices of experts on this rank; others become an expert that is not here, with a weight of zero."""
+        is_own = (index >= self.first) & (index < self.first + self.num_experts)
+        # gpt-oss's loop over experts knows no expert that is not here: there, a weight of zero has to do.
+        knows_others = self.config._experts_implementation != "eager" or not hasattr(self, "gate_up_proj_bias")
+        other = self.num_experts if knows_others else 0
+        return torch.where(is_own, index - self.first, other), weights.masked_fill(~is_own, 0)
+
     @contextmanager
     def _own_share_of_bias(self) -> Iterator[None]:
-        """While active, the replicated bias of the outputs is this rank's share of it: they are summed with it."""
-        bias = self._parameters.get("down_proj_bias")
+        """While active, a replicated bias of the outputs is this rank's share of it: they are summed with it."""
+        # As an attribute: `_parameters` may hold a part of it.
+        bias = None if self.over_ranks else getattr(self, "down_proj_bias", None)
         if bias is not None:
             self.__dict__["down_proj_bias"] = copy_to(self.tp, bias) / self.tp.size  # found before the parameter
         try:

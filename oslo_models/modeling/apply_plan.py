@@ -21,7 +21,7 @@ from oslo_models.layers.custom_layers import (
     VocabParallelModule,
 )
 from oslo_models.layers.einsum_attention import EinsumHeadsModule
-from oslo_models.layers.experts import TensorParallelExperts
+from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.gathered import (
     DerivedLayer,
     GatheredColumnConv1D,
@@ -42,6 +42,7 @@ from oslo_models.layers.linear import (
 )
 from oslo_models.layers.norm import HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
+from oslo_models.modeling.quantizing import shard_of
 from oslo_models.sharding.derived import GatheredColumn, GatheredConvolution, SlicedRow, SummedEmbedding
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import (
@@ -76,7 +77,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (HeadNorms, nn.Module): HeadParallelNorms,
     (WidthNorm, nn.Module): WidthParallelNorm,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
-    (Experts, nn.Module): TensorParallelExperts,
+    (Experts, nn.Module): ParallelExperts,
     (Latent, nn.Linear): LatentLinear,
     # layers that an architecture defines itself
     (ColumnParallel, nn.Module): ColumnParallelModule,
@@ -91,6 +92,12 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (GatheredConvolution, nn.modules.conv._ConvNd): GatheredConvolutionModule,
     (SummedEmbedding, nn.Embedding): SummedEmbeddingModule,
 }
+
+
+def plan_over(model: Any, mesh: ParallelMesh) -> Plan:
+    """The plan of a model on a mesh, which may divide its experts over the ranks."""
+    plan: Plan = model.plan(model.config)
+    return plan.with_experts_over_ranks() if mesh.expert_parallel_size > 1 else plan
 
 
 def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int) -> dict[str, Layout]:
@@ -141,6 +148,8 @@ def apply_plan(
             module.register_forward_pre_hook(call_by_itself)
         if isinstance(entry, HeadNorms):
             module.heads = entry.heads  # type: ignore[assignment]
+        elif isinstance(entry, Experts):
+            module.set_experts(shards["gate_up_proj"])  # type: ignore[operator]
         elif isinstance(entry, Latent):
             module.rotary = entry.rotary  # type: ignore[assignment]
         elif isinstance(entry, EinsumHeads):
@@ -154,7 +163,7 @@ def apply_plan(
         module = model.get_submodule(owner)
         full = getattr(module, leaf)
         if layout.dim is not None:
-            local = layout.shard(full.detach(), tp.rank).clone()
+            local = shard_of(full.detach(), layout, tp.rank, name)
             setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
             _set_local_sizes(module)
     if stream is not None:

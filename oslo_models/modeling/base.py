@@ -15,7 +15,7 @@ from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.adapters.adaptable import AdaptableModel
-from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of
+from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of, plan_over
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.derived.report import ShardingReport, report_of_layouts
@@ -47,9 +47,10 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         head_plan: the entries of the head that the class adds to the base model, by their full names.
         made_from: what a class with a plan of the user was made from; see `own_plan`.
         mesh: the axes of the model; ``None`` when constructed by transformers' own methods.
-        mpu: the mesh under Megatron's names.
+        mpu: the mesh under Megatron's names; ``base_model`` has it too.
         layouts: the layout over the tp axis of every parameter that this rank holds.
         gather_logits: whether sharded logits are gathered beside a loss; see `from_pretrained_with_parallel`.
+        share_loss, share_logits: whether all stages get these of each micro-batch; change them on every rank.
         loss_inputs: arguments that request a loss, beside those named labels.
         labels_of: for models with several logits, the argument with the labels of each.
         loss_needs_full_logits: whether the loss is computed from the logits of the full vocabulary.
@@ -63,6 +64,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     mesh: ParallelMesh | None = None
     mpu: MPU | None = None
     gather_logits: bool | None = None
+    share_loss: bool = False
+    share_logits: bool = False
     loss_inputs: ClassVar[tuple[str, ...]] = ()
     labels_of: ClassVar[Mapping[str, str]] = {}
     loss_needs_full_logits: ClassVar[bool] = False
@@ -112,7 +115,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     def _shard(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
         """Turn the full model, with weights or on the meta device, into this rank's part of it."""
         self.mesh, self.mpu = mesh, MPU(mesh)
-        plan, prefix, head = self.plan(self.config), self._prefix(), self.head_entries(self.config)
+        self.base_model.mpu = self.mpu
+        plan, prefix, head = plan_over(self, mesh), self._prefix(), self.head_entries(self.config)
         self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
         self._note_full_parameters(self.layouts)
         if mesh.tp.size > 1:
@@ -157,6 +161,9 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         blocks_per_stage: Sequence[int] | None = None,
         check_inputs: bool | int | str = True,
         dequantize: bool = False,
+        share_loss: bool = False,
+        share_logits: bool = False,
+        expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -188,6 +195,12 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 A call of ``generate`` counts once.
             dequantize: load a quantised checkpoint as plain weights in ``dtype``: each rank dequantises its part. The
                 formats are in the guide on quantisation. Ignored if the checkpoint is not quantised.
+            share_loss: under pipeline parallelism, send the loss of each micro-batch to all stages, where it would be
+                ``nan`` until the loop ends.
+            share_logits: send the loss and the logits too, which are ``None`` before the last stage otherwise. The
+                logits are then computed beside a loss, as with ``gather_logits=True``.
+            expert_parallel_size: in a mixture of experts, ``1`` gives each rank a part of the width of every expert,
+                ``tensor_parallel_size`` gives each rank some of the experts as a whole.
             plan: how to shard the model, in place of the plan of this class: a `Plan`, or a function from a
                 configuration to one; see `oslo_models.parallel_class`.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
@@ -215,6 +228,9 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             blocks_per_stage=blocks_per_stage,
             check_inputs=check_inputs,
             dequantize=dequantize,
+            share_loss=share_loss,
+            share_logits=share_logits,
+            expert_parallel_size=expert_parallel_size,
             plan=plan,
         )
         return construct(cls, "from_pretrained_with_parallel", pretrained_model_name_or_path, given, kwargs)
@@ -233,6 +249,9 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         timeout: float = TIMEOUT,
         blocks_per_stage: Sequence[int] | None = None,
         check_inputs: bool | int | str = True,
+        share_loss: bool = False,
+        share_logits: bool = False,
+        expert_parallel_size: int = 1,
         plan: Plan | Callable[[Any], Plan] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -256,6 +275,9 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             timeout=timeout,
             blocks_per_stage=blocks_per_stage,
             check_inputs=check_inputs,
+            share_loss=share_loss,
+            share_logits=share_logits,
+            expert_parallel_size=expert_parallel_size,
             plan=plan,
         )
         return construct(cls, "from_config_with_parallel", config, given, kwargs)

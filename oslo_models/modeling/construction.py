@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, set_seed
+from transformers.utils import is_accelerate_available
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from oslo_models.checkpoint import CheckpointReader
@@ -56,6 +57,9 @@ def start(model: Any, arguments: Arguments, are_random: bool = False) -> None:
     """What is left to do when this rank's part of a model has its weights; a collective of all ranks."""
     assert model.mesh is not None
     model.gather_logits = arguments.gather_logits
+    model.share_loss, model.share_logits = arguments.share_loss, arguments.share_logits
+    if model.share_logits:
+        model.gather_logits = True
     model.micro_batch_size = arguments.micro_batch_size
     model.check_inputs = InputCheck(arguments.check_inputs)
     synchronize(model.mesh.tp, model.mesh.device)
@@ -151,7 +155,7 @@ def _from_pretrained(
             config=config,
             state_dict=slices,
             dtype=dtype or _dtype_of(reader),
-            device_map={"": mesh.device} if mesh.device.type == "cuda" else None,
+            device_map=device_map(mesh.device),
             generation_config=read_generation_config(directory),
             output_loading_info=True,
             mesh=mesh,
@@ -159,11 +163,17 @@ def _from_pretrained(
             blocks_per_stage=arguments.blocks_per_stage,
             **options,
         )
+        model.to(mesh.device)
     if on_the_fly is not None:
         quantize_linear_layers(model, on_the_fly, skipped)
     model.config.name_or_path = model.name_or_path = str(name)
     require_equal(mesh.tp, {"tied weights": sorted(model.all_tied_weights_keys)}, "checkpoints")
     return model, info
+
+
+def device_map(device: torch.device) -> dict[str, torch.device] | None:
+    """What has transformers load weights onto a GPU one by one; ``None`` without accelerate, which it asks for then."""
+    return {"": device} if device.type != "cpu" and is_accelerate_available() else None
 
 
 def _options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +192,12 @@ def join(
     require_equal(world_axis(arguments.timeout), {**own, **kwargs, **attributes}, f"arguments of {call}")
     if arguments.resize_token_embeddings is not None:
         config.vocab_size = arguments.resize_token_embeddings
-    mesh = ParallelMesh(arguments.tensor_parallel_size, arguments.pipeline_parallel_size, arguments.timeout)
+    mesh = ParallelMesh(
+        arguments.tensor_parallel_size,
+        arguments.pipeline_parallel_size,
+        arguments.timeout,
+        arguments.expert_parallel_size,
+    )
     if arguments.seed is not None:
         set_seed(arguments.seed)
         return mesh, arguments.seed

@@ -17,6 +17,7 @@ from oslo_models.distributed.autograd_collectives import gather_from
 from oslo_models.distributed.grad_overflow import propagate_overflow_after_backward
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import synchronize
+from oslo_models.fusion.decoding import with_own_code
 from oslo_models.fusion.lazy_logits import LazyLogits
 from oslo_models.layers.sharded_activation import gathered
 from oslo_models.layers.vocab_parallel import ShardedLogits, VocabParallelLogits
@@ -37,7 +38,6 @@ class ForwardMode(Enum):
 def with_full_outputs(forward: Any) -> Any:
     """``forward`` with its sharded outputs gathered. It keeps its signature, which ``generate`` inspects."""
 
-    @functools.wraps(forward)
     def full_forward(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         if model._peft_config is not None:
             model.adopt_adapters()
@@ -54,7 +54,8 @@ def with_full_outputs(forward: Any) -> Any:
             return forward(model, *args, **kwargs)
         return _gathered_forward(forward, model, args, kwargs)
 
-    return full_forward
+    own = with_own_code(full_forward, forward.__qualname__)  # each class with compilations of its own
+    return functools.update_wrapper(own, forward)
 
 
 def _forward_mode(model: Any, kwargs: Mapping[str, Any]) -> ForwardMode:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StaticCache
 
 from oslo_models import registry
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
+from oslo_models.fusion.decoding import Decoders, rounded_length
 from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide
 from oslo_models.modeling.quantizing import check_not_quantized
 
-_STEPWISE = ("greedy_search", "sample", "beam_search", "beam_sample")
-"""The values of transformers' ``GenerationMode`` that decode one token per step."""
+_COMPILED = ("greedy_search", "sample")
+"""The values of transformers' ``GenerationMode`` whose steps it compiles; beam search would use the cache eagerly."""
 
 
 class FusableModel(PreTrainedModel):
@@ -27,7 +29,9 @@ class FusableModel(PreTrainedModel):
     gather_logits: bool | None = None
     _fusion: Fusion | None = None
     _fuses_ngrams: bool = False
+    _fuses_ngrams_by_default: bool = False
     _decodes_in_graphs: bool = False
+    _decoders: Decoders | None = None
 
     def fuse(self, modules: list[type] | None = None, backend: str = "auto") -> Any:
         """Swap modules of this model, in place, for faster ones that compute the same up to rounding.
@@ -37,8 +41,8 @@ class FusableModel(PreTrainedModel):
         ``unfuse`` and ``fuse`` are called again. Names and values of parameters stay, and `unfuse` undoes everything.
         In training with labels, ``output.logits`` is then ``None`` (as with tensor parallelism) unless
         ``gather_logits=True``: the loss is computed without them. Under ``torch.compile``, plain expressions run
-        instead, which the compiler fuses. On GPUs, ``generate`` then uses a static cache and CUDA graphs, which its
-        first call compiles; ``cache_implementation="dynamic"`` avoids both. Every rank of the model calls it.
+        instead, which the compiler fuses. On GPUs, ``generate`` without beams then uses a static cache and CUDA graphs,
+        which its first call compiles; ``cache_implementation="dynamic"`` avoids both. Every rank of the model calls it.
 
         Args:
             modules: the layer classes in which to swap, such as ``[GPT2MLP, GPT2Attention]``; ``None``: everywhere.
@@ -78,7 +82,7 @@ class FusableModel(PreTrainedModel):
         """Undo `fuse`: results are again bit for bit those from before it. Returns the model itself."""
         if self._fusion is not None:
             self._fusion.undo()
-            self._fusion = None
+            self._fusion = self._decoders = None
         return self
 
     def fusion_report(self) -> FusionReport:
@@ -126,7 +130,7 @@ class FusableModel(PreTrainedModel):
     def fuse_ngram_blocking(self, wanted: bool | None) -> None:
         """Set whether the ``generate`` that begins blocks repeated n-grams with `oslo_kernels.ngrams`."""
         if wanted is None:
-            wanted = getattr(self.config, "fused_no_repeat_ngram_blocking", False)
+            wanted = getattr(self.config, "fused_no_repeat_ngram_blocking", self._fuses_ngrams_by_default)
         self._fuses_ngrams = bool(wanted)
 
     def _prepare_cache_for_generation(
@@ -141,23 +145,41 @@ class FusableModel(PreTrainedModel):
         """transformers' method; selects a static cache, whose decoding it compiles, where that is faster."""
         plain = generation_config.cache_implementation is None and model_kwargs.get("past_key_values") is None
         plain = plain and generation_config.use_cache is not False and not generation_config.disable_compile
-        if self._decodes_in_graphs and plain and getattr(generation_mode, "value", generation_mode) in _STEPWISE:
-            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            if self._cache_is_small(rows, max_cache_length):
+        rows = limit = 0
+        if self._decodes_in_graphs and plain and getattr(generation_mode, "value", generation_mode) in _COMPILED:
+            rows = batch_size * (generation_config.num_return_sequences or 1)
+            limit = self._cached_positions()
+            length = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+            if rows * length <= limit:
                 generation_config.cache_implementation = "static"
-        return super()._prepare_cache_for_generation(
+                self._previous_max_cache_length = -1  # transformers would lengthen the cache to that of the last call
+                rounded = rounded_length(length)
+                max_cache_length = rounded if rows * rounded <= limit else length
+        super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
         )
+        made = model_kwargs.get("past_key_values")
+        if limit and generation_config.cache_implementation == "static" and type(made) is StaticCache:
+            self._decoders = self._decoders or Decoders()
+            model_kwargs["past_key_values"] = self._decoders.cache(self, rows, max_cache_length, made, limit)
 
-    def _cache_is_small(self, rows: int, length: int) -> bool:
-        """Whether reading a full static cache, as every step does, is cheaper than reading the weights."""
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' greedy search and sampling."""
+        sample = partial(super()._sample, *args, **kwargs)
+        return sample() if self._decoders is None else self._decoders.run(sample, kwargs.get("past_key_values"))
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        """transformers' method: the compiled forward; the same one whenever a cache that is kept is used."""
+        decoder = None if self._decoders is None else self._decoders.running()
+        return super().get_compiled_call(compile_config) if decoder is None else decoder.step(self, compile_config)
+
+    def _cached_positions(self) -> int:
+        """How many positions a static cache may have: reading all, as every step does, takes as long as the weights."""
         config = self.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads) // heads
-        cached = 2 * config.num_hidden_layers * rows * length * width
-        return cached <= sum(param.numel() for param in self.parameters()) * (
-            1 if self.mesh is None else self.mesh.tp.size
-        )
+        weights = sum(param.numel() for param in self.parameters()) * (1 if self.mesh is None else self.mesh.tp.size)
+        return weights // (2 * config.num_hidden_layers * width)
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)

@@ -66,9 +66,13 @@ class SeededByName(TorchDispatchMode):
         fill = partial(func, **kwargs)
         if id(target) not in self._stacks:
             return self._fill(target, name, layout, fill, args[1:])
-        dim = None if layout.dim is None else layout.dim - 1
-        for index, expert in enumerate(target.unbind()):
-            self._fill(expert, f"{name} {index}", Layout(layout.shape[1:], dim, layout.ranges), fill, args[1:])
+        first, own = 0, Layout(layout.shape[1:])
+        if layout.dim == 0:
+            first = layout.ranges[self._rank][0][0]
+        elif layout.dim is not None:
+            own = Layout(layout.shape[1:], layout.dim - 1, layout.ranges)
+        for index, expert in enumerate(target.unbind(), first):
+            self._fill(expert, f"{name} {index}", own, fill, args[1:])
         return target
 
     def _fill(self, target: Tensor, name: str, layout: Layout, fill: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -13,13 +13,16 @@ from torch import Tensor
 from oslo_models.checkpoint import LazySlice
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
+from oslo_models.modeling.full_model import make_full
 from oslo_models.modeling.quantizing import check_not_quantized
 from oslo_models.modeling.saving import SavableModel
 from oslo_models.modeling.weight_mapping import open_with_mapping
 
 
 class ParallelizedModel(SavableModel):
-    """Adds OSLO 2's `save_parallelized` and `from_parallelized`."""
+    """Adds OSLO 2's `save_parallelized` and `from_parallelized`, and `deparallelize`."""
+
+    _full_class: type
 
     def save_parallelized(
         self,
@@ -33,6 +36,22 @@ class ParallelizedModel(SavableModel):
         """`save_pretrained_with_parallel` as in OSLO 2, which names split files ``pytorch_model_tp_?_pp_?.bin``."""
         options = {"save_config": save_config, **kwargs}
         self._save(save_directory, merge_checkpoints, state_dict, save_function, "_", **options)
+
+    def deparallelize(self) -> Any:
+        """Make this the full model again, in place, in host memory of every rank. A collective of all ranks.
+
+        It is then of the class that it had before `oslo_models.initialize`, or of the class of the zoo without process
+        groups, and can be sharded again. Parameters that this rank has a part of stay the same objects, without
+        gradients; `fuse` is undone.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ValueError: the model has adapters, or quantised weights.
+        """
+        make_full(self)
+        return self
 
     @torch.no_grad()
     def from_parallelized(self, directory: str | Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -59,6 +60,50 @@ def quantize_linear_layers(model: Any, config: Any, skipped: Collection[str]) ->
             )
 
 
+def shard_of(full: Tensor, layout: Layout, rank: int, name: str) -> Tensor:
+    """This rank's part of a full tensor, which may be one of torchao's quantised ones, as a copy.
+
+    Raises:
+        ValueError: the part would not have the values of the full quantised tensor.
+    """
+    if not _is_quantized(full):
+        return layout.shard(full, rank).clone()
+    expected = layout.shard(_values(full), rank)
+    with suppress(AssertionError, NotImplementedError, RuntimeError, ValueError):  # what torchao raises if it cannot
+        part = layout.shard(full, rank).clone()
+        if torch.equal(_values(part), expected):
+            return part
+    raise ValueError(
+        f"{name} is quantised ({type(full).__name__}), and has scales for elements that are on several ranks, or "
+        "cannot be cut there: quantise with scales of rows or with a group size that divides the shards, leave such "
+        "layers out, or choose another number of devices"
+    )
+
+
+def copy_to_device(tensor: Tensor, device: torch.device, copy: bool) -> Tensor:
+    """``tensor.to(device, copy=copy)``, which not all quantised tensors know."""
+    if _is_quantized(tensor):
+        return tensor.clone().to(device) if copy else tensor.to(device)
+    return tensor.to(device, copy=copy)
+
+
+def refuse_layers_of_libraries(model: nn.Module) -> None:
+    """Raise ``ValueError`` if a library has replaced layers of a full model by quantised ones of its own."""
+    libraries = ("bitsandbytes", "gptqmodel", "auto_gptq", "awq", "optimum", "compressed_tensors", "hqq", "eetq")
+    for name, module in model.named_modules():
+        library = type(module).__module__.partition(".")[0]
+        if library in libraries:
+            raise ValueError(
+                f"{name} is a layer of {library} ({type(module).__name__}), whose weights are not sharded: "
+                "model.dequantize() makes plain weights of them, which torchao's quantize_() can quantise again "
+                "before or after sharding; or load the checkpoint with from_pretrained_with_parallel(dequantize=True)"
+            )
+
+
+def _is_quantized(tensor: Tensor) -> bool:
+    return type(tensor).__module__.startswith("torchao.")
+
+
 def check_not_quantized(tensors: Mapping[str, Tensor], what: str) -> None:
     """Raise ``ValueError`` if one of these tensors is one of torchao's quantised ones.
 
@@ -67,7 +112,7 @@ def check_not_quantized(tensors: Mapping[str, Tensor], what: str) -> None:
         what: what cannot be done with quantised weights, and what to do instead.
     """
     for name, tensor in tensors.items():
-        if type(tensor).__module__.startswith("torchao."):
+        if _is_quantized(tensor):
             raise ValueError(f"{name} is quantised ({type(tensor).__name__}), and {what}")
 
 

@@ -12,8 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models import checkpoint
 from oslo_models.distributed.mesh import NOT_PICKLABLE, ParallelMesh
-from oslo_models.distributed.object_exchange import agree, require_equal
+from oslo_models.distributed.object_exchange import agree, gather_objects, require_equal
 from oslo_models.modeling.quantizing import check_not_quantized
+from oslo_models.modeling.save_options import SaveOptions
 from oslo_models.modeling.stacked_experts import as_saved
 from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
@@ -42,9 +43,9 @@ class SavableModel(PreTrainedModel):
         save_directory: str | Path,
         save_config: bool = True,
         save_with_merging: bool = False,
-        safe_serialization: bool | None = None,
         state_dict: Mapping[str, Tensor] | None = None,
         save_function: Any = None,
+        safe_serialization: bool | None = None,
         **kwargs: Any,
     ) -> None:
         """Save the model. A collective of all ranks; returns when all data are on the disk.
@@ -57,16 +58,20 @@ class SavableModel(PreTrainedModel):
             save_config: write ``config.json`` and ``generation_config.json`` too.
             save_with_merging: write a checkpoint for transformers' own ``from_pretrained``, instead of one file per
                 rank, ``pytorch_model_tp=?_pp=?.bin``. Tensors are gathered one at a time. Alias: ``save_with_merge``.
-            safe_serialization: ``True`` for safetensors, ``False`` for ``.bin``. By default split files are ``.bin``
-                and merged ones, as in transformers, safetensors.
+                A model that is not sharded is always saved so.
             state_dict: the tensors of this rank; by default ``self.state_dict()``.
             save_function: writes one ``.bin`` file, like ``torch.save``.
-            **kwargs: ``max_shard_size`` and ``variant`` of merged files.
+            safe_serialization: ``True`` for safetensors, ``False`` for ``.bin``. By default split files are ``.bin``
+                and merged ones, as in transformers, safetensors, unless there is a ``save_function``.
+            **kwargs: those of transformers' ``save_pretrained``. ``push_to_hub=True`` uploads merged or split files
+                from rank 0, with ``repo_id``, ``token``, ``private``, ``create_pr``, ``revision``, ``commit_message``
+                and ``commit_description``. ``is_main_process=False`` on all ranks saves no configuration.
+                ``max_shard_size`` and ``variant`` are for merged files.
 
         Raises:
             ValueError: the arguments contradict each other, or differ between ranks.
             OSError: on every rank, when the directory cannot be written (no permission, no space, a file of that name);
-                the old checkpoint is intact.
+                the old checkpoint is intact. Or when the upload failed; the new checkpoint is complete.
         """
         merging = kwargs.pop("save_with_merge", save_with_merging)
         options = {"save_config": save_config, "safe_serialization": safe_serialization, **kwargs}
@@ -92,16 +97,15 @@ class SavableModel(PreTrainedModel):
                     f"the model has the adapters {adapters}: merge them (`merge_and_unload()` of the PeftModel) to "
                     "save it with them, or save them alone with `save_pretrained`"
                 )
-            if unknown := kwargs.keys() - {"max_shard_size", "variant"}:
-                raise ValueError(f"unknown arguments {sorted(unknown)}; beside the named ones: max_shard_size, variant")
-            if kwargs and not merging:
-                raise ValueError(f"{sorted(kwargs)} are for save_with_merging=True; split files are one per rank")
+            merging = merging or mesh.model.size == 1
+            options = SaveOptions.of(kwargs, merging, save_function, safe_serialization)
             check_not_quantized(
                 self.state_dict() if state_dict is None else state_dict,
                 "quantised weights are not saved: save the model before, and pass quantization_config when loading it",
             )
         arguments = {"save_directory": str(save_directory), "save_with_merging": merging, "save_config": save_config}
-        require_equal(mesh.world, {**arguments, "safe_serialization": safe_serialization, **kwargs}, "save arguments")
+        require_equal(mesh.world, {**arguments, **options.to_compare()}, "save arguments")
+        with_config = save_config and any(gather_objects(mesh.world, options.is_main_process))
         tensors, layouts = self._full_names(self.state_dict() if state_dict is None else state_dict)
         tied = dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied_names)
         if merging:
@@ -113,13 +117,17 @@ class SavableModel(PreTrainedModel):
             mesh,
             merging=merging,
             tied=tied,
-            files=self._write_config if save_config else None,
+            files=self._write_config if with_config else None,
             metadata={"model_type": self.config.model_type, "architectures": [type(self).__name__]},
-            safe_serialization=safe_serialization,
-            save_function=save_function,
+            safe_serialization=options.safe_serialization,
+            save_function=options.save_function,
             separator=separator,
-            **kwargs,
+            max_shard_size=options.max_shard_size,
+            variant=options.variant,
         )
+        with agree(mesh.world, "uploading"):
+            if options.upload is not None and mesh.world.rank == 0:
+                options.upload.push(Path(save_directory), options.variant, with_config)
         mesh.world.set_phase("after saving")
 
     def _full_names(self, state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Layout]]:

@@ -114,6 +114,7 @@ def as_saved(
         return str(saved)
 
     stacks = expert_pieces(model, {name: layout.shape for name, layout in layouts.items()})
+    rank = 0 if model.mesh is None else model.mesh.tp.rank
     named, sharded = {}, {}
     for name, tensor in tensors.items():
         if name not in stacks:
@@ -121,21 +122,26 @@ def as_saved(
             named[saved], sharded[saved] = tensor, layouts[name]
             continue
         parts = 1 + max(piece.part for piece in stacks[name])
+        first = layouts[name].ranges[rank][0][0] if layouts[name].dim == 0 else 0
         for piece in stacks[name]:
-            local = tensor[piece.expert]
+            index = piece.expert - first
+            local = tensor[index] if 0 <= index < len(tensor) else tensor.new_empty(0, tensor.shape[2])
             rows = local.shape[0] // parts
             named[piece.name] = local[piece.part * rows : (piece.part + 1) * rows]
-            sharded[piece.name] = _of_piece(layouts[name], parts)
+            sharded[piece.name] = _of_piece(layouts[name], piece.expert, parts)
     return named, sharded, {rename(name): rename(source) for name, source in tied.items()}
 
 
-def _of_piece(stack: Layout, parts: int) -> Layout:
-    """The layout of one matrix of a stack."""
+def _of_piece(stack: Layout, expert: int, parts: int) -> Layout:
+    """The layout of one matrix of a stack, that of an expert."""
     _, rows, columns = stack.shape
     shape = (rows // parts, columns)
     if stack.dim is None:
         return Layout(shape)
-    # every part is sharded as the first: its ranges are the first of each rank
-    return Layout(
-        shape, stack.dim - 1, tuple(own[: len(own) // parts if stack.dim == 1 else None] for own in stack.ranges)
-    )
+    if stack.dim == 0:  # one rank has all of it
+        owners = [start <= expert < stop for ((start, stop),) in stack.ranges]
+        return Layout(shape, 0, tuple(((0, shape[0] if owner else 0),) for owner in owners))
+    if stack.dim == 2:
+        return Layout(shape, 1, stack.ranges)
+    # every part is sharded as the first, whose ranges come first on each rank
+    return Layout(shape, 0, tuple(ranges[: len(ranges) // parts] for ranges in stack.ranges))

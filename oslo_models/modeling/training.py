@@ -104,8 +104,9 @@ class TrainableModel(PreTrainedModel):
         local = [grad.to_local() if isinstance(grad, DTensor) else local_tensor(grad) for grad in grads.values()]
         device = local[0].device if local else None
         norms = [torch.zeros((), dtype=torch.float64, device=device)]
-        for part in (part for name, grad in grads.items() for part in self._counted(name, grad)):
-            norms.append(torch.linalg.vector_norm(part, norm_type, dtype=torch.float64))
+        counted = [part for name, grad in grads.items() for part in self._counted(name, grad)]
+        for parts in _by_dtype(counted):  # on a GPU, one launch for all instead of one for each
+            norms.extend(torch._foreach_norm(parts, norm_type, dtype=torch.float64))
         highest = norm_type == float("inf")
         total = torch.stack(norms).amax() if highest else (torch.stack(norms) ** norm_type).sum()
         if self.mesh is not None:
@@ -115,8 +116,8 @@ class TrainableModel(PreTrainedModel):
                 all_reduce(self.mesh.dp, total, op=op)
         norm = total if highest else total ** (1.0 / norm_type)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for part in local:
-            part.mul_(scale.to(part.dtype))
+        for parts in _by_dtype(local):
+            torch._foreach_mul_(parts, scale.to(parts[0].dtype))
         return norm.to(local[0].dtype) if local else norm
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -271,3 +272,11 @@ def _ddp_under_construction() -> Any:
             if isinstance(owner, DistributedDataParallel) and hasattr(owner, "parameters_to_ignore"):
                 return owner
     return None
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors, those of one dtype together."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())

@@ -20,7 +20,7 @@ from oslo_models import checkpoint
 from oslo_models.checkpoint.quantized import check_not_quantized
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
-from oslo_models.modeling.apply_plan import layouts_of
+from oslo_models.modeling.apply_plan import layouts_of, plan_over
 from oslo_models.modeling.stacked_experts import stacking_reader
 from oslo_models.sharding.layout import EvenSplit, Layout
 
@@ -91,6 +91,7 @@ class WeightMapping:
         self.state = model.state_dict()
         self.rank = mesh.tp.rank
         self._layouts: dict[int, dict[str, Layout]] = {}
+        self._mesh = mesh
         self.layouts = self._layouts_over(mesh.tp.size)
         full_names = {} if local.stage is None else local.stage.full_names
         self.names = {name: full_names.get(name, name) for name in local.state_dict()}
@@ -264,7 +265,8 @@ class WeightMapping:
     def _layouts_over(self, n: int) -> dict[str, Layout]:
         """The layouts over ``n`` ranks; empty if the model cannot be sharded over that many."""
         if n not in self._layouts:
-            model, plan = self.model, self.model.plan(self.model.config)
+            model = self.model
+            plan = plan_over(model, self._mesh) if n == self._mesh.tp.size else model.plan(model.config)
             limit = 1 if plan.single_rank_reason else plan.max_ranks()
             fits = limit is None or n <= limit
             self._layouts[n] = (

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import AlbertConfig
 from transformers.models.albert import modeling_albert as hf
+from transformers.models.albert.modeling_albert import AlbertPreTrainedModel
 
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
 from oslo_models.modeling.heads import QA_OUTPUTS

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import BartConfig
 from transformers.models.bart import modeling_bart as hf
+from transformers.models.bart.modeling_bart import BartPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv

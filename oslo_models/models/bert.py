@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import BertConfig
 from transformers.models.bert import modeling_bert as hf
+from transformers.models.bert.modeling_bert import BertPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv

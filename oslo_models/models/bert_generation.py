@@ -2,6 +2,7 @@
 
 from transformers import BertGenerationConfig
 from transformers.models.bert_generation import modeling_bert_generation as hf
+from transformers.models.bert_generation.modeling_bert_generation import BertGenerationPreTrainedModel
 
 from oslo_models.models.bert import BertParallel
 from oslo_models.sharding.plan import VocabParallel

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import BigBirdConfig
 from transformers.models.big_bird import modeling_big_bird as hf
+from transformers.models.big_bird.modeling_big_bird import BigBirdPreTrainedModel
 
 from oslo_models.modeling.blocks import replicated_attention
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import BigBirdPegasusConfig
 from transformers.models.bigbird_pegasus import modeling_bigbird_pegasus as hf
+from transformers.models.bigbird_pegasus.modeling_bigbird_pegasus import BigBirdPegasusPreTrainedModel
 
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, qkv
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS

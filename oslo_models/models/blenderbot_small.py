@@ -2,6 +2,7 @@
 
 from transformers import BlenderbotSmallConfig
 from transformers.models.blenderbot_small import modeling_blenderbot_small as hf
+from transformers.models.blenderbot_small.modeling_blenderbot_small import BlenderbotSmallPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.bart import BartParallel

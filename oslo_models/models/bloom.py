@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import BloomConfig
 from transformers.models.bloom import modeling_bloom as hf
+from transformers.models.bloom.modeling_bloom import BloomPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of

@@ -2,6 +2,7 @@
 
 from transformers import CamembertConfig
 from transformers.models.camembert import modeling_camembert as hf
+from transformers.models.camembert.modeling_camembert import CamembertPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.roberta import LM_HEAD, RobertaParallel

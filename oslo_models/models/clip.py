@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 from transformers import initialization as init
 from transformers.models.clip import modeling_clip as hf
+from transformers.models.clip.modeling_clip import CLIPPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv

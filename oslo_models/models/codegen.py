@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import CodeGenConfig
 from transformers.models.codegen import modeling_codegen as hf
+from transformers.models.codegen.modeling_codegen import CodeGenPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import LM_HEAD

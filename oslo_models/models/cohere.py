@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import CohereConfig
 from transformers.models.cohere import modeling_cohere as hf
+from transformers.models.cohere.modeling_cohere import CoherePreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel

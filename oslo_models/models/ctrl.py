@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import CTRLConfig
 from transformers.models.ctrl import modeling_ctrl as hf
+from transformers.models.ctrl.modeling_ctrl import CTRLPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv

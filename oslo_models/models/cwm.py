@@ -2,6 +2,7 @@
 
 from transformers import CwmConfig
 from transformers.models.cwm import modeling_cwm as hf
+from transformers.models.cwm.modeling_cwm import CwmPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel

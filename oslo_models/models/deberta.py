@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import DebertaConfig
 from transformers.models.deberta import modeling_deberta as hf
+from transformers.models.deberta.modeling_deberta import DebertaPreTrainedModel
 
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as hf
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2PreTrainedModel
 
 from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, SCORE

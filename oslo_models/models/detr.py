@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import DetrConfig
 from transformers.models.detr import modeling_detr as hf
+from transformers.models.detr.modeling_detr import DetrPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv

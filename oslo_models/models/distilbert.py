@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import DistilBertConfig
 from transformers.models.distilbert import modeling_distilbert as hf
+from transformers.models.distilbert.modeling_distilbert import DistilBertPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import ElectraConfig
 from transformers.models.electra import modeling_electra as hf
+from transformers.models.electra.modeling_electra import ElectraPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel

@@ -2,6 +2,7 @@
 
 from transformers import Ernie4_5Config
 from transformers.models.ernie4_5 import modeling_ernie4_5 as hf
+from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel

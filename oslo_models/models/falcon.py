@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import FalconConfig
 from transformers.models.falcon import modeling_falcon as hf
+from transformers.models.falcon.modeling_falcon import FalconPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import FSMTConfig
 from transformers.models.fsmt import modeling_fsmt as hf
+from transformers.models.fsmt.modeling_fsmt import PretrainedFSMTModel as FSMTPreTrainedModel
 
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit

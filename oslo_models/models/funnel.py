@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import FunnelConfig
 from transformers.models.funnel import modeling_funnel as hf
+from transformers.models.funnel.modeling_funnel import FunnelPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv

@@ -2,6 +2,7 @@
 
 from transformers import GemmaConfig
 from transformers.models.gemma import modeling_gemma as hf
+from transformers.models.gemma.modeling_gemma import GemmaPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel

@@ -2,6 +2,7 @@
 
 from transformers import GlmConfig
 from transformers.models.glm import modeling_glm as hf
+from transformers.models.glm.modeling_glm import GlmPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel

@@ -2,6 +2,7 @@
 
 from transformers import Glm4MoeLiteConfig
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as hf
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLitePreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.deepseek_v2 import DeepseekV2Parallel

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import GPTBigCodeConfig
 from transformers.models.gpt_bigcode import modeling_gpt_bigcode as hf
+from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodePreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, SCORE

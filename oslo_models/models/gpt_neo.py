@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from transformers import GPTNeoConfig
 from transformers.models.gpt_neo import modeling_gpt_neo as hf
-from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoAttention, GPTNeoBlock, GPTNeoMLP, GPTNeoSelfAttention
+from transformers.models.gpt_neo.modeling_gpt_neo import (
+    GPTNeoAttention,
+    GPTNeoBlock,
+    GPTNeoMLP,
+    GPTNeoPreTrainedModel,
+    GPTNeoSelfAttention,
+)
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import GPTNeoXConfig
 from transformers.models.gpt_neox import modeling_gpt_neox as hf
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, LM_HEAD, QA_OUTPUTS, SCORE

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import GptOssConfig
 from transformers.models.gpt_oss import modeling_gpt_oss as hf
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel

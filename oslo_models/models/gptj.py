@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import GPTJConfig
 from transformers.models.gptj import modeling_gptj as hf
-from transformers.models.gptj.modeling_gptj import GPTJMLP, GPTJAttention, GPTJBlock
+from transformers.models.gptj.modeling_gptj import GPTJMLP, GPTJAttention, GPTJBlock, GPTJPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv

@@ -2,6 +2,7 @@
 
 from transformers import HeliumConfig
 from transformers.models.helium import modeling_helium as hf
+from transformers.models.helium.modeling_helium import HeliumPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel

@@ -2,6 +2,7 @@
 
 from transformers import HubertConfig
 from transformers.models.hubert import modeling_hubert as hf
+from transformers.models.hubert.modeling_hubert import HubertPreTrainedModel
 
 from oslo_models.models.wav2vec2 import Wav2Vec2Parallel
 from oslo_models.sharding.plan import Replicated

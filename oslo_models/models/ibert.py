@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import IBertConfig
 from transformers.models.ibert import modeling_ibert as hf
+from transformers.models.ibert.modeling_ibert import IBertPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel

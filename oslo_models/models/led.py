@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import LEDConfig
 from transformers.models.led import modeling_led as hf
+from transformers.models.led.modeling_led import LEDPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel

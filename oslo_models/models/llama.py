@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as hf
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import LM_HEAD

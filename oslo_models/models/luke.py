@@ -6,6 +6,7 @@ from typing import Any
 from transformers import LukeConfig
 from transformers import initialization as init
 from transformers.models.luke import modeling_luke as hf
+from transformers.models.luke.modeling_luke import LukePreTrainedModel
 
 from oslo_models.modeling.blocks import heads_of
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS

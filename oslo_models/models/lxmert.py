@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import LxmertConfig
 from transformers.models.lxmert import modeling_lxmert as hf
+from transformers.models.lxmert.modeling_lxmert import LxmertPreTrainedModel
 
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, heads_of, qkv
 from oslo_models.models.bert import BertParallel

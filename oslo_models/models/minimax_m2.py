@@ -2,6 +2,7 @@
 
 from transformers import MiniMaxM2Config
 from transformers.models.minimax_m2 import modeling_minimax_m2 as hf
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2PreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD

@@ -2,6 +2,7 @@
 
 from transformers import MinistralConfig
 from transformers.models.ministral import modeling_ministral as hf
+from transformers.models.ministral.modeling_ministral import MinistralPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel

@@ -2,6 +2,7 @@
 
 from transformers import MistralConfig
 from transformers.models.mistral import modeling_mistral as hf
+from transformers.models.mistral.modeling_mistral import MistralPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel

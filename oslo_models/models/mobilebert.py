@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import MobileBertConfig
 from transformers.models.mobilebert import modeling_mobilebert as hf
+from transformers.models.mobilebert.modeling_mobilebert import MobileBertPreTrainedModel
 
 from oslo_models.modeling.blocks import QUERY_KEY_VALUE, qkv
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS

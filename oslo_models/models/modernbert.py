@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import ModernBertConfig
 from transformers.models.modernbert import modeling_modernbert as hf
+from transformers.models.modernbert.modeling_modernbert import ModernBertPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import MPNetConfig
 from transformers.models.mpnet import modeling_mpnet as hf
+from transformers.models.mpnet.modeling_mpnet import MPNetPreTrainedModel
 
 from oslo_models.modeling.blocks import heads_of, qkv
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import MptConfig
 from transformers.models.mpt import modeling_mpt as hf
+from transformers.models.mpt.modeling_mpt import MptPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of

@@ -2,6 +2,7 @@
 
 from transformers import MT5Config
 from transformers.models.mt5 import modeling_mt5 as hf
+from transformers.models.mt5.modeling_mt5 import MT5PreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, CLASSIFIER, LM_HEAD, QA_OUTPUTS
 from oslo_models.models.t5 import T5Parallel

@@ -2,6 +2,7 @@
 
 from transformers import NemotronConfig
 from transformers.models.nemotron import modeling_nemotron as hf
+from transformers.models.nemotron.modeling_nemotron import NemotronPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel

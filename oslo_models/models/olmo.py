@@ -2,6 +2,7 @@
 
 from transformers import OlmoConfig
 from transformers.models.olmo import modeling_olmo as hf
+from transformers.models.olmo.modeling_olmo import OlmoPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel

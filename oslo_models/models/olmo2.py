@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import Olmo2Config
 from transformers.models.olmo2 import modeling_olmo2 as hf
+from transformers.models.olmo2.modeling_olmo2 import Olmo2PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel

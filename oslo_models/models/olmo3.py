@@ -2,6 +2,7 @@
 
 from transformers import Olmo3Config
 from transformers.models.olmo3 import modeling_olmo3 as hf
+from transformers.models.olmo3.modeling_olmo3 import Olmo3PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.olmo2 import Olmo2Parallel

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import OPTConfig
 from transformers.models.opt import modeling_opt as hf
+from transformers.models.opt.modeling_opt import OPTPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PhiConfig
 from transformers.models.phi import modeling_phi as hf
+from transformers.models.phi.modeling_phi import PhiPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import Phi3Config
 from transformers.models.phi3 import modeling_phi3 as hf
+from transformers.models.phi3.modeling_phi3 import Phi3PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel

@@ -2,6 +2,7 @@
 
 from transformers import PLBartConfig
 from transformers.models.plbart import modeling_plbart as hf
+from transformers.models.plbart.modeling_plbart import PLBartPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD
 from oslo_models.models.bart import BartParallel

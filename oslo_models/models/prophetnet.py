@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from transformers import ProphetNetConfig
 from transformers.models.prophetnet import modeling_prophetnet as hf
+from transformers.models.prophetnet.modeling_prophetnet import ProphetNetPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv

@@ -2,6 +2,7 @@
 
 from transformers import Qwen2Config
 from transformers.models.qwen2 import modeling_qwen2 as hf
+from transformers.models.qwen2.modeling_qwen2 import Qwen2PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel

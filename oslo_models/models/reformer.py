@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import ReformerConfig
 from transformers import initialization as init
 from transformers.models.reformer import modeling_reformer as hf
+from transformers.models.reformer.modeling_reformer import ReformerPreTrainedModel
 
 from oslo_models.distributed.rng import default_generator
 from oslo_models.layers.custom_layers import FunctionOverrides

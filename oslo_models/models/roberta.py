@@ -2,6 +2,7 @@
 
 from transformers import RobertaConfig
 from transformers.models.roberta import modeling_roberta as hf
+from transformers.models.roberta.modeling_roberta import RobertaPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import BertParallel

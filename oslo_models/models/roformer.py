@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import RoFormerConfig
 from transformers.models.roformer import modeling_roformer as hf
+from transformers.models.roformer.modeling_roformer import RoFormerPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD

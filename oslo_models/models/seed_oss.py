@@ -2,6 +2,7 @@
 
 from transformers import SeedOssConfig
 from transformers.models.seed_oss import modeling_seed_oss as hf
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel

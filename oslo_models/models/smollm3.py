@@ -2,6 +2,7 @@
 
 from transformers import SmolLM3Config
 from transformers.models.smollm3 import modeling_smollm3 as hf
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3PreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import StableLmConfig
 from transformers.models.stablelm import modeling_stablelm as hf
+from transformers.models.stablelm.modeling_stablelm import StableLmPreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel

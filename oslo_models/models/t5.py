@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import T5Config
 from transformers.models.t5 import modeling_t5 as hf
+from transformers.models.t5.modeling_t5 import T5PreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv

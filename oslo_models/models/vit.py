@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from transformers import ViTConfig
 from transformers.models.vit import modeling_vit as hf
+from transformers.models.vit.modeling_vit import ViTPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of, qkv

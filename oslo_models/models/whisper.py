@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from transformers import WhisperConfig
 from transformers.models.whisper import modeling_whisper as hf
+from transformers.models.whisper.modeling_whisper import WhisperPreTrainedModel
 
 from oslo_models.models.bart import BartParallel
 from oslo_models.models.wav2vec2 import WEIGHTED_SUM

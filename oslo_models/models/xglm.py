@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import XGLMConfig
 from transformers.models.xglm import modeling_xglm as hf
+from transformers.models.xglm.modeling_xglm import XGLMPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv

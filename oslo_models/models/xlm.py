@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import XLMConfig
 from transformers.models.xlm import modeling_xlm as hf
+from transformers.models.xlm.modeling_xlm import XLMPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import heads_of

@@ -2,6 +2,7 @@
 
 from transformers import XLMRobertaConfig
 from transformers.models.xlm_roberta import modeling_xlm_roberta as hf
+from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaPreTrainedModel
 
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.roberta import LM_HEAD, RobertaParallel

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers import XLNetConfig
 from transformers.models.xlnet import modeling_xlnet as hf
+from transformers.models.xlnet.modeling_xlnet import XLNetPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import CLASSIFIER, QA_OUTPUTS, SPAN_PREDICTION

@@ -17,6 +17,7 @@ from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, asks_for_loss
 from oslo_models.pipeline.schedule import Schedule
+from oslo_models.pipeline.shared_outputs import SharedOutputs
 from oslo_models.pipeline.stage import Stack, Stage
 from oslo_models.pipeline.stage_runner import OtherStageError, StageRunner
 
@@ -105,7 +106,9 @@ class Pipeline:
                     f"call model.set_micro_batch_size({self.model.micro_batch_size * len(micro_batches)})"
                 )
             loss = GlobalMeanLoss(batch, name)
-        return self._loop(micro_batches, has_loss, loss, deepspeed)
+        shares = (self.model.share_loss and has_loss) or self.model.share_logits
+        shared = SharedOutputs(self.mesh, self.model.share_logits) if shares else None
+        return self._loop(micro_batches, has_loss, loss, deepspeed, shared)
 
     def _check_router_logits(self, batch: Mapping[str, Any]) -> None:
         """Refuse the auxiliary loss of a mixture of experts, for which the last stage lacks the others' routers."""
@@ -122,11 +125,12 @@ class Pipeline:
         has_loss: bool,
         loss: GlobalMeanLoss | None,
         deepspeed: DeepSpeedAdapter | None,
+        shared: SharedOutputs | None,
     ) -> Iterator[Any]:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the call of the model has gathered parameters; each micro-batch gathers them again
-        yield from Schedule(self.runner, self.tied_parameters(), micro_batches, has_loss, loss, deepspeed)
+        yield from Schedule(self.runner, self.tied_parameters(), micro_batches, has_loss, loss, deepspeed, shared)
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Split every tensor with one row per row of the batch; pass everything else to each micro-batch."""

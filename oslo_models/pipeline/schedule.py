@@ -2,7 +2,8 @@
 
 ``for micro_output in model(**batch): micro_output.loss.backward()`` runs on every stage. Each iteration runs the next
 forward of the stage; ``loss.backward()`` in the body runs its next backward. At most ``stages - stage`` micro-batches
-are in flight on a stage.
+are in flight on a stage. Where losses are shared, a stage waits for that of a micro-batch when its turn comes, shortly
+before the gradient that it would wait for anyway.
 Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021.
 """
 
@@ -24,12 +25,13 @@ from oslo_models.distributed.grad_overflow import propagate_overflow
 from oslo_models.distributed.mesh import Axis
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
+from oslo_models.pipeline.shared_outputs import SharedOutputs
 from oslo_models.pipeline.stage_runner import OtherStageError, StageRunner
 
 
 @dataclass
 class StageOutput(ModelOutput):
-    """The output of a micro-batch on every stage but the last: a loss object, and ``None`` for any other field."""
+    """The output of a micro-batch on every stage but the last: a loss object, and ``None`` for what is not shared."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -58,6 +60,7 @@ class Schedule:
         has_loss: whether the batch asks for a loss.
         loss: makes the losses of several micro-batches add up to that of the batch.
         deepspeed: the DeepSpeed engine that wraps the model, if there is one.
+        shared: sends what the last stage computes to the others, if that is asked for.
     """
 
     def __init__(
@@ -68,14 +71,17 @@ class Schedule:
         has_loss: bool,
         loss: GlobalMeanLoss | None = None,
         deepspeed: DeepSpeedAdapter | None = None,
+        shared: SharedOutputs | None = None,
     ) -> None:
         self.runner, self.tied, self.micro_batches = runner, tied, micro_batches
-        self.has_loss, self.loss = has_loss, loss
+        self.has_loss, self.loss, self.shared = has_loss, loss, shared
         self.stage, self.mesh = runner.stage, runner.model.mesh
         self.num_micro_batches = len(micro_batches)
         parameters = [param for param in runner.model.parameters() if param.requires_grad]
         self.trains = torch.is_grad_enabled() and has_loss  # the same on all stages, even if this one is frozen
-        self.num_warmup = min(self.num_micro_batches, self.stage.count - 1 - self.stage.index) if self.trains else 0
+        # Stages also run ahead to share outputs without gradients, so that none is idle while it waits for them.
+        ahead = self.stage.count - 1 - self.stage.index if self.trains or shared is not None else 0
+        self.num_warmup = min(self.num_micro_batches, ahead)
         # Numbers of micro-batches for which hidden states arrived, forwards ran, gradients arrived and backwards ran.
         self.arrivals = self.forwards = self.grad_arrivals = self.backwards = 0
         self.in_flight: dict[int, _InFlight] = {}
@@ -98,7 +104,7 @@ class Schedule:
             for iteration in range(self.num_micro_batches):
                 while self.forwards < min(self.num_micro_batches, iteration + self.num_warmup + 1):
                     outputs.append(self._forward(self.forwards))
-                yield outputs.popleft()
+                yield self._with_shared(iteration, outputs.popleft())
                 if self.trains and self.backwards <= iteration:
                     raise RuntimeError(
                         f"loss.backward() of micro-batch {iteration} was not called in the body of the loop; to "
@@ -119,7 +125,8 @@ class Schedule:
         self.mesh.world.set_phase(f"{phase}, stage {self.stage.index}")
 
     def _is_complete(self) -> bool:
-        return self.forwards == self.num_micro_batches and (not self.trains or self.backwards == self.num_micro_batches)
+        done = {self.forwards} | ({self.backwards} if self.trains else set())
+        return done | ({self.shared.count} if self.shared is not None else set()) == {self.num_micro_batches}
 
     # One micro-batch --------------------------------------------------------------------------------------------------
 
@@ -145,8 +152,21 @@ class Schedule:
         self._losses.append(value)
         if not self.stage.is_last:
             return StageOutput(loss=value if self.has_loss else None)
+        if self.shared is not None:
+            self._sends.extend(self.shared.send(loss, output))
         if loss is not None:
             output.loss = value
+        return output
+
+    def _with_shared(self, i: int, output: Any) -> Any:
+        """The output of micro-batch ``i`` with what the last stage shares of it."""
+        if self.shared is not None and not self.stage.is_last:
+            self._set_phase(f"outputs of micro-batch {i}")
+            loss, logits = self.shared.receive()
+            if self.has_loss:
+                self._losses[i].data.copy_(loss)
+            for name, x in logits.items():
+                output[name] = x
         return output
 
     def _backward(self, i: int, grad: Tensor) -> None:
@@ -229,6 +249,8 @@ class Schedule:
                     self._receive_hidden(i)
                 self._send(self.mesh.pp, self.stage.index + 1, self._zeros(i, self.runner.outgoing()))
                 self.forwards += 1
+            if self.shared is not None and self.shared.count <= iteration:
+                self._sends.extend(self.shared.send(None, {})) if self.stage.is_last else self.shared.receive()
             if self.trains and self.backwards <= iteration:
                 if self.grad_arrivals <= iteration and not self.stage.is_last:
                     self._receive_grads(iteration)

@@ -1,27 +1,25 @@
-"""The ASGI application around a deployed model, and the command ``oslo-models serve``."""
+"""The ASGI application around deployed models."""
 
 from __future__ import annotations
 
-import argparse
-import hmac
-import signal
-import socket
+from collections.abc import Sequence
 from typing import Any
 
-import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from transformers import AutoConfig, AutoTokenizer
 
-from oslo_models import auto
 from oslo_models.deploy.errors import EngineError
-from oslo_models.server.schema import problem
+from oslo_models.server.endpoints import Endpoints
+from oslo_models.server.errors import problem
+from oslo_models.server.guard import Access, Guard, require_sendable
+from oslo_models.server.metrics import Metrics
+from oslo_models.server.served_model import ServedModel
 from oslo_models.server.service import Service
 
-__all__ = ["Service", "application", "require_sendable", "run"]
+__all__ = ["Service", "application", "require_sendable"]
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
@@ -29,108 +27,73 @@ async def _error_response(request: Request, error: Exception) -> Response:
     return JSONResponse(body, status, getattr(error, "headers", None))
 
 
-class _BodyLimit:
-    """ASGI middleware that stops reading a request once its body is longer than ``limit`` bytes."""
-
-    def __init__(self, app: Any, limit: int) -> None:
-        self.app, self.limit = app, limit
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        size = 0
-
-        async def counted() -> Any:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self.limit:
-                raise HTTPException(413, f"the request is longer than {self.limit} bytes")
-            return message
-
-        await self.app(scope, counted, send)
-
-
 def application(
     model: Any,
     tokenizer: Any,
     name: str | None = None,
     *,
+    others: Sequence[tuple[Any, Any, str]] = (),
     max_queue_size: int = 64,
     max_length: int | None = None,
     max_body_size: int = 1 << 20,
     api_key: str | None = None,
+    allowed_hosts: Sequence[str] | None = None,
+    body_timeout: float = 30.0,
+    pooling: str = "mean",
+    normalize: bool = True,
 ) -> FastAPI:
-    """The ASGI application around a deployed model, for ``uvicorn`` and others; one process, which is the model's.
+    """The ASGI application around deployed models, for ``uvicorn`` and others; one process, which is the models'.
+
+    It limits requests. Connections are limited by the server it runs in: ``oslo-models serve`` does.
 
     Args:
         name: what clients call the model (default: its configuration's name).
+        others: further models with their tokenizers and names.
         max_queue_size: calls that may run or wait; further requests are answered with status 429.
         max_length: tokens that a prompt and its answer may have together (default: the limit of the model).
         max_body_size: bytes of a request body; longer ones are answered with status 413.
         api_key: required of requests as ``Authorization: Bearer ...``, except for ``/health``.
+        allowed_hosts: accepted values of the ``Host`` header, without ports (default: all).
+        body_timeout: seconds until a body has arrived.
+        pooling: of models without a head, for ``/v1/embeddings``: ``"mean"`` of all tokens, or ``"cls"``, the first.
+        normalize: their vectors to length 1.
 
     Raises:
-        ValueError: the tokenizer cannot decode token by token; or ``api_key`` is empty or cannot be sent in a header.
+        ValueError: ``api_key`` is empty or cannot be sent in a header; or two models have the same name.
     """
+    access = Access(api_key, allowed_hosts, max_body_size, body_timeout)
     require_sendable(api_key)
-
-    async def check_key(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), (api_key or "").encode()):
-            raise HTTPException(401, "a wrong API key, or none, in the header 'Authorization: Bearer KEY'")
-
-    service = Service(model, tokenizer, name or model.config.name_or_path, max_length, max_queue_size)
+    metrics = Metrics()
+    named = [(model, tokenizer, name or model.config.name_or_path), *others]
+    if len({each[2] for each in named}) < len(named):
+        raise ValueError(f"two models have the same name: {[each[2] for each in named]}")
+    served = [ServedModel(*each, max_length, max_queue_size, metrics, pooling, normalize) for each in named]
+    service = Service(served, max_queue_size, metrics)
     app = FastAPI(title="oslo-models", docs_url=None, redoc_url=None)
-    app.add_middleware(_BodyLimit, limit=max_body_size)
-    for kind in (StarletteHTTPException, RequestValidationError, ValueError, TemplateError, EngineError, Exception):
+
+    def observe(route: str, status: int, seconds: float) -> None:
+        metrics.count("requests_total", route=route, status=str(status))
+        metrics.observe("request_seconds", seconds, route=route)
+
+    app.add_middleware(Guard, access=access, observe=observe)
+    for kind in (StarletteHTTPException, RequestValidationError, ValueError, TemplateError, EngineError):
         app.add_exception_handler(kind, _error_response)
-    app.add_api_route("/health", service.health, methods=["GET"])
-    guards = [] if api_key is None else [Depends(check_key)]
-    app.add_api_route("/generate_text/{text}", service.generate_text, methods=["GET"], dependencies=guards)
-    app.add_api_route("/v1/models", service.models, methods=["GET"], dependencies=guards)
-    app.add_api_route("/v1/completions", service.completions, methods=["POST"], dependencies=guards)
-    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"], dependencies=guards)
+    _add_routes(app, service, metrics)
     return app
 
 
-def require_sendable(api_key: str | None) -> None:
-    """Raise ``ValueError`` for a key that is empty or that clients cannot send; the message does not contain it."""
-    if api_key is not None and not (isinstance(api_key, str) and api_key.strip()):
-        raise ValueError(
-            "the API key is empty, so that everybody could use the server: pass a key (a file or variable that it is "
-            "from may be empty or missing), or none at all for a server that is open on purpose"
-        )
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
-        raise ValueError("the API key has characters other than printable ASCII without spaces, such as a line's end")
+def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    async def measured() -> PlainTextResponse:
+        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
-
-def run(args: argparse.Namespace) -> None:
-    """Serve until SIGTERM or Ctrl-C; requests that are running then are still answered.
-
-    Args:
-        args: the options of ``oslo-models serve``.
-
-    Raises:
-        OSError: the port is taken, or there is no such model.
-        ValueError: an option is invalid.
-    """
-    require_sendable(args.api_key)
-    with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((args.host, args.port))  # before the model is loaded, so that an error shows at once
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
-        encodes = AutoConfig.from_pretrained(args.model).is_encoder_decoder
-        kind = auto.AutoModelForSeq2SeqLM if encodes else auto.AutoModelForCausalLM
-        names = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "batch_wait_ms", "dtype")
-        options = {name: value for name in names if (value := getattr(args, name)) is not None}
-        with kind.from_pretrained_with_parallel(args.model, deploy=True, **options) as model:
-            if args.fuse:
-                model.fuse()
-            limits = ("max_queue_size", "max_length", "max_body_size", "api_key")
-            app = application(model, tokenizer, args.model, **{name: getattr(args, name) for name in limits})
-            server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-            # uvicorn shuts down cleanly on SIGTERM and then raises it again, which would end the process as a failure
-            signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
-            listener.listen(2048)
-            host, port = listener.getsockname()[:2]
-            print(f"{args.model} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-            server.run(sockets=[listener])
+    app.add_api_route("/health", service.health, methods=["GET"])
+    app.add_api_route("/metrics", measured, methods=["GET"])
+    app.add_api_route("/generate_text/{text}", service.generate_text, methods=["GET"])
+    app.add_api_route("/v1/models", service.models, methods=["GET"])
+    app.add_api_route("/v1/completions", service.completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
+    endpoints = Endpoints(service)
+    app.add_api_route("/v1/responses", endpoints.responses, methods=["POST"])
+    app.add_api_route("/v1/embeddings", endpoints.embeddings, methods=["POST"])
+    app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", endpoints.detokenize, methods=["POST"])

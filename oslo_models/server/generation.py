@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from transformers.cli.serving.utils import (
-    DirectStreamer,
-    ReasoningText,
-    ToolCall,
-    build_response_parser,
-    parse_assistant_message,
-)
+from transformers.cli.serving.utils import parse_assistant_message
 
-from oslo_models.server.schema import Answer, Stops
-
-
-@dataclass
-class GenerationJob:
-    """One call of `generate` to be made.
-
-    Attributes:
-        ids: the tokens of the prompt.
-        max_new_tokens: of the answer.
-        settings: further arguments of `generate`.
-        stops: the answer ends before the first of these strings.
-        chat: whether reasoning and tool calls are parsed from the text.
-    """
-
-    ids: list[int]
-    max_new_tokens: int
-    settings: dict[str, Any]
-    seed: int | None
-    stops: list[str]
-    chat: bool
+from oslo_models.deploy.cancellation import Cancellation
+from oslo_models.deploy.grammar import Grammar, MissingVocabulary, Vocabulary
+from oslo_models.server.answers import Answer
+from oslo_models.server.metrics import Metrics
+from oslo_models.server.token_reader import GenerationJob, TokenReader, TokenSource
 
 
 class AnswerGenerator:
@@ -49,80 +28,120 @@ class AnswerGenerator:
         threads: how many calls may be under way.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, threads: int) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self._threads = ThreadPoolExecutor(threads, "oslo-serve")
+    def __init__(self, model: Any, tokenizer: Any, threads: int, metrics: Metrics) -> None:
+        self.model, self.tokenizer, self.metrics = model, tokenizer, metrics
+        # A thread outlives a cancelled call if it leads a batch with calls of others.
+        self._threads = ThreadPoolExecutor(2 * threads, "oslo-serve")
         ends = model.generation_config.eos_token_id
-        self._ends = ends if isinstance(ends, list) else [ends]
+        self.ends = [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
         pad = model.generation_config.pad_token_id
-        self._padding = {} if pad is not None or ends is None else {"pad_token_id": self._ends[0]}
+        self._padding = {} if pad is not None or not self.ends else {"pad_token_id": self.ends[0]}
+        self._source = TokenSource(model, tokenizer, self.ends, metrics)
+        self._vocabulary: Vocabulary | None = None
+        self._readers: set[TokenReader] = set()
 
-    def generate(self, job: GenerationJob, streamer: Any = None) -> asyncio.Future[torch.Tensor]:
-        """Start the call; the result is [1, tokens], with the prompt unless the model is an encoder-decoder."""
+    @property
+    def waiting(self) -> int:
+        """Streamed calls whose computation has not begun."""
+        return sum(reader.waiting for reader in list(self._readers))
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """For grammars. Raises ``ValueError`` if this tokenizer cannot be used for them."""
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary.of(self.tokenizer, self.model.config.vocab_size, self.ends)
+        return self._vocabulary
+
+    def compiled(self, grammar: tuple[str, Any]) -> Grammar:
+        """A grammar of a request. Raises ``ValueError`` if it is invalid."""
+        return Grammar.compiled(*grammar, self.vocabulary)
+
+    def _generate(self, job: GenerationJob, cancellation: Cancellation, streamer: Any) -> torch.Tensor:
+        """Make the call, in this thread."""
         ids_BL = torch.tensor([job.ids])
         inputs = {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL), "max_new_tokens": job.max_new_tokens}
         seed = job.seed if job.settings["do_sample"] else None  # calls with a seed are not batched with others
         options = {**inputs, **job.settings, **self._padding, "streamer": streamer, "seed": seed}
-        return asyncio.get_running_loop().run_in_executor(self._threads, partial(self.model.generate, **options))
+        options["cancellation"] = cancellation
+        if job.stop_tokens:
+            options["eos_token_id"] = [*self.ends, *job.stop_tokens]
+        if job.decoding is None:
+            return self.model.generate(**options)
+        try:
+            return self.model.generate(**options, decoding=job.decoding)
+        except MissingVocabulary:
+            assert job.decoding.grammar is not None
+            grammar = job.decoding.grammar.with_vocabulary(self.vocabulary)
+            return self.model.generate(**options, decoding=replace(job.decoding, grammar=grammar))
+
+    def start(
+        self, job: GenerationJob, cancellation: Cancellation, streamer: Any = None
+    ) -> asyncio.Future[torch.Tensor]:
+        """Start the call; the result is [1, tokens], with the prompt unless the model is an encoder-decoder."""
+        self.metrics.count("prompt_tokens_total", len(job.ids))
+        call = partial(self._generate, job, cancellation, streamer)
+        return asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def _new_tokens(self, job: GenerationJob, out_BL: torch.Tensor) -> tuple[list[int], str]:
-        """The new tokens, and the finish reason."""
+        """The new tokens without a stop token at their end, and the finish reason."""
         new = out_BL[0, 1 if self.model.config.is_encoder_decoder else len(job.ids) :].tolist()
-        return new, "length" if len(new) >= job.max_new_tokens and new[-1] not in self._ends else "stop"
+        self.metrics.count("generated_tokens_total", len(new))
+        if new and new[-1] in job.stop_tokens:
+            return new[:-1], "stop"
+        return new, "length" if len(new) >= job.max_new_tokens and new[-1] not in self.ends else "stop"
 
     async def answer(self, job: GenerationJob) -> Answer:
-        """The complete answer."""
+        """The complete answer. Cancelling the task cancels the call."""
         full = Answer()
-        if job.stops:
-            async for piece in self.stream(job):
-                full.content += piece.content
-                full.reasoning += piece.reasoning
-                full.tool_calls += piece.tool_calls
-                full.tokens, full.finish = piece.tokens, piece.finish
+        if job.stops is not None or job.decoding is not None:
+            async with contextlib.aclosing(self.stream(job)) as pieces:
+                async for piece in pieces:
+                    full.add(piece)
             return full
-        new, full.finish = self._new_tokens(job, await self.generate(job))
-        full.tokens, full.content = len(new), self.tokenizer.decode(new, skip_special_tokens=True)
+        cancellation = Cancellation()
+        try:
+            new, full.finish = self._new_tokens(job, await self.start(job, cancellation))
+        except asyncio.CancelledError:
+            self.metrics.count("cancelled_calls_total")
+            raise
+        finally:
+            cancellation.cancel()
+        full.tokens, full.content = len(new), self.tokenizer.decode(new, skip_special_tokens=job.skip_special_tokens)
         if job.chat:
             parsed = parse_assistant_message(self.tokenizer, self.model, new, job.ids, full.content)
             full.content, full.reasoning = parsed[0], parsed[1] or ""
-            full.tool_calls = list(enumerate(parsed[2] or []))
+            full.tool_calls = list(enumerate(parsed[2] or []))[: 1 if job.single_tool else None]
             full.finish = "tool_calls" if full.tool_calls else full.finish
         return full
 
-    async def stream(self, job: GenerationJob) -> AsyncIterator[Answer]:
+    async def stream(self, job: GenerationJob) -> AsyncGenerator[Answer, None]:
         """The answer piece by piece as it is generated. Closing the iterator cancels the call."""
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        parser = build_response_parser(self.tokenizer, self.model, job.ids) if job.chat else None
-        if parser is not None:
-            parser.initial_events.clear()  # text of the prompt
-        streamer = DirectStreamer(self.tokenizer._tokenizer, asyncio.get_running_loop(), queue, parser)
-        stops, seen, tools, finish = Stops(job.stops), "", 0, ""
-        result = self.generate(job, streamer)
+        queue: asyncio.Queue[Answer | None] = asyncio.Queue()
+        loop, cancellation = asyncio.get_running_loop(), Cancellation()
+
+        def deliver(piece: Answer | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended with the server
+                loop.call_soon_threadsafe(queue.put_nowait, piece)
+
+        reader = TokenReader(self._source, job, cancellation, deliver)
+        self._readers.add(reader)
+        result = self.start(job, cancellation, reader)
         result.add_done_callback(partial(_close, queue))
+        complete = False
         try:
-            while not stops.hit and (item := await queue.get()) is not None:
-                if isinstance(item, ToolCall):
-                    yield Answer(tool_calls=[(tools, item)])
-                    tools += 1
-                elif isinstance(item, ReasoningText):
-                    yield Answer(reasoning=item)
-                elif text := stops.feed(item):
-                    yield Answer(text)
-                seen += item if isinstance(item, str) else ""
-            rest = ""
-            if not stops.hit:
-                new, finish = self._new_tokens(job, await result)
-                text = self.tokenizer.decode(new, skip_special_tokens=True)
-                if parser is None and text.startswith(seen):  # the streamer withholds an incomplete last character
-                    rest = stops.feed(text[len(seen) :])
-                rest += "" if stops.hit else stops.held
-            finish = "tool_calls" if tools else "stop" if stops.hit else finish
-            yield Answer(rest, tokens=streamer.total_tokens, finish=finish)
+            while (piece := await queue.get()) is not None:
+                yield piece
+            last = reader.last(None if reader.stopped else self._new_tokens(job, await result))
+            complete = True
+            yield last
         finally:
-            streamer.cancel()
+            if not complete:
+                self.metrics.count("cancelled_calls_total")
+            self._readers.discard(reader)
+            cancellation.cancel()
 
 
-def _close(queue: asyncio.Queue[Any], result: asyncio.Future[torch.Tensor]) -> None:
+def _close(queue: asyncio.Queue[Answer | None], result: asyncio.Future[torch.Tensor]) -> None:
     """Mark the end of the queue once nothing more can come."""
     if not result.cancelled():
         result.exception()  # marks it as retrieved: asyncio would report it if the reader has left

@@ -1,20 +1,33 @@
-"""Requests, answers and errors of the server, in the format of OpenAI's API."""
+"""The fields of requests for text, in the format of OpenAI's API, and what they ask `generate` for."""
 
 from __future__ import annotations
 
-import json
-import uuid
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from fastapi.exceptions import RequestValidationError
-from jinja2 import TemplateError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from starlette.exceptions import HTTPException
-from transformers.cli.serving.utils import BaseHandler, Modality, ToolCall
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from transformers.cli.serving.utils import BaseHandler, Modality
 
-from oslo_models.deploy.errors import EngineError
 from oslo_models.deploy.generation_limits import LEAST, MOST, is_scale
+from oslo_models.server.structured import call_schema, of_format, of_structured, tool_name
+
+MOST_STOPS, LONGEST_STOP = 32, 256
+"""Stop strings of a request, and characters of each."""
+MOST_LOGPROBS = 20
+_NO_OPS: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "ignore_eos": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "truncation": ("disabled",),
+}
+"""Values with which a field asks for nothing."""
 
 
 def _scale(value: float) -> float:
@@ -25,51 +38,107 @@ def _scale(value: float) -> float:
 
 Scale = Annotated[float, AfterValidator(_scale)]
 Bias = Annotated[float, Field(ge=-100, le=100)]  # as OpenAI's; NaN is not between them
+Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 
 
-class Generation(BaseModel):
-    """The fields common to all endpoints: OpenAI's, and some of transformers' `generate`.
+class Request(BaseModel):
+    """What all requests have in common.
 
-    Unsupported fields are rejected, unless their value is empty and so would not change the answer.
+    Fields that are not supported are refused, unless their value is empty or asks for nothing.
     """
 
     model_config = ConfigDict(extra="forbid")
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: Scale | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=1)
-    repetition_penalty: Scale | None = Field(default=None, gt=0)
-    num_beams: int | None = Field(default=None, ge=1, le=16)
-    no_repeat_ngram_size: int | None = Field(default=None, ge=0)
-    logit_bias: dict[int, Bias] = {}
-    n: int = Field(default=1, ge=1)
-    stop: str | list[str] = Field(default=[], max_length=256)
-    seed: int | None = None
-    stream: bool = False
-    stream_options: dict[str, bool] = {}
     user: Any = None
     metadata: Any = None
-    store: Any = None
 
     @model_validator(mode="before")
     @classmethod
-    def _without_empty_fields(cls, body: Any) -> Any:
+    def _without_no_ops(cls, body: Any) -> Any:
         _require_text(body)
         if not isinstance(body, dict):
             return body
-        return {key: value for key, value in body.items() if value is not None and (key in cls.model_fields or value)}
+        return {key: value for key, value in body.items() if not _is_no_op(key, value, key in cls.model_fields)}
+
+
+def _is_no_op(key: str, value: Any, known: bool) -> bool:
+    same = any(type(value) is type(nothing) and value == nothing for nothing in _NO_OPS.get(key, ()))
+    return value is None or same or (not known and value in ("", [], {}))
+
+
+class Generation(Request):
+    """The fields of requests for text: OpenAI's, and some of vLLM's and of transformers' `generate`."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    min_tokens: int | None = Field(default=None, ge=0)
+    temperature: Scale | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: Scale | None = Field(default=None, gt=0)
+    num_beams: int | None = Field(default=None, ge=1, le=16)
+    no_repeat_ngram_size: int | None = Field(default=None, ge=0)
+    logit_bias: dict[int, Bias] = Field(default={}, max_length=1024)
+    n: int = Field(default=1, ge=1)
+    best_of: int | None = Field(default=None, ge=1)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = []
+    stop_token_ids: list[int] = Field(default=[], max_length=MOST_STOPS)
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    stream: bool = False
+    stream_options: dict[str, bool] = {}
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    store: Any = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Generation:
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of={self.best_of} is not supported by this server, except as n={self.n}")
+        if unknown := set(self.stream_options) - {"include_usage", "include_obfuscation"}:
+            raise ValueError(f"stream_options has {sorted(unknown)}; include_usage is supported")
+        asked = self.frequency_penalty or self.presence_penalty or self.logprobs_asked is not None or self.grammar
+        if asked and (self.num_beams or 1) > 1:
+            raise ValueError(
+                "num_beams cannot be combined with frequency_penalty, presence_penalty, logprobs, structured output "
+                "or a forced tool_choice"
+            )
+        return self
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        """Alternatives of each token to report; ``None``: no log-probabilities at all."""
+        return None
+
+    @property
+    def grammar(self) -> tuple[str, Any] | None:
+        """What the text has to be, for `Grammar.compiled`.
+
+        Raises:
+            ValueError: the request says it twice, or not in a known way.
+        """
+        found = [*of_format(self.response_format), *of_structured(self.structured_outputs)]
+        if len(found) > 1:
+            raise ValueError("response_format, structured_outputs and tool_choice give more than one grammar; use one")
+        return found[0] if found else None
 
     def settings(self, defaults: Any) -> dict[str, Any]:
         """Arguments of `generate`. It samples if the request, or else the model's own configuration, says so."""
-        names = ("temperature", "top_p", "top_k", "repetition_penalty", "num_beams", "no_repeat_ngram_size")
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "num_beams", "no_repeat_ngram_size")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        by_default = defaults.do_sample or self.top_p or self.top_k
+        if self.top_k is not None:
+            given["top_k"] = max(self.top_k, 0)
+        by_default = defaults.do_sample or self.top_p or (self.top_k or 0) > 0 or self.min_p
         samples = bool(by_default if self.temperature is None else self.temperature)
         if not samples:
-            given = {name: value for name, value in given.items() if name not in ("temperature", "top_p", "top_k")}
+            of_sampling = ("temperature", "top_p", "top_k", "min_p")
+            given = {name: value for name, value in given.items() if name not in of_sampling}
         if self.logit_bias:
             given["sequence_bias"] = {(token,): bias for token, bias in self.logit_bias.items()}
+        if self.min_tokens:
+            given["min_new_tokens"] = self.min_tokens
         return {**given, "do_sample": samples}
 
     @property
@@ -105,17 +174,23 @@ class CompletionRequest(Generation):
 
     kind: ClassVar = ("cmpl", "text_completion", "text_completion")
     prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Each prompt: a text or tokens."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if single else list(self.prompt)
 
     def encode(self, tokenizer: Any) -> list[list[int]]:
-        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        prompts: list[Any] = [self.prompt] if single else list(self.prompt)
-        return [tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in prompts]
+        return [tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in self.prompts]
 
     def max_new_tokens(self, room: int) -> int:
         return self.max_tokens or min(16, room)  # OpenAI's default
-
-    def choice(self, answer: Answer, delta: bool, first: bool) -> dict[str, Any]:
-        return {"text": answer.content, "logprobs": None}
 
 
 class ChatRequest(Generation):
@@ -125,90 +200,83 @@ class ChatRequest(Generation):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The name of the tool that has to be called; an empty one for any tool; ``None`` if none has to be."""
+        if self.tool_choice in ("auto", "none"):
+            return None
+        names = [tool_name(tool) for tool in self.tools or ()]
+        wanted: Any = self.tool_choice
+        if isinstance(wanted, dict):
+            function = wanted.get("function", wanted)
+            wanted = function.get("name") if isinstance(function, dict) else None
+            if wanted not in names:
+                raise ValueError(f"tool_choice names no tool of the request; it has {names}")
+            return str(wanted)
+        if wanted != "required" or not names:
+            raise ValueError("tool_choice is none of none, auto, required (with tools) and {function: {name: ...}}")
+        return ""
+
+    @property
+    def grammar(self) -> tuple[str, Any] | None:
+        wanted, forced = super().grammar, self.forced_tool
+        if forced is None:
+            return wanted
+        if wanted is not None:
+            raise ValueError("response_format, structured_outputs and tool_choice give more than one grammar; use one")
+        calls = [call_schema(tool["function"]) for tool in self.tools or () if forced in ("", tool_name(tool))]
+        return "json", {"anyOf": calls}
+
+    @property
+    def visible_tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools
 
     def encode(self, tokenizer: Any) -> list[list[int]]:
         if not tokenizer.chat_template:
             raise ValueError("this model has no chat template; use /v1/completions")
+        reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"enable_thinking"}
+        if taken := sorted(reserved & set(self.chat_template_kwargs)):
+            raise ValueError(f"chat_template_kwargs cannot set {taken}; it has variables of the template")
         try:
             messages = BaseHandler.get_processor_inputs_from_messages(self.messages, Modality.LLM)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"messages: not those of a chat ({type(error).__name__}: {error})") from error
-        options = {"add_generation_prompt": True, "return_dict": True, "tools": self.tools}
+        options = {"add_generation_prompt": True, "return_dict": True, "tools": self.visible_tools}
         try:
-            return [tokenizer.apply_chat_template(messages, **options)["input_ids"]]
-        except (
-            LookupError,
-            TypeError,
-            AttributeError,
-        ) as error:  # what templates raise for messages they do not expect
+            encoded = tokenizer.apply_chat_template(messages, **options, **self.chat_template_kwargs)
+        except (LookupError, TypeError, AttributeError) as error:
+            # what templates raise for messages they do not expect
             raise ValueError(f"messages: the chat template cannot write them ({error})") from error
+        return [encoded["input_ids"]]
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Stands for the length of the prompt: texts of the messages, before the template is applied."""
+        return ["".join(_texts(self.messages))]
 
     def max_new_tokens(self, room: int) -> int:
         return self.max_completion_tokens or self.max_tokens or min(1024, room)
 
-    def choice(self, answer: Answer, delta: bool, first: bool) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant"} if first else {}
-        message["content"] = answer.content if answer.content or not answer.tool_calls else None
-        if answer.reasoning:
-            message["reasoning_content"] = answer.reasoning
-        if answer.tool_calls:
-            message["tool_calls"] = [
-                {"index": index, "id": f"call_{uuid.uuid4().hex[:16]}", "type": "function", "function": vars(call)}
-                for index, call in answer.tool_calls
-            ]
-        return {"delta" if delta else "message": message}
 
-
-@dataclass
-class Answer:
-    """A complete answer, or a piece of one; only the last piece has ``tokens`` and ``finish``."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[tuple[int, ToolCall]] = field(default_factory=list)
-    tokens: int = 0
-    finish: str | None = None
-
-
-class Stops:
-    """Passes text on up to the first stop string; holds back a suffix that may become one."""
-
-    def __init__(self, stops: list[str]) -> None:
-        self.stops, self.held, self.hit = stops, "", False
-
-    def feed(self, text: str) -> str:
-        text = self.held + text
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        self.hit = bool(found)
-        pairs = ((stop, k) for stop in self.stops for k in range(1, min(len(stop), len(text) + 1)))
-        ends = (len(text) - k for stop, k in pairs if text.endswith(stop[:k]))
-        stop_at = min(found) if found else min(ends, default=len(text))
-        self.held = text[stop_at:]
-        return text[:stop_at]
-
-
-def tally(prompts: list[list[int]], answers: list[int]) -> dict[str, int]:
-    asked, new = sum(map(len, prompts)), sum(answers)
-    return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}
-
-
-def event(content: Any) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
-
-
-def problem(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status of an error, and its body as OpenAI's clients expect it."""
-    if isinstance(error, HTTPException):
-        status, message = error.status_code, str(error.detail)
-    elif isinstance(error, (RequestValidationError, ValidationError)):
-        places = [(".".join(str(part) for part in found["loc"] if part != "body"), found) for found in error.errors()]
-        status, message = 400, "; ".join(f"{place}: {found['msg']}".lstrip(": ") for place, found in places)
-    elif isinstance(error, (ValueError, TemplateError)):
-        status, message = 400, str(error)
-    else:
-        status = 503 if isinstance(error, EngineError) else 500
-        message = f"{type(error).__name__}: {error}"
-    message = message.encode("utf-8", "backslashreplace").decode()  # it may quote unpaired surrogates
-    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
-    kind = "server_error" if status >= 500 else kind
-    return status, {"error": {"message": message, "type": kind, "param": None, "code": status}}
+def _texts(value: Any) -> list[str]:
+    """All strings in a value, however deep."""
+    found, left = [], [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            found.append(each)
+        elif isinstance(each, (dict, list)):
+            left += each.values() if isinstance(each, dict) else each
+    return found

@@ -104,7 +104,7 @@ class RowParallel(ColumnParallel):
 
 @dataclass(frozen=True)
 class Experts(Replicated):
-    """Stacked experts with a gate, of which each rank holds a part of the width of every one.
+    """Stacked experts with a gate, of which each rank holds a part of the width of every one, or some as a whole.
 
     Their parameters are ``gate_up_proj [experts, 2 * width, hidden]`` and ``down_proj [experts, hidden, width]``, and
     may be ``gate_up_proj_bias`` and ``down_proj_bias``.
@@ -112,12 +112,18 @@ class Experts(Replicated):
     Args:
         transposed: the last two dimensions of the projections are exchanged.
         interleaved: rows of gate and up projection alternate.
+        over_ranks: each rank holds some of the experts (expert parallelism).
     """
 
     transposed: bool = False
     interleaved: bool = False
+    over_ranks: bool = False
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        if self.over_ranks:
+            if n > shape[0]:
+                raise ValueError(f"expert_parallel_size={n} is more than {shape[0]}, the number of experts")
+            return Layout.sharded(shape, 0, (EvenSplit(shape[0]),), n)
         if leaf == "down_proj_bias":
             return Layout(shape)
         if leaf == "down_proj":
@@ -268,6 +274,21 @@ class Plan:
     input_positions: Mapping[str, InputPositions] = field(default_factory=dict)
     early_outputs: Mapping[str, int] = field(default_factory=dict)
     single_stage_reason: str = ""
+
+    def with_experts_over_ranks(self) -> Plan:
+        """The plan with expert parallelism: each rank holds some of the experts."""
+        blocks = {
+            stack: {
+                name: replace(entry, over_ranks=True) if isinstance(entry, Experts) else entry
+                for name, entry in entries.items()
+            }
+            for stack, entries in self.blocks.items()
+        }
+        return replace(self, blocks=blocks)
+
+    def has_experts(self) -> bool:
+        """Whether some blocks have a mixture of experts."""
+        return any(isinstance(entry, Experts) for entries in self.blocks.values() for entry in entries.values())
 
     def max_ranks(self) -> int | None:
         """The largest tensor_parallel_size that every entry allows; ``None``: any."""

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from oslo_models import GPT2LMHeadModel
+from oslo_models.checkpoint import save_checkpoint
 from oslo_models.cli.main import main
 
 CONFIG = dict(vocab_size=53, n_positions=16, n_embd=24, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=1)
@@ -47,7 +48,10 @@ def test_reshard_and_merge_keep_every_bit(whole: tuple[Path, dict[str, Tensor]],
 def test_merged_file_holds_tied_weights_once(whole: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
     directory, _ = whole
     model = GPT2LMHeadModel.from_pretrained_with_parallel(directory)
-    model.save_pretrained_with_parallel(tmp_path / "split", safe_serialization=False)
+    tensors, layouts = model._full_names(model.state_dict())
+    tied = model.all_tied_weights_keys
+    options = {"merging": False, "tied": tied, "files": model._write_config}
+    save_checkpoint(tmp_path / "split", tensors, layouts, model.mesh, **options)
     assert "lm_head.weight" in torch.load(tmp_path / "split/pytorch_model_tp=0_pp=0.bin")
     assert main(["merge", str(tmp_path / "split"), str(tmp_path / "merged")]) == 0
     assert (tmp_path / "merged/model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()

@@ -70,6 +70,8 @@ def test_a_model_with_a_policy_answers_as_before(case: str, seed: int) -> None:
     make, policies = CASES[case]
     model, batch = random(make, seed)
     options = {} if case == "own" else {"output_attentions": True}
+    if options:
+        model.set_attn_implementation("eager")  # others give no attention weights
     with torch.no_grad():
         expected = model(**batch, **options)
         tokens = model.generate(**batch, max_new_tokens=5, do_sample=False) if model.can_generate() else None
@@ -79,6 +81,7 @@ def test_a_model_with_a_policy_answers_as_before(case: str, seed: int) -> None:
     try:
         found = model(**batch, **options)
         torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-10)
+        assert len(found.get("attentions") or ()) == (2 if options else 0)
         for own, other in zip(found.get("attentions") or (), expected.get("attentions") or (), strict=True):
             torch.testing.assert_close(own, other, rtol=0, atol=1e-7)  # transformers takes the softmax in float32
         if tokens is not None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import accelerate
 import pytest
 import torch
 import transformers as hf
 
+pytest.importorskip("accelerate")
+
+import accelerate
+
 import oslo_models
+from oslo_models.compat.tensor_parallel import api
+from oslo_models.compat.tensor_parallel.zero3 import held_once
+from oslo_models.sharding.layout import Layout
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -41,11 +47,56 @@ def test_sharded_parameters_exist_once(variant: str, seed: int) -> None:
     assert norms[0] == pytest.approx(norms[1], abs=TOLERANCE)
 
 
+def bytes_of_storages(model: torch.nn.Module) -> int:
+    storages = [param.untyped_storage() for param in model.parameters()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("variant", ["llama-one-kv", "gpt2", "qwen3"])
+def test_devices_hold_each_parameter_once(variant: str, seed: int) -> None:
+    """By default, and key-value heads that four devices share too: together they hold what one holds."""
+    model = transformers_model(variant, seed)
+    assert bytes_of_storages(tensor_parallel_model(model, 4)) == bytes_of_storages(model)
+    assert bytes_of_storages(tensor_parallel_model(model, 4, sharded=False)) > bytes_of_storages(model)
+    check_tensor_parallel_step(zoo.main_head(variant), variant, 4, seed)
+
+
+def test_shared_rows_are_split_among_those_that_need_them() -> None:
+    needed = Layout((20,), 0, (((0, 8), (8, 12)), ((0, 8), (12, 16)), ((16, 20), (8, 12))))
+    same, held = held_once(needed, 3)
+    assert same is needed and held.ranges == (((0, 4), (8, 10)), ((4, 8), (12, 16)), ((16, 20), (10, 12)))
+    assert held_once(Layout((5, 2)), 2)[1].ranges == (((0, 3),), ((3, 5),))
+
+
+def test_shards_move_to_their_devices_with_the_first_call(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[str] = []
+    monkeypatch.setattr(api, "_moved", lambda part, device: moves.append(str(device)) or part)
+    model = transformers_model("gpt2", seed).eval()
+    other, inputs = tensor_parallel_model(model, delay_init=True, output_device_index=1), torch.tensor([[5, 6, 7]])
+    made = len(moves)
+    other.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    model.load_state_dict(other.state_dict())
+    for _ in range(2):
+        torch.testing.assert_close(other(inputs).logits, model(inputs).logits, rtol=0, atol=TOLERANCE)
+    assert len(moves) == made + 2
+    for index in (2, True, "0"):
+        with pytest.raises(ValueError, match="output_device_index must be from 0 to 1, got"):
+            tensor_parallel_model(model, output_device_index=index)
+    with pytest.raises(ValueError, match="pass one of them"):
+        tensor_parallel_model(model, output_device_index=0, output_device="cpu")
+
+
+def test_native_collectives_are_the_only_ones(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSOR_PARALLEL_USE_NATIVE", "1")
+    with pytest.warns(UserWarning, match="TENSOR_PARALLEL_USE_NATIVE is set and changes nothing"):
+        tensor_parallel_model(transformers_model("gpt2", seed))
+
+
 def test_sharded_param_names_selects_parameters(seed: int) -> None:
     model = transformers_model("gpt2", seed)
     names = ["transformer.wpe.weight", "transformer.ln_f.bias"]
     model.transformer.ln_f.bias.requires_grad_(False)
-    other = tensor_parallel_model(model, sharded_param_names=names)
+    other = tensor_parallel_model(model, sharded=False, sharded_param_names=names)
     some, all_trained = (
         dict(other.named_parameters()),
         dict(tensor_parallel_model(model, sharded=True).named_parameters()),

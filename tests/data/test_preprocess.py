@@ -71,6 +71,26 @@ def test_eod_token_outside_the_vocabulary_is_rejected() -> None:
             DatasetPreprocessor(tok, eod_token_id=wrong)  # type: ignore[arg-type]
 
 
+def test_tokenizer_may_be_given_by_its_name(tmp_path: Path) -> None:
+    """Of a directory, a file or on the hub; anything else is told what is wanted. OSLO 1's chunksize is understood."""
+    tok = tokenizer()
+    tok.save_pretrained(tmp_path / "tok")
+    for name in (tmp_path / "tok", str(tmp_path / "tok"), tmp_path / "tok" / "tokenizer.json"):
+        eod = {"eod_token_id": tok.eos_token_id} if str(name).endswith(".json") else {}
+        made = DatasetPreprocessor(name, num_workers=0, chunksize=7, **eod)
+        assert made.eod_token_id == tok.eos_token_id and made.chunk_size == 7
+        made.preprocess(["a def self b"], tmp_path / "a", 0)
+        assert [document.tolist() for document in IndexedDataset(tmp_path / "a")] == expected(
+            ["a def self b"], tok, tok.eos_token_id
+        )
+    (tmp_path / "empty").mkdir()
+    for wrong in (str(tmp_path / "empty"), "no/such tokenizer"):
+        with pytest.raises(ValueError, match=f"name: a directory, a tokenizer.json .*{wrong!r} cannot be loaded"):
+            DatasetPreprocessor(wrong)
+    with pytest.raises(ValueError, match=r"tokenizer must be a tokenizer of transformers.*; got a int"):
+        DatasetPreprocessor(50257)
+
+
 ALPHABET = st.one_of(
     st.sampled_from(list(" \t\n\r\v\f'\x1c\x85\u00a0\u200b\u2028\u017f\u0130\u0661\u0301\u212a\u037eⅧßé文😀\x00\x7f")),
     st.sampled_from(["  ", "\n\n", " \n", "'s", "'LL", "<eod>", "123", "4567", " 8", "ab", " Cd", "_", "...", "\r\n"]),

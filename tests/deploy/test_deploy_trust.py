@@ -20,6 +20,8 @@ from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import handshake
 from oslo_models.deploy import options as serving
 from oslo_models.deploy import torchrun_executor as torchrun
+from oslo_models.distributed import mesh, object_exchange
+from oslo_models.distributed.directory_store import DirectoryStore
 
 from support import deployment, faults
 from support.faults import gone
@@ -253,3 +255,58 @@ def test_start_messages_must_be_json() -> None:
         torchrun._receive(other)
     torchrun._send(one, ("kill", 3))
     assert torchrun._receive(other) == ["kill", 3]
+
+
+# Between ranks --------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_on_one_host_meet_in_a_private_directory(stand: faults.Stand) -> None:
+    """No store listens on a port, and what the ranks use instead is gone with them."""
+    stand.answers()
+    directory = Path(stand.model._engine._directory.name)
+    assert directory.stat().st_mode & 0o777 == 0o700 and list(directory.glob("key-*"))
+    stand.model.close()
+    assert not directory.exists()
+    stand.model.restart()
+    stand.answers()
+
+
+def test_directory_that_others_can_enter_is_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    store = DirectoryStore(tmp_path)
+    store.set("a" * 500, b"1\x00")
+    assert store.get("a" * 500) == b"1\x00" and store.add("n", 2) == 2 and store.add("n", 3) == 5
+    assert store.check(["n"]) and store.delete_key("n") and not store.delete_key("n") and store.num_keys() == 1
+    for mode in (0o750, 0o701, 0o777):
+        tmp_path.chmod(mode)
+        with pytest.raises(PermissionError, match="has to be 0700"):
+            DirectoryStore(tmp_path)
+    tmp_path.chmod(0o700)
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(PermissionError):
+        DirectoryStore(tmp_path)
+
+
+def exchange(mark: Path, keys: list[bytes | None], forges: bool) -> str:
+    """The error of an exchange between two ranks, one of which may send something forged."""
+    axis = mesh.world_axis()
+    if (key := keys[axis.rank]) is not None:
+        object_exchange.authenticate_objects(key)
+    try:
+        if forges and axis.rank == 1:
+            object_exchange._signed = lambda rank, value: bytes(32) + pickle.dumps(value)  # type: ignore[assignment]
+        found = object_exchange.gather_objects(axis, Attack(mark) if forges and axis.rank == 1 else axis.rank)
+        return str(found)
+    except (object_exchange.ForgedObjectError, pickle.UnpicklingError) as error:  # the latter without a key
+        return str(error)
+    finally:
+        object_exchange._keys.clear()
+
+
+@pytest.mark.parametrize("how", ["same key", "other key", "no key", "forged"])
+def test_objects_of_ranks_are_unpickled_only_with_their_signature(pool: Pool, tmp_path: Path, how: str) -> None:
+    keys: dict[str, list[bytes | None]] = {"other key": [b"k" * 32, b"l" * 32], "no key": [b"k" * 32, None]}
+    said = pool.run(2, exchange, tmp_path / "mark", keys.get(how, [b"k" * 32] * 2), how == "forged")[0]
+    assert said == "[0, 1]" if how == "same key" else "should come from rank 1 was not signed" in said
+    assert not (tmp_path / "mark").exists()

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.integrations import accelerate as hf_accelerate
 
+import oslo_models
+from oslo_models.distributed import mesh
 from oslo_models.distributed.mesh import start_process_group
+from oslo_models.modeling import construction
 
 
 @pytest.fixture
@@ -75,3 +82,17 @@ def test_torch_names_its_default_backends() -> None:
     assert set(str(config).split(",")) == {"cuda:nccl", "cpu:gloo"}
     assert "cuda:nccl" not in str(dist.distributed_c10d.BackendConfig(dist.Backend("gloo")))
     assert "cuda:nccl" in str(dist.distributed_c10d.BackendConfig(dist.Backend("nccl")))
+
+
+def test_weights_are_loaded_onto_a_gpu_without_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own ``device_map`` needs it; the library does not require it."""
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9)).save_pretrained(tmp_path)
+    gpu = torch.device("cuda", 0)
+    assert construction.device_map(gpu) in (None, {"": gpu}) and construction.device_map(torch.device("cpu")) is None
+    monkeypatch.setattr(mesh, "start_process_group", lambda *args, **kwargs: gpu)
+    for module in (hf_accelerate, construction):
+        monkeypatch.setattr(module, "is_accelerate_available", lambda: False)
+    with mock.patch.object(GPT2LMHeadModel, "to") as moved:
+        model = oslo_models.GPT2LMHeadModel.from_pretrained_with_parallel(tmp_path, seed=0)
+    moved.assert_called_once_with(gpu)
+    assert model.transformer.wte.weight.shape == (9, 8)

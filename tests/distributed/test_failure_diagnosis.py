@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from oslo_models import GPT2LMHeadModel, RankFailedError
-from oslo_models.distributed import collectives
+from oslo_models.distributed import collectives, device_collectives, mesh
 from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, pid_namespace, process_start_time
 from oslo_models.distributed.mesh import ParallelMesh, world_axis
 from oslo_models.distributed.store_client import StoreClient, StoreLostError
@@ -107,6 +108,60 @@ def wait_in_turn(rank: int, port: int, destroys: bool) -> None:
 @pytest.mark.parametrize("destroys", [False, True], ids=["ends", "destroys its group and ends"])
 def test_failed_rank_is_named_after_the_store_has_ended(pool: Pool, tmp_path: Path, destroys: bool) -> None:
     assert survivors_say(tmp_path, wait_in_turn, destroys) == [[VICTIM], [VICTIM]]
+
+
+class OnAGPU(torch.Tensor):
+    """A tensor that is said to be on a GPU."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+class Queued:
+    """NCCL's handle of a sum, and its group: calls return at once, and it never completes."""
+
+    aborted = False
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        """Waits on the device, not here."""
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def queue_sums(rank: int, port: int, dies: bool, survivors: list[str]) -> None:
+    """The victim dies, or only never comes; the others go on in Python, as with NCCL, and come to the next sum."""
+    store = TCPStore("127.0.0.1", port, 3, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=20))
+    device_collectives.DEVICE_TIMEOUT = 2.0
+    queued, x = Queued(), torch.ones(2).as_subclass(OnAGPU)
+    axis: Any = replace(world_axis(1.5), group=queued)  # type: ignore[arg-type]
+    if rank == VICTIM:
+        time.sleep(1.0)
+        while not dies and not all(map(os.path.exists, survivors)):
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.cuda.is_current_stream_capturing = lambda: False  # which torch without CUDA does not have
+    dist.all_reduce = lambda *args, **kwargs: queued
+    collectives.all_reduce(axis, x)
+    while not queued.aborted:  # as in a synchronisation with the device
+        time.sleep(0.05)
+    collectives.all_reduce(axis, x)
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["died", "did not come"])
+def test_rank_is_named_while_a_sum_is_queued_on_a_gpu(pool: Pool, tmp_path: Path, dies: bool) -> None:
+    """Before torch's watchdog ends the process, which names nobody."""
+    survivors = [str(tmp_path / str(rank)) for rank in range(VICTIM)]
+    assert survivors_say(tmp_path, queue_sums, dies, survivors) == [[VICTIM], [VICTIM]]
+
+
+def test_groups_with_nccl_wait_longer_than_the_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
+    for backends, seconds in (("cpu:gloo,cuda:nccl", 660.0), ("cpu:gloo,cuda:gloo", 60.0)):
+        monkeypatch.setattr(dist, "get_backend_config", lambda backends=backends: backends)
+        assert mesh._group_timeout(60.0) == seconds
 
 
 def host_store(conn: Any) -> None:

@@ -45,6 +45,8 @@ class Fault:
     """Whether the ranks pretend to be on different hosts, whose processes cannot be seen."""
     tcp: bool = False
     """Whether rank 0 has the store, as without torchrun."""
+    shares: bool = False
+    """Whether the last stage sends losses and logits to the others."""
 
     @property
     def ranks(self) -> int:
@@ -59,7 +61,12 @@ class Fault:
 
 def story(fault: Fault, saved: Path, folder: Path) -> None:
     """A day in the life of a model."""
-    sizes = {"tensor_parallel_size": fault.tp, "pipeline_parallel_size": fault.pp, "timeout": TIMEOUT}
+    sizes = {
+        "tensor_parallel_size": fault.tp,
+        "pipeline_parallel_size": fault.pp,
+        "timeout": TIMEOUT,
+        "share_logits": fault.shares,
+    }
     model = GPT2LMHeadModel.from_pretrained_with_parallel(saved, **sizes).train()
     ids = torch.arange(2 * 7).view(2, 7)
     optimizer = torch.optim.SGD(model.gpu_parameters(), lr=0.1)
@@ -232,6 +239,14 @@ def test_killed_or_stopped_rank_is_named_in_each_phase(
         victim = int(torch.randint(tp * pp, (), generator=generator))
         faults.append(Fault(kind, tp, pp, where, victim, SAYS[kind]))
     check(faults, saved, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["step 2, forward of micro-batch 1", "step 3, forward of micro-batch 1"])
+def test_killed_last_stage_is_named_where_losses_are_shared(
+    pool: Pool, where: str, saved: Path, tmp_path: Path
+) -> None:
+    """In training and in evaluation, while the others wait for a loss."""
+    check([Fault("kill", 1, 3, where, 2, SAYS["kill"], shares=True)], saved, tmp_path)
 
 
 def train_with_workers(saved: Path) -> int:

@@ -76,6 +76,17 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(target), f"{link}: there is no such heading"
 
 
+ROWS = [line for line in (ROOT / "docs/ecosystem.md").read_text().splitlines() if re.match(r"\| (?!use \|)", line)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip().replace("`", "")[:40])
+def test_every_use_of_another_library_names_its_tests(row: str) -> None:
+    found = re.findall(r"`([\w/]+\.py)::(test_\w+)`", row.rstrip(" |").rpartition(" | ")[2])
+    assert found, "the last cell of the row names a test as `folder/file.py::test`"
+    for path, name in found:
+        assert re.search(rf"^def {name}\(", (ROOT / "tests" / path).read_text(), re.MULTILINE), f"{path}::{name}"
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     listed = set(re.findall(r"([\w/]+\.md)$", navigation, flags=re.M))

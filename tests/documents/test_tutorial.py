@@ -23,7 +23,7 @@ from support.documents import TEXTS, run_block
 from support.float64 import lifted_casts
 from support.pipelines import Weights, model_on_stages, run_micro_batches, stage_differences, stage_parameters
 from support.pool import Pool
-from support.reference import TOLERANCE, full_parameters, reference_model
+from support.reference import TOLERANCE, differences, full_parameters, reference_model
 
 CREATION = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -142,7 +142,8 @@ def check_tutorial(expected: str, weights: Weights) -> None:
     assert printed == expected and isinstance(model, oslo_models.GPT2LMHeadModel) and model.is_tensor_parallelized()
     assert not stage_differences(model, "", stage_parameters(model), weights, TOLERANCE)
     torch.manual_seed(dist.get_rank())
-    run_block(AT_RANDOM, FROM_A_FILE, MERGING)
+    merged = run_block(AT_RANDOM, FROM_A_FILE, MERGING)["model"]
+    merged.save_parallelized("./bin_ckpt", merge_checkpoints=True, safe_serialization=False)
 
 
 def test_tutorial_runs_as_printed(pool: Pool, hub: Any) -> None:
@@ -153,8 +154,11 @@ def test_tutorial_runs_as_printed(pool: Pool, hub: Any) -> None:
     pool.run(RANKS, check_tutorial, printed, full_parameters(model), env=True)
     files = {path.name for path in Path("parallel_ckpt").iterdir()}
     assert {*(f"pytorch_model_tp_{rank}_pp_0.bin" for rank in range(RANKS)), "config.json"} <= files
-    merged = full_parameters(hf.GPT2LMHeadModel.from_pretrained("merged_ckpt"))
-    assert all(torch.allclose(merged[name], value.float()) for name, value in full_parameters(model).items())
+    # Where the document lists pytorch_model.bin, transformers now writes safetensors, and so do we.
+    for directory, file in (("merged_ckpt", "model.safetensors"), ("bin_ckpt", "pytorch_model.bin")):
+        assert {file, "config.json"} <= {path.name for path in Path(directory).iterdir()}
+        merged = full_parameters(hf.GPT2LMHeadModel.from_pretrained(directory))
+        assert all(torch.allclose(merged[name], value.float()) for name, value in full_parameters(model).items())
 
 
 # What the tutorial does not show --------------------------------------------------------------------------------------
@@ -199,6 +203,46 @@ def test_tutorial_with_stages_matches_one_process(
     pool.run(4, check_stages, config, batch, reference_model("GPT2LMHeadModel", config, seed).state_dict())
 
 
+ARCHITECTURES = {
+    "AlbertForMaskedLM": "albert",
+    "BartForConditionalGeneration": "bart",
+    "BertForMaskedLM": "bert",
+    "BlenderbotForConditionalGeneration": "blenderbot",
+    "BlenderbotSmallForConditionalGeneration": "blenderbot-small",
+    "ElectraForTokenClassification": "electra",
+    "GPT2ForSequenceClassification": "gpt2",
+    "GPTJForCausalLM": "gptj",
+    "GPTNeoForCausalLM": "gpt_neo",
+    "RobertaForSequenceClassification": "roberta",
+    "T5ForConditionalGeneration": "t5",
+}
+"""A class of each architecture that OSLO 2 had, with a test configuration."""
+
+
+def check_architectures(cases: dict[str, tuple[Any, Weights, dict[str, Any], torch.Tensor]]) -> None:
+    lines = []
+    for name, (config, weights, batch, logits) in cases.items():
+        model: Any = reference_model(name, config, 0)
+        model.load_state_dict(weights)
+        made = run_block(WITHOUT_ENABLE, **NUMBERS, model=model.eval())["model"]
+        with torch.no_grad(), lifted_casts():
+            lines += differences(name, made(**batch).logits, logits, TOLERANCE)
+        with pytest.raises(RuntimeError, match="the vocabulary is already sharded over 2 ranks"):
+            made.resize_token_embeddings(500)
+    assert not lines, "\n".join(lines)
+
+
+def test_architectures_of_the_tutorial_match_one_process(pool: Pool, seed: int) -> None:
+    """Masked language modelling, sequence classification and the rest, "as usual"; no resizing afterwards."""
+    cases = {}
+    for name, variant in ARCHITECTURES.items():
+        config = zoo.config_of(name, zoo.config(variant))
+        model, batch = reference_model(name, config, seed).eval(), zoo.batch(name, config, seed)
+        with torch.no_grad(), lifted_casts():
+            cases[name] = config, model.state_dict(), batch, model(**batch).logits
+    pool.run(RANKS, check_architectures, cases)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -206,7 +250,13 @@ def test_tutorial_with_stages_matches_one_process(
             {"model_parallelism": {"tensor_paralel_size": 2}},
             r"unknown keys \['model_parallelism.tensor_paralel_size'\]",
         ),
-        ({"kernel_fusion": {"enable": True}}, r"unknown keys \['kernel_fusion'\]; it may have model_parallelism"),
+        ({"kernel_fussion": {"enable": True}}, r"unknown keys \['kernel_fussion'\]; it may have \['model_parallelism'"),
+        ({"kernel_fusion": {"colour": "red"}}, r"unknown keys \['kernel_fusion.colour'\]; kernel_fusion may have"),
+        ({"kernel_fusion": {"enable": 1}}, "kernel_fusion.enable must be true or false, got 1"),
+        ({"kernel_fusion": {"custom_cuda_kernels": ["Fast"]}}, r"must be a list of \['FusedNoRepeatNGram'"),
+        ({"kernel_fusion": {"custom_cuda_kernels": ["FusedRMSNorm"]}}, "a GPT2Model has no such norm"),
+        ({"activation_checkpointing": {"partitioned_checkpointing": True}}, "needs a tensor_parallel_size of at"),
+        ({"activation_checkpointing": {"contiguous_checkpointing": True}}, "needs partitioned_checkpointing"),
         ({"model_parallelism": {"enable": "yes"}}, "enable must be true or false"),
         ({"model_parallelism": {"tensor_parallel_size": 7}}, "more than num_attention_heads=6 of GPT2Config"),
         ({"model_parallelism": 2}, "config must be like"),

@@ -99,6 +99,20 @@ def test_float8_training_is_refused(pool: Pool, seed: int) -> None:
     pool.run(2, _refuse_float8_training, seed)
 
 
+def _refuse_quanto(seed: int) -> None:
+    from optimum.quanto import qint8, quantize
+
+    model = _model(2)
+    quantize(model, weights=qint8)
+    with pytest.raises(RuntimeError, match=r"q_proj is now optimum\.quanto\.nn\.qlinear\.QLinear"):
+        model(quantized.tokens(seed))
+
+
+def test_quanto_is_refused(pool: Pool, seed: int) -> None:
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    pool.run(2, _refuse_quanto, seed)
+
+
 # ---- torchao, as weights are loaded
 
 

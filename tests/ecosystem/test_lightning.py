@@ -41,10 +41,6 @@ def lightning_module(model: Any) -> Any:
             loss: Tensor = self.replica(**batch).loss
             return loss
 
-        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **options: Any) -> None:
-            if gradient_clip_val is not None:
-                self.model.clip_grad_norm_(gradient_clip_val)
-
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.model.gpu_parameters(), lr=0.01)
 

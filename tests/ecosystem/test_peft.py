@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from support import pipelines, zoo
 from support.adapters import (
+    Run,
     check_adapters,
     check_data_parallel,
     check_dropout,
@@ -20,9 +22,12 @@ from support.adapters import (
     check_injected,
     check_run,
     check_variant,
+    compare,
     plain_model,
     reference_run,
+    start_from,
     step_with_recorded_masks,
+    train,
     trained_parameters,
     use_adapters,
     use_injected,
@@ -257,6 +262,34 @@ def test_what_does_not_work_is_refused_by_name(pool: Pool, kind: str) -> None:
     pool.run(2, refuse, make(), message)
 
 
+def adapt_one_stage(config: Any, message: str) -> None:
+    """On each rank of two stages: the error, and then an adapter that all stages have."""
+    from oslo_models import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_config_with_parallel(pipelines.config("llama"), 1, 2)
+    with pytest.raises(ValueError, match=message):
+        peft.get_peft_model(model, config)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], layers_to_transform=[0, 3]))
+    assert len([name for name, param in adapted.named_parameters() if param.requires_grad]) == 2
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers", "message"),
+    [
+        (
+            ["q_proj"],
+            [0],
+            r"target_modules={'q_proj'}, layers_to_transform=\[0\]\) has no layer on .* \[1\] of 2",
+        ),
+        (r"model\.layers\.3\.mlp\.up_proj", None, r"has no layer on the pipeline stages \[0\] of 2"),
+        (["no_such_layer"], None, "not found in the base model"),
+    ],
+)
+def test_adapters_of_one_stage_are_refused_on_all(pool: Pool, targets: Any, layers: Any, message: str) -> None:
+    config = peft.LoraConfig(target_modules=targets, layers_to_transform=layers)
+    pool.run(2, adapt_one_stage, config, message)
+
+
 def test_models_of_threads_and_models_with_adapters_are_refused() -> None:
     from transformers import LlamaForCausalLM
 
@@ -265,11 +298,35 @@ def test_models_of_threads_and_models_with_adapters_are_refused() -> None:
     config = peft.LoraConfig(target_modules=["q_proj"])
     model: Any = LlamaForCausalLM(zoo.config("llama"))
     for each in (config, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)):
-        with pytest.raises(ValueError, match="cannot be added to a model of tensor_parallel"):
+        with pytest.raises(ValueError, match=r"takes no adapters, .*merge_and_unload.*distributed=True"):
             peft.get_peft_model(tensor_parallel(model, ["cpu", "cpu"]), each)
     model.add_adapter(config)
-    with pytest.raises(ValueError, match=r"has the adapters .'default'.*merge"):
-        tensor_parallel(model, ["cpu", "cpu"])
+    for each in (model, peft.get_peft_model(LlamaForCausalLM(zoo.config("llama")), config)):
+        with pytest.raises(ValueError, match=r"takes no adapters, .*merge_and_unload.*distributed=True"):
+            tensor_parallel(each, ["cpu", "cpu"])
+
+
+def adapt_processes(run: Run) -> None:
+    """On each rank: adapters of a model that `tensor_parallel` has sharded over processes."""
+    from oslo_models.compat.tensor_parallel.api import tensor_parallel
+
+    full = reference_model(run.name, run.config, run.seed)
+    with pytest.raises(ValueError, match=r"has the adapters \['default'\].*add or load them afterwards"):
+        tensor_parallel(peft.get_peft_model(copy.deepcopy(full), copy.deepcopy(run.adapter)), distributed=True)
+    torch.manual_seed(run.seed)
+    model = peft.get_peft_model(tensor_parallel(full, distributed=True).train(), copy.deepcopy(run.adapter))
+    start_from(model, run.start)
+    losses, gradients, trained = train(model, run.batches, run.optimizer)
+    assert losses == pytest.approx(run.losses, abs=TOLERANCE)
+    lines = compare(model, "gradient", gradients[-1], run.gradients[-1])
+    lines += compare(model, "trained", trained[-1], run.trained[-1])
+    assert not lines, "\n".join(lines[:12])
+
+
+def test_lora_after_tensor_parallel_of_processes(pool: Pool, seed: int) -> None:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=3)
+    run = reference_run("LlamaForCausalLM", zoo.config("llama"), config, seed)
+    pool.run(2, adapt_processes, run, env=True)
 
 
 @pytest.mark.parametrize("how", ["generate", "checkpointing", "low memory", "fused", "fused before"])

@@ -106,6 +106,43 @@ def test_ranks_of_a_replica_share_batches(pool: Pool, sizes: str, streams: bool,
     assert results == [results[0]] * ranks
 
 
+class Recorder(Trainer):
+    """Keeps the first token of each row that it trains on."""
+
+    seen: list[list[int]]
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen.append(inputs["input_ids"][:, 0].tolist())
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def rows_of_steps(run: Run, tp: int, pp: int, out: str, rows: trainers.Rows) -> tuple[int, list[list[int]]]:
+    model = own_model(run, tp, pp)
+    trainer = Recorder(model, trainers.arguments(out, max_steps=-1, num_train_epochs=2), train_dataset=rows)
+    trainer.seen = []
+    trainer.train()
+    return model.mesh.dp.rank, trainer.seen
+
+
+@trainers.at_sizes("pp=2", "dp=2")
+def test_each_epoch_is_shuffled_and_has_each_row_once(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
+    tp, pp, ranks = SIZES[sizes]
+    rows = trainers.text_rows(pipelines.config("gpt2"), seed, 16)
+    for number, row in enumerate(rows):
+        row["input_ids"][0] = number
+    results = pool.run(ranks, rows_of_steps, start(seed), tp, pp, str(tmp_path), rows, env=True)
+    replicas = dict(results)
+    assert len(replicas) == ranks // (tp * pp)
+    assert all(seen == replicas[replica] for replica, seen in results), "ranks of a replica have other batches"
+    orders = []
+    for epoch in range(2):
+        size = 4 // len(replicas)
+        batches = [batch for seen in replicas.values() for batch in seen[epoch * size : (epoch + 1) * size]]
+        orders.append([row for batch in batches for row in batch])
+    assert [sorted(order) for order in orders] == [list(range(16))] * 2
+    assert orders[0] != orders[1] and sorted(orders[0]) not in orders
+
+
 # Callbacks ------------------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +176,11 @@ REFUSED: dict[str, tuple[dict[str, Any], int, int, str]] = {
     "neftune": ({"neftune_noise_alpha": 5.0}, 1, 2, "no token embedding"),
     "rebalance": ({"train_sampling_strategy": "batch_rebalance"}, 2, 1, "another batch to each rank"),
     "dispatch": ({"accelerator_config": {"dispatch_batches": True}}, 2, 1, "another part of a batch"),
+    "parallelism": ({"parallelism_config": "tp"}, 2, 1, "parallelism_config does not .* leave it out"),
+    "preemption": ({"enable_jit_checkpoint": True}, 2, 1, "different steps; use save_steps"),
+    "liger": ({"use_liger_kernel": True}, 2, 1, r"replaces sharded modules; call model\.fuse"),
+    "compile": ({"torch_compile": True, "torch_compile_backend": "eager"}, 1, 2, "micro-batches is not compiled"),
+    "unused": ({"ddp_find_unused_parameters": True}, 1, 2, "a step is a loop of calls"),
     "one process": ({"use_cpu": False}, 2, 1, r"sees 1 process\(es\) of 2"),
     "steps differ": ({"max_steps": "rank"}, 2, 1, "max_steps: rank 0 has 5, rank 1 has 6"),
     "loss function": ({"compute_loss_func": print}, 1, 2, "compute_loss_func needs logits"),
@@ -150,7 +192,10 @@ def construct(run: Run, args: dict[str, Any], tp: int, pp: int, out: str) -> Non
     if args.get("max_steps") == "rank":
         args["max_steps"] = 5 + torch.distributed.get_rank()
     options = {"compute_loss_func": args.pop("compute_loss_func")} if "compute_loss_func" in args else {}
-    Trainer(model, trainers.arguments(out, **args), train_dataset=[], **options)
+    parallelism = args.pop("parallelism_config", None)
+    arguments = trainers.arguments(out, **args)
+    arguments.parallelism_config = parallelism  # whose own checks want another version of accelerate, or GPUs
+    Trainer(model, arguments, train_dataset=[], **options)
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -159,6 +204,15 @@ def test_unsuitable_arguments_are_refused_before_training(pool: Pool, what: str,
     for error in pool.run(2, construct, start(seed), args, tp, pp, str(tmp_path), env=True, expect=ValueError):
         with pytest.raises(ValueError, match=message):
             raise error
+
+
+def search(run: Run, out: str) -> None:
+    Trainer(own_model(run, 2, 1), trainers.arguments(out), train_dataset=[]).hyperparameter_search()
+
+
+def test_search_of_hyperparameters_is_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
+    for error in pool.run(2, search, start(seed), str(tmp_path), env=True, expect=ValueError):
+        assert "run it around torchrun" in str(error)
 
 
 class OwnLoss(ParallelTrainerMixin, transformers.Trainer):

@@ -132,3 +132,7 @@ def test_what_does_not_work_is_refused_by_name(pool: Pool, what: str, tmp_path: 
 def test_other_trainers_of_trl_are_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
     rows = trl_trainers.sentences(trl_trainers.tiny_config(), seed, 8, COLUMNS["SFTTrainer"])
     pool.run(2, trl_trainers.refuse_bare_mixin, {"output_dir": str(tmp_path)}, rows, env=True)
+
+
+def test_head_of_trl_outside_of_our_trainers_is_refused(pool: Pool) -> None:
+    pool.run(2, trl_trainers.use_fused_head_of_trl)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,15 +17,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
+from oslo_kernels.cross_entropy import padded_logits
 from oslo_models import registry
+from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import gather_objects
-from oslo_models.fusion import apex, attention, rotary_attention
+from oslo_models.fusion import apex, attention, decoding, linear_cross_entropy, rotary_attention
 from oslo_models.fusion import modules as fused_layers
+from oslo_models.fusion.decoding import Decoder, Decoders, rounded_length
 from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.fusion.swap import Fusion, choose_backend
+from oslo_models.layers.cross_entropy import VocabShard
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -207,6 +215,25 @@ def test_fuse_with_apex_calls_its_norms_and_softmax(tmp_path: Any, monkeypatch: 
             del sys.modules[module]
 
 
+def check_kept_caches(model: Any, given: dict[str, Any], options: dict[str, Any], graphs: list[Any]) -> None:
+    """Another length uses the same cache and graph; a cache that is returned is not overwritten by the next call."""
+    shorter = {key: value[:, 2:] for key, value in given.items()}
+    expected = model.generate(**shorter, **options, cache_implementation="dynamic")
+    kept = [decoder.cache for decoder in model._decoders._kept.values()]
+    returned = model.generate(**shorter, **options, return_dict_in_generate=True)
+    assert torch.equal(returned.sequences, expected) and len(graphs) == 1, len(graphs)
+    assert [decoder.cache for decoder in model._decoders._kept.values()] == kept and len(kept) == 1
+    keys = returned.past_key_values.layers[0].keys.clone()
+    model.generate(**given, **options)
+    assert keys.any() and torch.equal(returned.past_key_values.layers[0].keys, keys)
+    fewer = {key: value[:1] for key, value in given.items()}
+    expected = model.generate(**fewer, **options, cache_implementation="dynamic")
+    for size in (1, 8):  # dynamo's limit: with one compilation for each of two caches it is not reached
+        with torch._dynamo.config.patch(recompile_limit=size):
+            assert torch.equal(model.generate(**fewer, **options), expected)
+    assert len(graphs) == 2 and len(model._decoders._kept) == 2
+
+
 def check_decoding(variants: tuple[str, ...], n: int) -> None:
     """On every rank: with a static cache, compiled, the same tokens; decoding is one graph, with its collectives."""
     for variant in variants:
@@ -228,18 +255,24 @@ def check_decoding(variants: tuple[str, ...], n: int) -> None:
         as_on_a_gpu(model)
         model._decodes_in_graphs = True
         torch._dynamo.reset()
-        found = model.generate(**given, **options, compile_config=compiling)
-        assert torch.equal(found, expected), f"{variant}: {found} instead of {expected}"
-        assert len(graphs) == 1, f"{variant}: {len(graphs)} graphs"
+        with mock.patch.object(decoding, "SHORTEST", 16):  # few positions are as large as this model's weights
+            found = model.generate(**given, **options, compile_config=compiling)
+            assert torch.equal(found, expected), f"{variant}: {found} instead of {expected}"
+            check_kept_caches(model, given, {**options, "compile_config": compiling}, graphs)
+        assert len(graphs) == 2, f"{variant}: {len(graphs)} graphs"
         code = graphs[0].print_readable(print_output=False)
         assert ("all_reduce" in code) == ("all_gather" in code) == (n > 1)
         graphs.clear()
-        for more in ({"cache_implementation": "dynamic"}, {"use_cache": False}, {"max_new_tokens": 10**6}):
+        greedy, beams = GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH
+        for mode, more in (
+            *((greedy, more) for more in ({"cache_implementation": "dynamic"}, {"use_cache": False})),
+            *((greedy, {"max_new_tokens": 10**6}), (beams, {"num_beams": 2})),
+        ):
             cache = model._prepare_cache_for_generation
             with mock.patch.object(type(model), "_prepare_static_cache", side_effect=AssertionError("a static cache")):
                 asked = GenerationConfig(**{**options, **more})
                 kwargs: dict[str, Any] = {}
-                cache(asked, kwargs, GenerationMode.GREEDY_SEARCH, 3, asked.max_new_tokens)
+                cache(asked, kwargs, mode, 3, asked.max_new_tokens)
 
 
 def test_graph_decoding_gives_the_same_tokens(pool: Pool) -> None:
@@ -256,6 +289,67 @@ def test_graph_decoding_is_offered_where_it_pays() -> None:
     with mock.patch.object(type(neo), "device", torch.device("cuda")):
         (candidate,) = [candidate for candidate in fusion_candidates(neo, "torch") if candidate.operation == "decoding"]
     assert candidate.cls is None and "static cache" in candidate.reason
+
+
+def test_head_and_loss_on_a_gpu_have_aligned_rows_and_few_chunks() -> None:
+    """On fake tensors: rows of an odd vocabulary begin at multiples of 128 bytes; products are added in float32."""
+    axis = Axis("tp", 0, (0,), None)
+    with FakeTensorMode():
+        weight = torch.empty(50257, 64, device="cuda", dtype=torch.bfloat16)
+        logits = padded_logits(weight, 100)
+        assert logits.shape == (100, 50257) and logits.stride() == (50304, 1)
+        size = linear_cross_entropy._rows_at_once(8192, weight, VocabShard(axis, (0, 50257), 50257))
+        assert 4 * size == 8192 and 2 * size * 50257 <= linear_cross_entropy.CHUNK_BYTES["cuda"]
+        assert linear_cross_entropy._rows_at_once(3, weight, VocabShard(axis, (0, 50257), 50257)) == 3
+        total = torch.empty(50257, 64, device="cuda")
+        with mock.patch.object(torch, "addmm") as product:  # torch 2.11 has no fake of it
+            linear_cross_entropy._add_product_(total, logits.T, torch.empty(100, 64, device="cuda").bfloat16())
+        assert product.call_args.kwargs == {"out_dtype": torch.float32, "out": total}
+
+
+def test_caches_are_kept_within_their_limit() -> None:
+    decoders, model = Decoders(), SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    caches = [mock.Mock() for _ in range(4)]
+    for cache, rows in zip(caches, (1, 2, 1, 4), strict=True):
+        found = decoders.cache(model, rows, 256, cache, limit=5 * 256)
+        assert found is (caches[0] if cache is caches[2] else cache)
+        found.reset.assert_called()
+    assert [decoder.rows for decoder in decoders._kept.values()] == [1, 4]  # two rows were used longest ago
+    (one, _) = decoders._kept.values()
+
+    def sample() -> Any:
+        assert decoders.running() is one
+        assert decoders.cache(model, 1, 256, caches[1], limit=5 * 256) is caches[1]  # generate inside generate
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        decoders.run(sample, one.cache)
+    assert decoders.running() is None and rounded_length(257) == 512 and rounded_length(3) == 256
+    assert not copy.deepcopy(decoders)._kept
+
+
+def test_products_of_one_row_are_tuned() -> None:
+    with mock.patch.object(torch, "compile") as compiled:
+        model = SimpleNamespace(_default_compile_config=CompileConfig)
+        one, two = Decoder(1, None), Decoder(2, None)
+        assert one.step(model, None) is one.step(model, None)
+        two.step(model, None)
+        one.step(model, CompileConfig(mode="default"))
+    (first, second, third) = (call.kwargs for call in compiled.call_args_list)
+    assert first["mode"] is None and first["options"] == {"triton.cudagraphs": True, "coordinate_descent_tuning": True}
+    assert (second["mode"], third["mode"]) == ("reduce-overhead", "default")
+    assert len({call.args[0].__code__ for call in compiled.call_args_list}) == 3
+
+
+def test_each_class_has_compilations_of_its_own() -> None:
+    """Dynamo counts them by code object, and runs what is above its limit without compilation."""
+    graphs: list[Any] = []
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+        for name in ("GPT2Model", "GPT2LMHeadModel"):
+            model = registry.find(name).from_config_with_parallel(zoo.config("gpt2", num_hidden_layers=1), seed=0)
+            torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)(torch.tensor([[1, 2]]))
+    assert len(graphs) == 2
 
 
 @pytest.mark.gpu
@@ -297,6 +391,30 @@ def test_gelu_in_the_matmul_epilogue_on_a_gpu(dtype: torch.dtype, approximate: s
             found = fused_layers._gelu_of_linear(layer, rows, approximate)
             plain = F.gelu(layer(rows), approximate=approximate)
             assert found.dtype == dtype and (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+
+
+def test_gelu_in_the_matmul_epilogue_follows_autocast() -> None:
+    """On fake tensors of a GPU: without gradients and under autocast, the product has autocast's dtype."""
+    with FakeTensorMode(), torch.no_grad():
+        layer, x = nn.Linear(4, 8, device="meta"), torch.empty(2, 3, 4, device="cuda")
+        layer.weight, layer.bias = (nn.Parameter(torch.empty(*size, device="cuda"), False) for size in ((8, 4), (8,)))
+        gelu = partial(fused_layers._gelu_of_linear, layer, x, "tanh")
+        with mock.patch.object(torch, "_addmm_activation", wraps=torch._addmm_activation) as epilogue:
+            assert gelu().dtype == torch.float32 and epilogue.call_count == 1
+            torch.set_autocast_enabled("cuda", True)
+            torch.set_autocast_dtype("cuda", torch.bfloat16)
+            try:
+                assert gelu().dtype == F.linear(x, layer.weight, layer.bias).dtype == torch.bfloat16
+            finally:
+                torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("variant", ["gemma", "helium", "olmo", "starcoder2", "llama"])
+def test_report_names_residuals_that_are_not_fused(variant: str) -> None:
+    """Their norms have no kernel, so the block would compute what transformers' does."""
+    model = registry.find(zoo.lm_head(variant)).from_config_with_parallel(zoo.config(variant), seed=0)
+    rows = [each for each in fusion_candidates(model, "triton") if each.operation == "residual"]
+    assert rows and all((each.cls is not None) == (variant == "llama") for each in rows)
 
 
 WRONG_LABEL = """

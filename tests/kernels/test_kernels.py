@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from oslo_kernels import cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
+from oslo_kernels.operation import operation
 
 from support import ROOT, kernel_cases
 
@@ -41,8 +45,21 @@ def test_kernels_compile_ahead_of_time_without_spills(pytestconfig: pytest.Confi
 @pytest.mark.gpu
 def test_kernels_match_torch_on_a_gpu(seed: int) -> None:
     torch.manual_seed(seed)
-    lines = kernel_cases.check(lambda x: x.cuda())
+    lines = kernel_cases.check(partial(kernel_cases.copy_to, device="cuda"))
     assert not lines, "\n".join(lines)
+
+
+def test_inputs_keep_their_strides_on_another_device() -> None:
+    """``cuda()`` would make rows with gaps contiguous, and the kernels would not be tested on such rows."""
+    gaps = 0
+    for name, _, _, args in kernel_cases.cases(torch.float32, 1):
+        for x in args:
+            if isinstance(x, Tensor):
+                found = kernel_cases.copy_to(x, "meta")
+                assert found.is_meta and (found.shape, found.stride()) == (x.shape, x.stride()), name
+                assert torch.equal(kernel_cases.copy_to(x, "cpu"), x)
+                gaps += x.to("meta").stride() != x.stride()
+    assert gaps > 5
 
 
 def double(*shape: int) -> Tensor:
@@ -92,6 +109,13 @@ def test_reference_formulas_and_gradients_match_torch(name: str, seed: int) -> N
     """Values and gradients in float64, what `torch.compile` needs to know of an operation included."""
     torch.manual_seed(seed)
     operation, plain, args = formulas()[name]
+    for by in (operation, operation.op):  # without torch's dispatcher, and through it
+        compare(by, plain, args)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(operation.op, args, test_utils=checks)
+
+
+def compare(operation: Any, plain: Any, args: tuple[Any, ...]) -> None:
     found, expected = operation(*args), plain(*args)
     found, expected = ([x] if isinstance(x, Tensor) else list(x) for x in (found, expected))
     found = found[: len(expected)]
@@ -102,8 +126,37 @@ def test_reference_formulas_and_gradients_match_torch(name: str, seed: int) -> N
     own_grads = torch.autograd.grad(found, tensors, seeds)
     for own, exact in zip(own_grads, torch.autograd.grad(expected, tensors, seeds), strict=True):
         assert (own - exact).abs().max() < 1e-10
-    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(operation, args, test_utils=checks)
+
+
+def test_backward_passes_are_not_differentiated_silently() -> None:
+    """A second derivative would miss what goes through the saved tensors."""
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(swiglu.swiglu(x, x.detach()).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="swiglu_backward"):
+        first.sum().backward()
+
+
+def test_operations_reach_their_kernel_without_the_dispatcher() -> None:
+    """Unless something has to see the operation: fake tensors, a dispatch mode, `torch.compile`."""
+    seen: list[str] = []
+
+    @operation("oslo::test_twice")
+    def twice(x: Tensor) -> Tensor:
+        seen.append("kernel")
+        return 2 * x
+
+    twice.register_fake(torch.empty_like)
+    twice.register_autograd(lambda ctx, grad: 2 * grad, setup_context=lambda ctx, inputs, output: None)
+    x = torch.ones(3, requires_grad=True)
+    with mock.patch.object(twice, "op", side_effect=twice.op) as op:
+        for given in (x, x.detach()):
+            assert twice(given).tolist() == [2, 2, 2]
+        twice(x).sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [2, 2, 2] and op.call_count == 0
+        with FakeTensorMode() as mode:
+            twice(mode.from_tensor(x))
+        assert op.call_count == 1
+    assert len(seen) == 3
 
 
 def test_cross_entropy_operations_match_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

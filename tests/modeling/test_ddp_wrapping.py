@@ -6,13 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig, Trainer, TrainingArguments
+
+pytest.importorskip("accelerate")
+
+import accelerate
 
 from oslo_models import registry
 

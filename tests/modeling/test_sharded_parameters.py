@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedConfig
 
-from oslo_models.distributed.sharded_tensor import Shard, ShardedParameter, ShardWarning
+from oslo_models.distributed.sharded_tensor import Shard, ShardedParameter, ShardWarning, local_tensor
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -115,6 +117,23 @@ def test_sum_of_norms_over_one_stage_is_refused(pool: Pool, seed: int) -> None:
     pool.run(2, norm_of_one_stage, name, config, weights, batch)
 
 
+def norms_of_tied_weight(name: str, config: Any, weights: Weights) -> bool:
+    """On each rank: the norm of a weight that two stages hold is a number on the first of them only."""
+    model = model_on_stages(name, config, weights, 2, 2)
+    if not model.stage.is_last:
+        expected = float(weights["transformer.wte.weight"].norm())
+        assert float(model.transformer.wte.weight.norm()) == pytest.approx(expected, rel=TOLERANCE)
+        return False
+    with pytest.raises(RuntimeError, match="of a tied weight that counts on another stage"):
+        float(model.lm_head.weight.norm())
+    return True
+
+
+def test_norm_of_a_tied_weight_is_refused_where_it_does_not_count(pool: Pool, seed: int) -> None:
+    name, config, _, weights, _ = reference("gpt2", seed)
+    assert sorted(pool.run(4, norms_of_tied_weight, name, config, weights)) == [False, False, True, True]
+
+
 # torch.distributed.checkpoint -----------------------------------------------------------------------------------------
 
 
@@ -167,6 +186,8 @@ def load_and_step(
         ("gpt2-untied", (3, 1), (1, 2)),
         ("gpt2-untied", (1, 2), (2, 2)),
         ("gpt2-untied", (2, 2), (2, 1)),
+        ("gpt2", (1, 2), (2, 1)),
+        pytest.param("gpt2", (1, 2), (1, 1), marks=pytest.mark.zoo),
     ],
 )
 def test_torch_distributed_checkpoint_goes_on_at_other_sizes(
@@ -182,6 +203,20 @@ def test_torch_distributed_checkpoint_goes_on_at_other_sizes(
     folder = tmp_path / "checkpoint"
     pool.run(saved[0] * saved[1], step_and_save, name, config, weights, batch, saved, folder)
     pool.run(loaded[0] * loaded[1], load_and_step, name, config, weights, batch, loaded, folder, full_parameters(model))
+
+
+def load_tied_states(name: str, config: Any, weights: Weights, folder: Path) -> None:
+    """On each stage: the last one has the tied weight by another name than one process, which no checkpoint has."""
+    model = model_on_stages(name, config, weights, 1, 2)
+    state = states(model, adamw(model.eval()))
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: optimizer\.state\.lm_head"):
+        dcp.load(state, checkpoint_id=folder)
+
+
+def test_states_of_tied_weights_of_one_process_are_not_loaded_on_stages(pool: Pool, tmp_path: Path, seed: int) -> None:
+    name, config, _, weights, batch = reference("gpt2", seed)
+    pool.run(1, step_and_save, name, config, weights, batch, (1, 1), tmp_path / "checkpoint")
+    pool.run(2, load_tied_states, name, config, weights, tmp_path / "checkpoint")
 
 
 def full_state_dict(name: str, config: Any, weights: Weights) -> None:
@@ -279,8 +314,6 @@ def check_parameters(name: str, config: Any, weights: Weights) -> None:
     head = model.lm_head.weight
     with pytest.raises(RuntimeError, match=r"linear with a shard \(model\.embed_tokens.*call the layer itself"):
         F.linear(torch.ones(1, head.shape[1], dtype=head.dtype), head)
-    with pytest.raises(RuntimeError, match="matmul with a shard"):
-        torch.ones(1, head.shape[1], dtype=head.dtype) @ head
     assert isinstance(model.state_dict()["lm_head.weight"], Shard)
 
     copied = copy.deepcopy(model)
@@ -293,6 +326,39 @@ def check_parameters(name: str, config: Any, weights: Weights) -> None:
     for key, value in torch.load(file).items():
         assert type(value) is Tensor and torch.equal(value, model.state_dict()[key])
     assert isinstance(model.float().lm_head.weight, ShardedParameter) and head.dtype == torch.float32
+
+
+PRODUCTS: dict[str, Any] = {
+    "linear": lambda x, weight: F.linear(x, weight),
+    "matmul": lambda x, weight: x @ weight.T,
+    "mT": lambda x, weight: torch.matmul(x, weight.mT),
+    "t": lambda x, weight: torch.mm(x, torch.t(weight)),
+    "transpose": lambda x, weight: x @ weight.detach().transpose(0, 1),
+    "type": lambda x, weight: x.float() @ weight.float().permute(1, 0),
+    "rows": lambda x, weight: F.linear(x, weight[:3]),
+    "batches": lambda x, weight: torch.bmm(x[None], weight.t().unsqueeze(0)),
+    "einsum": lambda x, weight: torch.einsum("nd,vd->nv", x, weight),
+    "transposed, then of another type": lambda x, weight: x.float() @ weight.T.float(),
+    "token embedding": lambda x, weight: F.embedding(torch.zeros(1, dtype=torch.long), weight),
+}
+
+
+def multiply_outside_of_layers(name: str, config: Any, weights: Weights) -> None:
+    """On each rank: whoever multiplies by the weight of a head is told that it is a shard, or has the full one."""
+    model = model_on_stages(name, config, weights, 2, 1)
+    head: Any = model.lm_head.weight
+    x = torch.randn(2, head.shape[1], dtype=head.dtype)
+    full = head.full_tensor()
+    for what, product in PRODUCTS.items():
+        with pytest.raises(RuntimeError, match=r"with a shard \(model\.embed_tokens.*weight\.full_tensor\(\)"):
+            print(what, product(x, head))
+        assert type(product(x, full)) is Tensor
+    assert pickle.loads(pickle.dumps(head[0])).equal(local_tensor(head)[0])
+
+
+def test_products_outside_of_layers_are_refused(pool: Pool, seed: int) -> None:
+    name, config, _, weights, _ = reference("llama-one-kv", seed)
+    pool.run(2, multiply_outside_of_layers, name, config, weights)
 
 
 def test_parameter_knows_that_it_is_a_shard(pool: Pool, seed: int) -> None:

@@ -34,7 +34,9 @@ def test_step_with_auxiliary_loss_matches_on_three_ranks(
     config = zoo.config("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     batch = pipelines.batch("MixtralForCausalLM", config, seed)
     step = saved_step("MixtralForCausalLM", config, seed, batch, tmp_path)
-    pool.run(3, check_step, step, tmp_path, 3, {"experts_implementation": implementation})
+    for expert_parallel_size in (1, 3):
+        options = {"experts_implementation": implementation, "expert_parallel_size": expert_parallel_size}
+        pool.run(3, check_step, step, tmp_path, 3, options)
 
 
 @pytest.mark.parametrize("model_type", NAMES)
@@ -46,7 +48,51 @@ def test_experts_without_tokens_have_gradients_of_zero(pool: Pool, tmp_path: Pat
     assert any(
         grad is not None and (grad == 0).flatten(1).all(1).any() for grad in step.gradients.values() if grad.dim() == 3
     )
-    pool.run(2, check_step, step, tmp_path, 2, {})
+    for expert_parallel_size in (1, 2):
+        pool.run(2, check_step, step, tmp_path, 2, {"expert_parallel_size": expert_parallel_size})
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_biases_and_interleaved_projections_match_with_expert_parallelism(
+    pool: Pool, tmp_path: Path, seed: int, implementation: str
+) -> None:
+    config = zoo.config("gpt_oss")
+    step = saved_step("GptOssForCausalLM", config, seed, pipelines.batch("GptOssForCausalLM", config, seed), tmp_path)
+    options = {"expert_parallel_size": 3, "experts_implementation": implementation}
+    pool.run(3, check_step, step, tmp_path, 3, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("MixtralForCausalLM", (4, 2), r"expert_parallel_size=2 must be 1 .* or tensor_parallel_size=4"),
+        (
+            "LlamaForCausalLM",
+            (2, 2),
+            "expert_parallel_size=2 is for mixtures of experts, and LlamaForCausalLM has none",
+        ),
+        ("MixtralForCausalLM", (1, 0), "expert_parallel_size must be an integer of at least 1"),
+    ],
+)
+def test_sizes_of_expert_parallelism_that_do_not_fit_are_refused(
+    name: str, sizes: tuple[int, int], message: str
+) -> None:
+    cls: Any = registry.find(name)
+    config = zoo.config("mixtral" if "Mixtral" in name else "llama")
+    with pytest.raises(ValueError, match=message):
+        cls.from_config_with_parallel(config, sizes[0], expert_parallel_size=sizes[1])
+
+
+def refuse_fewer_experts_than_ranks() -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    with pytest.raises(ValueError, match="expert_parallel_size=3 is more than 2, the number of experts"):
+        cls.from_config_with_parallel(
+            zoo.config("mixtral", num_experts=2, num_local_experts=2), 3, expert_parallel_size=3
+        )
+
+
+def test_fewer_experts_than_ranks_are_refused_on_every_rank(pool: Pool) -> None:
+    pool.run(3, refuse_fewer_experts_than_ranks)
 
 
 def refuse_auxiliary_loss(folder: Path) -> None:
@@ -65,10 +111,10 @@ def test_auxiliary_loss_is_refused_on_stages(pool: Pool, tmp_path: Path) -> None
     pool.run(2, refuse_auxiliary_loss, tmp_path)
 
 
-def check_initial_weights(expected: dict[str, torch.Tensor], tp: int) -> None:
+def check_initial_weights(expected: dict[str, torch.Tensor], tp: int, ep: int) -> None:
     config = zoo.config("mixtral")
     cls: Any = registry.find("MixtralForCausalLM")
-    model = cls.from_config_with_parallel(config, tp, seed=5)
+    model = cls.from_config_with_parallel(config, tp, seed=5, expert_parallel_size=ep)
     for name, param in model.named_parameters():
         assert param.equal(model.layouts[name].shard(expected[name], model.mesh.tp.rank)), name
 
@@ -78,8 +124,8 @@ def test_random_experts_do_not_depend_on_the_number_of_ranks(pool: Pool) -> None
     expected = cls.from_config_with_parallel(zoo.config("mixtral"), seed=5).state_dict()
     stack = expected["model.layers.0.mlp.experts.gate_up_proj"]
     assert len({expert.sum().item() for expert in stack}) == len(stack)
-    for tp in (2, 3):
-        pool.run(tp, check_initial_weights, dict(expected), tp)
+    for tp, ep in ((2, 1), (3, 1), (3, 3)):
+        pool.run(tp, check_initial_weights, dict(expected), tp, ep)
 
 
 def test_checkpoint_that_lacks_an_expert_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
@@ -93,7 +139,9 @@ def test_checkpoint_that_lacks_an_expert_is_refused_by_name(pool: Pool, tmp_path
 
 def save_merged(source: Path, folder: Path, tp: int, pp: int) -> None:
     cls: Any = registry.find("MixtralForCausalLM")
-    cls.from_pretrained_with_parallel(source, tp, pp).save_pretrained_with_parallel(folder / "split")
+    first = cls.from_pretrained_with_parallel(source, tp, pp, expert_parallel_size=tp)
+    first.save_pretrained_with_parallel(folder / "split")
+    first.save_pretrained_with_parallel(folder / "merged from experts", save_with_merging=True)
     again = cls.from_pretrained_with_parallel(folder / "split", 1, tp * pp)
     again.save_pretrained_with_parallel(folder / "merged", save_with_merging=True, max_shard_size="20KB")
 
@@ -104,6 +152,9 @@ def test_experts_survive_changes_of_sizes_byte_for_byte(pool: Pool, tmp_path: Pa
     pool.run(4, save_merged, tmp_path / "hub", tmp_path, 2, 2)
     assert len(list((tmp_path / "hub").glob("*.safetensors"))) > 3
     expected, merged = read_all(tmp_path / "hub"), read_all(tmp_path / "merged")
+    assert expected.keys() == merged.keys()
+    assert all(expected[name].equal(merged[name]) for name in expected)
+    merged = read_all(tmp_path / "merged from experts")
     assert expected.keys() == merged.keys()
     assert all(expected[name].equal(merged[name]) for name in expected)
 

@@ -251,6 +251,35 @@ def test_registry_lists_every_class_of_transformers(model_type: str) -> None:
     assert theirs - names <= zoo.LEFT_OUT.get(model_type, set()), theirs - names
 
 
+def test_base_classes_of_transformers_are_exported() -> None:
+    """``isinstance(model, GPT2PreTrainedModel)``, of every architecture that has such a class."""
+    without = []
+    for model_type, prefix in registry.ARCHITECTURES.items():
+        if (name := f"{prefix}PreTrainedModel") not in registry.names(model_type):
+            without.append(model_type)
+            continue
+        base: Any = registry.find(name)
+        assert all(issubclass(cls, base) for cls in registry.model_classes(model_type).values())
+        assert name not in registry.model_classes(model_type)
+    assert without == ["encoder-decoder"]
+
+
+def test_names_that_oslo_1_exported_are_there() -> None:
+    import oslo_models
+
+    kinds = {
+        "GPT2": ("Model", "LMHeadModel", "DoubleHeadsModel", "ForSequenceClassification", "ForTokenClassification"),
+        "GPTNeo": ("Model", "ForCausalLM", "ForSequenceClassification"),
+        "GPTJ": ("Model", "ForCausalLM", "ForSequenceClassification"),
+    }
+    layers = {"GPT2": ("Attention", "MLP", "Block"), "GPTNeo": ("SelfAttention", "MLP"), "GPTJ": ("Attention", "MLP")}
+    for prefix, heads in kinds.items():
+        for kind in (*heads, *layers[prefix], "Config", "PreTrainedModel"):
+            assert getattr(oslo_models, f"{prefix}{kind}").__name__ == f"{prefix}{kind}"
+    with pytest.raises(ImportError, match="oslo_models has no GPT2LayerPolicy"):
+        from oslo_models import GPT2LayerPolicy  # noqa: F401
+
+
 def _is_model(cls: type) -> bool:
     return issubclass(cls, PreTrainedModel) and "pretrained" not in cls.__name__.lower()
 

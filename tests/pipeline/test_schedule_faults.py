@@ -135,9 +135,9 @@ def scenarios(stages: int, rows: int) -> Iterator[tuple[str, Play, tuple[int, ..
     yield "wrong order", backward_again_at(1), everyone, RuntimeError, AGAIN
 
 
-def check_faults(given: Case, tp: int, pp: int, every: int) -> int:
+def check_faults(given: Case, tp: int, pp: int, every: int, shares: bool = False) -> int:
     """After each scenario: the others were told, the next call raises on every rank, and the one after is right."""
-    stages = case_on_stages(given, tp, pp)
+    stages = case_on_stages(given, tp, pp, share_logits=shares)
     model, (batch,) = stages, given.batches[0][stages.mesh.dp.rank :: stages.mesh.dp.size]
     if stages.mesh.dp.size > 1:
         model = DistributedDataParallel(stages, process_group=stages.mpu.get_data_parallel_group())
@@ -185,6 +185,11 @@ def test_broken_micro_batch_loop_raises_on_every_rank(
     pool: Pool, variant: str, tp: int, pp: int, every: int, seed: int
 ) -> None:
     played = pool.run(tp * pp, check_faults, lm_case(variant, seed), tp, pp, every, timeout=100)
+    assert min(played) > 10
+
+
+def test_broken_micro_batch_loop_with_shared_outputs_raises_on_every_rank(pool: Pool, seed: int) -> None:
+    played = pool.run(3, check_faults, lm_case("gpt2", seed), 1, 3, 2, True, timeout=100)
     assert min(played) > 10
 
 

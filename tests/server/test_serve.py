@@ -18,20 +18,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 import torch
-import uvicorn
-from transformers import GPTNeoConfig, GPTNeoForCausalLM
+from transformers import BertConfig, BertModel, GPTNeoConfig, GPTNeoForCausalLM
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+import openai
 
 from oslo_models.cli.main import main
 from oslo_models.deploy import EngineError
 from oslo_models.server.app import application
-from oslo_models.server.schema import Stops
+from oslo_models.server.text import StopAutomaton, StopStrings
 
 from support import ROOT
 from support.corpora import tokenizer
 from support.faults import gone
+from support.http import StubModel, listening
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
@@ -187,7 +191,7 @@ BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
     "too many tokens": ({"max_tokens": 600}, openai.BadRequestError, "more than the 512"),
     "a token that there is not": ({"prompt": [5, 10**6]}, openai.BadRequestError, "does not know"),
     "nothing": ({"prompt": ""}, openai.BadRequestError, "prompt"),
-    "not supported": ({"logprobs": 3}, openai.BadRequestError, "logprobs"),
+    "not supported": ({"echo": True}, openai.BadRequestError, "echo is not supported"),
     "what transformers refuses": ({"num_beams": 2, "stream": True}, openai.BadRequestError, "streamer"),
     "another model": ({"model": "gpt-6"}, openai.NotFoundError, "gpt-6"),
     "too long": ({"prompt": "a" * 6000}, openai.APIStatusError, "5000 bytes"),
@@ -214,7 +218,8 @@ def test_chat_endpoint_rejects_invalid_messages_and_api_keys(server: SimpleNames
             server.client.chat.completions.create(model=server.name, messages=messages)
     with pytest.raises(openai.AuthenticationError, match="API key"):
         client_of(server.url, "wrong").completions.create(model=server.name, prompt="def")
-    assert get(f"{server.url}/generate_text/def")[0] == 401 and get(f"{server.url}/v1/nothing")[0] == 404
+    for path in ("/generate_text/def", "/v1/nothing", "/openapi.json", "/metrics"):
+        assert get(f"{server.url}{path}")[0] == 401
     status, state = get(f"{server.url}/health")
     assert status == 200 and {rank["pid"] for rank in state["ranks"]} == set(server.workers)
 
@@ -278,7 +283,7 @@ def test_unusable_api_keys_are_rejected_before_loading(key: Any, checkpoint: Pat
     from transformers import AutoTokenizer
 
     with pytest.raises(ValueError, match="the API key") as caught:
-        application(Acting(lambda: None), AutoTokenizer.from_pretrained(checkpoint), api_key=key)
+        application(StubModel(), AutoTokenizer.from_pretrained(checkpoint), api_key=key)
     assert "secret" not in str(caught.value) and "schl" not in str(caught.value)
 
 
@@ -296,6 +301,32 @@ def test_sigterm_finishes_running_requests_and_ends_workers(server: SimpleNamesp
     assert "".join(piece.text for piece in pieces) == whole("def", 100) and pieces[-1].finish_reason
     assert server.process.wait(20) == 0 and gone(server.workers, 5), server.lines
     assert not any("Traceback" in line or "Error" in line for line in server.lines), server.lines
+
+
+@pytest.mark.zoo
+def test_serve_command_serves_several_models(checkpoint: Path, whole: Whole, tmp_path: Path) -> None:
+    """One that generates and one that embeds, with a key from a file; log-probabilities and penalties of workers."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    bert = BertModel(BertConfig(vocab_size=len(tokenizer()), **sizes)).eval()
+    bert.save_pretrained(tmp_path / "bert")
+    tokenizer().save_pretrained(tmp_path / "bert")
+    (tmp_path / "key").write_text("secret\n")
+    options = ("--api-key-file", tmp_path / "key", "--tensor-parallel-size", 2, "--port", 0)
+    arguments = ("-m", "oslo_models", "serve", checkpoint, tmp_path / "bert", *options)
+    with program(*arguments, folder=checkpoint, says=" at ") as running:
+        client = client_of(running.url)
+        asked: dict[str, Any] = {"model": str(checkpoint), "prompt": "def", "max_tokens": 8, "temperature": 0}
+        plain = client.completions.create(**asked, logprobs=2).choices[0]
+        assert plain.text == whole("def") and len(plain.logprobs.tokens) == 8
+        assert client.completions.create(**asked, frequency_penalty=2).choices[0].text != plain.text
+        text = "import torch"
+        with torch.no_grad():
+            expected_D = bert(torch.tensor([tokenizer()(text)["input_ids"]])).last_hidden_state[0].mean(0)
+        (found,) = client.embeddings.create(model=str(tmp_path / "bert"), input=text).data
+        torch.testing.assert_close(torch.tensor(found.embedding), expected_D / expected_D.norm(), atol=1e-5, rtol=1e-4)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(30) == 0 and gone(running.workers, 5)
 
 
 # The documents' script ------------------------------------------------------------------------------------------------
@@ -374,22 +405,6 @@ app = application(model, tokenizer)
 """
 
 
-@contextmanager
-def listening(app: Any, **options: Any) -> Iterator[str]:
-    """uvicorn in a thread: its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", **options))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 def test_application_under_uvicorn_reports_a_dead_worker(
     checkpoint: Path, whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,26 +429,12 @@ def test_application_under_uvicorn_reports_a_dead_worker(
 # Without workers ------------------------------------------------------------------------------------------------------
 
 
-class Acting:
-    """In place of a deployed model: does what the test says."""
-
-    config = SimpleNamespace(
-        max_position_embeddings=512,
-        vocab_size=10**6,
-        is_encoder_decoder=False,
-        model_type="qwen2",
-        name_or_path="acting",
-    )
-    generation_config = SimpleNamespace(eos_token_id=0, pad_token_id=0, do_sample=False)
-
-    def __init__(self, generate: Callable[..., Any]) -> None:
-        self.generate = generate
-
-
 def acting(generate: Callable[..., Any], folder: Path, **limits: Any) -> Any:
     from transformers import AutoTokenizer
 
-    return listening(application(Acting(generate), AutoTokenizer.from_pretrained(folder), **limits))
+    model = StubModel(generate)
+    model.config.model_type = "qwen2"
+    return listening(application(model, AutoTokenizer.from_pretrained(folder), **limits))
 
 
 def test_reasoning_and_tool_calls_are_parsed(checkpoint: Path) -> None:
@@ -446,7 +447,7 @@ def test_reasoning_and_tool_calls_are_parsed(checkpoint: Path) -> None:
         return torch.cat((input_ids, torch.tensor([new])), 1)
 
     with acting(generate, checkpoint) as url:
-        create, options = client_of(url).chat.completions.create, {"model": "acting", "messages": CHAT}
+        create, options = client_of(url).chat.completions.create, {"model": "stub", "messages": CHAT}
         (choice,) = create(**options).choices
         (call,) = choice.message.tool_calls
         assert choice.finish_reason == "tool_calls" and "hm" in choice.message.reasoning_content
@@ -475,7 +476,7 @@ def test_full_queue_is_rejected_and_disconnected_clients_are_dropped(checkpoint:
             left.set()
 
     with acting(generate, checkpoint, max_queue_size=2) as url, ThreadPoolExecutor(1) as threads:
-        create, options = client_of(url).completions.create, {"model": "acting", "prompt": "def"}
+        create, options = client_of(url).completions.create, {"model": "stub", "prompt": "def"}
         stream = create(**options, stream=True)
         next(stream)
         waiting = threads.submit(create, **options)
@@ -499,7 +500,7 @@ def test_worker_death_in_a_stream_is_reported_to_the_client(checkpoint: Path, to
 
     with acting(generate, checkpoint) as url:
         with pytest.raises(openai.APIError, match='rank 1 "died"') as caught:
-            list(client_of(url).completions.create(model="acting", prompt="def", stream=True))
+            list(client_of(url).completions.create(model="stub", prompt="def", stream=True))
         assert getattr(caught.value, "status_code", None) == (None if tokens else 503)
 
 
@@ -509,10 +510,10 @@ def test_stops_pass_text_up_to_the_first_stop_string_however_it_is_split(seed: i
     for _ in range(200):
         text = "".join("ab"[i] for i in torch.randint(2, (12,), generator=draw).tolist())
         cuts = sorted(torch.randint(13, (3,), generator=draw).tolist())
-        stops, passed = Stops(["aab", "bb"]), ""
+        stops, passed = StopStrings(StopAutomaton(["aab", "bb"])), ""
         for begin, end in zip([0, *cuts], [*cuts, 12], strict=True):
             passed += stops.feed(text[begin:end])
             if stops.hit:
                 break
-        ends = [at for stop in stops.stops if (at := text.find(stop)) >= 0]
+        ends = [at for stop in ("aab", "bb") if (at := text.find(stop)) >= 0]
         assert passed + ("" if stops.hit else stops.held) == (text[: min(ends)] if ends else text)

@@ -22,7 +22,6 @@ from oslo_kernels import cross_entropy, dropout, gelu, ngrams, norm, rotary, sof
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS = 128
 """Of 255; so many still leave room for four blocks of four warps on a multiprocessor."""
-INTEGERS = {"rows", "columns", "N", "STRIPS", "keys", "queries", "heads", "length", "windows", "group", "vocab"}
 FLOATS = {"eps", "scale", "p", "uniform"}
 FLOAT32 = {"statistics_ptr", "partial_ptr", "log_total_ptr"}
 
@@ -93,7 +92,8 @@ def build(kernel: Any, constants: dict[str, Any], warps: int, arch: int, half: s
     if kernel is cross_entropy.statistics_kernel:
         types["out_ptr"] = "*fp32"
     pointers = [name for name in names if types[name].startswith("*")]
-    even = [*pointers, *(name for name in names if types[name] == "i32")]  # as Triton finds at run time of even sizes
+    # as Triton finds at run time of even sizes; logits are padded to a width that is, whatever the vocabulary
+    even = [*pointers, *(name for name in names if types[name] == "i32" and name != "columns")]
     source = ASTSource(
         fn=kernel,
         signature=types,

@@ -30,6 +30,12 @@ def turned(*shape: int) -> Tensor:
     return torch.randn(*shape[:-2], *reversed(shape[-2:])).transpose(-1, -2)
 
 
+def copy_to(x: Tensor, device: str | torch.device) -> Tensor:
+    """A copy with the same strides and gaps; ``to`` and ``clone`` would close the gaps between rows."""
+    span = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
+    return x.as_strided((span,), (1,)).to(device, copy=True).as_strided(x.shape, x.stride())
+
+
 def pointwise(dtype: torch.dtype) -> Iterator[Case]:
     for shape, makes in zip(SHAPES, ((torch.randn, spaced, turned), (spaced,), (torch.randn,), (turned,)), strict=True):
         for make in makes:
@@ -38,9 +44,9 @@ def pointwise(dtype: torch.dtype) -> Iterator[Case]:
                 for kind in ("none", "tanh"):
                     yield "gelu", gelu.bias_gelu_triton, gelu.reference, (x, given, kind)
                     args = (grad, x, given, kind)
-                    yield "gelu backward", gelu.bias_gelu_backward_triton, gelu.bias_gelu_backward._init_fn, args
+                    yield "gelu backward", gelu.bias_gelu_backward_triton, gelu.bias_gelu_backward.plain, args
             yield "swiglu", swiglu.swiglu_triton, swiglu.reference, (x, y)
-            yield "swiglu backward", swiglu.swiglu_backward_triton, swiglu.swiglu_backward._init_fn, (grad, x, y)
+            yield "swiglu backward", swiglu.swiglu_backward_triton, swiglu.swiglu_backward.plain, (grad, x, y)
 
 
 def norms(dtype: torch.dtype) -> Iterator[Case]:
@@ -54,7 +60,7 @@ def norms(dtype: torch.dtype) -> Iterator[Case]:
                 summed, statistics = norm.reference(x, residual, weight, bias, 1e-5, centered)[1:]
                 for grad_sum in (None, more):
                     args = (grad, grad_sum, summed, statistics, weight, centered)
-                    yield "norm backward", norm.add_norm_backward_triton, norm.add_norm_backward._init_fn, args
+                    yield "norm backward", norm.add_norm_backward_triton, norm.add_norm_backward.plain, args
 
 
 def attention(dtype: torch.dtype) -> Iterator[Case]:
@@ -71,7 +77,7 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
     for grad in (turned(2, 3, 5, 11), torch.randn(1, 1, 2, 9000)):
         weights = torch.randn(grad.shape).softmax(-1).to(dtype)
         args = (grad.to(dtype), weights, 0.3)
-        yield "softmax backward", softmax.softmax_backward_triton, softmax.softmax_backward._init_fn, args
+        yield "softmax backward", softmax.softmax_backward_triton, softmax.softmax_backward.plain, args
     for x in (torch.randn(2, 3, 4, 10), torch.randn(2, 4, 3, 10).transpose(1, 2), torch.randn(1, 40, 2, 256)):
         for rows in {1, len(x)}:
             cos, sin = torch.randn(2, rows, x.shape[2], x.shape[3]).to(dtype)
@@ -82,7 +88,7 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
 def losses(dtype: torch.dtype) -> Iterator[Case]:
     def changed(operation: Callable[..., None]) -> Callable[..., Tensor]:
         def run(logits: Tensor, *args: Any) -> Tensor:
-            operation(logits := logits.clone(), *args)
+            operation(logits := copy_to(logits, logits.device), *args)
             return logits
 
         return run
@@ -97,16 +103,27 @@ def losses(dtype: torch.dtype) -> Iterator[Case]:
                 changed(cross_entropy.softmax_minus_._init_fn),
                 args,
             )
-            yield "statistics", cross_entropy.row_statistics_triton, cross_entropy.row_statistics._init_fn, (logits,)
+            width = -(-logits.shape[1] // cross_entropy.PADDING) * cross_entropy.PADDING
+            wide = torch.full((len(logits), width), 1e4, dtype=dtype)[:, : logits.shape[1]]  # what pads is ignored
+            wide.copy_(logits)
+            args = (wide, *args[1:], True)
+            yield (
+                "softmax minus",
+                changed(cross_entropy.softmax_minus_triton),
+                changed(cross_entropy.softmax_minus_._init_fn),
+                args,
+            )
+            yield "statistics", cross_entropy.row_statistics_triton, cross_entropy.row_statistics._init_fn, (wide, True)
+        yield "statistics", cross_entropy.row_statistics_triton, cross_entropy.row_statistics._init_fn, (logits,)
 
 
 def blocking(dtype: torch.dtype) -> Iterator[Case]:
     def fused(scores: Tensor, *args: Any) -> Tensor:
-        ngrams._in_triton(scores := scores.clone(), *args)
+        ngrams._in_triton(scores := copy_to(scores, scores.device), *args)
         return scores
 
     def plain(scores: Tensor, *args: Any) -> Tensor:
-        ngrams.reference_(scores := scores.clone(), *args)
+        ngrams.reference_(scores := copy_to(scores, scores.device), *args)
         return scores
 
     for size in (1, 2, 3):
@@ -183,7 +200,21 @@ def check(to: Callable[[Tensor], Tensor], every_in_half: int = 1) -> list[str]:
     return lines
 
 
+def convert_loop_bounds() -> None:
+    """Triton 3.6's interpreter converts arrays of one element by ``int()``, which numpy refuses since version 2.4."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
 if __name__ == "__main__":
+    convert_loop_bounds()
     torch.manual_seed(int(sys.argv[1]))
     torch.set_num_threads(1)
     found = check(lambda x: x, every_in_half=5)

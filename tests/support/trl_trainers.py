@@ -224,3 +224,17 @@ def refuse_bare_mixin(args: Mapping[str, Any], rows: Rows) -> None:
         model: Any = LlamaForCausalLM.from_config_with_parallel(config, 2)
         with pytest.raises(error, match=message):
             make_trainer(cls, model, config, args, rows).train()
+
+
+def use_fused_head_of_trl() -> None:
+    """On each rank: a model with TRL's own fused head, outside of our trainers, refuses to use it."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    from oslo_models import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_config_with_parallel(tiny_config(), 2)
+    add_fused_lm_head(model)
+    tokens = torch.arange(3, 11).view(1, -1)
+    with pytest.raises(RuntimeError, match="outside of its layer"):
+        model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+    assert model(input_ids=tokens, labels=tokens).loss.isfinite()

@@ -14,6 +14,7 @@ from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.derived.derivation import derive_plan
 from oslo_models.modeling.derived.deriving import CannotProbeError, derive_for_model
 from oslo_models.modeling.derived.module import derived_class
+from oslo_models.modeling.full_model import is_full
 
 
 def class_for(model: Any, plan: Any, inputs: Any) -> tuple[Any, bool]:
@@ -30,7 +31,7 @@ def class_for(model: Any, plan: Any, inputs: Any) -> tuple[Any, bool]:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
-    if getattr(model, "mesh", None) is not None or hasattr(type(model), "tensor_parallel_config"):
+    if not is_full(model) or hasattr(type(model), "tensor_parallel_config"):
         raise RuntimeError(f"this {type(model).__name__} is already sharded")
     is_transformers = isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")  # refused there
     if hasattr(model, "peft_config") or (is_transformers and (plan not in (None, "derive") or _has_plan(type(model)))):

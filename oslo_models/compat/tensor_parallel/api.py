@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +18,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from oslo_models.compat.oslo2 import initialize
 from oslo_models.compat.tensor_parallel.any_model import class_for, default_plan, untried_copy
 from oslo_models.compat.tensor_parallel.autograd import ThreadShards
-from oslo_models.compat.tensor_parallel.wrapper import TensorParallel
-from oslo_models.compat.tensor_parallel.zero3 import shard_replicated
+from oslo_models.compat.tensor_parallel.wrapper import TensorParallel, move_part
+from oslo_models.compat.tensor_parallel.zero3 import shard_shared
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.devices import require_gpus, visible_gpus
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.thread_group import ThreadGroup
+from oslo_models.modeling.full_model import plain_view
+from oslo_models.modeling.quantizing import check_not_quantized, copy_to_device, refuse_layers_of_libraries
 from oslo_models.modeling.saving import original_class
 from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Plan
@@ -30,9 +34,13 @@ Device = torch.device | str | int
 
 _REFUSED = {
     "tensor_parallel_config": "the sharding plan of the architecture is used: `oslo-models list`",
-    "delay_init": "pass a model made under accelerate.init_empty_weights(), and load its weights afterwards",
 }
 """Arguments of the original that are not supported, and what to do instead."""
+_NO_ADAPTERS = (
+    "a model of tensor_parallel on threads of this process takes no adapters, since peft would see its parts as "
+    "separate models: merge them into the model before (`merge_and_unload()`), or start one process per device with "
+    "torchrun, use tensor_parallel(model, distributed=True), and then call get_peft_model"
+)
 
 
 def tensor_parallel(
@@ -44,6 +52,8 @@ def tensor_parallel(
     sharded_param_names: Sequence[str] | None = None,
     *,
     output_device: Device | None = None,
+    output_device_index: int | None = None,
+    delay_init: bool = False,
     gather_logits: bool | None = None,
     plan: Plan | Callable[[Any], Plan] | str | None = None,
     inputs: Any = None,
@@ -54,9 +64,9 @@ def tensor_parallel(
     A model that the zoo has no plan for gets a derived one: ``sharding_report()`` of the result says which. A small
     random model is compared with its unsharded self first; if that needs ``inputs``, at the first call.
 
-    The returned model has the same class, and the shards of all devices as its parameters; replicated
-    parameters are on each device. Its ``state_dict`` and ``save_pretrained`` are those of the full model. Ranks are
-    threads of this process that take turns (`oslo_models.distributed.thread_group`).
+    The returned model has the same class, and the shards of all devices as its parameters. Its ``state_dict`` and
+    ``save_pretrained`` are those of the full model. Ranks are threads of this process, which take turns
+    (`oslo_models.distributed.thread_group`).
 
     Args:
         model: a full model of any class, preferably on the CPU. It is not changed. If it was made under
@@ -65,10 +75,14 @@ def tensor_parallel(
         device_ids: the device of each rank: ``["cuda:0", "cuda:1"]``, ``[0, 1]``, ``["cpu", "cpu"]``; default: all
             GPUs.
         distributed: ``True``: each process, started by ``torchrun``, is a rank, as with `initialize`.
-        sharded: also shard trained parameters that would be replicated, such as norms, and gather them for their use
-            (ZeRO stage 3): slower, but each parameter, gradient and optimizer state is stored once.
+        sharded: also shard trained parameters that several devices need, such as norms and shared key-value heads, and
+            gather them for their use (ZeRO stage 3): each parameter, gradient and optimizer state is stored once. On by
+            default; ``False`` replicates them, which is faster.
         sharded_param_names: the parameters to shard so; default: all.
-        output_device: the device of the outputs; default: the first device.
+        output_device: the device of the outputs; default: the first device. ``output_device_index``: its index among
+            the devices.
+        delay_init: leave the shards where the model is until the first call, which moves them to their devices: for
+            weights that are loaded or changed before.
         gather_logits: as with `ParallelModel.from_pretrained_with_parallel`.
         plan: as with `initialize`; ``"derive"`` is the default for what the zoo has no plan for.
         inputs: where a plan is derived, arguments of a call: a tensor, a tuple or a dictionary of arguments by name.
@@ -91,31 +105,42 @@ def tensor_parallel(
             raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 shards the rest")
         start_process_group()
         sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
-        return initialize(model, {"model_parallelism": sizes}, plan or default_plan(model), inputs)
+        return initialize(model, {"model_parallelism": sizes}, plan=plan or default_plan(model), inputs=inputs)
+    if os.environ.get("TENSOR_PARALLEL_USE_NATIVE"):
+        warnings.warn(
+            "TENSOR_PARALLEL_USE_NATIVE is set and changes nothing: the devices of one process always exchange tensors "
+            "by torch's own copies and sums, not by NCCL",
+            stacklevel=2,
+        )
+    if getattr(model, "peft_config", None):
+        raise ValueError(_NO_ADAPTERS)
     devices = _devices(device_ids)
-    output = devices[0] if output_device is None else _device(output_device)
-    require_gpus("output_device", [output], "leave it out for the first of device_ids")
+    output = _output_device(devices, output_device, output_device_index)
     arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits, plan=plan)
     arguments.check({})
     cls, is_tried = class_for(model, plan, inputs)
+    model = plain_view(model)
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
             f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint has them all: make it "
             "under accelerate.init_empty_weights(), which leaves them out"
         )
+    refuse_layers_of_libraries(model)
     config = None
     if isinstance(model, PreTrainedModel):
         arguments.check_config(cls, model.config)
         config = copy.deepcopy(model.config)  # shared by all parts
     threads = ThreadGroup(devices, _has_numpy(model))
-    parts = [_part(model, cls, config, threads, rank) for rank in range(threads.size)]
+    places = [torch.device("cpu")] * len(devices) if delay_init else devices
+    parts = [_part(model, cls, config, threads, rank, places[rank]) for rank in range(threads.size)]
     for part in parts:
         part.gather_logits = gather_logits
-    if sharded or sharded_param_names:
-        shard_replicated(parts, sharded_param_names)
+    if (sharded is not False or sharded_param_names) and threads.size > 1:
+        shard_shared(parts, sharded_param_names)
     sharded_model = _join_parts(model, cls, parts, threads, output)
     if config is not None:
         sharded_model.config = config
+    sharded_model.waits_for_call = delay_init
     sharded_model._untried = () if is_tried else (untried_copy(model),)  # no module of it: a tuple
     return sharded_model
 
@@ -125,6 +150,18 @@ def _device(device: Device) -> torch.device:
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     is_current = found == torch.device("cuda") and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if is_current else found
+
+
+def _output_device(devices: Sequence[torch.device], device: Device | None, index: int | None) -> torch.device:
+    if device is not None and index is not None:
+        raise ValueError(f"output_device={device!r} and output_device_index={index!r}: pass one of them")
+    if index is None:
+        output = devices[0] if device is None else _device(device)
+        require_gpus("output_device", [output], "leave it out for the first of device_ids")
+        return output
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(devices):
+        raise ValueError(f"output_device_index must be from 0 to {len(devices) - 1}, got {index!r}")
+    return devices[index]
 
 
 def _devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
@@ -146,22 +183,24 @@ def _has_numpy(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _part(model: Any, cls: type, config: PreTrainedConfig | None, threads: ThreadGroup, rank: int) -> Any:
-    """The part of one rank, on its device, created without a copy of the full model."""
+def _part(
+    model: Any, cls: type, config: PreTrainedConfig | None, threads: ThreadGroup, rank: int, device: torch.device
+) -> Any:
+    """The part of one rank, on a device, created without a copy of the full model."""
     shared = {} if config is None else {id(model.config): config}
     part: Any = copy.deepcopy(model, {**shared, **{id(param): param for param in model.parameters()}})
     part.__class__ = cls
     before = dict(part.named_parameters(remove_duplicate=False))
     part._shard(ParallelMesh.of_thread(threads, rank), None)
-    device, made = threads.devices[rank], {}
+    made: dict[int, nn.Parameter] = {}
     for name, param in list(part.named_parameters(remove_duplicate=False)):
         full = before[name]
         if id(full) not in made:  # tied parameters are one object
-            own = param.detach() if param.is_meta else param.to(device, copy=param is full)
+            own = param.detach() if param.is_meta else copy_to_device(param, device, copy=param is full)
             made[id(full)] = nn.Parameter(own, full.requires_grad)
         owner, _, leaf = name.rpartition(".")
         part.get_submodule(owner)._parameters[leaf] = made[id(full)]
-    return part._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # meta tensors are loaded later
+    return move_part(part, device)
 
 
 def _join_parts(
@@ -195,6 +234,28 @@ class TensorParallelModel(TensorParallel, PreTrainedModel):
         count: int = part.num_parameters(only_trainable, exclude_embeddings)
         return count
 
+    def deparallelize(self) -> Any:
+        """A full model of the transformers class on the CPU, with copies of the weights; this one stays as it is."""
+        original: Any = next(
+            base for base in type(self).__mro__[1:] if base.__module__.startswith("transformers.models.")
+        )
+        config: Any = self.config
+        part, state = self.parts[0], self.state_dict()
+        trained = {name: param.requires_grad for name, param in part.named_parameters(remove_duplicate=False)}
+        full = original.from_pretrained(
+            None,
+            config=copy.deepcopy(config),
+            state_dict=state,
+            dtype=self.dtype,
+            attn_implementation=config._attn_implementation,
+        )
+        for name, tensor in full.state_dict(keep_vars=True).items():  # each in its own type
+            tensor.data = state[name].clone()
+            tensor.requires_grad_(trained.get(name, False))
+        if full.can_generate():
+            full.generation_config = copy.deepcopy(self.generation_config)
+        return full.train(self.training)
+
     @property
     def device(self) -> torch.device:
         return self.output_device
@@ -212,6 +273,7 @@ class TensorParallelModel(TensorParallel, PreTrainedModel):
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """The encoders of all parts as one module."""
+        self._move_parts()
         parts: Any = self.parts
         return ThreadShards([part.get_encoder(*args, **kwargs) for part in parts], self.threads, self.output_device)
 
@@ -246,11 +308,7 @@ class TensorParallelModel(TensorParallel, PreTrainedModel):
 def _refuse_peft(caller: str) -> None:
     """Raise ``ValueError`` if the module ``caller`` is one of ``peft``."""
     if caller.startswith("peft."):
-        raise ValueError(
-            "adapters cannot be added to a model of tensor_parallel, whose parts peft would see as separate models: "
-            "merge them into the model before (`merge_and_unload()`), or start one process per device with torchrun "
-            "and use tensor_parallel(model, distributed=True)"
-        )
+        raise ValueError(_NO_ADAPTERS)
 
 
 @contextmanager
@@ -262,6 +320,7 @@ def save_tensor_parallel(model: nn.Module) -> Iterator[nn.Module]:
 def _merge_state(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Merge the state of the parts into that of the full model, in host memory; tied tensors share memory."""
     parts = [_pop_prefixed(state, f"{prefix}parts.{rank}.") for rank in range(len(model.parts))]
+    check_not_quantized(parts[0], "full weights are not put together from such shards: the original model has them")
     params = dict(model.parts[0].named_parameters(remove_duplicate=False))
     made: dict[int, Tensor] = {}
     for name, first in parts[0].items():

@@ -14,6 +14,11 @@ from oslo_models.modeling.derived.report import ShardingReport
 from oslo_models.sharding.layout import Layout
 
 
+def move_part(part: Any, device: torch.device) -> Any:
+    """The part itself, with its tensors on the device; meta tensors are loaded later."""
+    return part._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
 class _Constructor(type):
     """Calling `TensorParallel` itself calls `tensor_parallel`, whose arguments its constructor takes."""
 
@@ -34,11 +39,13 @@ class TensorParallel(nn.Module, metaclass=_Constructor):
         parts: the models of the ranks.
         threads: the group of the ranks.
         output_device: the device of the outputs.
+        waits_for_call: whether the first call has to move the parts to their devices.
     """
 
     parts: nn.ModuleList
     threads: ThreadGroup
     output_device: torch.device
+    waits_for_call: bool = False
     _untried: tuple[nn.Module, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +59,15 @@ class TensorParallel(nn.Module, metaclass=_Constructor):
             part: Any = self.parts[0]
             verify(self._untried[0], part.derived_plan, args, kwargs, len(self.parts))
             self._untried = ()
+        self._move_parts()
         return run_on_threads(self.parts, self.threads, self.output_device, *args, **kwargs)
+
+    def _move_parts(self) -> None:
+        """Move the parts to their devices, once."""
+        if self.waits_for_call:
+            for part, device in zip(self.parts, self.threads.devices, strict=True):
+                move_part(part, device)
+            self.waits_for_call = False
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As torch's, but each parameter of the full model counts once: torch would count replicated ones repeatedly.

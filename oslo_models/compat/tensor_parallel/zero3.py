@@ -1,4 +1,6 @@
-"""Shards parameters that tensor parallelism replicates over the threads of one process, and gathers them for use.
+"""Shards over the threads of one process what tensor parallelism holds more than once, and gathers it for use.
+
+That is: replicated parameters such as norms, and key-value heads that several ranks need.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 3.
 """
@@ -12,13 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from oslo_models.sharding.layout import EvenSplit, Layout
+from oslo_models.sharding.layout import Layout, Range, even_ranges
+
+Piece = tuple[int, int, int]
+"""A rank, and the range of its shard: a part of what another rank needs."""
 
 
-def shard_replicated(parts: Sequence[Any], names: Collection[str] | None) -> None:
-    """Shard replicated parameters by rows, and with them their gradients and optimizer states.
+def shard_shared(parts: Sequence[Any], names: Collection[str] | None) -> None:
+    """Shard parameters that several ranks hold by rows, and with them their gradients and optimizer states.
 
-    Layers read the full parameter, which exists only while they use it.
+    Layers read what they need, which exists only while they use it.
 
     Args:
         parts: the models of the ranks, whose ``layouts`` follow.
@@ -39,25 +44,67 @@ def shard_replicated(parts: Sequence[Any], names: Collection[str] | None) -> Non
     }
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name in [name for name, param in params.items() if id(param) in chosen]:  # tied parameters by all their names
-        shape = parts[0].layouts[name].shape
-        layout = Layout.sharded(shape, 0, (EvenSplit(shape[0]),), len(parts))
+        needed, held = held_once(parts[0].layouts[name], len(parts))
         owner, _, leaf = name.rpartition(".")
         modules = tuple(part.get_submodule(owner) for part in parts)
         for rank, (part, module) in enumerate(zip(parts, modules, strict=True)):
-            full: Any = module._parameters[leaf]
-            if full not in made:
-                made[full] = nn.Parameter(layout.shard(full.detach(), rank).clone(), full.requires_grad)
-            part.layouts[name], module._parameters[leaf] = layout, made[full]
+            old: Any = module._parameters[leaf]
+            if old not in made:
+                made[old] = nn.Parameter(_own_rows(old.detach(), needed, held, rank), old.requires_grad)
+            part.layouts[name], module._parameters[leaf] = held, made[old]
             vars(module)["_of_ranks"] = modules
+            vars(module).setdefault("_pieces", {})[leaf] = (held.dim, _pieces(needed, held, rank))
             cls: Any = type(module)
             module.__class__ = _gathering_class(cls, leaf, rank)
+
+
+def held_once(layout: Layout, n: int) -> tuple[Layout, Layout]:
+    """What each of ``n`` ranks needs of a tensor, and a layout in which they hold each of these elements once.
+
+    Ranges that several ranks need are split among them.
+    """
+    rows = layout.shape[0] if layout.dim is None else 0
+    needed = Layout(layout.shape, 0, (((0, rows),),) * n) if layout.dim is None else layout
+    held: list[tuple[Range, ...]] = []
+    for rank, local in enumerate(needed.ranges):
+        own = []
+        for start, stop in local:
+            sharing = [other for other in range(n) if (start, stop) in needed.ranges[other]]
+            first, last = even_ranges(stop - start, len(sharing))[sharing.index(rank)]
+            own.append((start + first, start + last))
+        held.append(tuple(own))
+    return needed, Layout(needed.shape, needed.dim, tuple(held))
+
+
+def _own_rows(local: torch.Tensor, needed: Layout, held: Layout, rank: int) -> torch.Tensor:
+    """The rows that a rank holds, cut out of those that it needs."""
+    assert needed.dim is not None
+    offset, rows = 0, []
+    for (start, stop), (first, last) in zip(needed.ranges[rank], held.ranges[rank], strict=True):
+        rows.append(local.narrow(needed.dim, offset + first - start, last - first))
+        offset += stop - start
+    return torch.cat(rows, needed.dim)
+
+
+def _pieces(needed: Layout, held: Layout, rank: int) -> list[Piece]:
+    """Where a rank finds what it needs, in order."""
+    places: list[tuple[Range, Piece]] = []
+    for other, local in enumerate(held.ranges):
+        offset = 0
+        for start, stop in local:
+            places.append(((start, stop), (other, offset, offset + stop - start)))
+            offset += stop - start
+    pieces = []
+    for start, stop in needed.ranges[rank]:
+        pieces += [piece for (first, last), piece in sorted(places) if first < last and start <= first and last <= stop]
+    return pieces
 
 
 def _reason_against(layout: Layout | None, ranks: int) -> str | None:
     if layout is None:
         return "is no parameter of the model"
     if layout.dim is not None:
-        return "is already sharded"
+        return None if layout.overlaps else "is already sharded"
     if not layout.shape or layout.shape[0] < ranks:
         return f"has too few rows for {ranks} devices: {list(layout.shape)}"
     return None
@@ -65,7 +112,7 @@ def _reason_against(layout: Layout | None, ranks: int) -> str | None:
 
 @cache
 def _gathering_class(cls: Any, leaf: str, rank: int) -> type:
-    """A subclass whose attribute ``leaf`` gathers the full parameter, with a gradient for this rank's shard."""
+    """A subclass whose attribute ``leaf`` gathers what this rank needs, with a gradient for this rank's shard."""
 
     def read(module: nn.Module) -> Any:
         if leaf in vars(module):  # set by a layer while it computes
@@ -74,7 +121,12 @@ def _gathering_class(cls: Any, leaf: str, rank: int) -> type:
         own = shards[rank]
         if own.is_meta:  # not loaded yet: loaders inspect the shard
             return own
-        # Each rank has the gradient of the full parameter, and needs only that of its shard.
-        return torch.cat([shard if shard is own else shard.detach().to(own.device) for shard in shards])
+        dim, pieces = vars(module)["_pieces"][leaf]
+        # Each rank has the gradient of all that it needs, and keeps only that of its shard.
+        rows = [
+            (own if other == rank else shards[other].detach()).narrow(dim, start, stop - start)
+            for other, start, stop in pieces
+        ]
+        return torch.cat([part.to(own.device) for part in rows], dim)
 
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, leaf: property(read)})

@@ -63,9 +63,17 @@ class AdaptableModel(PreTrainedModel):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As of any module. Notes the random state when ``peft`` lists the modules, right before it wraps some."""
-        if "peft" in sys.modules and sys._getframe(1).f_code.co_name == "inject_adapter":
+        """As of any module. Notes the random state when ``peft`` lists the modules, right before it wraps some.
+
+        Raises:
+            ValueError: on every rank: the adapter that ``peft`` is about to add has no layer on one of the stages.
+        """
+        if "peft" in sys.modules and (caller := sys._getframe(1)).f_code.co_name == "inject_adapter":
             self._rng_before_adapters = default_generator(torch.get_default_device()).get_state()
+            if self.mesh is not None and self.mesh.pp.size > 1 and "key_list" not in caller.f_locals:
+                from oslo_models.modeling.adapters.support import check_stages
+
+                check_stages(self, caller.f_locals["self"], caller.f_locals["peft_config"])
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def get_submodule(self, target: str) -> nn.Module:

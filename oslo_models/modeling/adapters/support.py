@@ -8,9 +8,11 @@ from typing import Any
 from peft import PeftType
 from peft.tuners import ia3, lora
 from peft.tuners.lora.variants import DoraEmbeddingVariant, DoraLinearVariant
+from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.modeling.adapters.layouts import weight_layout
 
@@ -45,6 +47,30 @@ def check_config(name: str, config: Any) -> None:
         raise ValueError(
             f"init_lora_weights={initial!r} of the adapter {name!r} is computed from full weights, of which each rank "
             f"has a shard only; use one of {_DATA_FREE}, or initialise the adapter on one process and load it"
+        )
+
+
+def check_stages(model: Any, tuner: Any, config: Any) -> None:
+    """Check that an adapter has layers on all pipeline stages, or on none. A collective of the stages.
+
+    Args:
+        model: a model split into stages, to which ``peft`` has not added the adapter yet.
+        tuner: the object of ``peft`` that adds it.
+
+    Raises:
+        ValueError: on every rank: it has layers on some stages only. ``peft`` would raise on the others alone.
+    """
+    names = [name for name, _ in nn.Module.named_modules(model) if name]
+    everywhere = getattr(config, "target_modules", None) in (None, INCLUDE_LINEAR_LAYERS_SHORTHAND)
+    found = everywhere or any(tuner._check_target_module_exists(config, name) for name in names)
+    stages = gather_objects(model.mesh.pp, found)
+    if any(stages) and not all(stages):
+        given = {name: getattr(config, name, None) for name in ("target_modules", "layers_to_transform")}
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items() if value)
+        without = [stage for stage, has in enumerate(stages) if not has]
+        raise ValueError(
+            f"the adapter ({said}) has no layer on the pipeline stages {without} of {len(stages)}, and each needs one: "
+            "add a layer of theirs, or load the model with pipeline_parallel_size=1"
         )
 
 

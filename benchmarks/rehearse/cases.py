@@ -1,0 +1,120 @@
+"""The registry: every case of the four parts, the most valuable first, since a part may be cut short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = "benchmarks.rehearse"
+PARTS = ("tests", "kernels", "training", "decoding")
+LIMITS = {"tests": 480, "kernels": 360, "training": 540, "decoding": 540}
+"""Seconds of each part when the command line names none."""
+ALONE = 10_000.0
+"""As ``gigabytes``: nothing else runs while the case prepares, so that what it tunes itself is not disturbed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process measures.
+
+    Attributes:
+        run: ``"module:function"``; the function takes a `Bench` and ``options``.
+        limit: the seconds that the process may run, without those in which it waits for others.
+        gigabytes: of the device's memory; cases whose sum fits prepare at the same time.
+        quick: part of the small slice that ``make test`` runs.
+        larger: differs from another case in sizes only, so that a dry run, where all are tiny, leaves it out.
+    """
+
+    part: str
+    name: str
+    run: str
+    limit: float = 120
+    gigabytes: float = 4
+    options: dict[str, Any] = field(default_factory=dict)
+    quick: bool = False
+    larger: bool = False
+
+
+def cases(part: str, quick: bool = False, dry: bool = False) -> list[Case]:
+    """The cases of a part, in the order in which they start."""
+    found = {"tests": _tests, "kernels": _kernels, "training": _training, "decoding": _decoding}[part]()
+    return [case for case in found if (case.quick or not quick) and not (case.larger and dry)]
+
+
+def _tests() -> Iterator[Case]:
+    for name in ("ceilings", "single_rank", "two_ranks", "from_pretrained", "fused_decoding"):
+        yield Case("tests", name, f"{HERE}.checks:{name}", quick=name == "two_ranks")
+    for path in gpu_tests():
+        yield Case("tests", path, f"{HERE}.checks:pytest_file", 420, 6, {"path": path}, quick="ngrams" in path)
+    for name in ("autocast", "half_precision", "odd_sizes", "strided", "compiled", "deployed", "parallelized",
+                 "threads", "imports"):  # fmt: skip
+        yield Case("tests", name, f"{HERE}.checks:{name}", 180)
+
+
+def gpu_tests() -> list[str]:
+    """The files of tests that are marked ``gpu``."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in files if "@pytest.mark.gpu" in path.read_text()]
+
+
+def _kernels() -> Iterator[Case]:
+    yield Case("kernels", "ceilings", f"{HERE}.checks:ceilings", 60)
+    for vocab in (131072, 50257, 32000, 128256):
+        yield Case("kernels", f"head and loss, V={vocab}", f"{HERE}.losses:head", 120, 30, {"vocab": vocab},
+                   quick=vocab == 50257, larger=vocab != 50257)  # fmt: skip
+    for name in ("rmsnorm", "add-rmsnorm", "swiglu", "rotary", "bias-gelu", "add-layernorm", "layernorm"):
+        yield Case("kernels", name, f"{HERE}.kernels:operation", 90, 8, {"name": name}, quick=name == "add-rmsnorm")
+    for vocab in (50257, 32000, 128256):
+        yield Case("kernels", f"loss of a narrow head, V={vocab}", f"{HERE}.losses:narrow", 90, 12, {"vocab": vocab},
+                   larger=vocab != 50257)  # fmt: skip
+    for name in ("masked-softmax", "causal-softmax", "dropout-residual"):
+        yield Case("kernels", name, f"{HERE}.kernels:operation", 90, 8, {"name": name})
+    for name in ("mlp", "ngrams", "optimizer"):
+        yield Case("kernels", name, f"{HERE}.kernels:{name}", 90, 12)
+
+
+def _training() -> Iterator[Case]:
+    fused = "oslo_models fused"
+    order = {"llama-1b": 45, "gpt2-124m": 22, "llama-8b-width": 40}
+    for peers in (
+        (fused, "transformers"),
+        ("transformers compiled", f"{fused} and compiled"),
+        ("Liger", "oslo_models"),
+    ):
+        for (model, gigabytes), peer in product(order.items(), peers):
+            options = {"model": model, "peer": peer}
+            quick = (model, peer) == ("llama-1b", fused)
+            larger = model == "llama-8b-width"
+            yield Case(
+                "training", f"{model} / {peer}", f"{HERE}.training:train", 200, gigabytes, options, quick, larger
+            )
+
+
+def _decoding() -> Iterator[Case]:
+    def case(model: str, peer: str, batch: int, beams: int = 1, gigabytes: float = 12) -> Case:
+        name = f"{model}, batch {batch}{f', {beams} beams' if beams > 1 else ''} / {peer}"
+        options = {"model": model, "peer": peer, "batch": batch, "beams": beams}
+        quick = peer == "oslo_models fused" and beams > 1
+        larger = (batch > 1 and beams == 1) or model == "llama-8b"
+        return Case("decoding", name, f"{HERE}.decoding:decode", 200, gigabytes, options, quick, larger)
+
+    default, compiled, fused = "transformers", "transformers compiled", "oslo_models fused"
+    yield case("llama-1b", fused, 1, gigabytes=ALONE)  # tunes its products
+    yield case("llama-1b", default, 1)
+    yield case("llama-1b", compiled, 1)
+    for batch in (8, 32):
+        for peer in (fused, default, compiled):
+            yield case("llama-1b", peer, batch)
+    for peer in (fused, compiled, default):
+        yield case("llama-8b", peer, 1, gigabytes=24)
+    for peer in (fused, default):
+        yield case("llama-1b", peer, 8, beams=4)
+    for peer in (fused, compiled, default):
+        yield case("gpt2-124m", peer, 1)
+    for batch in (1, 8, 32):
+        yield case("llama-1b", "transformers static", batch)
+    yield case("llama-1b", "oslo_models", 1)

@@ -1,0 +1,120 @@
+"""Models of `oslo_models` beside transformers' in float64, on one rank or on two that share a device."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+EXACT = 1e-5
+"""The largest relative error, since transformers computes norms and losses in float32. A wrong shard is far off."""
+KINDS = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}
+_NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 6, "vocab_size": 101, "n_positions": 64, "resid_pdrop": 0.0,
+             "embd_pdrop": 0.0, "attn_pdrop": 0.0, **_NONE},
+    "llama": {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 101, **_NONE},
+}  # fmt: skip
+
+
+def plain(kind: str, device: torch.device, **sizes: Any) -> Any:
+    """transformers' model in float64, with the same random weights whenever it is asked for."""
+    import transformers
+
+    cls = getattr(transformers, KINDS[kind])
+    torch.manual_seed(0)
+    config = cls.config_class(**{**_SIZES[kind], **sizes})
+    return cls._from_config(config, dtype=torch.float64).to(device).eval()
+
+
+def batch(device: torch.device) -> Tensor:
+    """Token ids: 3 rows of 12."""
+    return torch.randint(101, (3, 12), generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def step(model: Any, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the gradients by name."""
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return loss.detach(), grads
+
+
+def compare(kind: str, size: int, device: torch.device) -> dict[str, float]:
+    """On every rank: how far the loss, the gradients and the tokens of ``size`` ranks are from transformers'."""
+    from oslo_models import registry
+
+    model, ids = plain(kind, device), batch(device)
+    with _a_folder_of_all_ranks() as folder:
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+        dist.barrier()
+        load = registry.find(KINDS[kind]).from_pretrained_with_parallel
+        ours = load(folder, tensor_parallel_size=size, dtype=torch.float64)
+    expected, theirs = step(model, ids)
+    loss, grads = step(ours, ids)
+    found = {
+        "device": 0.0 if next(ours.parameters()).device == device else float("inf"),
+        "loss": _error(loss, expected),
+    }
+    found["gradients"] = max(
+        _error(grad, ours.layouts[name].shard(theirs[name], ours.mesh.tp.rank)) for name, grad in grads.items()
+    )
+    for name, beams in (("greedy tokens", 1), ("tokens of beams", 3)):
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
+        found[name] = (
+            0.0 if torch.equal(ours.generate(ids, **options), model.generate(ids, **options)) else float("inf")
+        )
+    return found
+
+
+def _error(x: Tensor, y: Tensor) -> float:
+    return float((x - y).abs().max() / y.abs().max().clamp_min(1e-30))
+
+
+@contextmanager
+def _a_folder_of_all_ranks() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        dist.broadcast_object_list(names, device=torch.device("cpu") if dist.get_backend() == "gloo" else None)
+        yield names[0]
+        dist.barrier()
+
+
+def launch(device: torch.device) -> dict[str, dict[str, float]]:
+    """`compare` on two processes that share ``device``: by kind, the larger errors of both."""
+    import torch.multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        how = "spawn" if device.type == "cuda" else "fork"  # which takes seconds less
+        torch.multiprocessing.start_processes(_rank, (device, folder), nprocs=2, start_method=how)
+        found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
+    return {kind: {name: max(each[kind][name] for each in found) for name in found[0][kind]} for kind in KINDS}
+
+
+def _rank(rank: int, device: torch.device, folder: str) -> None:
+    """A rank. A mesh takes gloo for a group of CPUs, so here it is told the device."""
+    from oslo_models.distributed import mesh
+    from oslo_models.modeling import construction
+
+    if device.type == "cuda":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with ExitStack() as stack:
+        for module in (mesh, construction):
+            stack.enter_context(mock.patch.object(module, "start_process_group", lambda *_, **__: device))
+        found = {kind: compare(kind, 2, device) for kind in KINDS}
+    Path(folder, str(rank)).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()

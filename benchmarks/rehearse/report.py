@@ -1,0 +1,165 @@
+"""Rows for people: lines while they are measured, a summary, and the committed table of the documentation."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import number
+from benchmarks.rehearse.cases import PARTS, ROOT
+
+RESULTS = ROOT / "benchmarks" / "results-gpu.csv"
+PAGE = ROOT / "docs" / "develop" / "gpu.md"
+BEGIN, END = "<!-- rehearsal:begin -->", "<!-- rehearsal:end -->"
+FIELDS = ("date", "commit", "machine", "versions", "part", "case", "peer", "metric", "value", "unit", "target", "state",
+          "error")  # fmt: skip
+SMALLER_IS_BETTER = ("us", "ms", "s", "MB")
+RIVALS = {
+    "training": ("transformers compiled", 1.0, ("llama-1b", "training")),
+    "decoding": ("transformers", 4.0, ("llama-1b, batch 1", "prompt 32, generation")),
+}
+"""By part: the rival, how many times its speed a fused model should reach, and in which case by which metric."""
+Row = dict[str, Any]
+
+
+def line(row: Row) -> str:
+    """One row on one line."""
+    start = f"{row['at']:6.1f}  {row['case']:48}"
+    if row["state"] == "done":
+        return f"{start}done after {row['seconds']} s"
+    value = "" if row.get("value") is None else f"{number(row['value'])} {row['unit']}"
+    return f"{start}{row.get('peer', ''):32}{row.get('metric', ''):34}{value:>18}  {_verdict(row)}".rstrip()
+
+
+def _verdict(row: Row) -> str:
+    if row["state"] != "measured":
+        return f"{row['state'].upper()} {_last_line(row.get('error', ''))}"
+    return "" if row.get("target") is None else f"target {number(row['target'])}: {'met' if met(row) else 'MISSED'}"
+
+
+def _last_line(error: str) -> str:
+    return next((text.strip()[:160] for text in reversed(error.splitlines()) if text.strip()), "")
+
+
+def met(row: Row) -> bool:
+    """Whether a figure reaches its target."""
+    if row["unit"] in SMALLER_IS_BETTER:
+        return bool(row["value"] <= row["target"])
+    return bool(row["value"] >= row["target"])
+
+
+def rows_of(folder: Path, parts: Sequence[str] = PARTS) -> list[Row]:
+    """The rows of a folder, as far as they were written."""
+    found = []
+    for part in parts:
+        path = folder / f"{part}.jsonl"
+        for text in path.read_text().splitlines() if path.exists() else ():
+            try:
+                found.append(json.loads(text))
+            except json.JSONDecodeError:  # the last line of a run that was killed
+                found.append({"part": part, "case": "?", "state": "failed", "error": f"cut off: {text}", "at": 0.0})
+    return found
+
+
+def summary(folder: Path, parts: Sequence[str] = PARTS) -> int:
+    """Print a table of each part, then targets, failures and what did not run. 1 if something failed or did not run."""
+    rows = rows_of(folder, parts)
+    rows += comparisons(rows)
+    print("\n".join(tables(rows)))
+    targets = [row for row in rows if row.get("target") is not None and row.get("value") is not None]
+    for title, chosen in (("Targets", targets), *_troubles(rows).items()):
+        print(f"\n{title}: {len(chosen)}")
+        print("\n".join(line(row) for row in chosen))
+    bad = _troubles(rows)
+    return int(not rows or any(bad[name] for name in ("Failed", "Not finished", "Not run")))
+
+
+def _troubles(rows: list[Row]) -> dict[str, list[Row]]:
+    names = ("Failed", "Not finished", "Not run", "Skipped")
+    return {name: [row for row in rows if row["state"] == name.lower()] for name in names}
+
+
+def comparisons(rows: list[Row]) -> list[Row]:
+    """Speeds of fused models as multiples of those that another process measured for the rival."""
+    speeds = {(row["case"], row["metric"]): row for row in rows if row.get("unit") == "tokens/s"}
+    found = []
+    for (case, metric), row in speeds.items():
+        name, _, peer = case.partition(" / ")
+        rival, least, where = RIVALS[row["part"]]
+        other = speeds.get((f"{name} / {rival}", metric))
+        if peer == "oslo_models fused" and other is not None:
+            target = {"target": least} if (name, metric) == where and not row.get("dry") else {}
+            ratio = {"metric": f"{metric} / {rival}", "value": row["value"] / other["value"], "unit": ""}
+            found.append({**row, **ratio, **target})
+    return found
+
+
+def tables(rows: list[Row]) -> list[str]:
+    """Markdown: a table for each part, a line for each case, metric and unit, a column for each peer."""
+    lines: list[str] = []
+    for part in PARTS:
+        measured = [row for row in rows if row["part"] == part and row.get("value") not in (None, "")]
+        peers = list(dict.fromkeys(row["peer"] for row in measured))
+        cells: dict[tuple[str, str, str], dict[str, str]] = {}
+        for row in measured:
+            key = (row["case"].partition(" / ")[0], row["metric"], row["unit"])
+            target = row.get("target")
+            wanted = f" (target {number(float(target))})" if target not in (None, "") else ""
+            broken = " (failed)" if row["state"] == "failed" else ""
+            cells.setdefault(key, {})[row["peer"]] = f"{number(float(row['value']))}{wanted}{broken}"
+        if cells:
+            lines += [f"| {' | '.join([part, 'unit', *peers])} |", f"|---|---|{'---:|' * len(peers)}"]
+            for (case, metric, unit), values in cells.items():
+                shown = [f"{case}: {metric}", unit, *(values.get(peer, "") for peer in peers)]
+                lines.append(f"| {' | '.join(shown)} |")
+            lines.append("")
+    return lines
+
+
+def record(folder: Path) -> int:
+    """Replace the rows of the measured parts in ``benchmarks/results-gpu.csv``, and write the page from it."""
+    rows = [row for row in rows_of(folder) if row["state"] != "done"]
+    if not rows or any(row.get("dry") for row in rows):
+        print(f"{folder} has no rows of a GPU: nothing is recorded")
+        return 1
+    rows += comparisons(rows)
+    parts = {row["part"] for row in rows}
+    kept = [row for row in read(RESULTS) if row["part"] not in parts]
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        for row in [*kept, *rows]:
+            value = row.get("value")
+            shown = number(value) if isinstance(value, (int, float)) else value
+            writer.writerow({**row, "value": shown, "error": _last_line(row.get("error") or "")})
+    PAGE.write_text(page(PAGE.read_text(), read(RESULTS)))
+    return 0
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The committed rows; none if there is no file yet."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def page(text: str, rows: Sequence[Row]) -> str:
+    """The page with the tables of these rows between its markers."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not rows:
+        body = "No GPU has been measured yet."
+    else:
+        wheres = sorted(
+            {f"{row['machine']}, {row['versions']}, at {row['commit']} ({row['date'][:10]})" for row in rows}
+        )
+        failed = [row for row in rows if row["state"] in ("failed", "not finished", "not run")]
+        wrong = [
+            f"* {row['case']}, {row.get('peer') or ''} {row.get('metric') or ''}: {row['error']}" for row in failed
+        ]
+        body = "\n".join([*tables(list(rows)), *wrong, *([""] if wrong else []), f"Measured on: {'; '.join(wheres)}."])
+    return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"

@@ -1,0 +1,84 @@
+"""The options of ``oslo-models serve``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+DESCRIPTION = """\
+Load models over several processes and serve them:
+  POST /v1/completions, /v1/chat/completions   as in OpenAI's API, also streamed
+  POST /v1/responses                           OpenAI's newer format of chats
+  POST /v1/embeddings                          of encoders
+  POST /tokenize, /detokenize
+  GET  /v1/models
+  GET  /metrics                                counts and times, for Prometheus
+  GET  /generate_text/TEXT                     as in OSLO's documents
+  GET  /health                                 200 if all workers answer, else 503
+After SIGTERM it answers the running requests, for --drain-seconds at most, and exits.
+Needs: pip install "oslo-models[serve]"
+
+examples:
+  oslo-models serve gpt2 --tensor-parallel-size 2
+  oslo-models serve ./checkpoint --host 0.0.0.0 --port 80 --api-key-file key
+  curl http://127.0.0.1:8000/generate_text/Messi"""
+
+
+def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) -> None:
+    """Add the options, but for the parallel sizes.
+
+    Args:
+        size: parses an integer of at least 1.
+    """
+    add = command.add_argument
+    add("models", metavar="MODEL", nargs="+", help="a directory, or a name on the hub")
+    add("--fuse", action="store_true", help="replace modules by fused ones where they are faster")
+    add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as saved)")
+    add("--tokenizer", metavar="NAME", help="a directory, or a name on the hub (default: MODEL)")
+    tasks = "what the models do: generate text or embed it (default: by the class that saved the checkpoint)"
+    add("--task", choices=("auto", "generate", "embed"), default="auto", help=tasks)
+    vectors = "vectors of texts are the mean of all tokens' or that of the first (default: %(default)s)"
+    add("--pooling", choices=("mean", "cls"), default="mean", help=vectors)
+    add("--no-normalize", dest="normalize", action="store_false", help="do not scale vectors of texts to length 1")
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all interfaces (default: %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on; 0 for any free one (default: %(default)s)")
+    _add_access(command)
+    sizes: dict[str, Any] = {"metavar": "N", "type": size}
+    add("--max-batch-size", **sizes, default=8, help="rows per batch (default: %(default)s)")
+    wait = "wait so long for more rows (default: %(default)s)"
+    add("--batch-wait-ms", metavar="MS", type=float, default=2.0, help=wait)
+    calls = "calls that run or wait; beyond it, status 429 (default: %(default)s)"
+    add("--max-queue-size", **sizes, default=64, help=calls)
+    add("--max-length", **sizes, help="tokens of a prompt and its answer (default: the limit of the model)")
+    body = "bytes of a request; beyond it, status 413 (default: %(default)s)"
+    add("--max-body-size", **sizes, default=1 << 20, help=body)
+    open_at_once = "connections; beyond it, the longest idle one is closed (default: %(default)s)"
+    add("--max-connections", **sizes, default=1000, help=open_at_once)
+    headers = "seconds for the headers of a request (default: %(default)s)"
+    add("--header-seconds", metavar="S", type=float, default=15.0, help=headers)
+    drain = "seconds that running requests get after SIGTERM (default: %(default)s)"
+    add("--drain-seconds", metavar="S", type=int, default=60, help=drain)
+
+
+def _add_access(command: argparse.ArgumentParser) -> None:
+    keys = command.add_mutually_exclusive_group()
+    keys.add_argument("--api-key-file", metavar="FILE", help="has the key required of clients")
+    keys.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="the key itself, which other users of this host see in `ps` (default: that in the environment variable "
+        "OSLO_MODELS_API_KEY, or none)",
+    )
+    command.add_argument(
+        "--allowed-hosts",
+        metavar="NAMES",
+        help="names by which clients may call the server, separated by commas; * for all (default: all, but for a "
+        "server on a loopback address the names of that)",
+    )
+    command.add_argument(
+        "--no-access-log",
+        dest="access_log",
+        action="store_false",
+        help="do not log requests (they are logged with id, client, route, status and time, without their texts)",
+    )

@@ -1,0 +1,112 @@
+"""What `generate` of a deployed model can do beyond transformers': OpenAI's penalties, grammars and log-probabilities.
+
+They work on the logits as the model computes them, before the temperature and top-k, top-p and min-p of `generate`;
+the ``logits_processor`` argument of `generate` would come after those.
+
+Legend:
+    B: rows.
+    V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from oslo_models.deploy.grammar import Grammar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Scored(NamedTuple):
+    """What a streamer gets for each token if log-probabilities are asked for.
+
+    Attributes:
+        token: the new token.
+        logprob: its natural logarithm of the probability, before any setting of the request changes it.
+        top: the most probable tokens with theirs, best first.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The argument ``decoding`` of `Deployment.generate`: for one row, greedy or sampled.
+
+    Attributes:
+        frequency_penalty: subtracted from the logit of a token for each time it has been generated.
+        presence_penalty: subtracted once if it has been generated. Both as OpenAI defines them: the prompt does not
+            count.
+        grammar: what the text has to be.
+        logprobs: the streamer gets `Scored` with so many alternatives instead of tokens; ``None``: tokens.
+    """
+
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+
+    def method(self, streamer: Any) -> Callable[..., Any]:
+        """The decoding loop of transformers with processors placed before those of `generate`.
+
+        Args:
+            streamer: of the call; `generate` does not hand it to a decoding loop of its caller's.
+        """
+        from transformers import LogitsProcessorList
+
+        front: list[Any] = []
+        if self.logprobs is not None and streamer is not None:
+            scores: deque[Tensor] = deque()
+
+            def keep(ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
+                scores.append(scores_BV.log_softmax(-1))
+                return scores_BV
+
+            front.append(keep)
+            streamer = _ScoringStreamer(streamer, scores, self.logprobs)
+        if self.frequency_penalty or self.presence_penalty:
+            front.append(_Penalties(self.frequency_penalty, self.presence_penalty))
+        if self.grammar is not None:
+            front.append(self.grammar.processor())
+
+        def decode(model: Any, input_ids: Any, logits_processor: Any, **options: Any) -> Any:
+            processors = LogitsProcessorList([*front, *logits_processor])
+            return type(model)._sample(model, input_ids, processors, streamer=streamer, **options)
+
+        return decode
+
+
+class _Penalties:
+    def __init__(self, frequency: float, presence: float) -> None:
+        self.frequency, self.presence = frequency, presence
+        self._start: int | None = None
+
+    def __call__(self, ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
+        if self._start is None:
+            self._start = ids_BL.shape[1]
+        new_BL = ids_BL[:, self._start :]
+        count_BV = scores_BV.new_zeros(scores_BV.shape).scatter_add_(1, new_BL, scores_BV.new_ones(new_BL.shape))
+        return scores_BV - self.frequency * count_BV - self.presence * (count_BV > 0)
+
+
+class _ScoringStreamer:
+    """Hands on each new token of a single row with its log-probabilities."""
+
+    def __init__(self, streamer: Any, scores: deque[Tensor], alternatives: int) -> None:
+        self._streamer, self._scores, self._alternatives = streamer, scores, alternatives
+
+    def put(self, token_B: Tensor) -> None:
+        token = int(token_B)
+        score_V = self._scores.popleft()[0]
+        best = score_V.topk(min(self._alternatives, len(score_V)))
+        top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        self._streamer.put(Scored(token, float(score_V[token]), top))
+
+    def end(self) -> None:
+        self._streamer.end()

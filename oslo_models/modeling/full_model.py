@@ -1,0 +1,129 @@
+"""Makes a sharded model full again, in place, and removes what a model keeps from having been parallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oslo_models.checkpoint.gather import gather_full_tensor
+from oslo_models.checkpoint.tensor_info import gather_infos, merge_stages
+from oslo_models.distributed.collectives import broadcast
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.object_exchange import agree
+from oslo_models.distributed.sharded_tensor import local_tensor, unmark_parameter
+from oslo_models.modeling.quantizing import check_not_quantized
+
+
+def is_full(model: Any) -> bool:
+    """Whether the model has all its weights here: one of transformers', or a parallel one of sizes 1."""
+    mesh = getattr(model, "mesh", None)
+    return mesh is None or mesh.model.size == 1
+
+
+def remove_parallel_state(model: Any) -> None:
+    """Remove from a full model, in place, the attributes that make it a parallel model of sizes 1."""
+    if getattr(model, "_fusion", None) is not None:
+        model.unfuse()
+    mesh = vars(model).get("mesh")
+    if mesh is not None:
+        for param in model.parameters():
+            unmark_parameter(param)
+        mesh.destroy()
+    vars(model.base_model).pop("mpu", None)
+    for name in _attributes(type(model)):
+        vars(model).pop(name, None)
+
+
+def plain_view(model: Any) -> Any:
+    """A full model itself, or the modules of a parallel one of sizes 1 in an object of its transformers class.
+
+    Raises:
+        ValueError: the model is fused.
+    """
+    cls: Any = type(model)
+    if not hasattr(cls, "deparallelize"):
+        return model
+    if model._fusion is not None:
+        raise ValueError(f"the {cls.__name__} is fused: call unfuse() before")
+    original = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+    view = original.__new__(original)
+    attributes = _attributes(cls)
+    vars(view).update({name: value for name, value in vars(model).items() if name not in attributes})
+    return view
+
+
+def _attributes(cls: type) -> set[str]:
+    """The names of the attributes that the parallel base classes of ``cls`` define."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("oslo_models.modeling.")]
+    return {name for base in bases for name in (*vars(base), *vars(base).get("__annotations__", {}))}
+
+
+@torch.no_grad()
+def make_full(model: Any) -> None:
+    """What `ParallelizedModel.deparallelize` does."""
+    mesh: ParallelMesh | None = model.mesh
+    cls = vars(model).get("_full_class", type(model))
+    if mesh is not None and mesh.model.size > 1:
+        mesh.world.set_phase(f"gathering a {type(model).__name__}")
+        with agree(mesh.world, "checking the model"):
+            if adapters := list(getattr(model, "peft_config", ())):
+                raise ValueError(
+                    f"the model has the adapters {adapters}: remove them (`unload()` of the PeftModel) or merge them "
+                    "(`merge_and_unload()`) before deparallelize"
+                )
+            check_not_quantized(model.state_dict(), "shards of quantised weights are not gathered: load it again")
+        model.unfuse()
+        _replace_modules(model, cls, _gather(model, mesh))
+        mesh.world.set_phase("after gathering")
+    remove_parallel_state(model)
+    model.__class__ = cls
+    if hasattr(cls, "deparallelize"):  # the zoo's own, as transformers' methods construct it
+        model.layouts = {}
+
+
+def _gather(model: Any, mesh: ParallelMesh) -> dict[str, Tensor]:
+    """The full tensors on every rank, in host memory; tied ones under one of their names."""
+    tensors, layouts = model._full_names(model.state_dict())
+    tied = dict(model.all_tied_weights_keys if model.stage is None else model.stage.tied_names)
+    _, stages = gather_infos("gathering the model", tensors, layouts, mesh, tied)
+    full = {}
+    for name, info in merge_stages(stages, tied)[0].items():
+        own = local_tensor(tensors[name]).detach() if info.stage == mesh.pp.rank else None
+        tensor = gather_full_tensor(own, info.layout, info.dtype, info.stage, mesh)
+        if tensor is None or tensor is own:
+            tensor = torch.empty(info.layout.shape, dtype=info.dtype) if tensor is None else tensor.clone()
+        full[name] = broadcast(mesh.world, tensor.to(mesh.device)).cpu()
+    return full
+
+
+def _replace_modules(model: Any, cls: Any, tensors: dict[str, Tensor]) -> None:
+    """Give the model the modules of a full one with these tensors; parameters that are here stay the same objects."""
+    full_names = {} if model.stage is None else model.stage.full_names
+    named = model.named_parameters(remove_duplicate=False)
+    before = {full_names.get(name, name): param for name, param in named}
+    config, attention = model._full_config(), model.config._attn_implementation
+    full = cls.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=model.dtype, attn_implementation=attention
+    )
+    for name, param in list(full.named_parameters(remove_duplicate=False)):
+        old: nn.Parameter | None = before.get(name)
+        values = tensors.get(name, param.data).to(param.device)  # of its own type, whatever that of the model is
+        if old is None:
+            param.data = values
+            continue
+        unmark_parameter(old)
+        old.data, old.grad = values, None
+        owner, _, leaf = name.rpartition(".")
+        full.get_submodule(owner)._parameters[leaf] = old
+    full.train(model.training)
+    if model.stage is None:
+        full.config = model.config
+    if full.can_generate():
+        full.generation_config = model.generation_config
+    full.name_or_path = model.name_or_path
+    hooks = "_require_grads_hook"  # transformers' own, of modules that are gone
+    own = {name: value for name, value in vars(model).items() if name not in vars(full) and not name.startswith(hooks)}
+    vars(model).clear()
+    vars(model).update(vars(full) | own)

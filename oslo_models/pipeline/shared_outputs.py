@@ -1,0 +1,63 @@
+"""`SharedOutputs`: the last stage sends the loss and the logits of each micro-batch to the stages before it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_models.distributed.collectives import PendingSend, receive, start_send
+from oslo_models.distributed.mesh import ParallelMesh
+
+_DESCRIPTION = 1024
+"""Bytes of the message that describes the tensors that follow it."""
+
+
+class SharedOutputs:
+    """The exchange of one loop over micro-batches, as seen by one stage.
+
+    Messages of a micro-batch come in this order: its loss, a description of its logits, the logits. They go to every
+    earlier stage directly, in the group of the gradients; the stage before the last, which gets gradients in the same
+    way, therefore has to call `receive` before it receives those of the same micro-batch.
+
+    Args:
+        mesh: that of the model.
+        with_logits: whether logits are sent too.
+
+    Attributes:
+        count: the number of micro-batches whose outputs were sent, or have arrived.
+    """
+
+    def __init__(self, mesh: ParallelMesh, with_logits: bool) -> None:
+        self._axis, self._device, self._with_logits = mesh.pp_back, mesh.device, with_logits
+        self._last = mesh.pp.size - 1
+        self.count = 0
+
+    def send(self, loss: Tensor | None, output: Mapping[str, Any]) -> list[PendingSend]:
+        """Send the loss (``None``: nan) and the logits in ``output`` of the next micro-batch, on the last stage."""
+        value = torch.full((1,), float("nan"), dtype=torch.float64, device=self._device)
+        messages = [value if loss is None else value.copy_(loss.detach())]
+        if self._with_logits:
+            logits = {name: x.detach() for name, x in output.items() if "logits" in name and isinstance(x, Tensor)}
+            fields = [[name, list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in logits.items()]
+            text = json.dumps(fields).encode().ljust(_DESCRIPTION)
+            messages += [torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device)]
+            messages += [x.contiguous() for x in logits.values()]
+        self.count += 1
+        return [start_send(self._axis, message, stage) for stage in range(self._last) for message in messages]
+
+    def receive(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and the logits of the next micro-batch, on a stage before the last."""
+        loss, logits = self._receive((1,), torch.float64)[0], {}
+        if self._with_logits:
+            text = self._receive((_DESCRIPTION,), torch.uint8).cpu().numpy().tobytes()
+            for name, shape, dtype in json.loads(text):
+                logits[name] = self._receive(shape, getattr(torch, dtype))
+        self.count += 1
+        return loss, logits
+
+    def _receive(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        return receive(self._axis, torch.empty(shape, dtype=dtype, device=self._device), self._last)

@@ -1,0 +1,106 @@
+"""Connections of HTTP clients, which end when a client is too slow, and of which there are not too many."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What a client may keep a connection waiting for.
+
+    Attributes:
+        connections: open at once; beyond it the one that has been idle for longest is closed, or else the new one.
+        header_seconds: from the first to the last byte of a request's headers; also until the first request.
+        write_seconds: that a client may read nothing while an answer is sent to it.
+        linger_seconds: that the rest of a rejected body is still read, so that its sender sees the answer.
+    """
+
+    connections: int = 1000
+    header_seconds: float = 15.0
+    write_seconds: float = 60.0
+    linger_seconds: float = 5.0
+
+
+def protocol(limits: ConnectionLimits) -> type[H11Protocol]:
+    """The class of connections for the ``http`` option of uvicorn."""
+
+    class LimitedConnection(_LimitedConnection):
+        """With these limits."""
+
+        own_limits = limits
+
+    return LimitedConnection
+
+
+class _LimitedConnection(H11Protocol):
+    own_limits: ConnectionLimits
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.own_limits.connections:
+            others = (each for each in list(self.connections) if isinstance(each, _LimitedConnection))
+            idle = [each for each in others if each.is_idle and each is not self]
+            (min(idle, key=lambda each: each._idle_since) if idle else self).abort()
+        self._idle_since = self.loop.time()
+        self._expect("headers", self.own_limits.header_seconds)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request has arrived completely that is not answered yet."""
+        return self.conn.their_state is h11.IDLE or self.cycle is None
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._update_timers()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._idle_since = self.loop.time()
+        if not self.transport.is_closing():
+            self._update_timers(bool(self.conn.trailing_data[0]))
+
+    def _update_timers(self, is_receiving: bool = True) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._done("headers")
+        elif is_receiving:
+            self._expect("headers", self.own_limits.header_seconds)
+        if self.conn.their_state is h11.SEND_BODY and self.cycle is not None and self.cycle.response_complete:
+            self._expect("rest", self.own_limits.linger_seconds)
+        else:
+            self._done("rest")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect("reader", self.own_limits.write_seconds)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._done("reader")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for name in list(self._timers):
+            self._done(name)
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Close it without waiting for the client."""
+        self.transport.abort()
+
+    def _expect(self, name: str, seconds: float) -> None:
+        """Abort the connection in so many seconds, unless `_done` is called for the same name."""
+        if name not in self._timers:
+            self._timers[name] = self.loop.call_later(seconds, self.abort)
+
+    def _done(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()

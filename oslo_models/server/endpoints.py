@@ -1,0 +1,86 @@
+"""The further endpoints: OpenAI's responses and embeddings, and vLLM's tokenization."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import Response as HTTPResponse
+
+from oslo_models.server.embeddings import EmbeddingRequest, entry
+from oslo_models.server.errors import RequestError
+from oslo_models.server.responses import Response, ResponsesRequest
+from oslo_models.server.service import Service, with_errors
+from oslo_models.server.tokens import DetokenizeRequest, TokenizeRequest
+
+
+class Endpoints:
+    """Use the models and the places of a service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def responses(self, request: ResponsesRequest) -> HTTPResponse:
+        """The response, or its events. Only what an error stops before the first event has a status of its own."""
+        pieces = self._response(request)
+        if request.stream:
+            first = await anext(pieces)
+            return StreamingResponse(with_errors(first, pieces), media_type="text/event-stream")
+        async with contextlib.aclosing(pieces):
+            body = [each async for each in pieces][-1]
+        return JSONResponse(body)
+
+    async def _response(self, request: ResponsesRequest) -> AsyncGenerator[Any, None]:
+        """The events of the stream; the body alone if none is asked for."""
+        chat = request.chat()
+        served = self._service.find(request.model, generates=True)
+        assert served.generator is not None
+        with self._service.admitted(1):
+            (prompt,), (job,) = await served.jobs(chat)
+            response = Response(request, served.name, prompt)
+            if not request.stream:
+                response.answer = await served.generator.answer(job)
+                yield response.body()
+                return
+            async with contextlib.aclosing(served.generator.stream(job)) as pieces:
+                async for each in response.events(pieces):
+                    yield each
+
+    async def embeddings(self, request: EmbeddingRequest) -> HTTPResponse:
+        served = self._service.find(request.model, generates=False)
+        assert served.embedder is not None
+        width = getattr(served.model.config, "hidden_size", None)
+        if request.dimensions not in (None, width):
+            message = f"dimensions={request.dimensions} is not supported; the vectors have {width}"
+            raise RequestError(400, message, None, "dimensions")
+        if len(request.texts) > 2048:
+            raise RequestError(400, f"{len(request.texts)} inputs are more than 2048", None, "input")
+        with self._service.admitted(1):
+            served.check_texts(request.texts, "input")
+            inputs = await served.in_tokenizer(request.encode, served.tokenizer)
+            for ids in inputs:
+                served.check_tokens(ids, "input")
+                served.check_length(ids, "input")
+            vectors = await served.embedder.embed(inputs)
+        count = sum(map(len, inputs))
+        rows = [entry(index, vector, request.encoding_format) for index, vector in enumerate(vectors)]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return JSONResponse({"object": "list", "data": rows, "model": served.name, "usage": usage})
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        served = self._service.find(request.model, generates=None)
+        with self._service.admitted(1):
+            served.check_texts(request.texts)
+            ids = await served.in_tokenizer(request.encode, served.tokenizer)
+        texts = served.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+        return {"count": len(ids), "max_model_len": served.length, "tokens": ids, "token_strs": texts}
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, str]:
+        served = self._service.find(request.model, generates=None)
+        with self._service.admitted(1):
+            served.check_texts([request.tokens], "tokens")
+            if request.tokens:
+                served.check_tokens(request.tokens, "tokens")
+            return {"prompt": await served.in_tokenizer(served.tokenizer.decode, request.tokens)}

@@ -1,0 +1,219 @@
+"""The outermost layer of the server: who may ask, and how long and how much; request ids and the access log.
+
+Requests are checked before their bodies are read, and their bodies are read before anything is done with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import re
+import time
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oslo_models.server.errors import RequestError, problem
+
+access_log = logging.getLogger("oslo_models.server.access")
+log = logging.getLogger("oslo_models.server")
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""Ids of clients that are used as they are; others are replaced, since they are written to logs."""
+OPEN_PATHS = frozenset({"/health"})
+"""Paths that need no key."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask, and for how long and how much.
+
+    Attributes:
+        api_key: required as ``Authorization: Bearer KEY`` except for `OPEN_PATHS`; ``None``: of nobody.
+        allowed_hosts: values of the ``Host`` header, without ports; ``None``: all.
+        body_bytes: of a request at most.
+        body_seconds: until the body has arrived.
+    """
+
+    api_key: str | None = None
+    allowed_hosts: Sequence[str] | None = None
+    body_bytes: int = 1 << 20
+    body_seconds: float = 30.0
+
+
+def require_sendable(api_key: str | None) -> None:
+    """Raise ``ValueError`` for a key that is empty or that clients cannot send; the message does not contain it."""
+    if api_key is not None and not (isinstance(api_key, str) and api_key.strip()):
+        raise ValueError(
+            "the API key is empty, so that everybody could use the server: pass a key (a file or variable that it is "
+            "from may be empty or missing), or none at all for a server that is open on purpose"
+        )
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
+        raise ValueError("the API key has characters other than printable ASCII without spaces, such as a line's end")
+
+
+class _ClientLeft(Exception):
+    """The client closed its connection before it had sent the body."""
+
+
+class Guard:
+    """ASGI middleware that checks requests and cancels them when their clients leave.
+
+    Args:
+        observe: called after each request with its route, status and seconds.
+
+    Raises:
+        ValueError: the key cannot be used.
+    """
+
+    def __init__(self, app: Any, access: Access, observe: Callable[[str, int, float], object]) -> None:
+        require_sendable(access.api_key)
+        self.app, self.access, self._observe = app, access, observe
+        self._hosts = None if access.allowed_hosts is None else {host.lower() for host in access.allowed_hosts}
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        headers = {name.lower(): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        given = headers.get(b"x-request-id", "")
+        answer = _Answer(scope, send, given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
+        try:
+            self._check(scope, headers)
+            body = await self._read(receive)
+            await _until_client_leaves(self.app(scope, _Replay(body), answer.send), receive)
+        except _ClientLeft:
+            answer.status = answer.status or 499  # as nginx logs it
+        except asyncio.CancelledError:  # the server ends
+            await answer.fail(RequestError(503, "the server is shutting down", "shutting_down"))
+        except Exception as error:  # noqa: BLE001  every error gets an answer
+            if not isinstance(error, RequestError):
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                # not the text of the error, which may quote a prompt
+                log.error("%s: %s at %s:%s", answer.id, type(error).__name__, place.filename, place.lineno)
+            await answer.fail(error)
+        finally:
+            route, seconds = _route(scope), time.monotonic() - answer.began
+            self._observe(route, answer.status, seconds)
+            client = (scope.get("client") or ("-",))[0]
+            access_log.info("%s %s %s %s %s %.3f s", answer.id, client, scope["method"], route, answer.status, seconds)
+
+    def _check(self, scope: Any, headers: dict[bytes, str]) -> None:
+        """Raise for a request that this client may not make."""
+        host = re.sub(r":\d*$", "", headers.get(b"host", "")).strip("[]").lower()
+        if self._hosts is not None and host not in self._hosts:
+            raise RequestError(400, "this server is not called so; it has --allowed-hosts for names like that", "host")
+        if self.access.api_key is not None and scope["path"] not in OPEN_PATHS:
+            scheme, _, key = headers.get(b"authorization", "").partition(" ")
+            equal = hmac.compare_digest(key.strip().encode(), self.access.api_key.encode())
+            if scheme.lower() != "bearer" or not equal:
+                message = "a wrong API key, or none, in the header 'Authorization: Bearer KEY'"
+                raise RequestError(401, message, headers={"WWW-Authenticate": "Bearer"})
+        length = headers.get(b"content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self.access.body_bytes:
+            raise self._too_long()
+
+    def _too_long(self) -> RequestError:
+        return RequestError(413, f"the request is longer than {self.access.body_bytes} bytes")
+
+    async def _read(self, receive: Any) -> bytes:
+        """The body.
+
+        Raises:
+            RequestError: it is too long or too slow.
+        """
+        try:
+            return await asyncio.wait_for(self._read_all(receive), self.access.body_seconds)
+        except asyncio.TimeoutError:
+            message = f"the body did not arrive within {self.access.body_seconds:g} s"
+            raise RequestError(408, message, "timeout", headers={"Connection": "close"}) from None
+
+    async def _read_all(self, receive: Any) -> bytes:
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _ClientLeft
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self.access.body_bytes:
+                raise self._too_long()
+        return bytes(body)
+
+
+class _Replay:
+    """Gives an application the body that has been read, then waits: `_until_client_leaves` sees the client leave."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+
+    async def __call__(self) -> dict[str, Any]:
+        if self._body is None:
+            await asyncio.Event().wait()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+async def _until_client_leaves(answering: Awaitable[None], receive: Any) -> None:
+    """Run the application; cancel it when the client closes its connection.
+
+    Raises:
+        _ClientLeft: it did.
+    """
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    answer, leaving = asyncio.ensure_future(answering), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            answer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answer
+            raise _ClientLeft
+        await answer
+    finally:
+        for task in (answer, leaving):
+            task.cancel()
+
+
+class _Answer:
+    """The answer to one request, as far as it has been sent."""
+
+    def __init__(self, scope: Any, send: Any, request_id: str) -> None:
+        self.id, self.status, self.began = request_id, 0, time.monotonic()
+        self._send = send
+        scope.setdefault("state", {})["request_id"] = request_id
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            extra = [(b"x-request-id", self.id.encode()), (b"x-content-type-options", b"nosniff")]
+            message = {**message, "headers": [*message.get("headers", ()), *extra]}
+        await self._send(message)
+
+    async def fail(self, error: BaseException) -> None:
+        """Send an error, unless the answer has begun: then the connection closes without the rest of it."""
+        if self.status:
+            return
+        status, body = problem(error)
+        data = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(data))}
+        headers |= getattr(error, "headers", None) or {}
+        pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": status, "headers": pairs})
+        await self._send({"type": "http.response.body", "body": data})
+
+
+def _route(scope: Any) -> str:
+    """The route of a request and not its path, which may contain a prompt."""
+    route = scope.get("route")
+    return getattr(route, "path", None) or ("/health" if scope["path"] in OPEN_PATHS else "-")

@@ -1,0 +1,141 @@
+"""One model of the server with its tokenizer and the limits of what it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from oslo_models.deploy.decoding import Decoding
+from oslo_models.server.embeddings import Embedder
+from oslo_models.server.errors import RequestError
+from oslo_models.server.generation import AnswerGenerator
+from oslo_models.server.metrics import Metrics
+from oslo_models.server.schema import ChatRequest, CompletionRequest, Generation
+from oslo_models.server.text import StopAutomaton
+from oslo_models.server.token_reader import GenerationJob
+
+UNKNOWN_LENGTH = 2048
+"""Tokens of prompt and answer, for models whose configuration states no limit."""
+TOKENIZER_THREADS = 2
+HEALTH_SECONDS = 2.0
+
+
+class ServedModel:
+    """A deployed model that answers requests.
+
+    Args:
+        length: tokens that a prompt and its answer may have together (default: the limit of the model).
+        places: answers that may be asked for at once.
+        pooling, normalizes: of a model that does not generate; see `Embedder`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        length: int | None,
+        places: int,
+        metrics: Metrics,
+        pooling: str = "mean",
+        normalizes: bool = True,
+    ) -> None:
+        self.model, self.tokenizer, self.name, self.places = model, tokenizer, name, places
+        own = getattr(model.config, "max_position_embeddings", None) or length or UNKNOWN_LENGTH
+        self.length = min(own, length or own)
+        self.created = int(time.time())
+        self.generates = model.can_generate()
+        if not self.generates:  # the positions of some begin after their padding token: the tokenizer knows the limit
+            self.length = min(self.length, tokenizer.model_max_length)
+        self.generator = AnswerGenerator(model, tokenizer, places, metrics) if self.generates else None
+        self.embedder = None if self.generates else Embedder(model, tokenizer, pooling, normalizes)
+        # Threads of their own: health is reported while texts are tokenized, and while the model works.
+        self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "oslo-tokenize")
+        self._asking = ThreadPoolExecutor(1, "oslo-health")
+        self._health: asyncio.Future[dict[str, Any]] | None = None
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self._characters = self.length * longest
+        """Characters that a text of ``length`` tokens has at most."""
+
+    async def health(self) -> dict[str, Any]:
+        """The state of the workers; requests that come meanwhile share it."""
+        if self._health is None or self._health.done():
+            ask = partial(self.model.health, HEALTH_SECONDS)
+            self._health = asyncio.get_running_loop().run_in_executor(self._asking, ask)
+        return await asyncio.shield(self._health)
+
+    async def in_tokenizer(self, function: Any, *args: Any) -> Any:
+        """Call a function that uses the tokenizer, in its threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, partial(function, *args))
+
+    def check_texts(self, prompts: list[Any], param: str = "prompt") -> None:
+        """Raise ``RequestError`` for prompts that are too long, by a look at their lengths alone."""
+        for prompt in prompts:
+            if isinstance(prompt, str) and len(prompt) > self._characters:
+                raise RequestError(
+                    400,
+                    f"a prompt of {len(prompt)} characters has more than the {self.length} tokens that can be held",
+                    "context_length_exceeded",
+                    param,
+                )
+            if not isinstance(prompt, str) and len(prompt) > self.length:
+                raise self._too_long(len(prompt), 0, param)
+
+    def _too_long(self, asked: int, new: int, param: str = "prompt") -> RequestError:
+        message = f"{asked} tokens and {new} to come are more than the {self.length} that can be held"
+        return RequestError(400, message, "context_length_exceeded", param)
+
+    def check_length(self, ids: list[int], param: str) -> None:
+        """Raise ``RequestError`` for more tokens than the model takes."""
+        if len(ids) > self.length:
+            raise self._too_long(len(ids), 0, param)
+
+    def check_tokens(self, ids: list[int], param: str = "prompt") -> None:
+        """Raise ``RequestError`` for a prompt that is empty or has tokens that the model does not know."""
+        if not ids or not all(0 <= token < self.model.config.vocab_size for token in ids):
+            message = "a prompt has tokens that the model does not know" if ids else "a prompt is empty"
+            raise RequestError(400, message, None, param)
+
+    async def jobs(self, request: CompletionRequest | ChatRequest) -> tuple[list[list[int]], list[GenerationJob]]:
+        """The prompts as tokens, and what to generate: a job for each choice.
+
+        Raises:
+            RequestError: a prompt is empty, too long, or has tokens that the model does not know.
+            ValueError: a field cannot be used with this model.
+        """
+        self.check_texts(request.prompts)
+        prompts = await self.in_tokenizer(request.encode, self.tokenizer)
+        return prompts, await self.in_tokenizer(self._jobs, request, prompts)
+
+    def _jobs(self, request: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> list[GenerationJob]:
+        assert self.generator is not None
+        settings, decoding = request.settings(self.model.generation_config), self._decoding(request)
+        if request.stop_token_ids:
+            self.check_tokens(request.stop_token_ids, "stop_token_ids")
+        stops = StopAutomaton(request.stops) if request.stops else None
+        jobs = []
+        for index, ids in enumerate(prompts):
+            self.check_tokens(ids)
+            room = self.length - (0 if self.model.config.is_encoder_decoder else len(ids))
+            new_tokens = request.max_new_tokens(room)
+            if len(ids) > self.length or new_tokens > room or room < 1:
+                raise self._too_long(len(ids), new_tokens)
+            for choice in range(request.n):
+                seed = None if request.seed is None else (request.seed + index * request.n + choice) % 2**32
+                job = GenerationJob(ids, new_tokens, settings, seed, stops, request.stop_token_ids, decoding)
+                job.skip_special_tokens = request.skip_special_tokens
+                if isinstance(request, ChatRequest):
+                    job.chat = request.tool_choice != "none" or not request.tools
+                    job.forced_tool = request.forced_tool is not None
+                    job.single_tool = not request.parallel_tool_calls
+                jobs.append(job)
+        return jobs
+
+    def _decoding(self, request: Generation) -> Decoding | None:
+        assert self.generator is not None
+        grammar = None if request.grammar is None else self.generator.compiled(request.grammar)
+        decoding = Decoding(request.frequency_penalty, request.presence_penalty, grammar, request.logprobs_asked)
+        return None if decoding == Decoding() else decoding

@@ -1,0 +1,135 @@
+"""Text from tokens as they come, and where it has to stop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+_MOST_PENDING = 16
+"""Tokens that a slow tokenizer may leave without text before they are given up, so that decoding stays linear."""
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenDecoder(Protocol):
+    """Decodes tokens one by one."""
+
+    def step(self, token: int) -> str:
+        """The text that a token completes; empty while a character is incomplete."""
+
+
+def token_decoder(tokenizer: Any, skip_special_tokens: bool = True) -> TokenDecoder:
+    """A decoder for any tokenizer of transformers."""
+    if hasattr(tokenizer, "_tokenizer"):
+        return _FastDecoder(tokenizer._tokenizer, skip_special_tokens)
+    return _SlowDecoder(tokenizer, skip_special_tokens)
+
+
+class _FastDecoder:
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer, self._stream = tokenizer, DecodeStream([], skip_special_tokens=skip_special_tokens)
+
+    def step(self, token: int) -> str:
+        return self._stream.step(self._tokenizer, token) or ""
+
+
+class _SlowDecoder:
+    """Decodes a window of the last tokens with and without the new ones, and passes on what these add."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
+        self._ids: list[int] = []
+        self._passed = 0  # tokens of the window whose text has been passed on
+
+    def step(self, token: int) -> str:
+        self._ids.append(token)
+        before, now = self._decode(self._ids[: self._passed]), self._decode(self._ids)
+        pending = len(self._ids) - self._passed
+        if pending < _MOST_PENDING and (len(now) <= len(before) or now.endswith(_INCOMPLETE)):
+            return ""
+        del self._ids[: self._passed]
+        self._passed = len(self._ids)
+        return now[len(before) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
+
+
+class StopAutomaton:
+    """Finds stop strings in time linear in the text, whatever their number; any number of texts can share it.
+
+    Of Aho and Corasick, Efficient string matching, Communications of the ACM 18 (6), 1975. State 0 is the start.
+
+    Attributes:
+        depth: by state, how many characters at the end of the text may begin a stop string.
+        found: by state, the length of the longest stop string that ends there, or 0.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self.depth, self.found = [0], [0]
+        for stop in filter(None, stops):
+            self._add(stop)
+        self._fall = self._fallbacks()
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for char in stop:
+            if char not in self._next[state]:
+                self._next[state][char] = len(self._next)
+                self._next.append({})
+                self.depth.append(self.depth[state] + 1)
+                self.found.append(0)
+            state = self._next[state][char]
+        self.found[state] = len(stop)
+
+    def _fallbacks(self) -> list[int]:
+        """The state of the longest proper suffix, by state."""
+        fall, left = [0] * len(self._next), deque(self._next[0].values())
+        while left:
+            state = left.popleft()
+            self.found[state] = self.found[state] or self.found[fall[state]]
+            for char, following in self._next[state].items():
+                back = fall[state]
+                while back and char not in self._next[back]:
+                    back = fall[back]
+                fall[following] = self._next[back].get(char, 0)
+                left.append(following)
+        return fall
+
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        while state and char not in self._next[state]:
+            state = self._fall[state]
+        return self._next[state].get(char, 0)
+
+
+class StopStrings:
+    """Passes text on up to the first stop string; holds back an end that may become one.
+
+    The first is the one that is complete first, so that the result does not depend on how the text is cut; of several
+    that end at the same character the longest.
+
+    Attributes:
+        hit: a stop string has been found.
+        held: what is held back.
+    """
+
+    def __init__(self, automaton: StopAutomaton) -> None:
+        self.hit, self.held = False, ""
+        self._automaton, self._state = automaton, 0
+
+    def feed(self, text: str) -> str:
+        """What can be passed on after this text has come."""
+        state, held, step, found = self._state, self.held, self._automaton.step, self._automaton.found
+        for at, char in enumerate(text, 1):
+            state = step(state, char)
+            if found[state]:
+                self.hit, self.held = True, ""
+                return (held + text[:at])[: -found[state]]
+        self._state, whole = state, held + text
+        passed = len(whole) - self._automaton.depth[state]
+        self.held = whole[passed:]
+        return whole[:passed]

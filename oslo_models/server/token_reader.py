@@ -1,0 +1,198 @@
+"""The tokens of one call of `generate` as they come: their text, reasoning, tool calls and log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers.cli.serving.utils import ReasoningText, ToolCall, build_response_parser, response_events_to_chunks
+
+from oslo_models.deploy.cancellation import CallCancelled, Cancellation
+from oslo_models.deploy.decoding import Decoding, Scored
+from oslo_models.server.answers import Answer, TokenScore
+from oslo_models.server.text import StopAutomaton, StopStrings, token_decoder
+
+if TYPE_CHECKING:
+    import torch
+
+    from oslo_models.server.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """What makes the tokens, and counts them.
+
+    Attributes:
+        ends: tokens that end a text.
+    """
+
+    model: Any
+    tokenizer: Any
+    ends: list[int]
+    metrics: Metrics
+
+
+_NO_STOPS = StopAutomaton(())
+
+
+@dataclass
+class GenerationJob:
+    """One call of `generate` to be made.
+
+    Attributes:
+        ids: the tokens of the prompt.
+        max_new_tokens: of the answer.
+        settings: further arguments of `generate`.
+        stops: the answer ends before the first of these strings; ``None`` if there are none.
+        stop_tokens: and before these tokens.
+        decoding: penalties, grammar and log-probabilities; ``None`` if none is asked for.
+        chat: whether reasoning and tool calls are parsed from the text.
+        forced_tool: the text is a tool call in JSON.
+        single_tool: tool calls after the first are dropped.
+        skip_special_tokens: in the text.
+    """
+
+    ids: list[int]
+    max_new_tokens: int
+    settings: dict[str, Any]
+    seed: int | None
+    stops: StopAutomaton | None
+    stop_tokens: list[int]
+    decoding: Decoding | None = None
+    chat: bool = False
+    forced_tool: bool = False
+    single_tool: bool = False
+    skip_special_tokens: bool = True
+
+
+class TokenReader:
+    """The streamer of a call: makes text of its tokens, in the thread of the call, and ends it at a stop string.
+
+    Args:
+        deliver: takes the pieces of the answer.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        job: GenerationJob,
+        cancellation: Cancellation,
+        deliver: Callable[[Answer], object],
+    ) -> None:
+        self._source, self._job, self._cancellation, self._deliver = source, job, cancellation, deliver
+        parses = job.chat and not job.forced_tool
+        self._parser = build_response_parser(source.tokenizer, source.model, job.ids) if parses else None
+        if self._parser is not None:
+            self._parser.initial_events.clear()  # text of the prompt
+        skips = job.skip_special_tokens and self._parser is None
+        self._decoder = token_decoder(source.tokenizer, skips)
+        self._stops, self._seen = StopStrings(job.stops or _NO_STOPS), ""
+        self._tokens, self._tools, self._offset = 0, 0, 0
+        self._scores: list[TokenScore] = []
+        self.waiting = True  # for the prompt, which is the first value
+        self._times = [time.monotonic()]  # when it was asked for, when each token came
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has been found."""
+        return self._stops.hit
+
+    def put(self, value: torch.Tensor | Scored) -> None:
+        if self._cancellation.cancelled:
+            raise CallCancelled("nobody waits for the answer")
+        if self.waiting:
+            self.waiting = False
+            self._source.metrics.observe("queue_seconds", time.monotonic() - self._times[0])
+            return
+        self._times.append(time.monotonic())
+        if len(self._times) == 2:
+            self._source.metrics.observe("time_to_first_token_seconds", self._times[1] - self._times[0])
+        for token in [value.token] if isinstance(value, Scored) else value.tolist():
+            self._tokens += 1
+            if token in self._job.stop_tokens:
+                continue
+            if isinstance(value, Scored) and token not in self._source.ends:
+                self._scores.append(TokenScore.of(value, self._offset, self._source.tokenizer))
+                self._offset += len(self._scores[-1].text)
+            self._read(self._decoder.step(token))
+        if self.stopped:
+            raise CallCancelled("a stop string was generated")
+
+    def end(self) -> None:
+        """The rest is known once the call has returned; see `last`."""
+
+    def _read(self, text: str) -> None:
+        if not text or self.stopped:
+            return
+        self._seen += text
+        self._read_items([text] if self._parser is None else response_events_to_chunks(self._parser.feed(text)))
+
+    def _read_items(self, items: list[Any]) -> None:
+        for item in items:
+            if isinstance(item, ToolCall):
+                self._tool(item)
+            elif isinstance(item, ReasoningText):
+                self._deliver(self._piece(reasoning=item))
+            elif not self.stopped and (passed := self._stops.feed(item)) and not self._job.forced_tool:
+                self._deliver(self._piece(content=passed))
+
+    def _tool(self, call: ToolCall) -> None:
+        if not (self._job.single_tool and self._tools):
+            self._deliver(self._piece(tool_calls=[(self._tools, call)]))
+            self._tools += 1
+
+    def _piece(self, **parts: Any) -> Answer:
+        scores, self._scores = self._scores, []
+        return Answer(**parts, scores=scores)
+
+    def last(self, ended: tuple[list[int], str] | None) -> Answer:
+        """The last piece.
+
+        Args:
+            ended: the new tokens of the call and its finish reason; ``None`` if a stop string has ended it.
+        """
+        if self._tokens > 1:
+            average = (self._times[-1] - self._times[1]) / (self._tokens - 1)
+            self._source.metrics.observe("time_per_token_seconds", average)
+        if ended is None:
+            self._source.metrics.count("generated_tokens_total", self._tokens)
+            return self._piece(tokens=self._tokens, finish="tool_calls" if self._tools else "stop")
+        new, finish = ended
+        text = self._source.tokenizer.decode(new, skip_special_tokens=self._job.skip_special_tokens)
+        if self._job.forced_tool:
+            return self._forced(text, finish)
+        rest, reasoning, late = "", "", list[tuple[int, ToolCall]]()
+        if self._parser is not None:
+            for item in self._final_items():
+                if isinstance(item, ToolCall) and not (self._job.single_tool and self._tools):
+                    late.append((self._tools, item))
+                    self._tools += 1
+                elif isinstance(item, ReasoningText):
+                    reasoning += item
+                elif isinstance(item, str) and not self.stopped:
+                    rest += self._stops.feed(item)
+        elif text.startswith(self._seen):  # the decoder withholds an incomplete last character
+            rest = self._stops.feed(text[len(self._seen) :])
+        rest += "" if self.stopped else self._stops.held
+        finish = "tool_calls" if self._tools else "stop" if self.stopped else finish
+        return self._piece(content=rest, reasoning=reasoning, tool_calls=late, tokens=self._tokens, finish=finish)
+
+    def _final_items(self) -> list[Any]:
+        assert self._parser is not None
+        try:
+            _, events = self._parser.finalize()
+        except (ValueError, RuntimeError):  # it ended within a tool call
+            return []
+        return response_events_to_chunks(events)
+
+    def _forced(self, text: str, finish: str) -> Answer:
+        """The tool call that the text is; the text itself if it was cut off."""
+        try:
+            call = json.loads(text)
+            tool = ToolCall(call["name"], json.dumps(call["arguments"]))
+        except (ValueError, KeyError, TypeError):
+            return self._piece(content=text, tokens=self._tokens, finish=finish)
+        return self._piece(tool_calls=[(0, tool)], tokens=self._tokens, finish="tool_calls")

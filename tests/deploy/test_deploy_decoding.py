@@ -1,0 +1,140 @@
+"""Cancelled calls, penalties and log-probabilities of a deployed model, against transformers in one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from oslo_models.deploy.cancellation import CallCancelled, Cancellation
+from oslo_models.deploy.decoding import Decoding, Scored
+
+from support import deployment, faults
+from support.deployment import Collected, prompt
+
+
+@pytest.fixture
+def whole(stand: faults.Stand) -> Any:
+    return stand.whole
+
+
+@pytest.fixture
+def model(stand: faults.Stand) -> Any:
+    stand.answers()
+    return stand.model
+
+
+def greedy(whole: Any, ids_BL: torch.Tensor, steps: int, change: Callable[[torch.Tensor, list[int]], Any]) -> Any:
+    """The tokens and the logits before ``change``, one by one without a cache."""
+    new: list[int] = []
+    logits = []
+    with torch.no_grad():
+        for _ in range(steps):
+            logits_V = whole(torch.cat((ids_BL, torch.tensor([new], dtype=torch.long)), 1)).logits[0, -1]
+            logits.append(logits_V.log_softmax(-1))
+            new.append(int(change(logits_V.clone(), new).argmax()))
+    return new, logits
+
+
+def test_penalties_count_the_generated_tokens_as_openai_defines_them(model: Any, whole: Any, seed: int) -> None:
+    batch = prompt(seed, 1)
+
+    def penalized(logits_V: torch.Tensor, new: list[int]) -> torch.Tensor:
+        for token, count in Counter(new).items():
+            logits_V[token] -= 1.3 * count + 0.7
+        return logits_V
+
+    expected, _ = greedy(whole, batch["input_ids"], 12, penalized)
+    options = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12, "eos_token_id": None}
+    found = model.generate(**batch, **options, decoding=Decoding(frequency_penalty=1.3, presence_penalty=0.7))
+    assert found[0, 7:].tolist() == expected
+    assert expected != greedy(whole, batch["input_ids"], 12, lambda logits, _: logits)[0]
+
+
+def test_streamer_gets_log_probabilities_of_the_raw_logits(model: Any, whole: Any, seed: int) -> None:
+    batch, read = prompt(seed, 1), list[Any]()
+
+    class Reader:
+        put, end = staticmethod(read.append), staticmethod(lambda: None)
+
+    options = {"do_sample": True, "temperature": 0.3, "top_k": 5, "seed": 3, "max_new_tokens": 6, "min_new_tokens": 6}
+    found = model.generate(**batch, **options, streamer=Reader(), decoding=Decoding(logprobs=4))
+    assert torch.equal(found, model.generate(**batch, **options))  # the tokens are those without log-probabilities
+    assert torch.equal(read[0], batch["input_ids"]) and all(isinstance(each, Scored) for each in read[1:])
+    assert [each.token for each in read[1:]] == found[0, 7:].tolist()
+    for at, scored in enumerate(read[1:]):
+        with torch.no_grad():
+            expected_V = whole(found[:, : 7 + at]).logits[0, -1].log_softmax(-1)
+        top = expected_V.topk(4)
+        assert scored.logprob == pytest.approx(float(expected_V[scored.token]), abs=1e-4)
+        assert [value for _, value in scored.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+        assert {token for token, _ in scored.top} == set(top.indices.tolist())
+
+
+def wait_until(holds: Callable[[], Any], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_cancelled_call_ends_at_the_next_token(model: Any, seed: int, streams: bool) -> None:
+    cancellation, batch = Cancellation(), prompt(seed, 1)
+    options = {"streamer": Collected()} if streams else {}
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(model.generate, **batch, **deployment.LONG, **options, cancellation=cancellation)
+        wait_until(lambda: model._engine._calls)
+        cancellation.cancel()
+        with pytest.raises(CallCancelled):
+            call.result(5)
+    wait_until(lambda: not model._engine._calls)
+    with pytest.raises(CallCancelled):  # and a call that is cancelled before it begins
+        model.generate(**batch, **deployment.LONG, cancellation=cancellation)
+    assert model.generate(**batch, max_new_tokens=2).shape[1] == 9
+
+
+def test_cancelled_calls_leave_their_batch_and_others_stay(model: Any, whole: Any, seed: int) -> None:
+    """While one call computes, others wait: a cancelled one leaves at once; a batch ends when nobody wants it."""
+    options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
+    held, release = threading.Event(), threading.Event()
+    original = model._engine.call
+    batches: list[int] = []
+
+    def counted(method: str, args: Any = (), kwargs: Any = None, **rest: Any) -> Any:
+        batches.append(len(kwargs["input_ids"]))
+        if len(batches) == 1:
+            held.set()
+            assert release.wait(20)
+        return original(method, args, kwargs, **rest)
+
+    model._engine.call = counted
+    cancellations = [Cancellation() for _ in range(6)]
+    try:
+        with ThreadPoolExecutor(6) as threads:
+            prompts = [prompt(seed + i, 1) for i in range(6)]
+            calls: list[Future[Any]] = []
+            for each, cancellation in zip(prompts, cancellations, strict=True):
+                calls.append(threads.submit(model.generate, **each, **options, cancellation=cancellation))
+                assert held.wait(20)  # the first one leads alone; the others wait behind it
+            wait_until(lambda: len(model._batcher._waiting) == 5)
+            cancellations[1].cancel()
+            with pytest.raises(CallCancelled):
+                calls[1].result(5)
+            release.set()
+            wait_until(lambda: len(batches) == 2)
+            cancellations[2].cancel()  # within the batch, whose others go on
+            with pytest.raises(CallCancelled):
+                calls[2].result(20)
+            for at in (0, 3, 4, 5):
+                assert torch.equal(calls[at].result(60), whole.generate(**prompts[at], **options))
+    finally:
+        del model._engine.call
+        release.set()
+    assert batches == [1, 4] and not model._batcher._waiting and model._batcher._leader is None
