@@ -77,7 +77,7 @@ def tensor_parallel(
         distributed: ``True``: each process, started by ``torchrun``, is a rank, as with `initialize`.
         sharded: also shard trained parameters that several devices need, such as norms and shared key-value heads, and
             gather them for their use (ZeRO stage 3): each parameter, gradient and optimizer state is stored once. On by
-            default; ``False`` replicates them, which is faster.
+            default for the classes of the zoo; ``False`` replicates them, which is faster.
         sharded_param_names: the parameters to shard so; default: all.
         output_device: the device of the outputs; default: the first device. ``output_device_index``: its index among
             the devices.
@@ -119,7 +119,7 @@ def tensor_parallel(
     arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits, plan=plan)
     arguments.check({})
     cls, is_tried = class_for(model, plan, inputs)
-    model = plain_view(model)
+    original, model = model, plain_view(model)
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
             f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint has them all: make it "
@@ -135,7 +135,9 @@ def tensor_parallel(
     parts = [_part(model, cls, config, threads, rank, places[rank]) for rank in range(threads.size)]
     for part in parts:
         part.gather_logits = gather_logits
-    if (sharded is not False or sharded_param_names) and threads.size > 1:
+    if sharded is None:  # the plans of the zoo say which layers use which parameters
+        sharded = bool(sharded_param_names) or (plan is None and default_plan(original) is None)
+    if (sharded or sharded_param_names) and threads.size > 1:
         shard_shared(parts, sharded_param_names)
     sharded_model = _join_parts(model, cls, parts, threads, output)
     if config is not None:
