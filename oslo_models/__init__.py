@@ -29,7 +29,7 @@ _OWN = {
     "Policy": "oslo_models.compat.policies",
     "RankFailedError": "oslo_models.distributed.watchdog",
     "initialize": "oslo_models.compat.oslo2",
-    "parallel_class": "oslo_models.modeling.own_plan",
+    "parallel_class": "oslo_models.modeling.parallel_class",
     "parallelize": "oslo_models.compat.parallelformers",
     "TensorParallel": "oslo_models.compat.tensor_parallel.api",
     "convert_state_dict": "oslo_models.compat.tensor_parallel.api",

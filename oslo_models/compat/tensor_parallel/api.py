@@ -23,8 +23,8 @@ from oslo_models.distributed.devices import require_gpus, visible_gpus
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.modeling.full_model import plain_view
+from oslo_models.modeling.original_class import original_class
 from oslo_models.modeling.quantizing import check_not_quantized, copy_to_device, refuse_layers_of_libraries
-from oslo_models.modeling.saving import original_class
 from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Plan
 
