@@ -50,7 +50,7 @@ class _Auto:
             original = getattr(transformers, cls.__name__)._model_mapping.get(type(config), None)
             if plan is None or original is None:
                 raise
-            from oslo_models.modeling.own_plan import parallel_class
+            from oslo_models.modeling.parallel_class import parallel_class
 
             return parallel_class(original[0] if isinstance(original, (tuple, list)) else original, plan)
 

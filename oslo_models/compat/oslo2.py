@@ -24,7 +24,7 @@ from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.construction import join, start
 from oslo_models.modeling.derived.deriving import DerivedFromConfig
 from oslo_models.modeling.full_model import is_full, remove_parallel_state
-from oslo_models.modeling.own_plan import parallel_class
+from oslo_models.modeling.parallel_class import parallel_class
 from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_of_libraries
 from oslo_models.modeling.weight_mapping import WeightMapping
 from oslo_models.sharding.plan import Plan

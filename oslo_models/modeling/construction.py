@@ -26,6 +26,7 @@ from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group
 from oslo_models.distributed.object_exchange import agree, broadcast_object, require_equal
 from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
+from oslo_models.modeling.own_plan import class_with_plan
 from oslo_models.modeling.quantizing import quantize_linear_layers, skipped_modules
 from oslo_models.modeling.weight_mapping import open_with_mapping
 from oslo_models.sharding.plan import Plan
@@ -33,12 +34,8 @@ from oslo_models.sharding.plan import Plan
 
 def construct(cls: type[Any], method: str, source: Any, arguments: Arguments, kwargs: dict[str, Any]) -> Any:
     """What the constructors of `ParallelModel` do; ``method`` is the name of the one that was called."""
-    if (
-        isinstance(arguments.plan, Plan) or callable(arguments.plan) or arguments.plan == "derive"
-    ):  # anything else is reported by the checks
-        from oslo_models.modeling.own_plan import parallel_class
-
-        cls = parallel_class(cls, arguments.plan)
+    if isinstance(arguments.plan, Plan) or callable(arguments.plan):  # anything else is reported by the checks
+        cls = class_with_plan((cls,), arguments.plan)
     if arguments.deploy or kwargs.get("deployment"):
         return deploy(cls, method, source, arguments, kwargs)
     timeout = (

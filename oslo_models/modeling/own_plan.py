@@ -7,43 +7,31 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.derived.deriving import DerivedFromConfig
 from oslo_models.sharding.plan import Entries, Plan
 
 PlanLike = Plan | Callable[[Any], Plan] | str
 """A plan, a function from a configuration to one, or ``"derive"``: see `modeling.derived`."""
 
 
-def parallel_class(cls: type[Any], plan: PlanLike) -> Any:
-    """The parallel class for a class of models, with a plan for it.
+def class_with_plan(bases: tuple[type[Any], ...], plan: PlanLike) -> Any:
+    """A parallel class with another plan.
 
     Args:
-        cls: a subclass of transformers' ``PreTrainedModel``, of the zoo or any other.
-        plan: names the modules as ``cls`` does, or as the base model inside it does; in the latter case the entries of
-            the head are those of the ``head_plan`` of ``cls``.
-
-    Returns:
-        A subclass of ``cls`` and `ParallelModel`, with ``from_pretrained_with_parallel`` and so on.
+        bases: a class that is parallel already; or `ParallelModel` and one that is not.
+        plan: as of `parallel_class`.
 
     Raises:
-        ValueError: ``cls`` is not such a class, or the plan is none.
+        ValueError: the plan is none.
     """
-    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        raise ValueError(f"a parallel class is made of a subclass of transformers' PreTrainedModel, not of {cls!r}")
-    if plan == "derive":
-        if issubclass(cls, ParallelModel):
-            return cls  # it has a plan
-        plan = DerivedFromConfig(cls)
     if not isinstance(plan, Plan) and not callable(plan):
         raise ValueError(f'plan must be a Plan, a function from a configuration to one or "derive", got {plan!r}')
-    bases = (cls,) if issubclass(cls, ParallelModel) else (ParallelModel, cls)
+    cls = bases[-1]
     namespace = {
         "plan": classmethod(partial(_plan, plan)),
         "head_entries": classmethod(partial(_head_entries, plan)),
-        "made_from": ClassWithPlan(cls, plan),
+        "made_from": ClassWithPlan(bases, plan),
         "__module__": cls.__module__,
         "__doc__": cls.__doc__,
     }
@@ -55,20 +43,19 @@ class ClassWithPlan:
     """What a class was made from: it can be sent to other processes, unlike the class.
 
     Attributes:
-        cls: the class without the plan.
-        plan: as of `parallel_class`.
+        bases, plan: as of `class_with_plan`.
     """
 
-    cls: type[Any]
+    bases: tuple[type[Any], ...]
     plan: PlanLike
 
     def from_pretrained_with_parallel(self, *args: Any, **kwargs: Any) -> Any:
         """`ParallelModel.from_pretrained_with_parallel` of the class."""
-        return parallel_class(self.cls, self.plan).from_pretrained_with_parallel(*args, **kwargs)
+        return class_with_plan(self.bases, self.plan).from_pretrained_with_parallel(*args, **kwargs)
 
     def from_config_with_parallel(self, *args: Any, **kwargs: Any) -> Any:
         """`ParallelModel.from_config_with_parallel` of the class."""
-        return parallel_class(self.cls, self.plan).from_config_with_parallel(*args, **kwargs)
+        return class_with_plan(self.bases, self.plan).from_config_with_parallel(*args, **kwargs)
 
 
 def _given(plan: PlanLike, cls: type[Any], config: PreTrainedConfig) -> tuple[Plan, Entries | None]:

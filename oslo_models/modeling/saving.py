@@ -20,17 +20,6 @@ from oslo_models.pipeline.stage import Stage
 from oslo_models.sharding.layout import Layout
 
 
-def original_class(cls: type[Any]) -> Any:
-    """The class of transformers' kind that a parallel class is made of: its first base that is not parallel."""
-    return next(
-        base
-        for base in cls.__mro__
-        if issubclass(base, PreTrainedModel)
-        and not issubclass(base, SavableModel)
-        and not base.__module__.startswith("oslo_models.")
-    )
-
-
 class SavableModel(PreTrainedModel):
     """Adds `save_pretrained_with_parallel`, in place of transformers' ``save_pretrained``."""
 

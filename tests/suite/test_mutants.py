@@ -189,7 +189,7 @@ def dropout_at_both_ends(patch: Patch) -> None:
 
 Caught = tuple[Callable[[Patch], None], str, dict[str, Any]]
 STAGES = {"tp": 1, "pp": 4}
-STEP = {"forward": 1.0, "backward": 2.0, "number": 4}
+STEP = {"forward": 1.0, "backward": 2.0, "number": 4, "share_loss": False}
 MUTANTS: dict[str, list[Caught]] = {
     "models/test_parity.py": [
         (row_without_sum, "test_step_of_every_head_matches_transformers", {"variant": "gpt2", "n": 2}),

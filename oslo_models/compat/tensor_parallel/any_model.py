@@ -32,7 +32,7 @@ def class_for(model: Any, plan: Any, inputs: Any) -> tuple[Any, bool]:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
     if not is_full(model) or hasattr(type(model), "tensor_parallel_config"):
-        raise RuntimeError(f"this {type(model).__name__} is already sharded")
+        raise RuntimeError(f"this {type(model).__name__} is already sharded: model.deparallelize() makes it full again")
     is_transformers = isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")  # refused there
     if hasattr(model, "peft_config") or (is_transformers and (plan not in (None, "derive") or _has_plan(type(model)))):
         return zoo_class(model, may_be_empty=True, plan=None if plan == "derive" else plan), True

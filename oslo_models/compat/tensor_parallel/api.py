@@ -18,15 +18,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from oslo_models.compat.oslo2 import initialize
 from oslo_models.compat.tensor_parallel.any_model import class_for, default_plan, untried_copy
 from oslo_models.compat.tensor_parallel.autograd import ThreadShards
-from oslo_models.compat.tensor_parallel.wrapper import TensorParallel, move_part
+from oslo_models.compat.tensor_parallel.wrapper import ThreadedModule, move_part
 from oslo_models.compat.tensor_parallel.zero3 import shard_shared
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.devices import require_gpus, visible_gpus
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.modeling.full_model import plain_view
+from oslo_models.modeling.original_class import original_class
 from oslo_models.modeling.quantizing import check_not_quantized, copy_to_device, refuse_layers_of_libraries
-from oslo_models.modeling.saving import original_class
 from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Plan
 
@@ -225,6 +225,20 @@ def _join_parts(
     sharded.register_state_dict_post_hook(_merge_state)
     sharded.register_load_state_dict_pre_hook(_shard_state)
     return sharded.train(model.training)
+
+
+class _Constructor(type):
+    """Calling `TensorParallel` itself calls `tensor_parallel`, whose arguments its constructor takes."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return tensor_parallel(*args, **kwargs) if cls is TensorParallel else super().__call__(*args, **kwargs)
+
+
+class TensorParallel(ThreadedModule, metaclass=_Constructor):
+    """The base class, beside the class of the full model, of the models that `tensor_parallel` returns.
+
+    ``TensorParallel(model, device_ids, ...)`` is ``tensor_parallel(model, device_ids, ...)``.
+    """
 
 
 class TensorParallelModel(TensorParallel, PreTrainedModel):

@@ -1,4 +1,4 @@
-"""`TensorParallel`: the base class of the models that `tensor_parallel` returns."""
+"""`ThreadedModule`: what the models that `tensor_parallel` returns have in common."""
 
 from __future__ import annotations
 
@@ -19,21 +19,8 @@ def move_part(part: Any, device: torch.device) -> Any:
     return part._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
-class _Constructor(type):
-    """Calling `TensorParallel` itself calls `tensor_parallel`, whose arguments its constructor takes."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is TensorParallel:
-            from oslo_models.compat.tensor_parallel.api import tensor_parallel
-
-            return tensor_parallel(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
-
-
-class TensorParallel(nn.Module, metaclass=_Constructor):
-    """The base class, beside the class of the full model, of the models that `tensor_parallel` returns.
-
-    ``TensorParallel(model, device_ids, ...)`` is ``tensor_parallel(model, device_ids, ...)``.
+class ThreadedModule(nn.Module):
+    """A module whose parts compute on threads, each on its device, as one.
 
     Attributes:
         parts: the models of the ranks.

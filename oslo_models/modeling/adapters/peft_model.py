@@ -13,7 +13,7 @@ from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.adapters.layouts import adapter_layouts
 from oslo_models.modeling.adapters.prompts import local_heads
 from oslo_models.modeling.adapters.saving import save_peft_model
-from oslo_models.modeling.saving import original_class
+from oslo_models.modeling.original_class import original_class
 
 
 class ShardedPeftModel(PeftModel):

@@ -18,7 +18,7 @@ from oslo_models.checkpoint.gather import gather_full_tensor
 from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects
 from oslo_models.distributed.rng import default_generator
 from oslo_models.distributed.sharded_tensor import local_tensor
-from oslo_models.modeling.saving import original_class
+from oslo_models.modeling.original_class import original_class
 
 PREFIX = "base_model.model."
 """What precedes the names of a model in a ``PeftModel``."""
