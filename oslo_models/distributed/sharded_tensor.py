@@ -314,12 +314,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether products with a tensor are those of a sharded layer, outside of it.
-
-    PEFT multiplies the two matrices of an adapter of an embedding itself, which gives this rank's rows of the product.
-    """
-    if isinstance(value, Shard) and ".lora_embedding_" in value.sharding.name:
-        return False
+    """Whether products with a tensor are those of a sharded layer, outside of it."""
     return isinstance(value, (ShardedParameter, WeightView)) or (isinstance(value, Shard) and value.is_weight)
 
 

@@ -15,19 +15,8 @@ import torch
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.decoding import Decoding, Scored
 
-from support import deployment, faults
+from support import deployment
 from support.deployment import Collected, prompt
-
-
-@pytest.fixture
-def whole(stand: faults.Stand) -> Any:
-    return stand.whole
-
-
-@pytest.fixture
-def model(stand: faults.Stand) -> Any:
-    stand.answers()
-    return stand.model
 
 
 def greedy(whole: Any, ids_BL: torch.Tensor, steps: int, change: Callable[[torch.Tensor, list[int]], Any]) -> Any:
