@@ -1,4 +1,4 @@
-"""Reads matrices that a checkpoint holds one by one as if they were stacked: the experts of a mixture."""
+"""Reads the experts of a mixture, which a checkpoint holds as separate matrices, as the stacked tensors of a model."""
 
 from __future__ import annotations
 

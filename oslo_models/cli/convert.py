@@ -17,6 +17,7 @@ from oslo_models import registry
 from oslo_models.checkpoint import CheckpointReader, save_checkpoint
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree
+from oslo_models.modeling.stacked_experts import as_saved
 from oslo_models.modeling.weight_mapping import open_with_mapping
 from oslo_models.sharding.layout import EvenSplit, Layout
 
@@ -52,7 +53,7 @@ def convert(
         cls.plan(config).check_ranks(cls.__name__, type(config).__name__, tensor_parallel_size)
     mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size)
     with open_with_mapping(cls, config, mesh, directory) as (mapping, reader):
-        tied = mapping.model.all_tied_weights_keys
+        tied = dict(mapping.model.all_tied_weights_keys)
         with agree(mesh.world, f"reading {directory}"):
             slices = mapping.slices(reader)
             for name, source in tied.items():  # .bin files hold tied weights under both names
@@ -63,6 +64,8 @@ def convert(
             if not merging:
                 tensors = dict(tensors.items())
         layouts = {name: mapping.layouts.get(name, Layout(tuple(tensors[name].shape))) for name in tensors}
+        if merging:
+            tensors, layouts, tied = as_saved(mapping.model, tensors, layouts, tied)
         save_checkpoint(
             output,
             tensors,

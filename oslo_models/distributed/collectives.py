@@ -84,7 +84,7 @@ def _communicate(axis: Axis, what: str, collective: Callable[..., Any], *args: A
 def _is_queued(axis: Axis, given: Tensor | list[Tensor]) -> bool:
     """Whether a collective runs on a GPU, so that nobody waits for it here; one that is captured does not run yet."""
     x = given if isinstance(given, Tensor) else given[0]
-    return not x.is_cpu and axis.watchdog is not None and not torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and axis.watchdog is not None and not torch.cuda.is_current_stream_capturing()
 
 
 # Collectives that activation checkpointing can keep -------------------------------------------------------------------

@@ -6,7 +6,7 @@ experts on different ranks. The tokens are replicated here, so no rank sends any
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,17 +35,37 @@ class ParallelExperts(_ShardedModule):
     num_experts: int
     config: Any
 
-    def set_experts(self, layout: Layout) -> None:
-        """Set which experts this rank holds, once ``tp`` is set.
+    def set_experts(self, layouts: Mapping[str, Layout]) -> None:
+        """Set which experts this rank holds, once ``tp`` is set and before the parameters are sharded.
 
         Args:
-            layout: that of the first projection.
+            layouts: those of the parameters.
+
+        Raises:
+            ValueError: on every rank, if grouped products cannot address the shards of some rank.
         """
-        self.over_ranks = layout.dim == 0
+        self._check_strides(layouts)
+        first = layouts["gate_up_proj"]
+        self.over_ranks = first.dim == 0
         if self.over_ranks:
-            ((self.first, stop),) = layout.ranges[self.tp.rank]
+            ((self.first, stop),) = first.ranges[self.tp.rank]
             self.num_experts = stop - self.first
             self._is_expert_parallel = True  # transformers' name: there may be ids of experts that are not here
+
+    def _check_strides(self, layouts: Mapping[str, Layout]) -> None:
+        """``torch._grouped_mm`` wants rows of a multiple of 16 bytes, and takes no float64."""
+        dtype = self._parameters["gate_up_proj"].dtype  # type: ignore[union-attr]
+        if self.config._experts_implementation != "grouped_mm" or dtype == torch.float64:
+            return
+        for name in ("gate_up_proj", "down_proj"):
+            layout, unit = layouts[name], 16 // dtype.itemsize
+            rows = [layout.local_shape(rank)[-1] for rank in range(self.tp.size)]
+            if layout.shape[-1] % unit == 0 and any(row % unit for row in rows):
+                raise ValueError(
+                    f"tensor_parallel_size={self.tp.size} shards the experts' {name} {layout.shape} to rows of {rows} "
+                    f"elements, of which grouped products take multiples of {unit} in {dtype}: use fewer ranks, "
+                    'expert_parallel_size, or experts_implementation="eager"'
+                )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
         """The weighted sum of the outputs of each token's experts.

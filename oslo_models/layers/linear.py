@@ -113,7 +113,8 @@ class KeyValueParallelLinear(ColumnParallelLinear):
 class LatentLinear(_ShardedModule, nn.Linear):
     """A replicated projection to a latent and to the rotary part of a key that the heads of all ranks share.
 
-    A sharded projection follows the latent, and sums its gradient; that of the rotary part is summed here.
+    The column-parallel projection after the latent all-reduces the latent's gradient; that of the rotary part, which
+    goes into the local heads directly, is all-reduced here.
     """
 
     rotary: int

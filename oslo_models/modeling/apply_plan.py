@@ -149,7 +149,7 @@ def apply_plan(
         if isinstance(entry, HeadNorms):
             module.heads = entry.heads  # type: ignore[assignment]
         elif isinstance(entry, Experts):
-            module.set_experts(shards["gate_up_proj"])  # type: ignore[operator]
+            module.set_experts(shards)  # type: ignore[operator]
         elif isinstance(entry, Latent):
             module.rotary = entry.rotary  # type: ignore[assignment]
         elif isinstance(entry, EinsumHeads):

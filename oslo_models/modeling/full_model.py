@@ -86,7 +86,7 @@ def make_full(model: Any) -> None:
 def _gather(model: Any, mesh: ParallelMesh) -> dict[str, Tensor]:
     """The full tensors on every rank, in host memory; tied ones under one of their names."""
     tensors, layouts = model._full_names(model.state_dict())
-    tied = dict(model.all_tied_weights_keys if model.stage is None else model.stage.tied_names)
+    tied = model._tied_names()
     _, stages = gather_infos("gathering the model", tensors, layouts, mesh, tied)
     full = {}
     for name, info in merge_stages(stages, tied)[0].items():

@@ -95,10 +95,11 @@ class SavableModel(PreTrainedModel):
         arguments = {"save_directory": str(save_directory), "save_with_merging": merging, "save_config": save_config}
         require_equal(mesh.world, {**arguments, **options.to_compare()}, "save arguments")
         with_config = save_config and any(gather_objects(mesh.world, options.is_main_process))
-        tensors, layouts = self._full_names(self.state_dict() if state_dict is None else state_dict)
-        tied = dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied_names)
+        own, layouts = self._full_names(self.state_dict() if state_dict is None else state_dict)
+        tensors: Mapping[str, Tensor] = own
+        tied = self._tied_names()
         if merging:
-            tensors, layouts, tied = as_saved(self, tensors, layouts, tied)
+            tensors, layouts, tied = as_saved(self, own, layouts, tied)
         checkpoint.save_checkpoint(
             Path(save_directory),
             tensors,
@@ -127,6 +128,10 @@ class SavableModel(PreTrainedModel):
             tensors.pop(name, None)
         sharded = {full_names.get(name, name): layout for name, layout in self.layouts.items()}
         return tensors, {name: sharded.get(name, Layout(tuple(tensor.shape))) for name, tensor in tensors.items()}
+
+    def _tied_names(self) -> dict[str, str]:
+        """For each tied weight the name of its source, by their names in the full model."""
+        return dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied_names)
 
     def _full_config(self) -> PreTrainedConfig:
         """The configuration of the full model; on a pipeline stage, ``self.config`` counts fewer layers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from oslo_models.sharding.layout import Layout
 def expert_pieces(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
     """The matrices in each stack of experts of a model, by the name of the stack; empty for other models.
 
-    Their names are what transformers' own conversion makes of a stack whose elements say where they are.
+    The names come from transformers' own reverse conversion, applied to a small stack whose elements are numbered.
 
     Args:
         model: the model, or a stage of it.
@@ -96,18 +96,18 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
 
 def as_saved(
     model: Any, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], tied: Mapping[str, str]
-) -> tuple[dict[str, Tensor], dict[str, Layout], dict[str, str]]:
+) -> tuple[Mapping[str, Tensor], dict[str, Layout], dict[str, str]]:
     """Shards, layouts and tied weights by the names that transformers saves them with, and experts one by one.
 
     Args:
         model: this rank's part of a model.
-        tensors: this rank's shards, by name in the full model.
+        tensors: this rank's shards, by name in the full model; may read each of them when it is asked for.
         layouts: their layouts.
         tied: for each tied weight the name of its source.
     """
     conversions = _Conversions(_conversions(model), model.config)
     if not conversions._weight_conversions:
-        return dict(tensors), dict(layouts), dict(tied)
+        return tensors, dict(layouts), dict(tied)
 
     def rename(name: str) -> str:
         (saved,) = revert_weight_conversion(conversions, {name: torch.empty(0)})
@@ -115,21 +115,61 @@ def as_saved(
 
     stacks = expert_pieces(model, {name: layout.shape for name, layout in layouts.items()})
     rank = 0 if model.mesh is None else model.mesh.tp.rank
-    named, sharded = {}, {}
-    for name, tensor in tensors.items():
+    places: dict[str, _Place] = {}
+    sharded = {}
+    for name in tensors:
         if name not in stacks:
             saved = rename(name)
-            named[saved], sharded[saved] = tensor, layouts[name]
+            places[saved], sharded[saved] = _Place(name), layouts[name]
             continue
         parts = 1 + max(piece.part for piece in stacks[name])
         first = layouts[name].ranges[rank][0][0] if layouts[name].dim == 0 else 0
         for piece in stacks[name]:
-            index = piece.expert - first
-            local = tensor[index] if 0 <= index < len(tensor) else tensor.new_empty(0, tensor.shape[2])
-            rows = local.shape[0] // parts
-            named[piece.name] = local[piece.part * rows : (piece.part + 1) * rows]
+            places[piece.name] = _Place(name, piece.expert - first, piece.part, parts)
             sharded[piece.name] = _of_piece(layouts[name], piece.expert, parts)
-    return named, sharded, {rename(name): rename(source) for name, source in tied.items()}
+    return _SavedTensors(tensors, places), sharded, {rename(name): rename(source) for name, source in tied.items()}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor that is saved is in those of the model.
+
+    Attributes:
+        name: the tensor of the model, or the stack that it is a matrix of.
+        expert: its index in the local stack; outside of it, another rank has the expert. ``None``: no stack.
+        part: which of the ``parts`` matrices of the expert it is.
+    """
+
+    name: str
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+
+
+class _SavedTensors(Mapping[str, Tensor]):
+    """The tensors of a model by the names with which they are saved. Keeps the latest stack, and no other."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], places: Mapping[str, _Place]) -> None:
+        self._tensors, self._places = tensors, places
+        self._latest: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self._places[name]
+        if place.expert is None:
+            return self._tensors[place.name]
+        if self._latest is None or self._latest[0] != place.name:
+            self._latest = place.name, self._tensors[place.name]
+        stack = self._latest[1]
+        if not 0 <= place.expert < len(stack):
+            return stack.new_empty(0, stack.shape[2])
+        rows = stack.shape[1] // place.parts
+        return stack[place.expert, place.part * rows : (place.part + 1) * rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def _of_piece(stack: Layout, expert: int, parts: int) -> Layout:

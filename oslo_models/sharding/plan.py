@@ -104,7 +104,7 @@ class RowParallel(ColumnParallel):
 
 @dataclass(frozen=True)
 class Experts(Replicated):
-    """Stacked experts with a gate, of which each rank holds a part of the width of every one, or some as a whole.
+    """Stacked gated experts: a rank holds a slice of the width of every expert or, under expert parallelism, full ones.
 
     Their parameters are ``gate_up_proj [experts, 2 * width, hidden]`` and ``down_proj [experts, hidden, width]``, and
     may be ``gate_up_proj_bias`` and ``down_proj_bias``.
@@ -112,7 +112,7 @@ class Experts(Replicated):
     Args:
         transposed: the last two dimensions of the projections are exchanged.
         interleaved: rows of gate and up projection alternate.
-        over_ranks: each rank holds some of the experts (expert parallelism).
+        over_ranks: whether each rank holds some experts in full (expert parallelism).
     """
 
     transposed: bool = False

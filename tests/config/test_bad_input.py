@@ -345,8 +345,8 @@ def test_misspelled_names_are_corrected(wrong: str, meant: str) -> None:
 
 def test_unsupported_model_types_and_classes_are_named(tmp_path: Path) -> None:
     page = r'docs/develop/architecture.md \("Adding an architecture"\)'
-    with pytest.raises(ValueError, match=f"no class for 'qwen2_moe'; did you mean qwen2\\? it has: .*{page}"):
-        AutoModelForCausalLM.from_config_with_parallel(transformers.Qwen2MoeConfig())
+    with pytest.raises(ValueError, match=f"no class for 'gemma3n_text'; did you mean gemma3_text\\? it has: .*{page}"):
+        AutoModelForCausalLM.from_config_with_parallel(transformers.Gemma3nTextConfig())
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     with pytest.raises(ValueError, match=f"no class for 'lama'; did you mean llama\\? it has: .*{page}"):
         AutoModelForCausalLM.from_pretrained_with_parallel(tmp_path)
@@ -372,7 +372,7 @@ def test_saving_into_a_file_is_rejected(pool: Pool, tmp_path: Path) -> None:
             assert "it is a file; name a directory" in message
     assert (tmp_path / "file").read_text() == "mine"
     for message in refused(pool, 2, _save_into_a_file, tmp_path / "new", max_shard_size="1MB"):
-        assert "are for save_with_merging=True" in message
+        assert "is for save_with_merging=True" in message
     for message in refused(pool, 2, _save_into_a_file, tmp_path / "new", shards=3):
         assert "unknown arguments ['shards']" in message
 

@@ -36,17 +36,6 @@ from support.pool import Pool
 TYPES = [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64]
 
 
-@pytest.fixture
-def whole(stand: faults.Stand) -> Any:
-    return stand.whole
-
-
-@pytest.fixture
-def model(stand: faults.Stand) -> Any:
-    stand.answers()
-    return stand.model
-
-
 # What it answers ------------------------------------------------------------------------------------------------------
 
 

@@ -15,19 +15,8 @@ import torch
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.decoding import Decoding, Scored
 
-from support import deployment, faults
+from support import deployment
 from support.deployment import Collected, prompt
-
-
-@pytest.fixture
-def whole(stand: faults.Stand) -> Any:
-    return stand.whole
-
-
-@pytest.fixture
-def model(stand: faults.Stand) -> Any:
-    stand.answers()
-    return stand.model
 
 
 def greedy(whole: Any, ids_BL: torch.Tensor, steps: int, change: Callable[[torch.Tensor, list[int]], Any]) -> Any:
@@ -103,7 +92,7 @@ def test_cancelled_call_ends_at_the_next_token(model: Any, seed: int, streams: b
 def test_cancelled_calls_leave_their_batch_and_others_stay(model: Any, whole: Any, seed: int) -> None:
     """While one call computes, others wait: a cancelled one leaves at once; a batch ends when nobody wants it."""
     options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
-    held, release = threading.Event(), threading.Event()
+    held, release, release_batch = threading.Event(), threading.Event(), threading.Event()
     original = model._engine.call
     batches: list[int] = []
 
@@ -112,6 +101,8 @@ def test_cancelled_calls_leave_their_batch_and_others_stay(model: Any, whole: An
         if len(batches) == 1:
             held.set()
             assert release.wait(20)
+        elif len(batches) == 2:
+            assert release_batch.wait(20)
         return original(method, args, kwargs, **rest)
 
     model._engine.call = counted
@@ -129,12 +120,16 @@ def test_cancelled_calls_leave_their_batch_and_others_stay(model: Any, whole: An
                 calls[1].result(5)
             release.set()
             wait_until(lambda: len(batches) == 2)
-            cancellations[2].cancel()  # within the batch, whose others go on
+            computing = model._batcher._leader.cancellation
+            gone = next(at for at in (2, 3) if cancellations[at] is not computing)
+            cancellations[gone].cancel()  # within the batch, whose others go on
             with pytest.raises(CallCancelled):
-                calls[2].result(20)
-            for at in (0, 3, 4, 5):
+                calls[gone].result(20)
+            release_batch.set()
+            for at in sorted({0, 2, 3, 4, 5} - {gone}):
                 assert torch.equal(calls[at].result(60), whole.generate(**prompts[at], **options))
     finally:
         del model._engine.call
         release.set()
+        release_batch.set()
     assert batches == [1, 4] and not model._batcher._waiting and model._batcher._leader is None

@@ -113,7 +113,7 @@ def test_failed_rank_is_named_after_the_store_has_ended(pool: Pool, tmp_path: Pa
 class OnAGPU(torch.Tensor):
     """A tensor that is said to be on a GPU."""
 
-    is_cpu = False  # type: ignore[assignment]
+    is_cpu, is_cuda = False, True  # type: ignore[assignment]
 
 
 class Queued:

@@ -81,10 +81,20 @@ def weights(config: Any, seed: int) -> dict[str, Tensor]:
 # The best model, the last ones and the final one ----------------------------------------------------------------------
 
 
+class Spoil(transformers.TrainerCallback):
+    """Makes weights so large in the third step that the model is sure of wrong tokens."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 3:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(8.0)
+
+
 def keep_the_best(run: Run, tp: int, pp: int, args: dict[str, Any], seed: int) -> tuple[float, list[float]]:
-    """Train with a learning rate that makes the model worse after a while."""
+    """Train a model that gets worse in its third step."""
     rows = trainers.text_rows(run.config, seed + 1, 8)
-    trainer = make_trainer(run, tp, pp, args, seed, eval_dataset=rows)
+    trainer = make_trainer(run, tp, pp, args, seed, eval_dataset=rows, callbacks=[Spoil()])
     trainer.train()
     trainer.save_model()
     history = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
@@ -96,7 +106,7 @@ def test_best_model_is_loaded_and_saved_for_transformers(pool: Pool, sizes: str,
     tp, pp, ranks = SIZES[sizes]
     config = pipelines.config("gpt2")
     run = Run("GPT2LMHeadModel", config, weights(config, seed))
-    args = {"output_dir": str(tmp_path), "max_steps": 4, "learning_rate": 0.5, "save_total_limit": 1}
+    args = {"output_dir": str(tmp_path), "max_steps": 4, "save_total_limit": 1}
     args |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     args |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "lr_scheduler_type": "constant"}
     results = pool.run(ranks, keep_the_best, run, tp, pp, args, seed, env=True)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError
+from oslo_models.cli.main import main
 
 from support import pipelines, zoo
 from support.pool import Pool
@@ -81,6 +82,21 @@ def test_sizes_of_expert_parallelism_that_do_not_fit_are_refused(
     config = zoo.config("mixtral" if "Mixtral" in name else "llama")
     with pytest.raises(ValueError, match=message):
         cls.from_config_with_parallel(config, sizes[0], expert_parallel_size=sizes[1])
+
+
+def refuse_short_rows() -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    config = zoo.config("mixtral", intermediate_size=8)
+    with pytest.raises(
+        ValueError, match=r"shards the experts' down_proj .* to rows of \[3, 3, 2\] elements, .* of 4 in"
+    ):
+        cls.from_config_with_parallel(config, 3, dtype=torch.float32)
+    model = cls.from_config_with_parallel(config, 3, dtype=torch.float32, experts_implementation="eager")
+    assert model(input_ids=torch.ones(1, 3, dtype=torch.long)).logits.isfinite().all()
+
+
+def test_shards_that_grouped_products_cannot_address_are_refused_by_name(pool: Pool) -> None:
+    pool.run(3, refuse_short_rows)
 
 
 def refuse_fewer_experts_than_ranks() -> None:
@@ -157,6 +173,15 @@ def test_experts_survive_changes_of_sizes_byte_for_byte(pool: Pool, tmp_path: Pa
     merged = read_all(tmp_path / "merged from experts")
     assert expected.keys() == merged.keys()
     assert all(expected[name].equal(merged[name]) for name in expected)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_neox-in-turn"])
+def test_command_line_merges_to_the_file_of_transformers(tmp_path: Path, model_type: str) -> None:
+    zoo.original(zoo.main_head(model_type))(zoo.config(model_type)).save_pretrained(tmp_path / "hub")
+    assert main(["reshard", str(tmp_path / "hub"), str(tmp_path / "split"), "--tensor-parallel-size", "2"]) == 0
+    assert main(["merge", str(tmp_path / "split"), str(tmp_path / "merged")]) == 0
+    file = "model.safetensors"
+    assert (tmp_path / "merged" / file).read_bytes() == (tmp_path / "hub" / file).read_bytes()
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ from oslo_models.server.text import StopAutomaton, StopStrings
 from support import ROOT
 from support.corpora import tokenizer
 from support.faults import gone
-from support.http import StubModel, listening
+from support.http_server import StubModel, listening
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""

@@ -29,7 +29,7 @@ from oslo_models.server.guard import access_log, log
 from oslo_models.server.text import StopAutomaton, StopStrings
 
 from support.corpora import tokenizer
-from support.http import StubModel, call, connect, listening, post_bytes, post_json, read_answer
+from support.http_server import StubModel, call, connect, listening, post_bytes, post_json, read_answer
 
 PATH = "/v1/completions"
 ASKED = json.dumps({"prompt": "def", "max_tokens": 3}).encode()

@@ -24,7 +24,7 @@ from oslo_models.server.schema import ChatRequest, CompletionRequest
 from oslo_models.server.tokens import DetokenizeRequest, TokenizeRequest
 
 from support.corpora import tokenizer
-from support.http import StubModel, call
+from support.http_server import StubModel, call
 
 CHAT = [{"role": "user", "content": "def?"}]
 BODIES: dict[str, dict[str, Any]] = {

@@ -31,7 +31,7 @@ from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits
 
 from support.corpora import tokenizer
-from support.http import call, listening, post_json
+from support.http_server import call, listening, post_json
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}{% if tools %}tools: {{ tools | length }}

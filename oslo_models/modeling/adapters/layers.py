@@ -144,3 +144,8 @@ class ParallelDoraLinear(_ParallelDora, DoraLinearLayer):
 
 class ParallelDoraEmbedding(_ParallelDora, DoraEmbeddingLayer):
     """DoRA on a sharded embedding."""
+
+    def get_lora_weight(self, lora_A: Any, lora_B: Any, adapter_name: str | None = None) -> Tensor:
+        with without_override():
+            product: Tensor = super().get_lora_weight(lora_A, lora_B, adapter_name)
+        return product
