@@ -90,6 +90,20 @@ def test_ia3_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: s
     pool.run(tp, check_run, run, tp)
 
 
+LATENT: dict[str, Any] = {
+    "LoRA": lambda: peft.LoraConfig(r=3, target_modules=["kv_a_proj_with_mqa", "kv_b_proj"], init_lora_weights=False),
+    "DoRA": lambda: peft.LoraConfig(r=3, target_modules=["kv_a_proj_with_mqa", "q_b_proj"], use_dora=True),
+    "IA3": lambda: peft.IA3Config(target_modules=["kv_a_proj_with_mqa", "o_proj"], feedforward_modules=["o_proj"]),
+}
+
+
+@pytest.mark.parametrize("kind", LATENT)
+def test_adapters_of_latent_attention_train_as_on_one_process(pool: Pool, seed: int, kind: str) -> None:
+    """The part of the latent projection that is the key's rotary one goes into the heads of each rank directly."""
+    run = reference_run("DeepseekV3ForCausalLM", zoo.config("deepseek_v3"), LATENT[kind](), seed)
+    pool.run(2, check_run, run, 2)
+
+
 FILES = {
     "LoRA": lambda: peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=3),
     "DoRA": lambda: peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], r=3, use_dora=True),

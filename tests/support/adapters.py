@@ -79,7 +79,7 @@ def reference_run(
     from peft import get_peft_model
 
     base = reference_model(name, config, seed)
-    run = Run(name, config, copy.deepcopy(adapter), seed, optimizer, full_parameters(base))
+    run = Run(name, config, copy.deepcopy(adapter), seed, optimizer, {**base.state_dict(), **full_parameters(base)})
     torch.manual_seed(seed)
     model: Any = get_peft_model(base, adapter)
     trained = trained_parameters(model)

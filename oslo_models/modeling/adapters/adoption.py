@@ -22,6 +22,7 @@ from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.layers.linear import (
     ColumnParallelLinear,
     KeyValueParallelLinear,
+    LatentLinear,
     RowParallelLinear,
     sum_replicated,
 )
@@ -29,6 +30,8 @@ from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.modeling.adapters.initial_values import draw
 from oslo_models.modeling.adapters.layers import (
     FeatureParallelLoraEmbedding,
+    LatentIA3Linear,
+    LatentLoraLinear,
     ParallelDoraEmbedding,
     ParallelDoraLinear,
     ParallelLoraLinear,
@@ -110,6 +113,8 @@ def _restore_placeholders(model: nn.Module) -> None:
 def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
     """Make one LoRA adapter parallel, if its layer is sharded."""
     base = tuner.get_base_layer()
+    if isinstance(base, LatentLinear):
+        tuner.__class__ = LatentLoraLinear
     if weight_layout(base) is None:
         return
     outputs = shards_outputs(base)
@@ -179,7 +184,9 @@ def _compute_magnitudes(tuner: Any, name: str) -> None:
 
 
 def _adopt_ia3(tuner: Any, name: str) -> None:
-    """Sum the gradients of factors of key-value heads that several ranks hold; others are right as they are."""
+    """Sum the gradients of factors that several ranks hold and use for shards; others are right as they are."""
+    if isinstance(tuner.get_base_layer(), LatentLinear):
+        tuner.__class__ = LatentIA3Linear
     layout = adapter_layouts(tuner).get(f"ia3_l.{name}")
     if layout is not None and layout.overlaps:
         tuner.ia3_l[name].register_hook(partial(sum_replicated, axis=tuner.get_base_layer().tp, layout=layout))

@@ -22,7 +22,10 @@ _WAY_OUT = "add it to the model on one process, or use one of these kinds"
 _DATA_FREE = (True, False, "gaussian", "orthogonal")
 """Values of ``init_lora_weights`` that do not look at the weights of the model."""
 _REFUSED_OPTIONS = {
-    "target_parameters": "name the modules in target_modules",
+    "target_parameters": (
+        "the weights of experts cannot be adapted there. Leave it out, and of target_modules the names by which peft "
+        "means experts (gate_proj, up_proj and down_proj, or w1, w2 and w3)"
+    ),
     "layer_replication": "replicate the layers in the configuration of the model",
     "megatron_config": "leave it out: the layers are parallel already",
     "trainable_token_indices": "train all tokens, with the embedding in modules_to_save",
