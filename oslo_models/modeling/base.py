@@ -27,6 +27,7 @@ from oslo_models.modeling.forward import (
 )
 from oslo_models.modeling.fusing import FusableModel
 from oslo_models.modeling.initialization import SeededByName, initialize_computed
+from oslo_models.modeling.original_class import original_class
 from oslo_models.modeling.parallelized import ParallelizedModel
 from oslo_models.modeling.replaced_layers import ShardedLayers
 from oslo_models.modeling.training import TrainableModel
@@ -290,8 +291,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """As transformers' own class: it looks into the source file of the class for what only its own files have."""
-        original: Any = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
-        can_set: bool = original._can_set_experts_implementation()
+        can_set: bool = original_class(cls)._can_set_experts_implementation()
         return can_set
 
     def initialize_weights(self) -> None:
