@@ -74,6 +74,7 @@ def split_stage(
             del model.get_submodule(prefix + stack)._modules[name]
     _renumber_layers(model, plan, prefix)
     stage.full_config = _restrict_layer_types(model, ranges[index])
+    _count_routers(stage, plan, prefix, blocks, layouts)
     stage.early_outputs = {prefix + key: width for key, width in plan.early_outputs.items()}
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
     model.all_tied_weights_keys = _local_tied_keys(model, stage.tied_names)
@@ -206,6 +207,19 @@ def _stages_of(
     if entry := entry_of(inner, plan.embed):
         return {stack_of(entry, prefix, stacks, 0).first}
     return {stack_of(entry_of(inner, plan.head) or inner, prefix, stacks, -1).last}
+
+
+def _count_routers(
+    stage: Stage, plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], layouts: Mapping[str, Layout]
+) -> None:
+    """Note how many routers each stage has, and for how many experts they are."""
+    found = [
+        [f"{prefix}{stack}.{block}.{entry}.down_proj" for entry in plan.expert_entries(stack)]
+        for stack, block in blocks
+    ]
+    experts = [[layouts[name].shape[0] for name in names if name in layouts] for names in found]
+    stage.routers = tuple(sum(map(len, experts[slice(*local)])) for local in stage.ranges)
+    stage.num_experts = max((count for counts in experts for count in counts), default=0)
 
 
 def _copy_first_block_modules(

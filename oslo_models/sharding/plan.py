@@ -286,9 +286,13 @@ class Plan:
         }
         return replace(self, blocks=blocks)
 
+    def expert_entries(self, stack: str) -> list[str]:
+        """The names of the experts inside a block of ``stack``, if it has any."""
+        return [name for name, entry in self.blocks[stack].items() if isinstance(entry, Experts)]
+
     def has_experts(self) -> bool:
         """Whether some blocks have a mixture of experts."""
-        return any(isinstance(entry, Experts) for entries in self.blocks.values() for entry in entries.values())
+        return any(self.expert_entries(stack) for stack in self.blocks)
 
     def max_ranks(self) -> int | None:
         """The largest tensor_parallel_size that every entry allows; ``None``: any."""

@@ -15,8 +15,9 @@ from oslo_models.checkpoint import CheckpointError
 from oslo_models.cli.main import main
 
 from support import pipelines, zoo
+from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import Step, saved_step, step_differences
+from support.reference import Step, full_gradients, full_parameters, reference_model, saved_step, step_differences
 
 NAMES = {"mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
 
@@ -111,20 +112,61 @@ def test_fewer_experts_than_ranks_are_refused_on_every_rank(pool: Pool) -> None:
     pool.run(3, refuse_fewer_experts_than_ranks)
 
 
-def refuse_auxiliary_loss(folder: Path) -> None:
-    cls: Any = registry.find("MixtralForCausalLM")
-    model = cls.from_pretrained_with_parallel(folder, 1, 2)
-    ids = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="output_router_logits=True needs the routers of all blocks"):
-        model(input_ids=ids, labels=ids)
-    with pytest.raises(ValueError, match="output_router_logits=True needs the routers of all blocks"):
-        model(input_ids=ids, labels=ids, output_router_logits=True)
+def step_on_stages(given: pipelines.Case, tp: int, pp: int, options: dict[str, Any]) -> None:
+    model = pipelines.case_on_stages(given, tp, pp, **options)
+    loss = pipelines.run_micro_batches(model, given.batches[0][0])
+    assert (loss - given.loss[0]).abs() < 1e-10, (loss, given.loss)
+    lines = pipelines.gradient_differences(model, given.gradients)
+    assert not lines, "\n".join(lines)
 
 
-def test_auxiliary_loss_is_refused_on_stages(pool: Pool, tmp_path: Path) -> None:
-    config = zoo.config("mixtral", output_router_logits=True)
-    zoo.original("MixtralForCausalLM")(config).save_pretrained(tmp_path)
-    pool.run(2, refuse_auxiliary_loss, tmp_path)
+def case_with_auxiliary_loss(model_type: str, seed: int, rows: int, **changes: Any) -> pipelines.Case:
+    """The mean loss of a batch and the mean of the auxiliary losses of its micro-batches, on one process."""
+    name = zoo.main_head(model_type)
+    config = zoo.config(model_type, num_hidden_layers=4, output_router_logits=True, router_aux_loss_coef=0.5, **changes)
+    batch = pipelines.batch(name, config, seed)
+    model = reference_model(name, config, seed)
+    weights = full_parameters(model)
+    with lifted_casts():
+        loss = model(**batch, output_router_logits=False).loss
+        parts = [{key: x[i : i + rows] for key, x in batch.items()} for i in range(0, pipelines.ROWS, rows)]
+        for part in parts:
+            loss = loss + 0.5 * model(**part).aux_loss / len(parts)
+        loss.backward()
+    return pipelines.Case(name, config, [[batch]], weights, [loss.detach()], full_gradients(model))
+
+
+@pytest.mark.parametrize("rows", [1, pipelines.ROWS])
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2)])
+def test_auxiliary_loss_on_stages_is_the_mean_of_those_of_micro_batches(
+    pool: Pool, seed: int, rows: int, sizes: tuple[int, int]
+) -> None:
+    given = case_with_auxiliary_loss("mixtral", seed, rows)
+    pool.run(sizes[0] * sizes[1], step_on_stages, given, *sizes, {"micro_batch_size": rows})
+
+
+def test_auxiliary_loss_on_stages_without_routers_matches(pool: Pool, seed: int) -> None:
+    """The first and the last block are dense, so the first and the last stage have no router."""
+    given = case_with_auxiliary_loss("qwen3_moe", seed, 2, mlp_only_layers=[0, 3])
+    pool.run(3, step_on_stages, given, 1, 3, {"micro_batch_size": 2, "blocks_per_stage": [1, 2, 1]})
+
+
+def router_logits_on_stages(given: pipelines.Case, expected: list[Any]) -> None:
+    model = pipelines.case_on_stages(given, 1, 2, share_logits=True, micro_batch_size=pipelines.ROWS)
+    with torch.no_grad(), lifted_casts():
+        (output,) = model(**given.batches[0][0])
+        generated = model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+    assert generated.shape == (1, 5)
+    if model.stage.is_last:
+        assert all((a - b).abs().max() < 1e-10 for a, b in zip(output.router_logits, expected, strict=True))
+
+
+def test_last_stage_returns_the_logits_of_all_routers(pool: Pool, seed: int) -> None:
+    given = case_with_auxiliary_loss("mixtral", seed, pipelines.ROWS)
+    model = reference_model(given.name, given.config, seed)
+    with torch.no_grad(), lifted_casts():
+        expected = [logits.clone() for logits in model(**given.batches[0][0]).router_logits]
+    pool.run(2, router_logits_on_stages, given, expected)
 
 
 def check_initial_weights(expected: dict[str, torch.Tensor], tp: int, ep: int) -> None:
