@@ -79,7 +79,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
 def plan_over(model: Any, mesh: ParallelMesh) -> Plan:
     """The plan of a model on a mesh, which may divide its experts over the ranks."""
     plan: Plan = model.plan(model.config)
-    return plan.with_experts_over_ranks() if mesh.expert_parallel_size > 1 else plan
+    return plan.with_experts_over(mesh.expert_parallel_size) if mesh.expert_parallel_size > 1 else plan
 
 
 def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int) -> dict[str, Layout]:

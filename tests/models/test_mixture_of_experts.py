@@ -41,6 +41,15 @@ def test_step_with_auxiliary_loss_matches_on_three_ranks(
         pool.run(3, check_step, step, tmp_path, 3, options)
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "qwen2_moe"])
+def test_experts_over_a_part_of_the_ranks_match(pool: Pool, tmp_path: Path, seed: int, model_type: str) -> None:
+    """Five experts over two groups of two ranks."""
+    name = zoo.main_head(model_type)
+    config = zoo.config(model_type)
+    step = saved_step(name, config, seed, pipelines.batch(name, config, seed), tmp_path)
+    pool.run(4, check_step, step, tmp_path, 4, {"expert_parallel_size": 2})
+
+
 @pytest.mark.parametrize("model_type", NAMES)
 def test_experts_without_tokens_have_gradients_of_zero(pool: Pool, tmp_path: Path, seed: int, model_type: str) -> None:
     config = zoo.config(model_type, num_experts=9, num_local_experts=9, n_routed_experts=9)
@@ -67,7 +76,8 @@ def test_biases_and_interleaved_projections_match_with_expert_parallelism(
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("MixtralForCausalLM", (4, 2), r"expert_parallel_size=2 must be 1 .* or tensor_parallel_size=4"),
+        ("MixtralForCausalLM", (4, 3), r"expert_parallel_size=3 must divide tensor_parallel_size=4"),
+        ("MixtralForCausalLM", (2, 4), r"expert_parallel_size=4 must divide tensor_parallel_size=2"),
         (
             "LlamaForCausalLM",
             (2, 2),
@@ -182,7 +192,7 @@ def test_random_experts_do_not_depend_on_the_number_of_ranks(pool: Pool) -> None
     expected = cls.from_config_with_parallel(zoo.config("mixtral"), seed=5).state_dict()
     stack = expected["model.layers.0.mlp.experts.gate_up_proj"]
     assert len({expert.sum().item() for expert in stack}) == len(stack)
-    for tp, ep in ((2, 1), (3, 1), (3, 3)):
+    for tp, ep in ((2, 1), (3, 1), (3, 3), (4, 2)):
         pool.run(tp, check_initial_weights, dict(expected), tp, ep)
 
 
@@ -195,19 +205,24 @@ def test_checkpoint_that_lacks_an_expert_is_refused_by_name(pool: Pool, tmp_path
         registry.find("MixtralForCausalLM").from_pretrained_with_parallel(tmp_path)  # type: ignore[attr-defined]
 
 
-def save_merged(source: Path, folder: Path, tp: int, pp: int) -> None:
+def save_merged(source: Path, folder: Path, tp: int, pp: int, ep: int) -> None:
     cls: Any = registry.find("MixtralForCausalLM")
-    first = cls.from_pretrained_with_parallel(source, tp, pp, expert_parallel_size=tp)
+    first = cls.from_pretrained_with_parallel(source, tp, pp, expert_parallel_size=ep)
     first.save_pretrained_with_parallel(folder / "split")
     first.save_pretrained_with_parallel(folder / "merged from experts", save_with_merging=True)
-    again = cls.from_pretrained_with_parallel(folder / "split", 1, tp * pp)
+    other = cls.from_pretrained_with_parallel(folder / "split", 4, expert_parallel_size=2 if ep == tp else 4)
+    other.save_pretrained_with_parallel(folder / "split again")
+    again = cls.from_pretrained_with_parallel(folder / "split again", 1, tp * pp)
     again.save_pretrained_with_parallel(folder / "merged", save_with_merging=True, max_shard_size="20KB")
 
 
-def test_experts_survive_changes_of_sizes_byte_for_byte(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 1, 2)])
+def test_experts_survive_changes_of_sizes_byte_for_byte(
+    pool: Pool, tmp_path: Path, sizes: tuple[int, int, int]
+) -> None:
     model = zoo.original("MixtralForCausalLM")(zoo.config("mixtral", num_hidden_layers=4))
     model.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
-    pool.run(4, save_merged, tmp_path / "hub", tmp_path, 2, 2)
+    pool.run(4, save_merged, tmp_path / "hub", tmp_path, *sizes)
     assert len(list((tmp_path / "hub").glob("*.safetensors"))) > 3
     expected, merged = read_all(tmp_path / "hub"), read_all(tmp_path / "merged")
     assert expected.keys() == merged.keys()
