@@ -36,6 +36,7 @@ class ParallelExperts(_ShardedModule):
     sharers: int
     num_experts: int
     config: Any
+    layouts: Mapping[str, Layout]
 
     def set_experts(self, layouts: Mapping[str, Layout]) -> None:
         """Set which experts this rank holds, once ``tp`` is set and before the parameters are sharded.

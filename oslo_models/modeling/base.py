@@ -188,7 +188,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 waits up to half an hour for a rank that is alive.
             blocks_per_stage: the number of blocks of each pipeline stage, ``[3, 5, 4]``; in an encoder-decoder, the
                 blocks of the encoder come before those of the decoder. By default, stages are balanced by their
-                numbers of parameters.
+                numbers of parameters, of experts those of the ones that a token is sent to.
             check_inputs: compare the batches of the ranks that share a model, which have to be equal: in the first
                 three calls and every hundredth (``True``), every n-th (an integer), ``"always"`` or never (``False``).
                 A call of ``generate`` counts once.
