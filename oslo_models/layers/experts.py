@@ -29,11 +29,13 @@ class ParallelExperts(_ShardedModule):
         first: the number of the first expert on this rank.
         over_ranks: whether this rank holds some of the experts only.
         sharers: how many ranks share the width of the experts on this rank.
+        returns_partial_sums: whether the caller sums the outputs over the ranks, with others (`SharedExpertsModule`).
     """
 
     first: int
     over_ranks: bool
     sharers: int
+    returns_partial_sums = False
     num_experts: int
     config: Any
     layouts: Mapping[str, Layout]
@@ -90,7 +92,8 @@ class ParallelExperts(_ShardedModule):
             # No dropout is in experts: the region ends before the product, as `leave_region` wants it.
             hidden_states = self.leave_region(hidden_states)
             with self._own_share_of_bias():
-                return reduce_from(self.tp, super().forward(hidden_states, top_k_index, weights, *args))
+                output = super().forward(hidden_states, top_k_index, weights, *args)
+                return output if self.returns_partial_sums else reduce_from(self.tp, output)
 
     def _own(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The choices of experts on this rank; others become an expert that is not here, with a weight of zero."""

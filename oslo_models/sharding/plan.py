@@ -114,11 +114,13 @@ class Experts(Replicated):
         interleaved: rows of gate and up projection alternate.
         groups: over how many groups of consecutive ranks the experts are divided (expert parallelism). The ranks of
             a group share the width of its experts.
+        shared: the name beside them of a gated MLP whose output is added to theirs, if there is one.
     """
 
     transposed: bool = False
     interleaved: bool = False
     groups: int = 1
+    shared: str = ""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         if self.groups > shape[0]:

@@ -276,3 +276,22 @@ def test_experts_in_fp8_blocks_are_dequantised_one_by_one(pool: Pool, tmp_path: 
     merged = read_all(tmp_path / "merged")
     assert expected.keys() == merged.keys()
     assert all(expected[name].equal(merged[name]) for name in expected)
+
+
+def check_step_with_hook(step: Step, folder: Path) -> None:
+    """Somebody who reads the output of shared experts reads all of it."""
+    cls: Any = registry.find(step.name)
+    model = cls.from_pretrained_with_parallel(folder, 2, gather_logits=True).train()
+    outputs: list[torch.Tensor] = []
+    handle = model.model.layers[1].mlp.shared_experts.register_forward_hook(lambda *args: outputs.append(args[-1]))
+    lines = step_differences(model, step)
+    assert not lines, "\n".join(lines)
+    handle.remove()
+    of_ranks = pipelines.gather_from_all_ranks([output.detach() for output in outputs])
+    assert outputs and all((a - b).abs().max() < 1e-10 for a, b in zip(*of_ranks, strict=True))
+
+
+def test_hooks_on_shared_experts_see_full_outputs(pool: Pool, tmp_path: Path, seed: int) -> None:
+    config = zoo.config("glm4_moe")
+    batch = pipelines.batch("Glm4MoeForCausalLM", config, seed)
+    pool.run(2, check_step_with_hook, saved_step("Glm4MoeForCausalLM", config, seed, batch, tmp_path), tmp_path)
