@@ -289,6 +289,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]),
         "trainable_token_indices=.*modules_to_save",
     ),
+    "a parameter of a layer": (
+        lambda: peft.LoraConfig(target_modules=[], target_parameters=["q_proj.weight"]),
+        "those of stacked experts, and .*q_proj is a .*: name it in target_modules",
+    ),
     "IA3 on the head": (
         lambda: peft.IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
         "IA3 does not work on lm_head",
@@ -312,6 +316,20 @@ def refuse(config: Any, message: str) -> None:
 def test_what_does_not_work_is_refused_by_name(pool: Pool, kind: str) -> None:
     make, message = REFUSED[kind]
     pool.run(2, refuse, make(), message)
+
+
+def refuse_shared_experts(config: Any) -> None:
+    """On each rank: experts over two groups of two ranks."""
+    from oslo_models import MixtralForCausalLM
+
+    model: Any = MixtralForCausalLM.from_config_with_parallel(zoo.config("mixtral"), 4, expert_parallel_size=2)
+    with pytest.raises(ValueError, match=r"shared by some of the ranks.*expert_parallel_size=1 or equal"):
+        peft.get_peft_model(model, config)
+
+
+@pytest.mark.zoo
+def test_adapters_of_experts_over_groups_of_ranks_are_refused(pool: Pool) -> None:
+    pool.run(4, refuse_shared_experts, peft.LoraConfig(target_parameters=["gate_up_proj"]))
 
 
 def adapt_one_stage(config: Any, message: str) -> None:

@@ -115,6 +115,11 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
                 f"target_parameters of a sharded model are those of stacked experts, and {path} is a "
                 f"{type(base).__name__}: name it in target_modules"
             )
+        if layout is not None and layout.first_ranges:
+            raise ValueError(
+                f"adapters of the experts in {path}: each is shared by some of the ranks, of which adapters are not "
+                "supported; load the model with expert_parallel_size=1 or equal to tensor_parallel_size"
+            )
         return
     if weight_layout(base) is None:
         return
