@@ -19,6 +19,7 @@ from support.reference import (
     parallel_model,
     reference_model,
     shard_differences,
+    take_steps,
 )
 
 KINDS: dict[str, Any] = {"mean": None, "exponential": get_ema_multi_avg_fn(0.8)}
@@ -28,12 +29,8 @@ def averaged(model: Any, batches: list[dict[str, Any]], kind: str) -> tuple[Any,
     """The averaged model after training steps, and its loss."""
     average = AveragedModel(model, multi_avg_fn=KINDS[kind])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    take_steps(model, optimizer, batches, lambda: average.update_parameters(model))
     with lifted_casts():
-        for batch in batches:
-            optimizer.zero_grad()
-            model(**batch).loss.backward()
-            optimizer.step()
-            average.update_parameters(model)
         return average, average(**batches[0]).loss.detach()
 
 

@@ -13,9 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
 from support import zoo
-from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import TOLERANCE, full_parameters, parallel_model, reference_model, shard_differences
+from support.reference import (
+    TOLERANCE,
+    full_parameters,
+    parallel_model,
+    reference_model,
+    shard_differences,
+    take_steps,
+    train,
+)
 
 Batch = dict[str, Tensor]
 STEPS = 4
@@ -30,11 +37,8 @@ def steps(model: Any, optimizer: Any, batches: list[Batch]) -> None:
     """Training steps of a replica, which takes its rows of each batch."""
     mpu, forward = model.mpu, DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
     rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    with lifted_casts():
-        for batch in batches:
-            optimizer.zero_grad()
-            forward(**{name: value.chunk(size)[rank] for name, value in batch.items()}).loss.backward()
-            optimizer.step()
+    own = [{name: value.chunk(size)[rank] for name, value in batch.items()} for batch in batches]
+    take_steps(forward, optimizer, own)
 
 
 def check_steps(
@@ -69,10 +73,5 @@ def test_zero_redundancy_matches_one_process(pool: Pool, tp: int, tmp_path: Path
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(config.vocab_size, (4, 7), generator=generator) for _ in range(STEPS)]
     batches = [{"input_ids": each, "labels": each} for each in tokens]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with lifted_casts():
-        for batch in batches:
-            optimizer.zero_grad()
-            model(**batch).loss.backward()
-            optimizer.step()
+    train(model, batches, "AdamW")
     pool.run(2 * tp, check_steps, config, weights, batches, full_parameters(model), tp, str(tmp_path))

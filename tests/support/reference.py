@@ -212,14 +212,21 @@ def step_differences(model: Any, step: Step, tolerance: float = TOLERANCE, witho
 
 def train(model: Any, batches: Sequence[Mapping[str, Any]], optimizer: str = "SGD", lr: float = 0.01) -> list[float]:
     """One step of an optimizer of ``torch.optim`` for each batch; returns the losses."""
-    stepper = getattr(torch.optim, optimizer)(model.parameters(), lr=lr)
+    return take_steps(model, getattr(torch.optim, optimizer)(model.parameters(), lr=lr), batches)
+
+
+def take_steps(
+    model: Any, optimizer: Any, batches: Sequence[Mapping[str, Any]], after: Callable[[], Any] = lambda: None
+) -> list[float]:
+    """A step for each batch, after which ``after`` is called; returns the losses."""
     losses = []
     with lifted_casts():
         for batch in batches:
-            stepper.zero_grad()
+            optimizer.zero_grad()
             loss = model(**batch).loss
             loss.backward()
-            stepper.step()
+            optimizer.step()
+            after()
             losses.append(loss.item())
     return losses
 

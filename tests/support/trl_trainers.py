@@ -18,22 +18,15 @@ from transformers import PreTrainedConfig
 from support import adapters, pipelines
 from support.pipelines import model_on_stages, stage_differences, stage_parameters
 from support.reference import TOLERANCE, full_parameters, reference_model
-from support.trainers import Run, fresh_accelerate, in_float64, watch
+from support.trainers import SHORT, Run, fresh_accelerate, in_float64, log_differences, watch
 
 NAME = "LlamaForCausalLM"
 STEPS = (1, 5)
 ARGUMENTS = {
-    "use_cpu": True,
+    **SHORT,
     "bf16": False,
     "gradient_checkpointing": False,  # whose recomputation would leave float64
-    "report_to": [],
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "learning_rate": 1e-2,
-    "max_steps": 5,
     "max_grad_norm": 0.5,
-    "per_device_train_batch_size": 4,
 }
 Rows = list[dict[str, str]]
 
@@ -183,14 +176,7 @@ def differences_on_ranks(
     trainer = exactly(make_trainer, getattr(integrations, kind), model, run.config, args, rows, **options)
     seen = watch(trainer, STEPS, parameters)
     exactly(trainer.train)
-    lines = []
-    for own, expected in zip(trainer.state.log_history[:-1], run.logs[:-1], strict=True):
-        if own.keys() != expected.keys():
-            lines.append(f"step {own['step']}: {sorted(own.keys() ^ expected.keys())}")
-        for key in own.keys() & expected.keys():
-            tolerance = TOLERANCE * max(1.0, abs(expected[key]))
-            if "time" not in key and "per_second" not in key and not abs(own[key] - expected[key]) <= tolerance:
-                lines.append(f"{key} in step {own['step']}: {own[key]} instead of {expected[key]}")
+    lines = log_differences(trainer.state.log_history, run.logs)
     for step, expected_parameters in run.parameters.items():
         if hasattr(trainer.model, "peft_config"):
             lines += adapters.compare(trainer.model, f"step {step}:", seen[step], expected_parameters)

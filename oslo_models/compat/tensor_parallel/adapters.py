@@ -51,9 +51,7 @@ class AdaptableThreads(AdaptableModel):
         named = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
         caller = sys._getframe(1)
         if _is_peft(caller) and caller.f_code.co_name == "add_weighted_adapter":
-            self.adopt_adapters(
-                are_new=True
-            )  # the first part has the new adapter, and now the values of all parts are combined
+            self.adopt_adapters(are_new=True)  # only the first part has the new one, and those of all are combined
         if not _sees_one_part(caller):
             return named
         if caller.f_code.co_name == "inject_adapter":
