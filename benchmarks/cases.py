@@ -14,7 +14,8 @@ OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformer
 OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_models"
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
-OWN = (OURS_FUSED, OURS, OUR_STAGES, OURS_ALONE, OUR_DATA, DEPLOYED)
+OUR_EXPERTS = "oslo_models-ep2"
+OWN = (OURS_FUSED, OURS, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, OUR_DATA, DEPLOYED)
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,19 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int) -> tuple[str
     return "LlamaForCausalLM", {**sizes, "num_attention_heads": heads, "vocab_size": 32000}
 
 
+def _mixture(cls: str, experts: int, top_k: int, width: int) -> tuple[str, dict[str, Any]]:
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+    widths = {"intermediate_size": width, "moe_intermediate_size": width, "head_dim": 32, "vocab_size": 32000}
+    return cls, {**sizes, **widths, "num_local_experts": experts, "num_experts": experts, "num_experts_per_tok": top_k}
+
+
 # Random float32 weights. No dropout, so that losses can be compared; no end token, so that all texts are equally long.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-100m": _llama(768, 2048, 12, 12),
     "llama-20m": _llama(256, 688, 4, 8),
     "llama-1gb": _llama(1024, 2816, 16, 16),
+    "mixtral-small": _mixture("MixtralForCausalLM", 8, 2, 896),
+    "qwen3-moe-small": _mixture("Qwen3MoeForCausalLM", 32, 4, 192),
     "gpt2-124m": ("GPT2LMHeadModel", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
 }
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
@@ -106,6 +115,12 @@ def _cases_of(model: str, label: str, peers: tuple[str, ...]) -> list[Case]:
             smoke={"batch": 2, "length": 8},
         ),
     ]
+
+
+def _mixtures_of(model: str, label: str) -> list[Case]:
+    """Generation and training of a mixture of experts, with tensor and with expert parallelism over two ranks."""
+    peers = (ALONE, NATIVE, OURS, OUR_EXPERTS)
+    return [case for case in _cases_of(model, label, peers) if case.runner in (measure.generate, measure.train)]
 
 
 def _stages_of(model: str, label: str, peers: tuple[str, ...]) -> Case:
@@ -184,6 +199,8 @@ CASES = {
     for case in (
         *_cases_of("llama-100m", "Llama 100M", (NATIVE, OURS, OURS_FUSED, ALONE, DEEPSPEED)),
         *_cases_of("gpt2-124m", "GPT-2 124M", (ALONE, OURS, OURS_FUSED)),
+        *_mixtures_of("mixtral-small", "A small Mixtral"),
+        *_mixtures_of("qwen3-moe-small", "A small Qwen3 MoE"),
         _stages_of("llama-100m", "Llama 100M", (TORCH_STAGES, OUR_STAGES, NATIVE, ALONE)),
         _stages_of("gpt2-124m", "GPT-2 124M", (TORCH_STAGES, OUR_STAGES, ALONE)),
         Case(

@@ -31,6 +31,10 @@ def _ours_fused(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return _ours(cls, checkpoint, **kwargs).fuse()
 
 
+def _our_experts(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    return _ours(cls, checkpoint, expert_parallel_size=2, **kwargs)
+
+
 def _our_stages(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     import oslo_models
 
@@ -122,6 +126,7 @@ PEERS = {
         Peer("transformers-tp2", 2, 1, _native, needs=("accelerate",)),
         Peer("oslo_models", 1, 2, _ours_alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("oslo_models-tp2", 2, 1, _ours),
+        Peer("oslo_models-ep2", 2, 1, _our_experts),
         Peer("oslo_models-tp2-fused", 2, 1, _ours_fused, _fused_adamw),
         Peer("oslo_models-deploy", 1, 2, _deployed, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("torch-1f1b", 2, 1, _alone, _schedule_of_torch),
