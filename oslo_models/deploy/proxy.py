@@ -20,12 +20,12 @@ from transformers import GenerationConfig, PreTrainedConfig
 from oslo_models.checkpoint.quantized import take_quantization
 from oslo_models.config.arguments import Arguments, check_unused, is_timeout, of_class, parse_dtype
 from oslo_models.config.sources import open_source, read_generation_config
-from oslo_models.deploy.batching import Batcher
 from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
 from oslo_models.deploy.options import OF_DEPLOYMENT, DeployOptions, executor_of
 from oslo_models.deploy.remote_module import RemoteModule, deployed_class
+from oslo_models.deploy.running_batch.admission import joins
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, serve
 from oslo_models.distributed.devices import visible_gpus
 
@@ -46,14 +46,13 @@ class Deployment(RemoteModule):
         config: Any,
         generation_config: Any,
         engine: Engine,
-        batcher: Batcher,
         construct_locally: Any,
         make_skeleton: Any,
     ) -> None:
         nn.Module.__init__(self)  # type: ignore[arg-type]  # the model's class is a module
         self.config, self.generation_config = config, generation_config
-        self._sent_config = copy.deepcopy(generation_config)
-        self._engine, self._batcher, self._construct_locally = engine, batcher, construct_locally
+        self._sent_config, self._config_changed = copy.deepcopy(generation_config), False
+        self._engine, self._construct_locally = engine, construct_locally
         self._make_skeleton, self.name_or_path = make_skeleton, config.name_or_path
         self._fuse_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.training = False
@@ -87,10 +86,14 @@ class Deployment(RemoteModule):
             kwargs["generation_config"] = generation_config
         _check_call(timeout, seed)
         check_generation(kwargs, self.generation_config)
-        changed = None if self.generation_config == self._sent_config else self.generation_config
+        # once it was changed it is always sent: the workers have to know too if it is changed back
+        self._config_changed = self._config_changed or self.generation_config != self._sent_config
+        changed = self.generation_config if self._config_changed else None
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
         options["cancellation"] = cancellation
-        return self._batcher.generate(kwargs, options, self.generation_config)
+        limits, streams = self._engine.limits, streamer is not None
+        options["joins"] = joins(self.config, self.generation_config, limits, kwargs, streams)
+        return self._engine.call("generate", (), kwargs, **options)
 
     def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:
         """As transformers' ``forward``, without gradients; key-value caches stay with the workers."""
@@ -268,12 +271,14 @@ def deploy(
             f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
         ) from error
     start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving)
-    engine = Engine(ranks, max(1, torch.get_num_threads() // ranks), make, start_executor)
+    leader = ranks - arguments.tensor_parallel_size  # the first rank of the last stage
+    engine = Engine(
+        ranks, max(1, torch.get_num_threads() // ranks), make, start_executor, serving.limits(config), leader
+    )
     model = object.__new__(deployed_class(Deployment, cls))
-    batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
     local = _LocalConstructor(maker, constructor, source, kwargs)
     skeleton = partial(cls._from_config, copy.deepcopy(config), dtype=config.dtype, **options)
-    model._begin(config, generation_config, engine, batcher, local, skeleton)
+    model._begin(config, generation_config, engine, local, skeleton)
     if serving.verbose:
         _print_memory(engine, serving.verbose)
     return model
