@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,9 @@ class Step:
     consumed: int
     idle: bool = False
     reset: bool = False
-    leaving: Sequence[int] = ()
-    tokens: Sequence[int] = ()
-    chunk: Sequence[int] = ()
+    leaving: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    chunk: list[int] = field(default_factory=list)
     begins: bool = False
     joins: bool = False
     number: int = 0

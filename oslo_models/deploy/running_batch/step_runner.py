@@ -105,7 +105,7 @@ class StepRunner:
 
     def reserve(self) -> int:
         """Allocate the whole cache, and return its bytes. A collective, while no row is there."""
-        self.run(Step(0, chunk=(0,), begins=True, joins=True))
+        self.run(Step(0, chunk=[0], begins=True, joins=True))
         self.clear()
         self.rows.reserve()
         self.prompt.reserve()
