@@ -14,6 +14,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from oslo_models import registry
 from oslo_models.checkpoint.checksum import tensor_checksum
+from oslo_models.compat.any_module import initialize_module
 from oslo_models.compat.oslo2_sections import PARALLELISM, apply_sections, check_sections, read_sections
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.collectives import broadcast
@@ -21,6 +22,7 @@ from oslo_models.distributed.mesh import ParallelMesh, start_process_group, worl
 from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.construction import join, start
+from oslo_models.modeling.derived.deriving import DerivedFromConfig
 from oslo_models.modeling.full_model import is_full, remove_parallel_state
 from oslo_models.modeling.parallel_class import parallel_class
 from oslo_models.modeling.quantizing import check_not_quantized, refuse_layers_of_libraries
@@ -31,12 +33,15 @@ _KEYS = ["enable", *(f.name for f in fields(Arguments) if f.name not in ("deploy
 
 
 def initialize(
-    model: PreTrainedModel,
+    model: nn.Module,
     config: Mapping[str, Any] | str | Path,
     tp_mapping: Mapping[Any, Any] | None = None,
-    plan: Plan | Callable[[Any], Plan] | None = None,
+    plan: Plan | Callable[[Any], Plan] | str | None = None,
+    inputs: Any = None,
 ) -> Any:
     """Turn a transformers model, in place, into this rank's part of the zoo class of the same name. A collective.
+
+    With ``plan="derive"``, a model of any class into its part of it.
 
     All ranks get the weights of rank 0. Parameters stay the same objects, so an existing optimizer keeps working, if it
     has taken no step yet; parameters of other pipeline stages are emptied.
@@ -50,8 +55,10 @@ def initialize(
             a part of what enters them, with ``cpu_checkpointing`` in host memory. ``kernel_fusion`` calls `fuse`.
         tp_mapping: of OSLO 2: the layers whose columns or rows are sharded. Its names are checked; the plan of the
             architecture, which gives the same results, is used.
-        plan: how to shard the model, in place of the zoo's plan; required for a class that the zoo lacks. A `Plan`, or
-            a function from a configuration to one.
+        plan: how to shard the model, in place of the zoo's plan; required for a class that the zoo lacks. A `Plan`, a
+            function from a configuration to one, or ``"derive"``.
+        inputs: for ``plan="derive"``, arguments of a call with which the plan is tried: a tensor, a tuple or a
+            dictionary of arguments by name. Required for a model that is not of transformers' kind.
 
     Returns:
         The same object, in the mode (training or evaluation) in which it was; ``deparallelize()`` undoes it.
@@ -70,6 +77,11 @@ def initialize(
         if plan is not None:
             arguments = replace(arguments, plan=plan)
         arguments.check({})
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+        return initialize_module(model, arguments, inputs, world, _broadcast_weights)
+    with agree(world, "checking arguments of initialize"):
+        if arguments.plan == "derive" and inputs is not None:
+            arguments = replace(arguments, plan=DerivedFromConfig(type(model), inputs))
         cls = zoo_class(model, plan=arguments.plan)
         arguments.check_config(cls, model.config)
         check_sections(sections, model, arguments.tensor_parallel_size)
@@ -125,9 +137,7 @@ def check_tp_mapping(mapping: Mapping[Any, Any] | None, model: PreTrainedModel) 
                 raise ValueError(f"tp_mapping names {name!r}, which {type(model).__name__} has not")
 
 
-def zoo_class(
-    model: PreTrainedModel, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | None = None
-) -> Any:
+def zoo_class(model: Any, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | str | None = None) -> Any:
     """The parallel class for a full transformers model: that of the zoo, or one with a plan of the user.
 
     Args:
@@ -158,7 +168,7 @@ def zoo_class(
 def _find_class(cls: type[Any]) -> Any:
     if issubclass(cls, ParallelModel):
         return cls
-    hint = "pass plan= to shard it by a plan of your own"
+    hint = 'pass plan= to shard it by a plan of your own, or plan="derive"'
     try:
         found: Any = registry.find(cls.__name__)
     except AttributeError as error:
@@ -174,12 +184,7 @@ def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> N
     full_class = vars(model).get("_full_class", type(model))
     remove_parallel_state(model)
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    if mesh.world.size > 1:
-        tensors = [*model.parameters(), *model.buffers()]
-        prints = gather_objects(mesh.world, [tensor_checksum(tensor) for tensor in tensors])
-        for tensor, *seen in zip(tensors, *prints, strict=True):
-            if len(set(seen)) > 1:  # equal tensors are not written to, and may stay in shared memory
-                tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))
+    _broadcast_weights(model, mesh)
     model.__class__, model._full_class = cls, full_class
     with local_torch_dtype(model.dtype, cls.__name__):
         model._shard(mesh, arguments.blocks_per_stage)
@@ -196,3 +201,14 @@ def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> N
             old.data, old.grad = old.data.new_empty(0), None
     model.to(mesh.device)
     start(model, arguments)
+
+
+def _broadcast_weights(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Give all ranks the weights and buffers of rank 0."""
+    if mesh.world.size == 1:
+        return
+    tensors = [*model.parameters(), *model.buffers()]
+    prints = gather_objects(mesh.world, [tensor_checksum(tensor) for tensor in tensors])
+    for tensor, *seen in zip(tensors, *prints, strict=True):
+        if len(set(seen)) > 1:  # equal tensors are not written to, and may stay in shared memory
+            tensor.data.copy_(broadcast(mesh.world, tensor.data.to(mesh.device).contiguous()))

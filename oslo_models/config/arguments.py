@@ -57,7 +57,7 @@ class Arguments:
     share_loss: bool = False
     share_logits: bool = False
     expert_parallel_size: int = 1
-    plan: Plan | Callable[[Any], Plan] | None = None
+    plan: Plan | Callable[[Any], Plan] | str | None = None
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
         """Check what does not depend on the configuration of the model.
@@ -90,8 +90,10 @@ class Arguments:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.share_logits and self.gather_logits is False:
             raise ValueError("share_logits=True needs logits, which gather_logits=False leaves out; pass one of them")
-        if self.plan is not None and not isinstance(self.plan, Plan) and not callable(self.plan):
-            raise ValueError(f"plan must be a Plan or a function from a configuration to one, got {self.plan!r:.100}")
+        if not isinstance(self.plan, (Plan, type(None))) and not callable(self.plan) and self.plan != "derive":
+            raise ValueError(
+                f'plan must be a Plan, a function from a configuration to one or "derive", got {self.plan!r:.100}'
+            )
         blocks = self.blocks_per_stage
         if blocks is not None and not isinstance(blocks, (list, tuple)):
             raise ValueError(f"blocks_per_stage must be a list of integers, got {blocks!r}")

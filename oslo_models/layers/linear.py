@@ -5,7 +5,8 @@ Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -118,13 +119,26 @@ class LatentLinear(_ShardedModule, nn.Linear):
     """
 
     rotary: int
+    _is_shared_later = False
 
     def forward(self, x: Tensor) -> Tensor:
         with layer_context(self.weight):
-            latent, rotary = F.linear(x, self.weight, self.bias).split(
-                [self.out_features - self.rotary, self.rotary], dim=-1
-            )
-            return torch.cat((latent, copy_to(self.tp, rotary)), dim=-1)
+            output = F.linear(x, self.weight, self.bias)
+            return output if self._is_shared_later else self.share(output)
+
+    def share(self, output: Tensor) -> Tensor:
+        """The output ``[..., out]``, whose gradient is summed over the ranks where it needs that."""
+        latent, rotary = output.split([self.out_features - self.rotary, self.rotary], dim=-1)
+        return torch.cat((latent, copy_to(self.tp, rotary)), dim=-1)
+
+    @contextmanager
+    def shared_later(self) -> Iterator[None]:
+        """While active, the output is not shared: an adapter adds to it first, and calls `share` itself."""
+        self._is_shared_later = True
+        try:
+            yield
+        finally:
+            del self._is_shared_later
 
 
 class ColumnParallelConv1D(_ColumnParallel, Conv1D):

@@ -22,6 +22,16 @@ from oslo_models.layers.custom_layers import (
 )
 from oslo_models.layers.einsum_attention import EinsumHeadsModule
 from oslo_models.layers.experts import ParallelExperts
+from oslo_models.layers.gathered import (
+    DerivedLayer,
+    GatheredColumnConv1D,
+    GatheredColumnLinear,
+    SlicedRowConv1D,
+    SlicedRowLinear,
+    call_by_itself,
+)
+from oslo_models.layers.gathered import GatheredConvolution as GatheredConvolutionModule
+from oslo_models.layers.gathered import SummedEmbedding as SummedEmbeddingModule
 from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
@@ -33,6 +43,7 @@ from oslo_models.layers.linear import (
 from oslo_models.layers.norm import HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.modeling.quantizing import shard_of
+from oslo_models.sharding.derived import GatheredColumn, GatheredConvolution, SlicedRow, SummedEmbedding
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import (
     ColumnParallel,
@@ -73,6 +84,13 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (RowParallel, nn.Module): RowParallelModule,
     (VocabParallel, nn.Module): VocabParallelModule,
     (GlobalMinMax, nn.Module): GlobalMinMaxModule,
+    # derived plans
+    (GatheredColumn, nn.Linear): GatheredColumnLinear,
+    (GatheredColumn, Conv1D): GatheredColumnConv1D,
+    (SlicedRow, nn.Linear): SlicedRowLinear,
+    (SlicedRow, Conv1D): SlicedRowConv1D,
+    (GatheredConvolution, nn.modules.conv._ConvNd): GatheredConvolutionModule,
+    (SummedEmbedding, nn.Embedding): SummedEmbeddingModule,
 }
 
 
@@ -125,6 +143,9 @@ def apply_plan(
         if type(entry) in {kind for kind, _ in _CLASSES}:
             _swap_class(module, key, entry, shards, tp.rank)
             module.tp, module.stream, module.layouts = tp, stream, shards  # type: ignore[assignment]
+        if isinstance(module, DerivedLayer):
+            module.entry = entry
+            module.register_forward_pre_hook(call_by_itself)
         if isinstance(entry, HeadNorms):
             module.heads = entry.heads  # type: ignore[assignment]
         elif isinstance(entry, Experts):
@@ -221,7 +242,7 @@ class LocalConfig:
 def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[str, Layout], rank: int) -> None:
     """Give ``module`` the parallel class of its kind."""
     known = [kind for e, kind in _CLASSES if e is type(entry)]
-    if isinstance(entry, (ColumnParallel, VocabParallel)) and type(module).__module__.startswith("torch."):
+    if type(entry) in (ColumnParallel, RowParallel, VocabParallel) and type(module).__module__.startswith("torch."):
         known.remove(nn.Module)  # torch's other layers (convolutions) apply other functions
     base = next((kind for kind in known if isinstance(module, kind)), None)
     if base is None:
@@ -231,6 +252,8 @@ def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[st
     if new is ColumnParallelLinear and layouts["weight"].overlaps:
         new = KeyValueParallelLinear
     module.__class__ = new if type(module) is base else _joined(new, type(module))  # type: ignore[arg-type]
+    if "weight" not in layouts or layouts["weight"].dim is None:
+        return
     if isinstance(module, (VocabParallelEmbedding, VocabParallelModule)) and module.padding_idx is not None:
         ((start, stop),) = layouts["weight"].ranges[rank]
         module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
@@ -249,6 +272,8 @@ def _joined(new: type[nn.Module], old: type[nn.Module]) -> type[nn.Module]:
 
 def _set_local_sizes(module: nn.Module) -> None:
     """Set the size attributes of a layer to those of its shard."""
+    if isinstance(module, DerivedLayer):
+        return
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, Conv1D):

@@ -19,6 +19,7 @@ from oslo_models.modeling.adapters.adaptable import AdaptableModel
 from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of, plan_over
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
+from oslo_models.modeling.derived.report import ShardingReport, report_of_layouts
 from oslo_models.modeling.forward import (
     call_with_full_outputs,
     with_full_outputs,
@@ -322,6 +323,12 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     def call_with_full_outputs(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call another method than ``forward`` on every rank, and gather its sharded outputs: for deployed models."""
         return call_with_full_outputs(self, name, args, kwargs)
+
+    def sharding_report(self) -> ShardingReport:
+        """What is sharded how, and, if the plan was derived, why some is not; printed, it is a table."""
+        derived: Any = self.plan(self._full_config()) if callable(getattr(self, "_full_config", None)) else None
+        report = getattr(derived, "report", None)
+        return report_of_layouts(self, self.layouts) if report is None else report
 
     # Parallel state --------------------------------------------------------------------------------------------------
 

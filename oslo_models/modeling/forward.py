@@ -19,6 +19,7 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import synchronize
 from oslo_models.fusion.decoding import with_own_code
 from oslo_models.fusion.lazy_logits import LazyLogits
+from oslo_models.layers.sharded_activation import gathered
 from oslo_models.layers.vocab_parallel import ShardedLogits, VocabParallelLogits
 from oslo_models.pipeline.stage import Stage
 
@@ -86,7 +87,7 @@ def call_with_full_outputs(model: Any, name: str, args: tuple[Any, ...], kwargs:
         )
     args, kwargs = _on_device(model.mesh.device, args, kwargs)
     model._at(name, steps=1)
-    output = getattr(model, name)(*args, **kwargs)
+    output = gathered(getattr(model, name)(*args, **kwargs))
     model._at(f"after {name}")
     if isinstance(output, ModelOutput):
         return type(output)(**_gather_fields(model, output, kwargs))
@@ -103,7 +104,7 @@ def _gathered_forward(forward: Any, model: Any, args: tuple[Any, ...], kwargs: d
     if as_tuple:  # the names of the outputs tell which of them are sharded
         kwargs["return_dict"] = True
     model._at("forward" if torch.is_grad_enabled() else "forward without gradients", steps=1)
-    output = forward(model, *args, **kwargs)
+    output = gathered(forward(model, *args, **kwargs))
     if not isinstance(output, ModelOutput):
         return output
     fields = _gather_fields(model, output, kwargs)

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 
 from oslo_models.sharding.plan import Entries, Plan
 
-PlanLike = Plan | Callable[[Any], Plan]
-"""A plan, or a function from a configuration to one."""
+PlanLike = Plan | Callable[[Any], Plan] | str
+"""A plan, a function from a configuration to one, or ``"derive"``: see `modeling.derived`."""
 
 
 def class_with_plan(bases: tuple[type[Any], ...], plan: PlanLike) -> Any:
@@ -26,7 +26,7 @@ def class_with_plan(bases: tuple[type[Any], ...], plan: PlanLike) -> Any:
         ValueError: the plan is none.
     """
     if not isinstance(plan, Plan) and not callable(plan):
-        raise ValueError(f"plan must be a Plan or a function from a configuration to one, got {plan!r}")
+        raise ValueError(f'plan must be a Plan, a function from a configuration to one or "derive", got {plan!r}')
     cls = bases[-1]
     namespace = {
         "plan": classmethod(partial(_plan, plan)),
@@ -60,7 +60,7 @@ class ClassWithPlan:
 
 def _given(plan: PlanLike, cls: type[Any], config: PreTrainedConfig) -> tuple[Plan, Entries | None]:
     """The plan with the base model's names, and the entries outside of it; ``None`` if it had these names."""
-    found = plan if isinstance(plan, Plan) else plan(config)
+    found = plan(config) if callable(plan) else plan
     if not isinstance(found, Plan):
         raise ValueError(f"plan={plan!r} returned {found!r:.100} for a {type(config).__name__}, which is no Plan")
     prefix = f"{cls.base_model_prefix}."

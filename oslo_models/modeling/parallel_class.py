@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.derived.deriving import DerivedFromConfig
 from oslo_models.modeling.own_plan import PlanLike, class_with_plan
 
 
@@ -26,4 +27,8 @@ def parallel_class(cls: type[Any], plan: PlanLike) -> Any:
     """
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise ValueError(f"a parallel class is made of a subclass of transformers' PreTrainedModel, not of {cls!r}")
+    if plan == "derive":
+        if issubclass(cls, ParallelModel):
+            return cls  # it has a plan
+        plan = DerivedFromConfig(cls)
     return class_with_plan((cls,) if issubclass(cls, ParallelModel) else (ParallelModel, cls), plan)

@@ -29,7 +29,10 @@ FOUNDING = [*zoo.FOUNDING, "falcon", "bloom", "bart", "deberta-v2"]
 
 
 def targets(model: Any) -> list[str]:
-    """All linear layers and the tokens' embedding, by their full names, but for one of two with the same weight."""
+    """All linear layers and the tokens' embedding, by their full names, but for one of two with the same weight.
+
+    In models with stacked experts ``peft`` takes the names of the layers of an MLP for the experts' parameters.
+    """
     tied = {name.rpartition(".")[0] for name in model.all_tied_weights_keys}
     found = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     has_tokens = model.main_input_name == "input_ids" and not type(model).__name__.startswith(("Rag", "CLIP"))

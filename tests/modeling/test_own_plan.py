@@ -184,7 +184,9 @@ def test_invalid_plans_are_refused(tmp_path: Path) -> None:
     sizes = {"model_parallelism": {"tensor_parallel_size": 1}}
     with pytest.raises(ValueError, match=r"oslo_models has no NoteForCausalLM.*pass plan= to shard it by a plan"):
         oslo_models.initialize(model, sizes)
-    with pytest.raises(ValueError, match="plan must be a Plan or a function from a configuration to one, got 7"):
+    with pytest.raises(
+        ValueError, match='plan must be a Plan, a function from a configuration to one or "derive", got 7'
+    ):
         oslo_models.initialize(model, sizes, plan=7)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="returned 'no' for a NoteConfig, which is no Plan"):
         oslo_models.initialize(model, sizes, plan=lambda config: "no")  # type: ignore[arg-type,return-value]

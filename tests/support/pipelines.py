@@ -84,9 +84,13 @@ def model_on_stages(
     """This rank's stage and shard of a model with the given full weights."""
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, tp, pp, dtype=dtype, seed=0, **options)
+    full_names = {} if model.stage is None else model.stage.full_names
     with torch.no_grad():
         for full_name, param in stage_parameters(model).items():
             param.copy_(model_layout(model, full_name).shard(weights[full_name], model.mesh.tp.rank))
+        for name, buffer in model.named_buffers():
+            if (full_name := full_names.get(name, name)) in weights:
+                buffer.copy_(weights[full_name])
     return model
 
 

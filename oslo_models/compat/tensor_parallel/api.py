@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from oslo_models.compat.oslo2 import initialize, zoo_class
-from oslo_models.compat.tensor_parallel.autograd import ThreadShards, run_on_threads
+from oslo_models.compat.oslo2 import initialize
+from oslo_models.compat.tensor_parallel.any_model import class_for, default_plan, untried_copy
+from oslo_models.compat.tensor_parallel.autograd import ThreadShards
+from oslo_models.compat.tensor_parallel.wrapper import ThreadedModule, move_part
 from oslo_models.compat.tensor_parallel.zero3 import shard_shared
 from oslo_models.config.arguments import Arguments
 from oslo_models.distributed.devices import require_gpus, visible_gpus
@@ -42,7 +44,7 @@ _NO_ADAPTERS = (
 
 
 def tensor_parallel(
-    model: PreTrainedModel,
+    model: nn.Module,
     device_ids: Sequence[Device] | None = None,
     tensor_parallel_config: None = None,
     distributed: bool | None = None,
@@ -53,17 +55,21 @@ def tensor_parallel(
     output_device_index: int | None = None,
     delay_init: bool = False,
     gather_logits: bool | None = None,
-    plan: Plan | Callable[[Any], Plan] | None = None,
+    plan: Plan | Callable[[Any], Plan] | str | None = None,
+    inputs: Any = None,
     **options: Any,
 ) -> Any:
-    """Shard a transformers model over devices of this process, without a launcher, for training and generation.
+    """Shard a model over devices of this process, without a launcher, for training and generation.
 
-    The returned model has the same transformers class, and the shards of all devices as its parameters. Its
-    ``state_dict`` and ``save_pretrained`` are those of the full model. Ranks are threads of this process, which take
-    turns (`oslo_models.distributed.thread_group`).
+    A model that the zoo has no plan for gets a derived one: ``sharding_report()`` of the result says which. A small
+    random model is compared with its unsharded self first; if that needs ``inputs``, at the first call.
+
+    The returned model has the same class, and the shards of all devices as its parameters. Its ``state_dict`` and
+    ``save_pretrained`` are those of the full model. Ranks are threads of this process, which take turns
+    (`oslo_models.distributed.thread_group`).
 
     Args:
-        model: a full model of a class that the zoo has, preferably on the CPU. It is not changed. If it was made under
+        model: a full model of any class, preferably on the CPU. It is not changed. If it was made under
             ``accelerate.init_empty_weights()``, load the weights of the result with ``load_state_dict(...,
             assign=True)``, or `convert_state_dict` and accelerate; then call ``tie_weights()``.
         device_ids: the device of each rank: ``["cuda:0", "cuda:1"]``, ``[0, 1]``, ``["cpu", "cpu"]``; default: all
@@ -71,17 +77,19 @@ def tensor_parallel(
         distributed: ``True``: each process, started by ``torchrun``, is a rank, as with `initialize`.
         sharded: also shard trained parameters that several devices need, such as norms and shared key-value heads, and
             gather them for their use (ZeRO stage 3): each parameter, gradient and optimizer state is stored once. On by
-            default; ``False`` replicates them, which is faster.
+            default for the classes of the zoo; ``False`` replicates them, which is faster.
         sharded_param_names: the parameters to shard so; default: all.
         output_device: the device of the outputs; default: the first device. ``output_device_index``: its index among
             the devices.
         delay_init: leave the shards where the model is until the first call, which moves them to their devices: for
             weights that are loaded or changed before.
         gather_logits: as with `ParallelModel.from_pretrained_with_parallel`.
-        plan: as with `initialize`.
+        plan: as with `initialize`; ``"derive"`` is the default for what the zoo has no plan for.
+        inputs: where a plan is derived, arguments of a call: a tensor, a tuple or a dictionary of arguments by name.
+            With them, layers that can compute with shards of each other do so.
 
     Raises:
-        ValueError: an argument is invalid, or the zoo has no such class.
+        ValueError: an argument is invalid, or no plan could be derived.
         RuntimeError: the model is already sharded.
     """
     given = {"tensor_parallel_config": tensor_parallel_config, **options}
@@ -97,7 +105,7 @@ def tensor_parallel(
             raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 shards the rest")
         start_process_group()
         sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
-        return initialize(model, {"model_parallelism": sizes}, plan=plan)
+        return initialize(model, {"model_parallelism": sizes}, plan=plan or default_plan(model), inputs=inputs)
     if os.environ.get("TENSOR_PARALLEL_USE_NATIVE"):
         warnings.warn(
             "TENSOR_PARALLEL_USE_NATIVE is set and changes nothing: the devices of one process always exchange tensors "
@@ -110,25 +118,32 @@ def tensor_parallel(
     output = _output_device(devices, output_device, output_device_index)
     arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits, plan=plan)
     arguments.check({})
-    cls = zoo_class(model, may_be_empty=True, plan=plan)
-    model = plain_view(model)
+    cls, is_tried = class_for(model, plan, inputs)
+    original, model = model, plain_view(model)
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
             f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint has them all: make it "
             "under accelerate.init_empty_weights(), which leaves them out"
         )
     refuse_layers_of_libraries(model)
-    arguments.check_config(cls, model.config)
+    config = None
+    if isinstance(model, PreTrainedModel):
+        arguments.check_config(cls, model.config)
+        config = copy.deepcopy(model.config)  # shared by all parts
     threads = ThreadGroup(devices, _has_numpy(model))
-    config = copy.deepcopy(model.config)  # shared by all parts
     places = [torch.device("cpu")] * len(devices) if delay_init else devices
     parts = [_part(model, cls, config, threads, rank, places[rank]) for rank in range(threads.size)]
     for part in parts:
         part.gather_logits = gather_logits
-    if (sharded is not False or sharded_param_names) and threads.size > 1:
+    if sharded is None:  # the plans of the zoo say which layers use which parameters
+        sharded = bool(sharded_param_names) or (plan is None and default_plan(original) is None)
+    if (sharded or sharded_param_names) and threads.size > 1:
         shard_shared(parts, sharded_param_names)
     sharded_model = _join_parts(model, cls, parts, threads, output)
-    sharded_model.config, sharded_model.waits_for_call = config, delay_init
+    if config is not None:
+        sharded_model.config = config
+    sharded_model.waits_for_call = delay_init
+    sharded_model._untried = () if is_tried else (untried_copy(model),)  # no module of it: a tuple
     return sharded_model
 
 
@@ -171,10 +186,11 @@ def _has_numpy(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def _part(
-    model: Any, cls: type, config: PreTrainedConfig, threads: ThreadGroup, rank: int, device: torch.device
+    model: Any, cls: type, config: PreTrainedConfig | None, threads: ThreadGroup, rank: int, device: torch.device
 ) -> Any:
     """The part of one rank, on a device, created without a copy of the full model."""
-    part: Any = copy.deepcopy(model, {id(model.config): config, **{id(param): param for param in model.parameters()}})
+    shared = {} if config is None else {id(model.config): config}
+    part: Any = copy.deepcopy(model, {**shared, **{id(param): param for param in model.parameters()}})
     part.__class__ = cls
     before = dict(part.named_parameters(remove_duplicate=False))
     part._shard(ParallelMesh.of_thread(threads, rank), None)
@@ -186,21 +202,19 @@ def _part(
             made[id(full)] = nn.Parameter(own, full.requires_grad)
         owner, _, leaf = name.rpartition(".")
         part.get_submodule(owner)._parameters[leaf] = made[id(full)]
-    return _moved(part, device)
-
-
-def _moved(part: Any, device: torch.device) -> Any:
-    """The part itself, with its tensors on the device; meta tensors are loaded later."""
-    return part._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    return move_part(part, device)
 
 
 def _join_parts(
-    model: PreTrainedModel, cls: type, parts: list[Any], threads: ThreadGroup, output_device: torch.device
+    model: nn.Module, cls: type, parts: list[Any], threads: ThreadGroup, output_device: torch.device
 ) -> Any:
     """A model of the transformers class, with these parts as its modules and the other attributes of ``model``."""
-    original = original_class(cls)
-    joined: Any = type(original.__name__, (TensorParallelModel, original), {"__module__": original.__module__})
-    joined.forward = functools.wraps(original.forward)(TensorParallelModel.forward)
+    is_transformers = isinstance(model, PreTrainedModel)
+    original: Any = original_class(cls) if is_transformers else type(model)
+    base = TensorParallelModel if is_transformers else TensorParallel
+    metaclass: Any = type(TensorParallel)
+    joined: Any = metaclass(original.__name__, (base, original), {"__module__": original.__module__})
+    joined.forward = functools.wraps(original.forward)(TensorParallel.forward)
     sharded = joined.__new__(joined)
     nn.Module.__init__(sharded)
     own = vars(sharded).keys()
@@ -213,41 +227,22 @@ def _join_parts(
     return sharded.train(model.training)
 
 
-class TensorParallelModel(PreTrainedModel):
-    """The base class, beside the transformers class, of the models that `tensor_parallel` returns.
+class _Constructor(type):
+    """Calling `TensorParallel` itself calls `tensor_parallel`, whose arguments its constructor takes."""
 
-    Attributes:
-        parts: the models of the ranks, each of the class of the zoo.
-        threads: the group of the ranks.
-        output_device: the device of the outputs.
-        waits_for_call: whether the first call has to move the parts to their devices.
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return tensor_parallel(*args, **kwargs) if cls is TensorParallel else super().__call__(*args, **kwargs)
+
+
+class TensorParallel(ThreadedModule, metaclass=_Constructor):
+    """The base class, beside the class of the full model, of the models that `tensor_parallel` returns.
+
+    ``TensorParallel(model, device_ids, ...)`` is ``tensor_parallel(model, device_ids, ...)``.
     """
 
-    parts: nn.ModuleList
-    threads: ThreadGroup
-    output_device: torch.device
-    waits_for_call: bool = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of the transformers class, with the same errors. One call allows one backward pass."""
-        self._move_parts()
-        return run_on_threads(self.parts, self.threads, self.output_device, *args, **kwargs)
-
-    def _move_parts(self) -> None:
-        """Move the parts to their devices, once."""
-        if self.waits_for_call:
-            for part, device in zip(self.parts, self.threads.devices, strict=True):
-                _moved(part, device)
-            self.waits_for_call = False
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """As torch's, but each parameter of the full model counts once: torch would count replicated ones repeatedly.
-
-        Returns:
-            The norm before clipping.
-        """
-        parts: Any = self.parts
-        return self.threads.run(lambda rank: parts[rank].clip_grad_norm_(max_norm, norm_type))[0].to(self.output_device)
+class TensorParallelModel(TensorParallel, PreTrainedModel):
+    """The base class of those of transformers' kind."""
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters of the full model, as `ParallelModel.num_parameters`."""
@@ -260,14 +255,15 @@ class TensorParallelModel(PreTrainedModel):
         original: Any = next(
             base for base in type(self).__mro__[1:] if base.__module__.startswith("transformers.models.")
         )
+        config: Any = self.config
         part, state = self.parts[0], self.state_dict()
         trained = {name: param.requires_grad for name, param in part.named_parameters(remove_duplicate=False)}
         full = original.from_pretrained(
             None,
-            config=copy.deepcopy(self.config),
+            config=copy.deepcopy(config),
             state_dict=state,
             dtype=self.dtype,
-            attn_implementation=self.config._attn_implementation,
+            attn_implementation=config._attn_implementation,
         )
         for name, tensor in full.state_dict(keep_vars=True).items():  # each in its own type
             tensor.data = state[name].clone()
@@ -279,17 +275,6 @@ class TensorParallelModel(PreTrainedModel):
     @property
     def device(self) -> torch.device:
         return self.output_device
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The device of each rank."""
-        return self.threads.devices
-
-    @property
-    def tensor_parallel_config(self) -> dict[str, Layout]:
-        """The layouts of the parameters, by their names in the full model: for `convert_state_dict`."""
-        part: Any = self.parts[0]
-        return dict(part.layouts)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Tie the weights in each part again: needed after weights were loaded one by one."""
@@ -328,16 +313,6 @@ class TensorParallelModel(PreTrainedModel):
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ``RuntimeError``: the vocabulary is sharded."""
         raise RuntimeError("the vocabulary is sharded: resize it before tensor_parallel")
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Implements ``to``, ``half`` and so on. Each part stays on its device."""
-        moved = [device for device in set(self.threads.devices) if fn(torch.empty(0, device=device)).device != device]
-        if moved:
-            raise ValueError(
-                f"the parts of this model stay on {[*map(str, self.threads.devices)]}, and inputs are moved there; "
-                "for a full model on one device, load its state_dict() into one"
-            )
-        return super()._apply(fn, recurse)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         return False  # a CUDA graph is captured by one thread
@@ -431,10 +406,6 @@ def _shards_of(state: Mapping[str, Tensor], layouts: Mapping[str, Layout], ranks
 def infer_sharded_device_map(model: Any) -> dict[str, torch.device]:
     """The device of each part of a model that `tensor_parallel` returned, by the name of the part."""
     return {f"parts.{rank}": device for rank, device in enumerate(model.devices)}
-
-
-TensorParallel = tensor_parallel
-"""The class of the original, whose constructor took the same arguments."""
 
 
 def _pop_prefixed(state: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -6,12 +6,14 @@ modules around them get the parallel class of their kind.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from peft.tuners import ia3, lora
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
@@ -22,13 +24,17 @@ from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.layers.linear import (
     ColumnParallelLinear,
     KeyValueParallelLinear,
+    LatentLinear,
     RowParallelLinear,
     sum_replicated,
 )
 from oslo_models.layers.vocab_parallel import VocabParallelHead
+from oslo_models.modeling.adapters.experts import ParallelParamWrapper, parameter_layout
 from oslo_models.modeling.adapters.initial_values import draw
 from oslo_models.modeling.adapters.layers import (
     FeatureParallelLoraEmbedding,
+    LatentIA3Linear,
+    LatentLoraLinear,
     ParallelDoraEmbedding,
     ParallelDoraLinear,
     ParallelLoraLinear,
@@ -110,6 +116,12 @@ def _restore_placeholders(model: nn.Module) -> None:
 def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
     """Make one LoRA adapter parallel, if its layer is sharded."""
     base = tuner.get_base_layer()
+    if isinstance(tuner, ParamWrapper):
+        if parameter_layout(tuner) is not None:
+            tuner.__class__ = ParallelParamWrapper
+        return
+    if isinstance(base, LatentLinear):
+        tuner.__class__ = LatentLoraLinear
     if weight_layout(base) is None:
         return
     outputs = shards_outputs(base)
@@ -179,7 +191,9 @@ def _compute_magnitudes(tuner: Any, name: str) -> None:
 
 
 def _adopt_ia3(tuner: Any, name: str) -> None:
-    """Sum the gradients of factors of key-value heads that several ranks hold; others are right as they are."""
+    """Sum the gradients of factors that several ranks hold and use for shards; others are right as they are."""
+    if isinstance(tuner.get_base_layer(), LatentLinear):
+        tuner.__class__ = LatentIA3Linear
     layout = adapter_layouts(tuner).get(f"ia3_l.{name}")
     if layout is not None and layout.overlaps:
         tuner.ia3_l[name].register_hook(partial(sum_replicated, axis=tuner.get_base_layer().tp, layout=layout))
@@ -225,7 +239,7 @@ def _name_parameters(model: Any) -> None:
 
 def plain_name(name: str, adapters: Any) -> str:
     """The name that a parameter of the model, or its copy in ``modules_to_save``, has without adapters."""
-    name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    name = re.sub(r"(\.base_layer)+\.", ".", name).replace(".original_module.", ".")
     for adapter in adapters:
         name = name.replace(f".modules_to_save.{adapter}.", ".")
     return name

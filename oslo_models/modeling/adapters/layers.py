@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.ia3 import Linear as IA3Linear
 from peft.tuners.lora import Embedding as LoraEmbedding
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.dora import DoraEmbeddingLayer, DoraLinearLayer
@@ -56,6 +57,26 @@ class ParallelLoraLinear(LoraLinear):
     def get_delta_weight(self, adapter: str) -> Tensor:
         with without_override():
             return super().get_delta_weight(adapter)
+
+
+class _AroundLatent(nn.Module):
+    """An adapter of a projection to a latent: what it adds is shared too. A mixin before the class of ``peft``."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        base: Any = self.get_base_layer()  # type: ignore[operator]
+        with base.shared_later():
+            output = super().forward(*args, **kwargs)
+        with without_override():
+            shared: Tensor = base.share(output)
+        return shared
+
+
+class LatentLoraLinear(_AroundLatent, LoraLinear):
+    """LoRA on a projection to a latent."""
+
+
+class LatentIA3Linear(_AroundLatent, IA3Linear):
+    """IA3 on a projection to a latent."""
 
 
 class _ParallelLoraEmbedding(LoraEmbedding):

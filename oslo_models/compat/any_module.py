@@ -1,0 +1,64 @@
+"""`initialize` for modules that are not of transformers' kind: their plan is derived."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from oslo_models.config.arguments import Arguments
+from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.distributed.object_exchange import agree, require_equal
+from oslo_models.distributed.rng import synchronize, synchronize_numpy
+from oslo_models.modeling.derived.deriving import derive_for_model
+from oslo_models.modeling.derived.module import DerivedModule, derived_class
+
+
+@torch.no_grad()
+def initialize_module(model: Any, arguments: Arguments, inputs: Any, world: Axis, broadcast_weights: Any) -> Any:
+    """Turn a module of any class, in place, into this rank's part of it. A collective.
+
+    Args:
+        model: a full module with weights.
+        arguments: those of `initialize`.
+        inputs: arguments of a call, with which the plan is tried.
+        world: all ranks.
+        broadcast_weights: ``broadcast_weights(model, mesh)`` gives all ranks the weights of rank 0.
+
+    Raises:
+        ValueError: an argument is invalid, or no plan could be derived; on every rank, with the model unchanged.
+        RuntimeError: the model is already sharded.
+    """
+    with agree(world, "deriving a plan"):
+        if isinstance(model, DerivedModule):
+            raise RuntimeError(f"this {type(model).__name__} is already sharded")
+        if arguments.plan != "derive":
+            raise ValueError(
+                f'a {type(model).__name__} is no model of transformers\' kind: pass plan="derive", and inputs= of a '
+                "call"
+            )
+        if arguments.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size={arguments.pipeline_parallel_size}: the plan of a {type(model).__name__} is "
+                "derived, and says nothing of blocks; use tensor_parallel_size"
+            )
+        arguments.check({})
+        plan = derive_for_model(model, inputs)
+    tensors = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()}
+    require_equal(world, {**tensors, "plan": str(plan.report)}, "arguments of initialize")
+    mesh = ParallelMesh(arguments.tensor_parallel_size, 1, arguments.timeout)
+    broadcast_weights(model, mesh)
+    before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    model.__class__ = derived_class(type(model), plan)
+    model._shard(mesh)
+    for name, param in list(model.named_parameters(remove_duplicate=False)):  # an optimizer may refer to the objects
+        owner, _, leaf = name.rpartition(".")
+        old = before[name]
+        old.data, old.grad = param.data, None
+        model.get_submodule(owner)._parameters[leaf] = old
+    model.to(mesh.device)
+    model._mark_parameters()
+    synchronize(mesh.tp, mesh.device)
+    synchronize_numpy(mesh.tp)
+    return model

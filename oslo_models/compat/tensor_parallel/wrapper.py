@@ -1,0 +1,93 @@
+"""`ThreadedModule`: what the models that `tensor_parallel` returns have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oslo_models.compat.tensor_parallel.autograd import run_on_threads
+from oslo_models.distributed.thread_group import ThreadGroup
+from oslo_models.modeling.derived.deriving import verify
+from oslo_models.modeling.derived.report import ShardingReport
+from oslo_models.sharding.layout import Layout
+
+
+def move_part(part: Any, device: torch.device) -> Any:
+    """The part itself, with its tensors on the device; meta tensors are loaded later."""
+    return part._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+class ThreadedModule(nn.Module):
+    """A module whose parts compute on threads, each on its device, as one.
+
+    Attributes:
+        parts: the models of the ranks.
+        threads: the group of the ranks.
+        output_device: the device of the outputs.
+        waits_for_call: whether the first call has to move the parts to their devices.
+    """
+
+    parts: nn.ModuleList
+    threads: ThreadGroup
+    output_device: torch.device
+    waits_for_call: bool = False
+    _untried: tuple[nn.Module, ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of the class of the full model, with the same errors. One call allows one backward pass.
+
+        Raises:
+            ValueError: the first call of a model with a derived plan that could not be tried before: a small random
+                one computes something else.
+        """
+        if self._untried:
+            part: Any = self.parts[0]
+            verify(self._untried[0], part.derived_plan, args, kwargs, len(self.parts))
+            self._untried = ()
+        self._move_parts()
+        return run_on_threads(self.parts, self.threads, self.output_device, *args, **kwargs)
+
+    def _move_parts(self) -> None:
+        """Move the parts to their devices, once."""
+        if self.waits_for_call:
+            for part, device in zip(self.parts, self.threads.devices, strict=True):
+                move_part(part, device)
+            self.waits_for_call = False
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As torch's, but each parameter of the full model counts once: torch would count replicated ones repeatedly.
+
+        Returns:
+            The norm before clipping.
+        """
+        parts: Any = self.parts
+        return self.threads.run(lambda rank: parts[rank].clip_grad_norm_(max_norm, norm_type))[0].to(self.output_device)
+
+    def sharding_report(self) -> ShardingReport:
+        """What is sharded how, and why some is not; printed, it is a table."""
+        part: Any = self.parts[0]
+        report: ShardingReport = part.sharding_report()
+        return report
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each rank."""
+        return self.threads.devices
+
+    @property
+    def tensor_parallel_config(self) -> dict[str, Layout]:
+        """The layouts of the parameters, by their names in the full model: for `convert_state_dict`."""
+        part: Any = self.parts[0]
+        return dict(part.layouts)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Implements ``to``, ``half`` and so on. Each part stays on its device."""
+        moved = [device for device in set(self.threads.devices) if fn(torch.empty(0, device=device)).device != device]
+        if moved:
+            raise ValueError(
+                f"the parts of this model stay on {[*map(str, self.threads.devices)]}, and inputs are moved there; "
+                "for a full model on one device, load its state_dict() into one"
+            )
+        return super()._apply(fn, recurse)

@@ -1,0 +1,199 @@
+"""`ShardedActivation`: an activation that stands for a full tensor while each rank stores its shard.
+
+A derived plan cannot know which code runs between two layers. So their outputs carry how they are sharded:
+operations that can be computed on shards are (`activation_rules`), and all others gather the full tensor first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from oslo_models.distributed.autograd_collectives import copy_to, gather_from, scatter_to
+from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.vocab_parallel import PLAIN_FUNCTIONS
+from oslo_models.sharding.layout import EvenSplit
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+RULES: dict[Any, Rule] = {}
+"""``rule(function, args, kwargs)`` of the torch functions that are computed on shards; may return NotImplemented."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How an activation is sharded.
+
+    Attributes:
+        dim: the sharded dimension, from the front.
+        units: how many indivisible units each part consists of. Equal units mean equal ranges of ranks.
+        parts: how many parts of equal size the dimension concatenates, of each of which a rank has its range.
+    """
+
+    dim: int
+    units: int
+    parts: int = 1
+
+    def sizes(self, full: int, n: int) -> list[int]:
+        """For each rank, how many elements of one part it stores, of a dimension of size ``full``."""
+        inner = full // self.parts
+        return [stop - start for start, stop in EvenSplit(self.units, inner // self.units).ranges(n)]
+
+
+class Observer(Protocol):
+    """Watches activations while a plan is derived."""
+
+    def gathered(self, sources: frozenset[str], why: str) -> None:
+        """The outputs of these layers were needed in full by an operation."""
+
+    def propose(self, sources: frozenset[str], units: int | None = None, parts: int | None = None) -> None:
+        """The outputs of these layers could have stayed sharded, if they were split so."""
+
+
+class ShardedActivation(Tensor):
+    """A shard of an activation, which behaves as the full tensor.
+
+    Attributes:
+        tp: the axis over which it is sharded.
+        mark: how it is sharded.
+        full_shape: the shape of the full tensor.
+        sources: the names of the layers that it was computed from, if ``observer`` is set.
+        observer: what watches it.
+    """
+
+    tp: Axis
+    mark: Mark
+    full_shape: torch.Size
+    sources: frozenset[str]
+    observer: Observer | None
+
+    @classmethod
+    def from_local(
+        cls,
+        local: Tensor,
+        tp: Axis,
+        mark: Mark,
+        full_size: int,
+        sources: frozenset[str] = frozenset(),
+        observer: Observer | None = None,
+    ) -> ShardedActivation:
+        """Make an activation from this rank's shard.
+
+        Args:
+            local: the shard.
+            tp: the axis.
+            mark: how it is sharded.
+            full_size: the size of the sharded dimension of the full tensor.
+            sources, observer: see the class.
+        """
+        made = local.as_subclass(cls)
+        made.tp, made.mark, made.sources, made.observer = tp, mark, sources, observer
+        made.full_shape = torch.Size((*local.shape[: mark.dim], full_size, *local.shape[mark.dim + 1 :]))
+        return made
+
+    def local(self) -> Tensor:
+        """This rank's shard, as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def full(self, why: str = "") -> Tensor:
+        """The full tensor, on every rank. A collective."""
+        if self.observer is not None:
+            self.observer.gathered(self.sources, why)
+        dim, sizes = self.mark.dim, self.mark.sizes(self.full_shape[self.mark.dim], self.tp.size)
+        if self.tp.size == 1 or self.mark.parts == 1:
+            return gather_from(self.tp, self.local(), dim, sizes)
+        return gather_from(self.tp, self.local().unflatten(dim, (self.mark.parts, -1)), dim + 1, sizes).flatten(
+            dim, dim + 1
+        )
+
+    def with_local(self, local: Tensor, mark: Mark | None = None, full_size: int | None = None) -> ShardedActivation:
+        """What was computed from this activation.
+
+        Args:
+            local: the shard.
+            mark: how it is sharded; default: as this one.
+            full_size: the full size of the sharded dimension; default: that of this one.
+        """
+        mark = mark or self.mark
+        size = self.full_shape[self.mark.dim] if full_size is None else full_size
+        return self.from_local(local, self.tp, mark, size, self.sources, self.observer)
+
+    def slice_of(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's shard of a full tensor ``x`` whose dimension ``dim`` is to be sharded as this activation."""
+        sizes = self.mark.sizes(x.shape[dim], self.tp.size)
+        if self.tp.size == 1 or self.mark.parts == 1:
+            return scatter_to(self.tp, x, dim, sizes)
+        return scatter_to(self.tp, x.unflatten(dim, (self.mark.parts, -1)), dim + 1, sizes).flatten(dim, dim + 1)
+
+    def copy_of(self, x: Tensor) -> Tensor:
+        """A full tensor ``x`` of which every shard uses all elements; its gradients are summed over the ranks."""
+        return copy_to(self.tp, x)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.full().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.full().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        rule = RULES.get(func)
+        if rule is not None:
+            result = rule(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return _on_full(func, args, kwargs)
+
+
+_PLAIN = PLAIN_FUNCTIONS - {Tensor.register_hook, Tensor.is_contiguous}
+
+
+def _on_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function with full tensors; what it changes in place is changed in the shards too."""
+    name = getattr(func, "__name__", str(func))
+    given: list[tuple[ShardedActivation, Tensor, int]] = []
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, ShardedActivation):
+            return value
+        made = value.full(name)
+        if value.tp.size == 1:  # there, it is the same tensor
+            made = made.clone()
+        given.append((value, made, made._version))
+        return made
+
+    args, kwargs = tree_map(full, (args, kwargs))
+    result = func(*args, **kwargs)
+    for activation, made, version in given:
+        if made._version != version:
+            activation.local().copy_(activation.slice_of(made, activation.mark.dim))
+            if result is made:
+                result = activation
+    return result
+
+
+def gathered(value: Any) -> Any:
+    """``value`` with the activations in it, also in tuples, lists and dictionaries, gathered. A collective."""
+    if isinstance(value, ShardedActivation):
+        return value.full("an output of the model")
+    if type(value) is tuple or type(value) is list:
+        return type(value)(gathered(each) for each in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(gathered(each) for each in value))
+    if isinstance(value, dict):
+        changed = {key: gathered(each) for key, each in value.items()}
+        for key, each in changed.items():
+            if each is not value[key]:
+                value[key] = each
+    return value

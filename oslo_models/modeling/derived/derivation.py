@@ -1,0 +1,252 @@
+"""Derives the plan of a model: which layers can be sharded, and which of these need no gathering between them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from transformers.pytorch_utils import Conv1D
+
+from oslo_models.modeling.derived.report import Row, ShardingReport
+from oslo_models.modeling.derived.tracing import Trace, trace_calls
+from oslo_models.sharding.derived import GatheredColumn, GatheredConvolution, SlicedRow, SummedEmbedding
+from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.plan import Plan, Replicated
+
+Call = Callable[[nn.Module], Any]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LAYERS = (nn.Linear, Conv1D, nn.Embedding, *_CONVOLUTIONS, *_TRANSPOSED)
+_CHANGED_EMBEDDING = "its class changes what an embedding computes, and no call showed how"
+_REASON = "the plan was derived from the model, and says nothing of blocks"
+
+
+_NOTHING = ShardingReport(())
+
+
+@dataclass(frozen=True)
+class DerivedPlan(Plan):
+    """A derived plan, whose entries have the names of the whole model.
+
+    Attributes:
+        report: what is sharded how.
+    """
+
+    report: ShardingReport = _NOTHING
+
+
+@dataclass
+class Findings:
+    """What `observe` found out of layers, by names in which numbers of blocks are replaced by ``*``."""
+
+    rows: dict[str, set[int | None]] = field(default_factory=dict)
+    columns: dict[str, set[tuple[int | None, int, bool]]] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+
+
+def observe(probe: nn.Module, calls: Sequence[Call]) -> Findings:
+    """Observe where a layer can compute with the shards that another one leaves, and who reads weights of others.
+
+    Args:
+        probe: a model, which is changed: it is of no other use afterwards.
+        calls: ways to call it.
+    """
+    layers = _find_layers(probe)
+    observable = ("", _CHANGED_EMBEDDING)
+    candidates = {name: module for name, module in probe.named_modules() if layers.get(name) in observable}
+    shapes = {name: _features(module) for name, module in candidates.items()}
+    return _generalize(trace_calls(probe, candidates, _tied(probe), list(calls)), candidates, shapes)
+
+
+def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPlan:
+    """The plan of a model of any class.
+
+    Without findings, every layer that is understood shards its outputs, which are gathered at once: right for all code
+    that calls the layer.
+
+    Args:
+        model: the model, with weights or on the meta device; it is not changed.
+        findings: of a model of the same structure.
+
+    Raises:
+        ValueError: the model has lazy modules.
+    """
+    if lazy := [name for name, param in model.named_parameters() if isinstance(param, UninitializedParameter)]:
+        raise ValueError(f"parameters without a shape yet, such as {lazy[0]}: call the model once before it is sharded")
+    known = _find_layers(model)
+    entries: dict[str, Replicated] = {}
+    rows = []
+    for name, module in model.named_modules():
+        params = dict(module.named_parameters(recurse=False))
+        if not params:
+            continue
+        entry, why = _entry(name, module, known[name], findings)
+        entries |= dict.fromkeys([name] if name else list(params), entry)
+        rows.append((name, module, why))
+    for name, module in model.named_modules(remove_duplicate=False):  # a module may have several names
+        if name not in entries and any(True for _ in module.parameters(recurse=False)):
+            entries |= dict.fromkeys([name] if name else [], Replicated())
+    _untie(model, entries, findings is not None and bool(findings.called))
+    report = ShardingReport(tuple(_row(name, module, entries, why) for name, module, why in rows))
+    return DerivedPlan(embed=entries, blocks={}, head={}, single_stage_reason=_REASON, report=report)
+
+
+def _find_layers(model: nn.Module) -> dict[str, str]:
+    """For each module with parameters why it cannot be sharded; ``""`` if it can."""
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    reasons = {}
+    attentions = {name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[0] in attentions:
+            reasons[name] = "nn.MultiheadAttention reads its weight"
+        elif any(True for _ in module.parameters(recurse=False)):
+            several = places[id(module)] > 1
+            reasons[name] = "it is in several places of the model" if several else _reason_against(module)
+    return reasons
+
+
+def _reason_against(module: nn.Module) -> str:
+    kind = next((kind for kind in _LAYERS if isinstance(module, kind)), None)
+    if kind is None:
+        if "Norm" in type(module).__name__:
+            return "a normalisation is small"
+        return f"{type(module).__name__} is not among the layers that can be sharded"
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        changes = f"its class {type(module).__name__} changes what the layer computes"
+        return _CHANGED_EMBEDDING if kind is nn.Embedding and "forward" not in vars(module) else changes
+    if any(type(param) is not nn.Parameter for param in module.parameters(recurse=False)):
+        return "its parameters are of a class of their own"
+    if module._parameters.keys() - {"weight", "bias"} or "weight" not in module._parameters:
+        return "its weight is computed from other parameters"
+    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
+        return "max_norm, scale_grad_by_freq and sparse need all rows of an embedding"
+    if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1:
+        return "the convolution has groups"
+    return ""
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """The modules whose weights others hold too."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    counts = Counter(id(param) for _, param in named)
+    return {name.rpartition(".")[0] for name, param in named if counts[id(param)] > 1}
+
+
+def template(name: str) -> str:
+    """The name of a module without the numbers of blocks."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """The sizes of the output and the input of a linear layer."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return (module.nf, module.nx) if isinstance(module, Conv1D) else (0, 0)
+
+
+def _generalize(trace: Trace, candidates: dict[str, nn.Module], shapes: dict[str, tuple[int, int]]) -> Findings:
+    """Findings of a small model by names that the large one has too; sizes are replaced by ``None``."""
+    found = Findings()
+    for name in candidates:
+        key, (outputs, inputs) = template(name), shapes[name]
+        if name in trace.called:
+            found.called.add(key)
+        if name in trace.outside:
+            found.outside[key] = trace.outside[name]
+        if name in trace.rows:
+            units = trace.rows[name]
+            found.rows.setdefault(key, set()).add(None if units == inputs else units)
+        elif name in trace.columns:
+            parts = trace.parts.get(name, 1)
+            units = trace.units.get(name, 0)
+            chosen = None if units in (0, outputs // parts) else units
+            found.columns.setdefault(key, set()).add((chosen, parts, name in trace.lazy))
+    return found
+
+
+def _entry(name: str, module: nn.Module, reason: str, findings: Findings | None) -> tuple[Replicated, str]:
+    """The entry of a module with parameters, and what the report says of it."""
+    key = template(name)
+    if reason and not (reason == _CHANGED_EMBEDDING and findings is not None and key in findings.called):
+        return Replicated(), reason
+    if findings is not None and key in findings.outside:
+        return Replicated(), f"its weight is read outside of the layer, by {findings.outside[key]}"
+    if isinstance(module, nn.Embedding):
+        return SummedEmbedding(), "outputs are summed"
+    if isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED)):
+        return GatheredConvolution(isinstance(module, _TRANSPOSED)), "outputs are gathered"
+    transposed = isinstance(module, Conv1D)
+    rows, columns = (findings.rows.get(key), findings.columns.get(key)) if findings else (None, None)
+    outputs, inputs = _features(module)
+    if rows and not columns and len(rows) == 1 and inputs % ((units := min(rows)) or 1) == 0:  # type: ignore[type-var]
+        return SlicedRow(units, transposed), f"by {units} heads; outputs are summed" if units else "outputs are summed"
+    if columns and not rows and len(columns) == 1:
+        units, parts, lazy = next(iter(columns))
+        if lazy and outputs % (parts * (units or 1)) == 0:
+            told = [f"{parts} matrices"] * (parts > 1) + [f"by {units} heads"] * (units is not None)
+            return GatheredColumn(units, parts, True, transposed), "; ".join([*told, "outputs stay sharded"])
+    return GatheredColumn(transposed=transposed), "outputs are gathered"
+
+
+def _untie(model: nn.Module, entries: dict[str, Replicated], observed: bool) -> None:
+    """Give tied parameters one layout at all their places: that of a sharded layer, if no other place reads them.
+
+    Args:
+        observed: whether calls were observed: a weight that others read is replicated then already.
+    """
+    places: dict[int, list[tuple[str, str, tuple[int, ...]]]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        if owner in entries:
+            places.setdefault(id(param), []).append((owner, leaf, tuple(param.shape)))
+    changed = True
+    while changed:
+        changed = False
+        for tied in places.values():
+            layouts = {_layout(entries, owner, leaf, shape) for owner, leaf, shape in tied}
+            if len(layouts) == 1:
+                continue
+            changed = True
+            holders = [owner for owner, _, _ in tied if not isinstance(model.get_submodule(owner), _LAYERS)]
+            rows = {_layout(entries, owner, leaf, shape) for owner, leaf, shape in tied if owner not in holders}
+            if observed and rows == {SummedEmbedding().layout(tied[0][1], tied[0][2], 2)}:
+                entries |= {f"{owner}.{leaf}": SummedEmbedding() for owner, leaf, _ in tied if owner in holders}
+            else:
+                for owner, leaf, _ in tied:
+                    entries.pop(f"{owner}.{leaf}", None)
+                    entries[owner] = Replicated()
+    for name, module in model.named_modules():
+        own = [f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)]
+        if own and all(each in entries for each in own):
+            entries.pop(name, None)
+
+
+def _layout(entries: dict[str, Replicated], owner: str, leaf: str, shape: tuple[int, ...]) -> Layout:
+    return entries.get(f"{owner}.{leaf}", entries[owner]).layout(leaf, shape, 2)
+
+
+_NAMES = {
+    GatheredColumn: "columns",
+    SlicedRow: "rows",
+    GatheredConvolution: "channels",
+    SummedEmbedding: "vocabulary",
+    Replicated: "replicated",
+}
+
+
+def _row(name: str, module: nn.Module, entries: dict[str, Replicated], why: str) -> Row:
+    params = dict(module.named_parameters(recurse=False))
+    first = params.get("weight", next(iter(params.values())))
+    entry = entries.get(name) or entries[f"{name}.{next(iter(params))}".lstrip(".")]
+    sharding = _NAMES[type(entry)]
+    if sharding == "replicated" and why.startswith(("outputs", "by ")):
+        why = "it is tied to a layer that would be sharded otherwise"
+    count = sum(param.numel() for param in params.values())
+    return Row(name or "(itself)", type(module).__name__, tuple(first.shape), sharding, why, count)

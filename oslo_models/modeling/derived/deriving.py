@@ -1,0 +1,169 @@
+"""Derives a plan and tries it on a small random model, before a model is sharded by it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from oslo_models.modeling.derived.derivation import Call, DerivedPlan, Findings, derive_plan, observe
+from oslo_models.modeling.derived.probe import (
+    calls_of,
+    calls_of_transformers,
+    calls_with,
+    copy_of_model,
+    same_structure,
+    small_model,
+)
+from oslo_models.modeling.derived.verification import differences
+from oslo_models.sharding.plan import Plan
+
+_SEED, _SHOWN = 1234, 8
+_NOT_OF_THE_STRUCTURE = ("dtype", "torch_dtype", "_name_or_path", "architectures", "transformers_version", "auto_map")
+"""What loading changes in a configuration; the plan is derived once."""
+
+
+class CannotProbeError(ValueError):
+    """The model cannot be tried without inputs of the user."""
+
+
+@dataclass
+class DerivedFromConfig:
+    """A function from a configuration to the derived plan of a class, for ``plan=``.
+
+    Attributes:
+        cls: the class of models, of transformers' kind.
+        inputs: as of `derive_for_model`.
+    """
+
+    cls: type[Any]
+    inputs: Any = None
+    _known: dict[str, DerivedPlan] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        return f"derive({self.cls.__name__})"
+
+    def __call__(self, config: PreTrainedConfig) -> DerivedPlan:
+        values = {key: value for key, value in config.to_dict().items() if key not in _NOT_OF_THE_STRUCTURE}
+        key = json.dumps(values, sort_keys=True, default=str)
+        if key not in self._known:
+            with torch.device("meta"):
+                model = self.cls._from_config(copy.deepcopy(config))
+            self._known[key] = derive_for_model(model, self.inputs)
+        return self._known[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"cls": self.cls, "inputs": self.inputs, "_known": {}}
+
+
+def derive_for_model(model: nn.Module, inputs: Any = None, ranks: Sequence[int] = (2, 3)) -> DerivedPlan:
+    """The plan of a model, tried on a small random one: outputs, gradients and buffers are those of one process.
+
+    The random states of this process stay as they are.
+
+    Args:
+        model: the model, with weights or on the meta device; it is not changed.
+        inputs: a tensor, a tuple of positional arguments or a dictionary of arguments by name; of floating-point
+            tensors only the shapes matter. Default: what the configuration of a model of transformers' kind suggests.
+        ranks: over how many ranks it is tried.
+
+    Raises:
+        CannotProbeError: the model cannot be called with such inputs, or none are known.
+        ValueError: the sharded model computes something else; the message has the differences.
+    """
+    with _own_random_numbers():
+        probe, calls = _probe(model, inputs)
+        seen: list[str] = []
+        for findings in (_observe(probe, calls), Findings()):
+            if findings is None:
+                continue
+            plan = derive_plan(probe, findings)
+            seen = [line for n in ranks for line in differences(probe, plan, calls, n, _SEED)]
+            if not seen:
+                return derive_plan(model, findings)
+    lines = "\n  ".join(seen[:_SHOWN])
+    raise ValueError(
+        f"no plan could be derived for this {type(model).__name__}: a small random one, sharded, differs from the full "
+        f"one. Pass plan= with a plan of your own. Differences:\n  {lines}"
+    )
+
+
+def verify(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> None:
+    """Try a plan on a random model of the same structure, with the arguments of a call.
+
+    Raises:
+        ValueError: the sharded model computes something else.
+    """
+    with _own_random_numbers():
+        seen = differences(copy_of_model(model), plan, calls_of(args, kwargs), n, _SEED)
+    if seen:
+        lines = "\n  ".join(seen[:_SHOWN])
+        raise ValueError(
+            f"a random {type(model).__name__}, sharded over {n} ranks, differs from the full one:\n  {lines}"
+        )
+
+
+def _observe(probe: nn.Module, calls: Sequence[Call]) -> Findings | None:
+    """What a call shows; ``None`` if the model's code does with activations what only plain tensors can do."""
+    try:
+        return observe(copy.deepcopy(probe), calls)
+    except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError):
+        return None
+
+
+def _probe(model: nn.Module, inputs: Any) -> tuple[nn.Module, list[Call]]:
+    """A small random model and calls of it."""
+    is_transformers = isinstance(model, PreTrainedModel)
+    if inputs is None and not is_transformers:
+        raise CannotProbeError(
+            f"pass inputs= of a call of this {type(model).__name__}, such as inputs=torch.randn(2, 3, 32, 32)"
+        )
+    probe: Any = None
+    if isinstance(model, PreTrainedModel) and inputs is None:
+        probe = small_model(type(model), model.config)
+        probe = probe if same_structure(probe, model) else None
+    if probe is None:
+        probe = copy_of_model(model)
+    calls = calls_with(inputs) if inputs is not None else calls_of_transformers(probe)
+    working, errors = [], []
+    for call in calls:
+        try:
+            for training in (False, True):
+                call(copy.deepcopy(probe).train(training))
+            working.append(call)
+        except Exception as error:  # noqa: BLE001  reported below, if no call works
+            errors.append(error)
+    if not working or (inputs is not None and working[0] is not calls[0]):
+        first = errors[0]
+        raise CannotProbeError(
+            f"a small random {type(model).__name__} cannot be called to try its plan ({type(first).__name__}: "
+            f"{str(first)[:300]}): pass inputs= of a call that works"
+        ) from first
+    return probe, working
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Random numbers that are the same on all ranks; those of this process stay as they are."""
+    states = random.getstate(), np.random.get_state()
+    default = torch.get_default_dtype()
+    on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), on_cpu:
+        torch.manual_seed(_SEED)
+        random.seed(_SEED)
+        np.random.seed(_SEED)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
+            random.setstate(states[0])
+            np.random.set_state(states[1])

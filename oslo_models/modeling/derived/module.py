@@ -1,0 +1,81 @@
+"""Sharded modules of any class: not of transformers' kind, with a derived plan."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from oslo_models.distributed.collectives import all_reduce
+from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.mpu import MPU
+from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_parameter
+from oslo_models.layers.sharded_activation import gathered
+from oslo_models.modeling.derived.derivation import DerivedPlan
+from oslo_models.modeling.derived.report import ShardingReport
+from oslo_models.modeling.derived.verification import shard_module
+from oslo_models.modeling.training import TrainableModel
+from oslo_models.sharding.layout import Layout
+
+
+class DerivedModule(nn.Module):
+    """The parallel base class of a module; its other base is the class that the module had.
+
+    Attributes:
+        derived_plan: how it is sharded.
+        mesh: the axes of the model.
+        mpu: the mesh under Megatron's names.
+        layouts: the layout over the tp axis of every parameter.
+    """
+
+    derived_plan: DerivedPlan
+    mesh: ParallelMesh
+    mpu: MPU
+    stage = None
+    layouts: dict[str, Layout]
+
+    clip_grad_norm_ = TrainableModel.clip_grad_norm_
+    _counted = TrainableModel._counted
+
+    def _shard(self, mesh: ParallelMesh, blocks_per_stage: None = None) -> None:
+        """Turn the full module into this rank's part of it."""
+        self.mesh, self.mpu = mesh, MPU(mesh)
+        self.layouts = shard_module(self, self.derived_plan, mesh)
+
+    def _mark_parameters(self) -> None:
+        """Let parameters know that they are shards."""
+        for name, param in self.named_parameters():
+            if self.mesh.tp.size > 1:
+                mark_parameter(param, Sharding(name, self.layouts[name], self.mesh))
+
+    def sharding_report(self) -> ShardingReport:
+        """What is sharded how, and why some is not."""
+        return self.derived_plan.report
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state of the full module, on every rank. A collective."""
+        state = {}
+        for name, tensor in self.state_dict().items():
+            layout = self.layouts.get(name)
+            own = local_tensor(tensor)
+            state[name] = own.clone() if layout is None or layout.dim is None else _full(own, layout, self.mesh)
+        return state
+
+
+def _full(local: Tensor, layout: Layout, mesh: ParallelMesh) -> Tensor:
+    full = local.new_zeros(layout.shape)
+    for there, here in layout.owned_indices(mesh.tp.rank):
+        full[there] = local[here]
+    return all_reduce(mesh.tp, full)
+
+
+def derived_class(cls: type[Any], plan: DerivedPlan) -> Any:
+    """The parallel class for a class of modules, with its plan."""
+
+    @functools.wraps(cls.forward)
+    def forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return gathered(cls.forward(module, *args, **kwargs))
+
+    namespace = {"forward": forward, "derived_plan": plan, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (DerivedModule, cls), namespace)

@@ -1,0 +1,200 @@
+"""Small random models of the same structure as a model, and inputs for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from oslo_models.modeling.derived.derivation import Call, template
+
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+_WIDTHS = ("hidden", "intermediate", "embd", "d_model", "ffn", "inner", "d_ff", "d_kv", "head_dim")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_HEAD_DIM = 8
+_BLOCKS, _VOCABULARY, _PARAMETERS = 2, 128, 4_000_000
+"""The sizes of a probe: blocks of a stack, words, and parameters above which its layers are made narrower."""
+
+
+def small_model(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
+    """A random model of a class with few blocks and words, and narrow layers if those of ``config`` are wide."""
+    shallow = copy.deepcopy(config)
+    for each in _configs(shallow):
+        _cut(each)
+    for divisor in (1, 4, 16, 64):
+        narrow = copy.deepcopy(shallow)
+        for each in _configs(narrow):
+            _narrow(each, divisor)
+        try:
+            with torch.device("meta"):
+                count = sum(param.numel() for param in cls._from_config(copy.deepcopy(narrow)).parameters())
+            if count <= _PARAMETERS:
+                return _randomized(_made(cls, narrow))
+        except (ValueError, RuntimeError, AssertionError, ZeroDivisionError):  # sizes that do not fit each other
+            continue
+    return _randomized(_made(cls, shallow))
+
+
+def _made(cls: type[Any], config: PreTrainedConfig) -> Any:
+    """A model of a class, or of that class of transformers which it adds parallelism to."""
+    return cls._from_config(copy.deepcopy(config), dtype=torch.float32)
+
+
+def copy_of_model(model: nn.Module) -> nn.Module:
+    """A random model of the structure and the sizes of ``model``, which may be on the meta device."""
+    empty: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        made = (
+            torch.empty_like(tensor, device="cpu") if tensor.is_meta or tensor.requires_grad else tensor.cpu().clone()
+        )
+        empty[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return _randomized(copy.deepcopy(model, empty))
+
+
+def same_structure(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two models have the same modules, but for the number of blocks and their sizes."""
+
+    def structure(model: nn.Module) -> set[tuple[str, str, tuple[str, ...]]]:
+        return {
+            (template(name), type(module).__name__, tuple(key for key, _ in module.named_parameters(recurse=False)))
+            for name, module in model.named_modules()
+            if name
+        }
+
+    return structure(one) == structure(other)
+
+
+@torch.no_grad()
+def _randomized(model: Any) -> Any:
+    """The model in float64, without dropout, all of whose parameters are random: zeros and ones would hide mistakes."""
+    model.double()
+    for name, param in model.named_parameters():
+        noise = torch.randn_like(param)
+        if param.dim() > 1:
+            param.copy_(noise / (param.numel() / param.shape[0]) ** 0.5)
+        else:
+            param.copy_(0.2 * noise + (0.0 if name.endswith("bias") else 1.0))
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if "drop" in key and isinstance(value, float):
+                setattr(module, key, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        config = getattr(module, "config", None)
+        for each in _configs(config) if isinstance(config, PreTrainedConfig) else ():
+            for key, value in vars(each).items():
+                if "drop" in key and isinstance(value, float):
+                    setattr(each, key, 0.0)
+    return model
+
+
+def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """A configuration and those in it."""
+    inner = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return [config, *(each for value in inner for each in _configs(value))]
+
+
+def _cut(config: Any) -> None:
+    """Few blocks, of all types, and few words."""
+    types = getattr(config, "layer_types", None)
+    blocks = _BLOCKS
+    if isinstance(types, (list, tuple)) and types:
+        blocks = max(_BLOCKS, 1 + max(list(types).index(kind) for kind in set(types)))
+        config.layer_types = types[:blocks]
+    for name in _DEPTHS:
+        if isinstance(getattr(config, name, None), int) and getattr(config, name) > blocks:
+            setattr(config, name, blocks)
+    special = [
+        value for key, value in vars(config).items() if key.endswith("_token_id") and isinstance(value, (int, list))
+    ]
+    ids = [number for value in special for number in (value if isinstance(value, list) else [value])]
+    for name in ("vocab_size", "n_vocab"):
+        if isinstance(size := getattr(config, name, None), int):
+            setattr(config, name, min(size, max(_VOCABULARY, *(number + 1 for number in ids), 0)))
+
+
+def _narrow(config: Any, divisor: int) -> None:
+    """Layers narrower by a factor, with as many heads, each of at least `_HEAD_DIM` features."""
+    heads = next((getattr(config, key) for key in _HEADS if isinstance(getattr(config, key, None), int)), 1)
+    for key, value in list(vars(config).items()):
+        if not any(part in key for part in _WIDTHS) or not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if key in _DEPTHS or value % divisor or divisor == 1:
+            continue
+        least = _HEAD_DIM if key in ("head_dim", "d_kv") else heads * _HEAD_DIM
+        setattr(config, key, min(value, max(value // divisor, least)))
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+
+def calls_with(inputs: Any) -> list[Call]:
+    """Calls of a model with the inputs of the user, and with other random ones of another number of rows.
+
+    Args:
+        inputs: a tensor, a tuple of positional arguments, or a dictionary of arguments by name.
+    """
+    if isinstance(inputs, Mapping):
+        return calls_of((), inputs)
+    return calls_of(tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {})
+
+
+def calls_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Call]:
+    """As `calls_with`, with the arguments of one call."""
+    args, kwargs = _random(args, dict(kwargs))
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    found: list[Call] = [partial(_call, args, kwargs)]
+    if tensors and len({each.shape[:1] for each in tensors}) == 1 and tensors[0].dim() > 0:
+
+        def more(x: Tensor) -> Tensor:
+            return torch.cat((x, x.flip(0)))[: x.shape[0] + 1]
+
+        found.append(partial(_call, *(tree_map_only(Tensor, more, each) for each in (args, kwargs))))
+    return found
+
+
+def _random(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments whose floating-point tensors are random."""
+
+    def random(x: Tensor) -> Tensor:
+        x = x.detach().cpu()
+        return torch.randn(x.shape, dtype=torch.float64) if x.is_floating_point() else x
+
+    made: Any = tree_map_only(Tensor, random, (args, kwargs))
+    return made
+
+
+def _call(args: Sequence[Any], kwargs: Mapping[str, Any], model: nn.Module) -> Any:
+    own: Any = tree_map_only(Tensor, Tensor.clone, (tuple(args), dict(kwargs)))
+    return model(*own[0], **own[1])
+
+
+def calls_of_transformers(model: PreTrainedModel) -> list[Call]:
+    """Calls of a model of transformers' kind with inputs that its configuration suggests."""
+    main = model.main_input_name
+    config: Any = model.config
+    if main == "pixel_values":
+        size = getattr(config, "image_size", 32)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        shape = (2, getattr(config, "num_channels", 3), height, width)
+        return calls_with({main: torch.randn(shape)})
+    if main == "input_values":
+        return calls_with({main: torch.randn(2, 800)})
+    vocab = getattr(config.get_text_config(), "vocab_size", 2)
+    found = []
+    for rows, length in ((2, 8), (3, 5)):
+        ids = torch.randint(min(3, vocab - 1), vocab, (rows, length))
+        inputs = {"input_ids": ids}
+        if config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = ids.flip(1)
+        found += calls_with(inputs)[:1]
+        mask = torch.ones_like(ids)
+        mask[0, length - 2 :] = 0
+        found += calls_with({**inputs, "attention_mask": mask})[:1]
+    return found

@@ -1,0 +1,180 @@
+"""Observes one call of a model: which linear layers read what others left sharded, and which weights others read.
+
+The call runs on full tensors, on an axis of size one. Activations carry how they would be sharded
+(`ShardedActivation`), so that the rules which say so are those of the real run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers.pytorch_utils import Conv1D
+
+from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.gathered import call_by_itself
+from oslo_models.layers.sharded_activation import Mark, ShardedActivation
+
+_ALONE = Axis("tp", 0, (0,), None)
+
+
+@dataclass
+class Trace:
+    """What was observed.
+
+    Attributes:
+        fixed: linear layers that shard their outputs whatever they read, as others hold their weight too.
+        rows: for each layer whose inputs are left sharded, the number of units of these.
+        columns: the other layers.
+        lazy: the layers whose outputs reach one of `rows` without having been gathered.
+        units, parts: how the outputs of layers have to be split for that.
+        outside: the layers whose weights were read by something else, and by what.
+        called: the layers that were called.
+        inside: the layers that are being called.
+    """
+
+    fixed: set[str] = field(default_factory=set)
+    rows: dict[str, int] = field(default_factory=dict)
+    columns: set[str] = field(default_factory=set)
+    lazy: set[str] = field(default_factory=set)
+    units: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, int] = field(default_factory=dict)
+    outside: dict[str, str] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    inside: list[nn.Module] = field(default_factory=list)
+    changed: bool = False
+
+    def gathered(self, sources: frozenset[str], why: str) -> None:
+        """See `Observer`; gathering costs time only, so nothing follows from it."""
+
+    def propose(self, sources: frozenset[str], units: int | None = None, parts: int | None = None) -> None:
+        """See `Observer`."""
+        for source in sources:
+            if parts is not None and self.parts.get(source, 1) == 1 and parts > 1:
+                self.parts[source], self.changed = parts, True
+                self.units.pop(source, None)
+            elif units is not None and units > 1 and self.units.get(source) != units:
+                self.units[source], self.changed = units, True
+
+    def begin(self) -> None:
+        """Start another call, with what was learnt about units and parts."""
+        self.rows, self.changed = {}, False
+        for seen in (self.columns, self.lazy, self.called):
+            seen.clear()
+
+    def row(self, path: str, x: Any) -> Tensor | None:
+        """The input of a layer, if it can compute with a shard of it; ``None``: it shards its outputs instead."""
+        if path in self.fixed or not isinstance(x, ShardedActivation):
+            return None
+        if x.mark.dim != x.dim() - 1 or x.mark.parts > 1 or self.rows.get(path, x.mark.units) != x.mark.units:
+            return None
+        self.rows[path] = x.mark.units
+        self.lazy |= x.sources
+        return x.local()
+
+    def column(self, path: str, output: Tensor) -> Tensor:
+        """The output of a layer that shards its outputs."""
+        self.columns.add(path)
+        if output.shape[-1] < 2:
+            return output
+        size, parts = output.shape[-1], self.parts.get(path, 1)
+        units = self.units.get(path, size // parts)
+        if size % parts or size // parts % units:
+            parts, units = 1, size
+        mark = Mark(output.dim() - 1, units, parts)
+        return ShardedActivation.from_local(output, _ALONE, mark, size, frozenset([path]), self)
+
+
+class _Traced(nn.Module):
+    """A layer that is observed."""
+
+    path: str
+    trace: Trace
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        trace, path = self.trace, self.path
+        trace.called.add(path)
+        is_linear = isinstance(self, (nn.Linear, Conv1D))
+        row = trace.row(path, x) if is_linear else None
+        full = x.full("the input of a layer") if row is None and isinstance(x, ShardedActivation) else x
+        trace.inside.append(self)
+        try:
+            output = super().forward(full if row is None else row, *args, **kwargs)
+        finally:
+            trace.inside.pop()
+        return trace.column(path, output) if is_linear and row is None else output
+
+
+class _TracedEmbedding(_Traced, nn.Embedding):  # type: ignore[misc]
+    """An embedding that is observed: what its class adds to the lookup is outside of it."""
+
+
+@cache
+def _traced(cls: Any) -> type[nn.Module]:
+    bases = (cls, _TracedEmbedding) if issubclass(cls, nn.Embedding) and cls is not nn.Embedding else (_Traced, cls)
+    return type(cls.__name__, bases, {"__module__": cls.__module__})
+
+
+class _Readers(TorchFunctionMode):
+    """Notes who reads the parameters of observed layers, beside the layers themselves."""
+
+    def __init__(self, trace: Trace, owners: Mapping[int, list[tuple[str, nn.Module]]]) -> None:
+        super().__init__()
+        self._trace, self._owners = trace, owners
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _HARMLESS:
+            for leaf in tree_leaves((args, kwargs or {})):
+                owners = self._owners.get(id(leaf), ()) if isinstance(leaf, Tensor) else ()
+                if owners and not any(module is each for _, module in owners for each in self._trace.inside):
+                    name = getattr(func, "__name__", str(func))
+                    self._trace.outside.update((path, name) for path, _ in owners)
+        return func(*args, **(kwargs or {}))
+
+
+_HARMLESS = {
+    *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_meta", "grad", "is_leaf")),
+    *(Tensor.is_floating_point, Tensor.register_hook, Tensor.get_device),
+}
+
+
+def trace_calls(
+    model: nn.Module, candidates: Mapping[str, nn.Module], fixed: set[str], calls: list[Callable[[nn.Module], Any]]
+) -> Trace:
+    """Observe calls of a model, which is changed: it is of no other use afterwards.
+
+    Args:
+        candidates: the layers to observe, by name.
+        fixed: see `Trace`.
+        calls: each calls the model in one way.
+    """
+    trace = Trace(set(fixed))
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for path, module in candidates.items():
+        for _, param in module.named_parameters(recurse=False):
+            owners.setdefault(id(param), []).append((path, module))
+        cls: Any = type(module)
+        module.__class__ = _traced(cls)
+        vars(module).update(path=path, trace=trace)
+        module.register_forward_pre_hook(call_by_itself)
+    for _ in range(12):
+        trace.begin()
+        for call in calls:
+            with _Readers(trace, owners):
+                call(model)
+        if trace.changed:
+            continue
+        mixed = trace.columns & trace.rows.keys()
+        if not mixed:
+            return trace
+        trace.fixed |= mixed
+    # The splits that layers want of each other contradict: all outputs are gathered.
+    trace.rows, trace.lazy, trace.units, trace.parts = {}, set(), {}, {}
+    return trace

@@ -1,0 +1,437 @@
+"""Models without a written plan: a derived one shards them, and they compute, train and save as one process does."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+import oslo_models
+from oslo_models.modeling.derived.derivation import derive_plan
+from oslo_models.modeling.derived.deriving import derive_for_model
+from oslo_models.modeling.derived.verification import differences
+from oslo_models.sharding.plan import ColumnParallel, HeadNorm
+
+from support import derived_models
+from support.float64 import lifted_casts
+from support.pool import Pool
+from support.reference import TOLERANCE, all_outputs
+from support.reference import differences as lines_of
+
+Report = dict[str, str]
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[key].double() - other[key].double()).abs().max().item() for key in one)
+
+
+def train_both(model: nn.Module, other: Any, inputs: Tensor, seed: int, steps: int = 2) -> None:
+    """Steps of SGD with dropout, then inference: outputs, weights and buffers are those of one process."""
+    optimizers = [torch.optim.SGD(each.parameters(), 0.001) for each in (model, other)]
+    for step in range(steps):
+        values = []
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+            torch.manual_seed(seed + step)
+            value = all_outputs(each(inputs))
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            values.append(value.item())
+        assert values[1] == pytest.approx(values[0], abs=TOLERANCE)
+    assert largest_difference(model.state_dict(), other.state_dict()) < TOLERANCE
+    model.eval(), other.eval()
+    with torch.no_grad():
+        assert not lines_of("output", all_outputs(other(inputs)), all_outputs(model(inputs)), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [*derived_models.PLAIN])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.zoo)])
+def test_plain_modules_train_as_on_one_process(name: str, n: int, seed: int) -> None:
+    model, inputs = derived_models.plain(name, seed)
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * n, inputs=inputs)
+    assert isinstance(other, oslo_models.TensorParallel) and isinstance(other, type(model))
+    train_both(model, other, inputs, seed)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", [*derived_models.PLAIN])
+def test_plain_modules_without_inputs_are_tried_at_the_first_call(name: str, seed: int) -> None:
+    model, inputs = derived_models.plain(name, seed)
+    other = oslo_models.TensorParallel(copy.deepcopy(model), ["cpu"] * 2)
+    assert other._untried
+    train_both(model, other, inputs, seed)
+    assert not other._untried
+
+
+def sharding(report: Any) -> Report:
+    return {row.name: row.sharding for row in report}
+
+
+def test_a_report_says_what_is_sharded_how() -> None:
+    model, inputs = derived_models.plain("nanogpt", 0)
+    report = oslo_models.tensor_parallel(model, ["cpu"] * 2, inputs=inputs).sharding_report()
+    assert sharding(report) == {
+        "wte": "vocabulary",
+        "wpe": "vocabulary",
+        "lm_head": "columns",
+        "ln_f": "replicated",
+        **{
+            f"blocks.{block}.{name}": kind
+            for block in range(2)
+            for name, kind in {
+                **{"ln_1": "replicated", "ln_2": "replicated", "attn.c_attn": "columns", "attn.c_proj": "rows"},
+                **{"c_fc": "columns", "c_proj": "rows"},
+            }.items()
+        },
+    }
+    text = str(report)
+    assert "3 matrices; by 5 heads; outputs stay sharded" in text and "of the parameters are sharded" in text
+    lstm = oslo_models.tensor_parallel(derived_models.plain("lstm", 0)[0], ["cpu"] * 2).sharding_report()
+    assert "LSTM is not among the layers" in str(lstm)
+
+
+class ReadsWeights(nn.Module):
+    """Reads the weight of a layer instead of calling it, and shares a layer and a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.shared, self.tied = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.again, self.called = self.shared, nn.Linear(6, 6)
+        self.tied.weight = self.read.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(torch.relu(self.shared(x))) @ self.read.weight
+        return self.tied(self.called(x)) + self.called.out_features
+
+
+def test_layers_that_are_used_otherwise_stay_replicated(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, inputs = ReadsWeights().double(), torch.randn(4, 6).double()
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2, inputs=inputs)
+    assert sharding(other.sharding_report()) == dict.fromkeys(["read", "shared", "tied"], "replicated") | {
+        "called": "columns"
+    }
+    assert "read outside of the layer, by matmul" in str(other.sharding_report())
+    train_both(model, other, inputs, seed)
+
+
+class Surprises(nn.Module):
+    """Does what no rule knows with what lies between two layers."""
+
+    def __init__(self, way: int) -> None:
+        super().__init__()
+        self.up, self.down, self.way = nn.Linear(6, 12), nn.Linear(12, 6), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.way == 0:
+            x = x.flip(-1)
+        elif self.way == 1:
+            x = x / x.norm()
+        elif self.way == 2:
+            x[:, 3:9] = 0.0
+        elif self.way == 3:
+            x = x.cumsum(-1)
+        elif self.way == 4:
+            x = torch.einsum("ij,j->ij", x, torch.arange(12.0).double())
+        elif self.way == 5:
+            x = torch.cat((x[:, 6:], x[:, :6]), -1) * x
+        elif self.way == 6:
+            x *= x.mean(-1, keepdim=True)
+        elif self.way == 7:
+            x = x.view(-1, 3, 4).softmax(1).transpose(1, 2).reshape(-1, 12)
+        elif self.way == 8:
+            x = Scale.apply(x)
+        return self.down(torch.relu(x))
+
+
+class Scale(torch.autograd.Function):
+    """A function with a gradient of its own, which sees the shards themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+@pytest.mark.parametrize("way", range(9))
+def test_what_no_rule_knows_is_computed_in_full(way: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    model, inputs = Surprises(way).double(), torch.randn(5, 6).double()
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 3, inputs=inputs)
+    train_both(model, other, inputs, seed)
+
+
+class TakesOtherWays(nn.Module):
+    """In evaluation mode it takes a way that training did not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.fast = nn.Linear(6, 12), nn.Linear(12, 6), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return self.down(x.flip(-1) / x.sum() if self.fast else torch.relu(x))
+
+
+def test_ways_that_no_call_showed_are_right_too(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, inputs = TakesOtherWays().double(), torch.randn(5, 6).double()
+    other: Any = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2, inputs=inputs)
+    assert sharding(other.sharding_report()) == {"up": "columns", "down": "rows"}
+    model.fast = True
+    for part in other.parts:
+        part.fast = True
+    train_both(model, other, inputs, seed)
+
+
+class LooksAtClasses(nn.Module):
+    """Its result depends on the class of a layer, which no derivation can know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (1.0 if type(self.layer) is nn.Linear else 2.0)
+
+
+def test_a_plan_that_computes_something_else_is_refused_before_the_model_is_sharded() -> None:
+    model, inputs = LooksAtClasses(), torch.randn(2, 6)
+    with pytest.raises(ValueError, match=r"(?s)a small random one, sharded, differs.*output of rank 0: differs by"):
+        oslo_models.tensor_parallel(model, ["cpu"] * 2, inputs=inputs)
+    untried = oslo_models.tensor_parallel(model, ["cpu"] * 2)
+    with pytest.raises(ValueError, match="sharded over 2 ranks, differs"):
+        untried(inputs)
+    with pytest.raises(ValueError, match="pass inputs= of a call that works"):
+        oslo_models.tensor_parallel(model, ["cpu"] * 2, inputs=torch.randn(2, 7))
+
+
+def test_the_trial_notices_a_wrong_plan(seed: int) -> None:
+    """Gradients that are summed too often, and Megatron's layers alone, of whose shards other code knows nothing."""
+    model, inputs = derived_models.plain("nanogpt", seed)
+    model.eval()
+    calls = [lambda model: model(inputs)]
+    plan = derive_for_model(model, inputs)
+    assert not differences(model, plan, calls, 2, seed) and not differences(model, derive_plan(model), calls, 2, seed)
+    for name, entry in (("ln_f", HeadNorm()), ("blocks.0.c_fc", ColumnParallel())):
+        assert differences(model, replace(plan, embed={**plan.embed, name: entry}), calls, 2, seed), name
+
+
+# Classes of transformers' kind ----------------------------------------------------------------------------------------
+
+
+def language_model(name: str, **sizes: Any) -> Any:
+    config = getattr(hf, f"{name}Config")
+    return getattr(hf, f"{name}ForCausalLM"), config(vocab_size=50, num_hidden_layers=2, **sizes)
+
+
+SIZES = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "max_position_embeddings": 32}
+ENCODER = {**SIZES, "type_vocab_size": 2, "num_hidden_layers": 2, "vocab_size": 50}
+IMAGE = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40, "image_size": 16}
+ARCHITECTURES: dict[str, Any] = {
+    "biogpt": lambda: language_model("BioGpt", **SIZES),
+    "persimmon": lambda: language_model("Persimmon", **{**SIZES, "hidden_size": 48}),
+    "apertus": lambda: language_model("Apertus", num_key_value_heads=3, **{**SIZES, "hidden_size": 48}),
+    "bitnet": lambda: language_model("BitNet", num_key_value_heads=3, **{**SIZES, "hidden_size": 48}),
+    "gpt_neox_japanese": lambda: language_model("GPTNeoXJapanese", **{**SIZES, "hidden_size": 48}),
+    "rembert": lambda: (hf.RemBertForMaskedLM, hf.RemBertConfig(input_embedding_size=8, **ENCODER)),
+    "ernie": lambda: (hf.ErnieForMaskedLM, hf.ErnieConfig(**ENCODER)),
+    "roc_bert": lambda: (
+        hf.RoCBertForMaskedLM,
+        hf.RoCBertConfig(pronunciation_vocab_size=20, shape_vocab_size=20, **ENCODER),
+    ),
+    "nystromformer": lambda: (
+        hf.NystromformerForMaskedLM,
+        hf.NystromformerConfig(segment_means_seq_len=8, num_landmarks=8, **ENCODER),
+    ),
+    "xmod": lambda: (hf.XmodForMaskedLM, hf.XmodConfig(languages=["en"], default_language="en", **ENCODER)),
+    "fnet": lambda: (
+        hf.FNetForMaskedLM,
+        hf.FNetConfig(**{k: v for k, v in ENCODER.items() if k != "num_attention_heads"}),
+    ),
+    "dinov2": lambda: (hf.Dinov2ForImageClassification, hf.Dinov2Config(patch_size=4, **IMAGE)),
+    "beit": lambda: (hf.BeitForImageClassification, hf.BeitConfig(patch_size=4, **IMAGE)),
+    "convnext": lambda: (
+        hf.ConvNextForImageClassification,
+        hf.ConvNextConfig(hidden_sizes=[8, 12], depths=[1, 1], num_stages=2, image_size=16),
+    ),
+}
+FAST = "biogpt"
+
+
+def lifted_call(model: Any, inputs: dict[str, Tensor]) -> Any:
+    return model(**inputs, **({"labels": inputs["input_ids"]} if "input_ids" in inputs else {}))
+
+
+def architecture(name: str, seed: int) -> tuple[Any, Any, dict[str, Tensor]]:
+    """A class, its configuration and a batch."""
+    torch.manual_seed(seed)
+    cls, config = ARCHITECTURES[name]()
+    for key, value in vars(config).items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    if cls.main_input_name == "pixel_values":
+        return cls, config, {"pixel_values": torch.randn(2, 3, 16, 16).double()}
+    return cls, config, {"input_ids": torch.randint(3, 50, (2, 8))}
+
+
+def randomized(cls: Any, config: Any) -> Any:
+    model = cls(copy.deepcopy(config)).double().train()
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 0.1 * torch.randn_like(param)
+    return model
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == FAST else [pytest.mark.zoo]) for n in ARCHITECTURES])
+def test_architectures_that_the_zoo_lacks_train_as_on_one_process(name: str, seed: int) -> None:
+    cls, config, inputs = architecture(name, seed)
+    model = randomized(cls, config)
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2)
+    assert isinstance(other, cls)
+    for each in (model, other):
+        optimizer = torch.optim.SGD(each.parameters(), 0.001)
+        with lifted_casts():
+            output = lifted_call(each, inputs)
+            all_outputs(output).backward()
+        optimizer.step()
+        each.seen = output.logits.detach()
+    assert not lines_of("logits", other.seen, model.seen, TOLERANCE)
+    assert largest_difference(model.state_dict(), other.state_dict()) < TOLERANCE
+
+
+def test_code_of_a_checkpoint(tmp_path: Any, seed: int) -> None:
+    """A model that transformers makes from code beside the checkpoint, which ``auto_map`` names."""
+    torch.manual_seed(seed)
+    model = randomized(derived_models.TinyForCausalLM, derived_models.TinyConfig())
+    model.save_pretrained(tmp_path)
+    code, config = Path(derived_models.__file__), tmp_path / "config.json"
+    shutil.copy(code, tmp_path / "modeling_tiny.py")
+    names = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "auto_map": names}))
+    full = hf.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, dtype=torch.float64)
+    assert type(full).__module__.startswith("transformers_modules.")
+    other = oslo_models.tensor_parallel(full, ["cpu"] * 2)
+    assert sharding(other.sharding_report())["layers.1.attn.c_proj"] == "rows"
+    ids = torch.randint(3, 37, (2, 6))
+    assert not lines_of("logits", other(ids).logits, model.eval()(ids).logits, TOLERANCE)
+    options = {"max_new_tokens": 5, "do_sample": False, "num_beams": 2}
+    assert torch.equal(other.generate(ids, **options), model.generate(ids, **options))
+    other.save_pretrained(tmp_path / "saved")
+    again = derived_models.TinyForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    assert largest_difference(again.state_dict(), model.state_dict()) == 0
+
+
+class MyGPT2(hf.GPT2LMHeadModel):
+    """A user's subclass of a class that the zoo has, with a head of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.value = nn.Linear(config.n_embd, 1)
+
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        hidden = self.transformer(input_ids).last_hidden_state
+        return self.lm_head(hidden), self.value(hidden).squeeze(-1)
+
+
+def test_a_subclass_of_a_class_of_the_zoo(seed: int) -> None:
+    torch.manual_seed(seed)
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = randomized(MyGPT2, hf.GPT2Config(vocab_size=37, n_embd=24, n_layer=2, n_head=3, n_positions=16, **rates))
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2)
+    kinds = sharding(other.sharding_report())
+    assert kinds["transformer.h.0.attn.c_attn"] == "columns" and kinds["transformer.h.1.mlp.c_proj"] == "rows"
+    with lifted_casts():
+        train_both(model, other, torch.randint(3, 37, (2, 6)), seed)
+
+
+def parallel_state(cls: Any, config: Any, weights: Any, inputs: Any, how: str, n: int) -> dict[str, Tensor]:
+    """Logits, and the full weights after a step, on a rank."""
+    if how == "initialize":
+        model = cls(config).double()
+        model.load_state_dict(weights)
+        model = oslo_models.initialize(model, {"model_parallelism": {"tensor_parallel_size": n}}, plan="derive")
+    else:
+        model = oslo_models.parallel_class(cls, "derive").from_pretrained_with_parallel(how, n, dtype=torch.float64)
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    with lifted_casts():
+        output = lifted_call(model, inputs)
+        output.loss.backward()
+    optimizer.step()
+    parts = {
+        name: param.full_tensor() if hasattr(param, "full_tensor") else param
+        for name, param in model.named_parameters()
+    }
+    full = {name: tensor.detach().clone().as_subclass(Tensor) for name, tensor in parts.items()}
+    return {"loss": output.loss.detach(), **full}
+
+
+@pytest.mark.parametrize(("kind", "n"), [("remote", 2), pytest.param(FAST, 3, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize("how", ["initialize", "from_pretrained"])
+def test_ranks_of_a_launcher_train_as_one_process(
+    kind: str, n: int, how: str, tmp_path: Any, pool: Pool, seed: int
+) -> None:
+    if kind == "remote":
+        torch.manual_seed(seed)
+        cls, config, inputs = (
+            derived_models.TinyForCausalLM,
+            derived_models.TinyConfig(),
+            {"input_ids": torch.randint(3, 37, (2, 8))},
+        )
+    else:
+        cls, config, inputs = architecture(kind, seed)
+    model = randomized(cls, config)
+    model.save_pretrained(tmp_path)
+    given = "initialize" if how == "initialize" else str(tmp_path)
+    found = pool.run(n, parallel_state, cls, config, model.state_dict(), inputs, given, n)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    with lifted_casts():
+        output = lifted_call(model, inputs)
+        output.loss.backward()
+    optimizer.step()
+    expected = {"loss": output.loss.detach(), **{name: param.detach() for name, param in model.named_parameters()}}
+    for own in found:
+        assert largest_difference(expected, own) < TOLERANCE
+
+
+def parallel_module(name: str, seed: int, n: int) -> dict[str, Tensor]:
+    """The weights of a plain module, initialised on the ranks of a launcher, after a step with dropout."""
+    model, inputs = derived_models.plain(name, seed)
+    config = {"model_parallelism": {"tensor_parallel_size": n}}
+    with pytest.raises(ValueError, match="pass plan="):
+        oslo_models.initialize(model, config)
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    assert oslo_models.initialize(model, config, plan="derive", inputs=inputs) is model
+    torch.manual_seed(seed)
+    all_outputs(model(inputs)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="already sharded"):
+        oslo_models.initialize(model, config, plan="derive", inputs=inputs)
+    return model.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "n"), [("nanogpt", 2), *(pytest.param(name, 3, marks=pytest.mark.zoo) for name in derived_models.PLAIN)]
+)
+def test_a_plain_module_on_ranks_of_a_launcher(name: str, n: int, pool: Pool, seed: int) -> None:
+    model, inputs = derived_models.plain(name, seed)
+    found = pool.run(n, parallel_module, name, seed, n)
+    torch.manual_seed(seed)
+    all_outputs(model(inputs)).backward()
+    torch.optim.SGD(model.parameters(), 0.001).step()
+    for own in found:
+        assert largest_difference(model.state_dict(), own) < TOLERANCE
