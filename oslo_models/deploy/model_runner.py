@@ -117,7 +117,8 @@ class ModelRunner:
         if request.method == "memory":
             return self._memory(*request.args)
         if request.method == "reserve_batch":
-            return str(self.device), self.batch.runner.reserve()
+            device = str(self.device) if self.device.type == "cuda" else f"cpu:{self.rank}"
+            return device, self.batch.runner.reserve()
         if request.method == "generate":
             return self._generate(request, kwargs)
         if request.method == "forward":

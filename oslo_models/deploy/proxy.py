@@ -25,7 +25,7 @@ from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
 from oslo_models.deploy.options import OF_DEPLOYMENT, DeployOptions, executor_of
 from oslo_models.deploy.remote_module import RemoteModule, deployed_class
-from oslo_models.deploy.running_batch.admission import joins
+from oslo_models.deploy.running_batch.admission import joins, reason_against
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, serve
 from oslo_models.distributed.devices import visible_gpus
 
@@ -54,6 +54,7 @@ class Deployment(RemoteModule):
         self._sent_config, self._config_changed = copy.deepcopy(generation_config), False
         self._engine, self._construct_locally = engine, construct_locally
         self._make_skeleton, self.name_or_path = make_skeleton, config.name_or_path
+        self._batch_bytes: dict[str, int] = {}
         self._fuse_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.training = False
         self._finalizer = weakref.finalize(self, engine.close)
@@ -157,6 +158,8 @@ class Deployment(RemoteModule):
         self._engine.restart()
         for args, kwargs in self._fuse_calls:
             self._engine.call("fuse", args, kwargs)
+        if self._batch_bytes:
+            self.reserve_batch()
 
     def close(self) -> None:
         """End the workers. Afterwards only `restart` is of use."""
@@ -177,6 +180,30 @@ class Deployment(RemoteModule):
         return self._engine.memory("reserved")
 
     memory_cached = memory_chached = memory_reserved  # misspelled so in parallelformers
+
+    def reserve_batch(self) -> dict[str, int]:
+        """Allocate the memory of the running batch now, which otherwise grows when it is needed.
+
+        Returns:
+            Its bytes by device; none if calls of this model cannot join a batch.
+
+        Raises:
+            MemoryError: there is too little.
+            RuntimeError: the batch is being computed.
+        """
+        if self._engine.limits.rows > 1 and reason_against(self.config) is None:
+            self._batch_bytes = dict(self._engine.call("reserve_batch", gather=True))
+        return self._batch_bytes
+
+    def describe_batch(self) -> str:
+        """The limits of the running batch and its memory, if that is allocated; or why there is none."""
+        limits, reason = self._engine.limits, reason_against(self.config)
+        if reason is None and limits.rows == 1:
+            reason = "max_batch_size=1"
+        if reason is not None:
+            return f"calls are computed one after another: {reason}"
+        memory = "".join(f", {size / 1e6:,.1f} MB on {device}" for device, size in self._batch_bytes.items())
+        return f"a running batch of {limits.rows} rows of up to {limits.length} tokens{memory}"
 
     # As a module ------------------------------------------------------------------------------------------------------
 
@@ -281,6 +308,8 @@ def deploy(
     model._begin(config, generation_config, engine, local, skeleton)
     if serving.verbose:
         _print_memory(engine, serving.verbose)
+        with suppress(OSError):
+            print(model.describe_batch(), flush=True)
     return model
 
 

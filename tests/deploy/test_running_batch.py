@@ -181,6 +181,16 @@ def test_row_that_fails_or_is_cancelled_leaves_the_others(served: Any, seed: int
     assert torch.equal(model.generate(**batch, **long), expected)
 
 
+def test_memory_is_reserved_and_described(served: Any, seed: int) -> None:
+    model, whole = served
+    sizes = model.reserve_batch()
+    # keys and values of 2 layers and 24 of 48 channels on each rank, for 4 rows and a prompt of 512 positions and room
+    assert sizes == {f"cpu:{rank}": 2 * 2 * 24 * 8 * (4 + 1) * (512 + 64) for rank in range(2)}
+    assert model.describe_batch() == ("a running batch of 4 rows of up to 512 tokens, 2.2 MB on cpu:0, 2.2 MB on cpu:1")
+    call = {**prompt(seed), "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(**call), whole.generate(**call))
+
+
 def test_short_call_overtakes_a_long_one(served: Any, seed: int) -> None:
     """It joins while the long one is computed; dynamic batching would have had it wait."""
     model, _ = served

@@ -124,6 +124,7 @@ class SlotCache(Cache):
     def reserve(self) -> None:
         """Allocate all that the limits allow. Without rows only."""
         assert not self.lengths
+        self.stop = 0
         self.rows, self.columns = self.most_rows, self.most_columns
         for layer in self.layers:
             layer.relocate(self.columns, 0)

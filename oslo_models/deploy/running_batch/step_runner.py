@@ -104,9 +104,23 @@ class StepRunner:
         return logits_BLV[:, -1]
 
     def reserve(self) -> int:
-        """Allocate the whole cache, and return its bytes. A collective, while no row is there."""
-        self.run(Step(0, chunk=[0], begins=True, joins=True))
+        """Allocate the whole cache, and return its bytes. A collective.
+
+        Raises:
+            MemoryError: there is too little memory.
+            RuntimeError: rows are being computed.
+        """
+        if self.rows.lengths or self.prompt.lengths:
+            raise RuntimeError("the memory of the running batch cannot be reserved while calls are computed in it")
+        self.run(Step(0, chunk=[0], begins=True, joins=True))  # the shapes are known by a forward only
         self.clear()
-        self.rows.reserve()
-        self.prompt.reserve()
+        try:
+            self.rows.reserve()
+            self.prompt.reserve()
+        except (RuntimeError, MemoryError) as error:
+            rows, columns = self.rows.most_rows, self.rows.most_columns
+            raise MemoryError(
+                f"no memory for a running batch of {rows} rows of {columns} tokens: {error}. Use a smaller "
+                "max_batch_size or max_batch_length"
+            ) from error
         return self.rows.bytes_held + self.prompt.bytes_held
