@@ -16,7 +16,8 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oslo_models import GPT2LMHeadModel
+from oslo_models import GPT2LMHeadModel, registry
+from oslo_models.deploy import engine
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.running_batch import admission
 from oslo_models.deploy.running_batch.limits import BatchLimits
@@ -151,6 +152,30 @@ def test_threads_get_what_they_would_get_alone(served: Any, seed: int) -> None:
         for each in asked:
             each.result(60)
     assert model.health()["healthy"]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 1},
+        {"tensor_parallel_size": 2, "master_addr": "127.0.0.1"},  # as on several hosts: steps are broadcast
+    ],
+)
+def test_stages_one_rank_and_ranks_without_shared_memory(
+    stand: Any, tmp_path: Path, seed: int, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "master_addr" in sizes:
+        monkeypatch.setattr(engine, "LOOPBACK", "another address")
+    name, calls, expected = running.checked("llama", tmp_path, seed, 8)
+    cls: Any = registry.find(name)
+    options: dict[str, Any] = {"dtype": torch.float64, "max_batch_size": 3, "deploy": True, **sizes}
+    with cls.from_pretrained_with_parallel(tmp_path, **options) as model, ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(ask, model, *each) for each in zip(calls, expected, strict=True)]
+        beams = model.generate(**prompt(seed), max_new_tokens=3, num_beams=2)  # on all ranks, between two steps
+        for each in asked:
+            each.result(60)
+        assert torch.equal(beams, model.generate(**prompt(seed), max_new_tokens=3, num_beams=2))
 
 
 def test_row_that_fails_or_is_cancelled_leaves_the_others(served: Any, seed: int) -> None:
