@@ -189,7 +189,6 @@ class Deployment(RemoteModule):
 
         Raises:
             MemoryError: there is too little.
-            RuntimeError: the batch is being computed.
         """
         if self._engine.limits.rows > 1 and reason_against(self.config) is None:
             self._batch_bytes = dict(self._engine.call("reserve_batch", gather=True))

@@ -80,9 +80,13 @@ class SlotCache(Cache):
         larger = max(self.columns, min(self.most_columns, 1 << (needed + _LEAST_COLUMNS).bit_length()))
         if rows > self.rows:
             self.rows = min(self.most_rows, max(rows, 2 * self.rows))
+        self._relocate(larger, before)
+
+    def _relocate(self, columns: int, before: int) -> None:
+        """Move the rows into memory of so many columns, to column ``before``."""
         for layer in self.layers:
-            layer.relocate(larger, before)
-        self.columns, self.stop = larger, before + self.window
+            layer.relocate(columns, before)
+        self.columns, self.stop = columns, before + self.window
 
     def grow(self, more: int) -> None:
         """The rows have got ``more`` positions in a forward."""
@@ -121,13 +125,13 @@ class SlotCache(Cache):
             own.lazy_initialization(like.keys, like.values)
         return own
 
-    def reserve(self) -> None:
-        """Allocate all that the limits allow. Without rows only."""
-        assert not self.lengths
-        self.stop = 0
-        self.rows, self.columns = self.most_rows, self.most_columns
-        for layer in self.layers:
-            layer.relocate(self.columns, 0)
+    def reserve(self, like: SlotCache) -> None:
+        """Allocate all that the limits allow, with layers like those of another cache. Rows keep their places."""
+        for index, layer in enumerate(like.layers):
+            if layer.is_initialized:
+                self._layer(index, layer)
+        self.rows = self.most_rows
+        self._relocate(self.most_columns, 0)
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -183,6 +187,8 @@ class _SlotLayer(CacheLayerMixin):
 
     def copy(self, slot: int, source: Any, row: int, stop: int, source_stop: int, length: int | None = None) -> None:
         """Copy ``length`` positions (default: all columns) of a row of a layer into a slot; zeros before them."""
+        if not self.is_initialized:  # another stage holds the layer
+            return
         length = source_stop if length is None else length
         for own, theirs in ((self.keys, source.keys), (self.values, source.values)):
             own[slot, :, : stop - length] = 0

@@ -108,15 +108,15 @@ class StepRunner:
 
         Raises:
             MemoryError: there is too little memory.
-            RuntimeError: rows are being computed.
         """
-        if self.rows.lengths or self.prompt.lengths:
-            raise RuntimeError("the memory of the running batch cannot be reserved while calls are computed in it")
-        self.run(Step(0, chunk=[0], begins=True, joins=True))  # the shapes are known by a forward only
-        self.clear()
+        probe = SlotCache(1, 1)  # a forward shows the shapes
+        probe.lengths = [0]
+        probe.make_room(1, 1)
+        with self.model.generating():
+            self._forward(probe, torch.tensor([[0]]), torch.tensor([[0]]), {"is_first_iteration": True})
         try:
-            self.rows.reserve()
-            self.prompt.reserve()
+            self.rows.reserve(probe)
+            self.prompt.reserve(probe)
         except (RuntimeError, MemoryError) as error:
             rows, columns = self.rows.most_rows, self.rows.most_columns
             raise MemoryError(
