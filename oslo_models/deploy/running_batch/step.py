@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Step:
     """One step: rows leave, a token of every row is decoded, a chunk of one prompt is computed, its row joins.
 
@@ -49,5 +49,6 @@ class Step:
         values = array("q", data[8:]).tolist()
         consumed, flags, number, leaving, tokens, _ = values[:6]
         lists, first, second = values[6:], leaving, leaving + tokens
-        idle, reset, begins, joins = (bool(flags >> bit & 1) for bit in range(4))
-        return cls(consumed, idle, reset, lists[:first], lists[first:second], lists[second:], begins, joins, number)
+        parts = (lists[:first], lists[first:second], lists[second:])
+        flag = (bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8))
+        return cls(consumed, flag[0], flag[1], *parts, flag[2], flag[3], number)
