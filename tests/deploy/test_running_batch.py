@@ -232,6 +232,22 @@ def test_short_call_overtakes_a_long_one(served: Any, seed: int) -> None:
             first.result(10)
 
 
+def test_change_of_the_model_waits_for_the_rows(served: Any, seed: int) -> None:
+    """Rows come to their end with the model that they began with; calls after the change begin with the new one."""
+    model, whole = served
+    batch, slow = prompt(seed, 1), {"logits_processor": [deployment.Trouble("sleep", 0)], "do_sample": False}
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    expected = whole.generate(**batch, **options)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(model.generate, **batch, **{**options, **slow})
+        time.sleep(0.15)
+        changing = threads.submit(model.fuse)
+        time.sleep(0.05)
+        assert torch.equal(model.generate(**batch, **options), expected) and changing.result(20) is model
+        assert torch.equal(first.result(20), expected)
+    model.unfuse()
+
+
 def test_step_that_fails_ends_its_calls_and_no_others(served: Any, seed: int) -> None:
     """A forward that fails on every rank raises in the calls of the batch; the next ones are answered."""
     model, whole = served

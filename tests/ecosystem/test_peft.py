@@ -342,20 +342,20 @@ def test_adapters_of_one_stage_are_refused_on_all(pool: Pool, targets: Any, laye
     pool.run(2, adapt_one_stage, config, message)
 
 
-def test_models_of_threads_and_models_with_adapters_are_refused() -> None:
-    from transformers import LlamaForCausalLM
+def combine_whole_adapters(config: Any) -> None:
+    """On each rank: a combination that needs whole adapters is refused before anything is added."""
+    from oslo_models import LlamaForCausalLM
 
-    from oslo_models.compat.tensor_parallel.api import tensor_parallel
+    model: Any = peft.get_peft_model(LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), 2), config)
+    model.add_adapter("other", copy.deepcopy(config))
+    with pytest.raises(ValueError, match=r'combination_type=.ties. looks at whole adapters.*"cat" or "linear"'):
+        model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", combination_type="ties", density=0.5)
+    assert list(model.peft_config) == ["default", "other"]
 
-    config = peft.LoraConfig(target_modules=["q_proj"])
-    model: Any = LlamaForCausalLM(zoo.config("llama"))
-    for each in (config, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)):
-        with pytest.raises(ValueError, match=r"takes no adapters, .*merge_and_unload.*distributed=True"):
-            peft.get_peft_model(tensor_parallel(model, ["cpu", "cpu"]), each)
-    model.add_adapter(config)
-    for each in (model, peft.get_peft_model(LlamaForCausalLM(zoo.config("llama")), config)):
-        with pytest.raises(ValueError, match=r"takes no adapters, .*merge_and_unload.*distributed=True"):
-            tensor_parallel(each, ["cpu", "cpu"])
+
+def test_combinations_of_whole_adapters_are_refused(pool: Pool) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    pool.run(2, combine_whole_adapters, config)
 
 
 def adapt_processes(run: Run) -> None:

@@ -17,6 +17,8 @@ from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.deploy.serialization import portable
 from oslo_models.pipeline.stage_runner import OtherStageError
 
+CHANGING = frozenset(("adapters", "fuse", "unfuse"))
+"""Methods that change what the model computes: they and all later calls wait until the rows have come to their end."""
 GRACE = 3.0
 """Seconds that the followers get to end a step that failed on the leader; they may wait in a collective for ever."""
 
@@ -49,6 +51,7 @@ class RunningBatch:
         self._scheduler = Scheduler(limits.rows, limits.chunk)
         self._calls: dict[int, Call] = {}
         self._consumed = 0
+        self._held: Request | None = None
 
     def run(self, first: Request, messages: Messages) -> None:
         """Compute steps until no row is left.
@@ -74,12 +77,18 @@ class RunningBatch:
             self.channel.publish(step)
             if step.idle:
                 self.runner.clear()
+                held, self._held = self._held, None
+                if held is not None:  # the followers take it as the first message after the batch
+                    messages.answer(held)
                 return
             self._compute(step)
 
     def _take_messages(self, messages: Messages) -> None:
         """Take what has arrived, up to one call that cannot join: the rows go on before the next one."""
-        while (message := messages.poll()) is not None:
+        while self._held is None and (message := messages.poll()) is not None:
+            if isinstance(message, Request) and message.method in CHANGING:
+                self._held = message
+                return
             self._consumed += 1
             if isinstance(message, Request) and message.joins:
                 self._add(message)

@@ -52,6 +52,27 @@ def check_config(name: str, config: Any) -> None:
         )
 
 
+def check_combination(caller: Any) -> None:
+    """Check how ``add_weighted_adapter`` combines adapters, when it is about to inject the result.
+
+    Args:
+        caller: the frame of ``inject_adapter``.
+
+    Raises:
+        ValueError: the combination of shards is not that of the full adapters; nothing was added.
+    """
+    adding = caller.f_back
+    if adding is None or adding.f_code.co_name != "add_weighted_adapter":
+        return
+    kind = adding.f_locals["combination_type"]
+    if kind not in ("cat", "linear"):
+        adding.f_locals["self"].peft_config.pop(adding.f_locals["adapter_name"], None)
+        raise ValueError(
+            f"combination_type={kind!r} looks at whole adapters, of which a sharded model has parts: use "
+            'combination_type="cat" or "linear", or combine them on one process, and load the result'
+        )
+
+
 def check_stages(model: Any, tuner: Any, config: Any) -> None:
     """Check that an adapter has layers on all pipeline stages, or on none. A collective of the stages.
 
