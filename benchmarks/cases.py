@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data, deploying, fusing, measure
+from benchmarks import data, deploying, fusing, measure, serving
 from benchmarks.definitions import Peer, Result
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
@@ -15,7 +15,8 @@ OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_mo
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS = "oslo_models-ep2"
-OWN = (OURS_FUSED, OURS, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, OUR_DATA, DEPLOYED)
+SERVER, SERVER_ALONE, CONTINUOUS = "oslo_models-serve-tp2", "oslo_models-serve", "transformers-serve-continuous"
+OWN = (OURS_FUSED, OURS, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, OUR_DATA, DEPLOYED, SERVER, SERVER_ALONE)
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,13 @@ CASES = {
             baseline="one by one",
             options={"clients": 8, "requests": 50, "prompt": 16, "new": 16},
             smoke={"requests": 2, "new": 4},
+        ),
+        Case(
+            *("serve-streams", "Llama 20M, 8 streams of 32 tokens", serving.streams, "llama-20m"),
+            peers=(CONTINUOUS, SERVER_ALONE, SERVER),
+            baseline=CONTINUOUS,
+            options={"clients": 8, "interval": 0.25, "new": 32},
+            smoke={"clients": 2, "new": 4},
         ),
         Case(
             *("load-memory", "Llama of 1.1 GB, load", measure.load_memory, "llama-1gb", (NATIVE, OURS, ALONE)),

@@ -33,6 +33,8 @@ UNITS = {
     "start": "s",
     "call overhead": "ms",
     "serving": "tokens/s",
+    "first token": "ms",
+    "last first token": "ms",
 }
 
 

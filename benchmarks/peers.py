@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import serving
 from benchmarks.definitions import Peer, Step, adamw_trainer
 
 
@@ -129,6 +130,9 @@ PEERS = {
         Peer("oslo_models-ep2", 2, 1, _our_experts),
         Peer("oslo_models-tp2-fused", 2, 1, _ours_fused, _fused_adamw),
         Peer("oslo_models-deploy", 1, 2, _deployed, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
+        Peer("oslo_models-serve", 1, 2, serving.ours_alone, needs=("uvicorn",)),
+        Peer("oslo_models-serve-tp2", 1, 2, serving.ours, needs=("uvicorn",)),
+        Peer("transformers-serve-continuous", 1, 2, serving.continuous, needs=("uvicorn",)),
         Peer("torch-1f1b", 2, 1, _alone, _schedule_of_torch),
         Peer("oslo_models-pp2", 2, 1, _our_stages, _micro_batches),
         Peer("oslo_models-data", 1, 2, _preprocessed_by("ours")),

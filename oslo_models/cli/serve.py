@@ -45,9 +45,12 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--port", type=int, default=8000, help="port to listen on; 0 for any free one (default: %(default)s)")
     _add_access(command)
     sizes: dict[str, Any] = {"metavar": "N", "type": size}
-    add("--max-batch-size", **sizes, default=8, help="rows per batch (default: %(default)s)")
-    wait = "wait so long for more rows (default: %(default)s)"
-    add("--batch-wait-ms", metavar="MS", type=float, default=2.0, help=wait)
+    rows = "answers that are computed together; their memory is allocated at the start (default: %(default)s)"
+    add("--max-batch-size", **sizes, default=8, help=rows)
+    row = "tokens of such an answer with its prompt; longer ones are computed by themselves (default: that of "
+    add("--max-batch-length", **sizes, help=row + "--max-length, or 4096)")
+    chunk = "tokens of a prompt that are computed between two tokens of the other answers (default: %(default)s)"
+    add("--prefill-chunk-size", **sizes, default=256, help=chunk)
     calls = "calls that run or wait; beyond it, status 429 (default: %(default)s)"
     add("--max-queue-size", **sizes, default=64, help=calls)
     add("--max-length", **sizes, help="tokens of a prompt and its answer (default: the limit of the model)")

@@ -52,15 +52,31 @@ class Decoding:
     grammar: Grammar | None = None
     logprobs: int | None = None
 
+    def processors(self) -> list[Any]:
+        """Logits processors for one row, to be placed before those of `generate`."""
+        made: list[Any] = []
+        if self.frequency_penalty or self.presence_penalty:
+            made.append(_Penalties(self.frequency_penalty, self.presence_penalty))
+        if self.grammar is not None:
+            made.append(self.grammar.processor())
+        return made
+
+    def scored(self, score_V: Tensor, token: int) -> Scored:
+        """What a streamer gets for a token, by the log-probabilities of all tokens; ``logprobs`` is set."""
+        assert self.logprobs is not None
+        best = score_V.topk(min(self.logprobs, len(score_V)))
+        top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return Scored(token, float(score_V[token]), top)
+
     def method(self, streamer: Any) -> Callable[..., Any]:
-        """The decoding loop of transformers with processors placed before those of `generate`.
+        """The decoding loop of transformers with these processors, for calls outside the running batch.
 
         Args:
             streamer: of the call; `generate` does not hand it to a decoding loop of its caller's.
         """
         from transformers import LogitsProcessorList
 
-        front: list[Any] = []
+        front = self.processors()
         if self.logprobs is not None and streamer is not None:
             scores: deque[Tensor] = deque()
 
@@ -68,12 +84,8 @@ class Decoding:
                 scores.append(scores_BV.log_softmax(-1))
                 return scores_BV
 
-            front.append(keep)
-            streamer = _ScoringStreamer(streamer, scores, self.logprobs)
-        if self.frequency_penalty or self.presence_penalty:
-            front.append(_Penalties(self.frequency_penalty, self.presence_penalty))
-        if self.grammar is not None:
-            front.append(self.grammar.processor())
+            front.insert(0, keep)
+            streamer = _ScoringStreamer(streamer, scores, self.scored)
 
         def decode(model: Any, input_ids: Any, logits_processor: Any, **options: Any) -> Any:
             processors = LogitsProcessorList([*front, *logits_processor])
@@ -98,15 +110,11 @@ class _Penalties:
 class _ScoringStreamer:
     """Hands on each new token of a single row with its log-probabilities."""
 
-    def __init__(self, streamer: Any, scores: deque[Tensor], alternatives: int) -> None:
-        self._streamer, self._scores, self._alternatives = streamer, scores, alternatives
+    def __init__(self, streamer: Any, scores: deque[Tensor], scored: Callable[[Tensor, int], Scored]) -> None:
+        self._streamer, self._scores, self._scored = streamer, scores, scored
 
     def put(self, token_B: Tensor) -> None:
-        token = int(token_B)
-        score_V = self._scores.popleft()[0]
-        best = score_V.topk(min(self._alternatives, len(score_V)))
-        top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        self._streamer.put(Scored(token, float(score_V[token]), top))
+        self._streamer.put(self._scored(self._scores.popleft()[0], int(token_B)))
 
     def end(self) -> None:
         self._streamer.end()

@@ -14,6 +14,7 @@ from transformers.utils.logging import is_progress_bar_enabled, tqdm
 from oslo_models.deploy.errors import EngineError, exception_from
 from oslo_models.deploy.messages import Failure, Join, Listening, Loading, Ready, Setup
 from oslo_models.deploy.process_executor import Executor
+from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, BatchLimits
 
 ROOT_CAUSE_SECONDS = 0.3
 """Seconds to wait, once a rank failed to load, for news that another one died: the failure may be its consequence."""
@@ -26,6 +27,7 @@ def load_workers(
     make: bytes,
     receive: Callable[[float], Iterable[tuple[int, Any]]],
     directory: str | None = None,
+    limits: BatchLimits = DEFAULT_LIMITS,
 ) -> list[str]:
     """Send every worker its setup and wait until all have loaded.
 
@@ -34,6 +36,7 @@ def load_workers(
         make: constructs the model; see `Setup`.
         receive: returns the messages that arrive within so many seconds, with their ranks.
         directory: private to this user, for ranks that are all on this host.
+        limits: of the running batch.
 
     Returns:
         The device of each rank.
@@ -45,7 +48,7 @@ def load_workers(
     salt = secrets.token_bytes(32)
     for rank in range(ranks):
         place = (executor.host, executor.port, directory)
-        executor.send(rank, Setup(rank, ranks, threads, list(sys.path), make, *place, salt))
+        executor.send(rank, Setup(rank, ranks, threads, list(sys.path), make, *place, salt, limits))
     devices: dict[int, str] = {}
     failures: dict[int, Failure] = {}
     deadline = float("inf")

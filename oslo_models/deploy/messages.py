@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from oslo_models.deploy.running_batch.limits import BatchLimits
+
 
 class Setup(NamedTuple):
     """To a worker, first: its rank and what to load.
@@ -19,6 +21,7 @@ class Setup(NamedTuple):
         directory: where the ranks find each other if they are on one host; private to this user.
         salt: random; with the secret of the deployment, if there is one, it makes the key by which ranks know that
             objects come from each other.
+        limits: of the running batch.
     """
 
     rank: int
@@ -30,6 +33,7 @@ class Setup(NamedTuple):
     port: int
     directory: str | None
     salt: bytes
+    limits: BatchLimits
 
 
 class Join(NamedTuple):
@@ -46,6 +50,7 @@ class Request(NamedTuple):
         stream: send the tokens as they are generated.
         gather: every rank returns its result.
         generation_config: replaces that of the model, if the application has changed its own.
+        joins: it is a call of `generate` that is computed in the running batch.
     """
 
     number: int
@@ -56,6 +61,7 @@ class Request(NamedTuple):
     stream: bool = False
     gather: bool = False
     generation_config: Any = None
+    joins: bool = False
 
 
 class Cancel(NamedTuple):
@@ -92,6 +98,16 @@ class Streamed(NamedTuple):
 
     number: int
     value: Any
+
+
+class Stepped(NamedTuple):
+    """From the leader of the running batch, once a step: what the streamers of its calls get.
+
+    Attributes:
+        values: pairs of the number of a call and a token, a `Scored`, a prompt (a list of lists) or ``None``: the end.
+    """
+
+    values: list[tuple[int, Any]]
 
 
 class Reply(NamedTuple):

@@ -8,7 +8,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Container, Iterator, Sized
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,9 @@ from oslo_models.deploy.messages import Join, Listening, Loading, Request, Setup
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from oslo_models.deploy.running_batch.loop import RunningBatch
+    from oslo_models.deploy.running_batch.plan_channel import PlanChannel
 
 # torch and transformers take seconds to import: only the functions that need them do so, after the worker listens.
 
@@ -62,7 +65,32 @@ class ModelRunner:
         self.model = getattr(cls, constructor)(*args, **kwargs).eval()
         set_tqdm_hook(None)
         self.device = self.model.device  # kept: a module searches its parameters for it each time
-        self.has_outputs = setup.rank == self.model.mesh.tp.size * (self.model.mesh.pp.size - 1)
+        leader = self.model.mesh.tp.size * (self.model.mesh.pp.size - 1)
+        self.has_outputs = setup.rank == leader
+        self._setup, self._leader = setup, leader
+
+    @cached_property
+    def batch(self) -> RunningBatch:
+        """The running batch, once a call joins it."""
+        from oslo_models.deploy.running_batch.loop import RunningBatch
+
+        channel, limits = self._plan_channel(), self._setup.limits
+        cancelled: Any = self._cancelled
+        return RunningBatch(self.model, limits, channel, self.has_outputs, self._send, cancelled, self._count_token)
+
+    def _plan_channel(self) -> PlanChannel:
+        from oslo_models.deploy.running_batch import plan_channel
+
+        setup, mesh = self._setup, self.model.mesh
+        if setup.world_size == 1:
+            return plan_channel.NoFollowers()
+        if setup.directory is None:
+            return plan_channel.BroadcastChannel(mesh.model, mesh.model.ranks.index(self._leader))
+        path, size = Path(setup.directory) / "running-batch", setup.limits.step_bytes
+        return plan_channel.SharedMemoryChannel(path, setup.rank, self._leader, setup.world_size, size)
+
+    def _count_token(self) -> None:
+        self.progress += 1
 
     def _progress_hook(self, bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces the progress bars of transformers: the application shows them."""
@@ -88,6 +116,9 @@ class ModelRunner:
         kwargs = dict(request.kwargs)
         if request.method == "memory":
             return self._memory(*request.args)
+        if request.method == "reserve_batch":
+            device = str(self.device) if self.device.type == "cuda" else f"cpu:{self.rank}"
+            return device, self.batch.runner.reserve()
         if request.method == "generate":
             return self._generate(request, kwargs)
         if request.method == "forward":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from oslo_models.deploy import torchrun_executor as torchrun
 from oslo_models.deploy.handshake import check_secret
 from oslo_models.deploy.process_executor import ProcessExecutor, StartExecutor
+from oslo_models.deploy.running_batch.admission import longest
+from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, BatchLimits
 from oslo_models.distributed.mesh import check_size
 
 BACKENDS = ("auto", "process", "ray", "torchrun")
@@ -27,9 +29,10 @@ class DeployOptions:
         deploy_backend: how workers are started: ``"process"`` on this host, ``"torchrun"`` by the processes of a
             launcher, ``"ray"`` as actors of Ray; ``"auto"``: by a launcher if there is one, by Ray if it runs and this
             host has too few GPUs, else on this host.
-        max_batch_size: rows of `generate` at most that are computed in one batch, when several threads call it with
-            the same settings.
-        batch_wait_ms: milliseconds that the first of these calls waits for others.
+        max_batch_size: rows of the running batch, in which calls of `generate` from several threads are computed
+            together; 1: they are computed one after another.
+        max_batch_length: tokens of a row, prompt and answer together; longer calls are computed between its steps.
+        prefill_chunk_size: tokens of a prompt that are computed in one step, beside a token of every other row.
         verbose: ``"simple"`` or ``"detail"`` prints the memory of each device.
         deploy_secret: known to the processes of a launcher and nobody else; required if they are on several hosts,
             which authenticate each other with it.
@@ -38,8 +41,9 @@ class DeployOptions:
     """
 
     deploy_backend: str = "auto"
-    max_batch_size: int = 8
-    batch_wait_ms: float = 2.0
+    max_batch_size: int = DEFAULT_LIMITS.rows
+    max_batch_length: int = DEFAULT_LIMITS.length
+    prefill_chunk_size: int = DEFAULT_LIMITS.chunk
     verbose: str | bool | None = None
     deploy_secret: str | None = field(default=None, repr=False)
     master_addr: str | None = None
@@ -54,10 +58,8 @@ class DeployOptions:
         """Raise ``ValueError`` for invalid values, whatever the number of ranks."""
         if self.deploy_backend not in BACKENDS:
             raise ValueError(f"deploy_backend={self.deploy_backend!r} is none of {', '.join(map(repr, BACKENDS))}")
-        check_size("max_batch_size", self.max_batch_size)
-        wait = self.batch_wait_ms
-        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e8:
-            raise ValueError(f"batch_wait_ms must be a number of at least 0, got {wait!r}; and no infinity")
+        for name in ("max_batch_size", "max_batch_length", "prefill_chunk_size"):
+            check_size(name, getattr(self, name))
         if self.verbose not in (None, False, True, "simple", "detail"):
             raise ValueError(f"verbose must be None, 'simple' or 'detail', got {self.verbose!r}")
         if self.deploy_secret is not None:
@@ -66,6 +68,11 @@ class DeployOptions:
             check_size("master_port", self.master_port)
         if not isinstance(self.master_addr, (str, type(None))):
             raise ValueError(f"master_addr must be an address of this host, got {self.master_addr!r}")
+
+    def limits(self, config: Any) -> BatchLimits:
+        """Of the running batch of a model."""
+        limits = BatchLimits(self.max_batch_size, self.max_batch_length, self.prefill_chunk_size)
+        return replace(limits, length=longest(config, limits))
 
     def backend(self, ranks: int) -> str:
         """The backend to use.

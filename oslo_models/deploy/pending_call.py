@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Iterable
 from typing import Any
+
+import torch
 
 from oslo_models.deploy.errors import exception_from
 from oslo_models.deploy.messages import Failure, Reply, Streamed
@@ -16,6 +19,9 @@ GRACE = 3.0
 class PendingCall:
     """One call, as the thread that waits for it and the thread that receives messages share it.
 
+    Args:
+        ranks: those that answer it. Others may report a failure.
+
     Attributes:
         events: what the caller waits for: ``("stream", value)``, ``("return", results by rank)`` or
             ``("raise", exception)``.
@@ -24,10 +30,10 @@ class PendingCall:
         deadline: when the ranks that have not answered are given up, in seconds of ``time.monotonic``.
     """
 
-    def __init__(self, number: int, ranks: int) -> None:
+    def __init__(self, number: int, ranks: Iterable[int]) -> None:
         self.number = number
         self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self.unanswered = set(range(ranks))
+        self.unanswered = set(ranks)
         self.failure: tuple[int, Failure] | None = None
         self.deadline = float("inf")
         self._results: dict[int, Any] = {}
@@ -45,6 +51,12 @@ class PendingCall:
         else:
             self._results[rank] = message.result
         return not self.unanswered
+
+    def stream(self, value: Any) -> None:
+        """Pass on what the leader of the running batch sent for the streamer; see `Stepped`."""
+        if isinstance(value, (int, list)):
+            value = torch.tensor([value] if isinstance(value, int) else value)
+        self.events.put(("stream", value))
 
     def complete(self, pids: list[int]) -> None:
         """Wake the caller: return the results, or raise the failure.

@@ -21,12 +21,12 @@ from oslo_models.checkpoint.quantized import take_quantization
 from oslo_models.config.arguments import Arguments, check_unused, is_timeout, of_class, parse_dtype
 from oslo_models.config.sources import open_source, read_generation_config
 from oslo_models.deploy.adapters import DeployedAdapters, call_adapters
-from oslo_models.deploy.batching import Batcher
 from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
 from oslo_models.deploy.options import OF_DEPLOYMENT, DeployOptions, executor_of
 from oslo_models.deploy.remote_module import RemoteModule, deployed_class
+from oslo_models.deploy.running_batch.admission import joins, reason_against
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, serve
 from oslo_models.distributed.devices import visible_gpus
 
@@ -47,15 +47,15 @@ class Deployment(DeployedAdapters, RemoteModule):
         config: Any,
         generation_config: Any,
         engine: Engine,
-        batcher: Batcher,
         construct_locally: Any,
         make_skeleton: Any,
     ) -> None:
         nn.Module.__init__(self)  # type: ignore[arg-type]  # the model's class is a module
         self.config, self.generation_config = config, generation_config
-        self._sent_config = copy.deepcopy(generation_config)
-        self._engine, self._batcher, self._construct_locally = engine, batcher, construct_locally
+        self._sent_config, self._config_changed = copy.deepcopy(generation_config), False
+        self._engine, self._construct_locally = engine, construct_locally
         self._make_skeleton, self.name_or_path = make_skeleton, config.name_or_path
+        self._batch_bytes: dict[str, int] = {}
         self._fuse_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._adapter_calls = []
         self.training = False
@@ -89,10 +89,14 @@ class Deployment(DeployedAdapters, RemoteModule):
             kwargs["generation_config"] = generation_config
         _check_call(timeout, seed)
         check_generation(kwargs, self.generation_config)
-        changed = None if self.generation_config == self._sent_config else self.generation_config
+        # once it was changed it is always sent: the workers have to know too if it is changed back
+        self._config_changed = self._config_changed or self.generation_config != self._sent_config
+        changed = self.generation_config if self._config_changed else None
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
         options["cancellation"] = cancellation
-        return self._batcher.generate(kwargs, options, self.generation_config)
+        limits, streams = self._engine.limits, streamer is not None
+        options["joins"] = joins(self.config, self.generation_config, limits, kwargs, streams)
+        return self._engine.call("generate", (), kwargs, **options)
 
     def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:
         """As transformers' ``forward``, without gradients; key-value caches stay with the workers."""
@@ -157,6 +161,8 @@ class Deployment(DeployedAdapters, RemoteModule):
         for args, kwargs in self._fuse_calls:
             self._engine.call("fuse", args, kwargs)
         self._repeat_adapter_calls()
+        if self._batch_bytes:
+            self.reserve_batch()
 
     def close(self) -> None:
         """End the workers. Afterwards only `restart` is of use."""
@@ -177,6 +183,29 @@ class Deployment(DeployedAdapters, RemoteModule):
         return self._engine.memory("reserved")
 
     memory_cached = memory_chached = memory_reserved  # misspelled so in parallelformers
+
+    def reserve_batch(self) -> dict[str, int]:
+        """Allocate the memory of the running batch now, which otherwise grows when it is needed.
+
+        Returns:
+            Its bytes by device; none if calls of this model cannot join a batch.
+
+        Raises:
+            MemoryError: there is too little.
+        """
+        if self._engine.limits.rows > 1 and reason_against(self.config) is None:
+            self._batch_bytes = dict(self._engine.call("reserve_batch", gather=True))
+        return self._batch_bytes
+
+    def describe_batch(self) -> str:
+        """The limits of the running batch and its memory, if that is allocated; or why there is none."""
+        limits, reason = self._engine.limits, reason_against(self.config)
+        if reason is None and limits.rows == 1:
+            reason = "max_batch_size=1"
+        if reason is not None:
+            return f"calls are computed one after another: {reason}"
+        memory = "".join(f", {size / 1e6:,.1f} MB on {device}" for device, size in self._batch_bytes.items())
+        return f"a running batch of {limits.rows} rows of up to {limits.length} tokens{memory}"
 
     # As a module ------------------------------------------------------------------------------------------------------
 
@@ -273,14 +302,18 @@ def deploy(
             f"{cls.__name__} cannot be deployed: an argument cannot be sent to workers: {error}"
         ) from error
     start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving)
-    engine = Engine(ranks, max(1, torch.get_num_threads() // ranks), make, start_executor)
+    leader = ranks - arguments.tensor_parallel_size  # the first rank of the last stage
+    engine = Engine(
+        ranks, max(1, torch.get_num_threads() // ranks), make, start_executor, serving.limits(config), leader
+    )
     model = object.__new__(deployed_class(Deployment, cls))
-    batcher = Batcher(engine, config, serving.max_batch_size, serving.batch_wait_ms)
     local = _LocalConstructor(maker, constructor, source, kwargs)
     skeleton = partial(cls._from_config, copy.deepcopy(config), dtype=config.dtype, **options)
-    model._begin(config, generation_config, engine, batcher, local, skeleton)
+    model._begin(config, generation_config, engine, local, skeleton)
     if serving.verbose:
         _print_memory(engine, serving.verbose)
+        with suppress(OSError):
+            print(model.describe_batch(), flush=True)
     return model
 
 

@@ -30,6 +30,7 @@ from oslo_models.deploy.messages import (
     Reply,
     Request,
     Setup,
+    Stepped,
     Streamed,
 )
 
@@ -37,7 +38,9 @@ _HEADER = struct.Struct("<qq")
 """The number of the call, and the bytes of the pickle."""
 _MESSAGES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (Setup, Join, Request, Cancel, Ping, Listening, Loading, Ready, Streamed, Reply, Failure, Pong)
+    for kind in (
+        *(Setup, Join, Request, Cancel, Ping, Listening, Loading, Ready, Streamed, Stepped, Reply, Failure, Pong),
+    )
 }
 _NUMPY_DTYPES = {
     *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128"),

@@ -64,6 +64,7 @@ class Worker:
         self.busy_since: float | None = time.monotonic()
         self.runner: ModelRunner | None = None  # once it is loaded
         self._cancelled: set[int] = set()
+        self._batch_runs, self._listener_needed = False, threading.Event()
         self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -77,9 +78,10 @@ class Worker:
         while True:
             if self.busy_since is not None:
                 with self._receive_lock:
-                    while not self._receive():
+                    while not self._receive() or self._batch_runs:
                         pass
-            time.sleep(LISTENER_INTERVAL)
+            self._listener_needed.wait(LISTENER_INTERVAL)
+            self._listener_needed.clear()
 
     def _receive(self) -> bool:
         """Receive one message; return whether it is for the main thread. Exit when the connection closes."""
@@ -125,7 +127,21 @@ class Worker:
             self.busy_since = None
             request = self._next()
             self.busy_since = time.monotonic()
-            self._answer(request, self.runner)
+            if isinstance(request, Request) and request.joins:
+                self._run_batch(request, self.runner)
+            else:
+                self._answer(request, self.runner)
+
+    def _run_batch(self, first: Request, runner: ModelRunner) -> None:
+        """Compute the running batch until it is empty; the listener thread receives meanwhile."""
+        from oslo_models.deploy.running_batch.loop import Messages
+
+        self._batch_runs = True
+        self._listener_needed.set()
+        try:
+            runner.batch.run(first, Messages(self.inbox, lambda message: self._answer(message, runner)))
+        finally:
+            self._batch_runs = False
 
     def _load(self, setup: Setup) -> None:
         from oslo_models.deploy.model_runner import ModelRunner

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -335,6 +336,20 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         """Report the phase of this rank, for the diagnosis of failures; ``generate`` is one phase."""
         if self.mesh is not None and not self._generates and not torch.compiler.is_compiling():
             self.mesh.world.set_phase(phase, steps)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Within the block, a forward is a step of generation: its arguments are not compared over the ranks."""
+        if self._generates:
+            yield
+            return
+        self._at("generate")
+        self._generates = True
+        try:
+            yield
+        finally:
+            self._generates = False
+            self._at("after generate")
 
     def _compare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compare the arguments of a call over the ranks of one replica, if ``check_inputs`` says so for this call."""

@@ -205,14 +205,10 @@ def with_synchronized_rng(generate: Any) -> Any:
         synchronize(model.mesh.model, model.mesh.device)
         args, kwargs = _on_device(model.mesh.device, args, kwargs)
         model._compare(args, kwargs)
-        model._generates = True
-        try:
+        with model.generating():
             if model.pipeline is not None and model.config.is_encoder_decoder and "encoder_outputs" not in kwargs:
                 kwargs["encoder_outputs"] = model.pipeline.encode(args, kwargs)
             return generate(model, *args, **kwargs)
-        finally:
-            model._generates = False
-            model._at("after generate")
 
     return synchronized_generate
 

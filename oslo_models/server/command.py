@@ -128,7 +128,14 @@ def _load(name: str, args: argparse.Namespace) -> Any:
     kind: Any = auto.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto.AutoModelForCausalLM
     if _embeds(config, args.task):
         kind = auto.AutoModel
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "batch_wait_ms", "dtype")
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "prefill_chunk_size", "dtype")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if (length := args.max_batch_length or args.max_length) is not None:
+        options["max_batch_length"] = length
     model = kind.from_pretrained_with_parallel(name, deploy=True, **options)
-    return model.fuse() if args.fuse else model
+    if args.fuse:
+        model.fuse()
+    if model.can_generate():
+        model.reserve_batch()
+        print(f"{name}: {model.describe_batch()}", file=sys.stderr, flush=True)
+    return model

@@ -21,7 +21,7 @@ from oslo_models.server.token_reader import GenerationJob, TokenReader, TokenSou
 
 
 class AnswerGenerator:
-    """Generates answers in threads of its own, so that the model can batch them.
+    """Generates answers in threads of its own: the model computes them together, see `deploy.running_batch`.
 
     Args:
         model: a deployed model.
@@ -30,8 +30,7 @@ class AnswerGenerator:
 
     def __init__(self, model: Any, tokenizer: Any, threads: int, metrics: Metrics) -> None:
         self.model, self.tokenizer, self.metrics = model, tokenizer, metrics
-        # A thread outlives a cancelled call if it leads a batch with calls of others.
-        self._threads = ThreadPoolExecutor(2 * threads, "oslo-serve")
+        self._threads = ThreadPoolExecutor(threads, "oslo-serve")
         ends = model.generation_config.eos_token_id
         self.ends = [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
         pad = model.generation_config.pad_token_id
@@ -60,8 +59,7 @@ class AnswerGenerator:
         """Make the call, in this thread."""
         ids_BL = torch.tensor([job.ids])
         inputs = {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL), "max_new_tokens": job.max_new_tokens}
-        seed = job.seed if job.settings["do_sample"] else None  # calls with a seed are not batched with others
-        options = {**inputs, **job.settings, **self._padding, "streamer": streamer, "seed": seed}
+        options = {**inputs, **job.settings, **self._padding, "streamer": streamer, "seed": job.seed}
         options["cancellation"] = cancellation
         if job.stop_tokens:
             options["eos_token_id"] = [*self.ends, *job.stop_tokens]

@@ -296,8 +296,8 @@ def test_misspelled_arguments_are_corrected(pool: Pool, saved: Path, wrong: str,
 def test_arguments_that_nothing_takes_are_named(pool: Pool, saved: Path) -> None:
     for message in refused(pool, 2, from_pretrained, saved, colour="red"):
         assert message.endswith("has no argument colour, and GPT2Config has no attribute of that name")
-    for message in refused(pool, 2, from_config, batch_wait_ms=3):
-        assert message.endswith("batch_wait_ms=3 is for deploy=True")
+    for message in refused(pool, 2, from_config, prefill_chunk_size=3):
+        assert message.endswith("prefill_chunk_size=3 is for deploy=True")
 
 
 def _valid_names(path: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -87,49 +86,3 @@ def test_cancelled_call_ends_at_the_next_token(model: Any, seed: int, streams: b
     with pytest.raises(CallCancelled):  # and a call that is cancelled before it begins
         model.generate(**batch, **deployment.LONG, cancellation=cancellation)
     assert model.generate(**batch, max_new_tokens=2).shape[1] == 9
-
-
-def test_cancelled_calls_leave_their_batch_and_others_stay(model: Any, whole: Any, seed: int) -> None:
-    """While one call computes, others wait: a cancelled one leaves at once; a batch ends when nobody wants it."""
-    options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
-    held, release, release_batch = threading.Event(), threading.Event(), threading.Event()
-    original = model._engine.call
-    batches: list[int] = []
-
-    def counted(method: str, args: Any = (), kwargs: Any = None, **rest: Any) -> Any:
-        batches.append(len(kwargs["input_ids"]))
-        if len(batches) == 1:
-            held.set()
-            assert release.wait(20)
-        elif len(batches) == 2:
-            assert release_batch.wait(20)
-        return original(method, args, kwargs, **rest)
-
-    model._engine.call = counted
-    cancellations = [Cancellation() for _ in range(6)]
-    try:
-        with ThreadPoolExecutor(6) as threads:
-            prompts = [prompt(seed + i, 1) for i in range(6)]
-            calls: list[Future[Any]] = []
-            for each, cancellation in zip(prompts, cancellations, strict=True):
-                calls.append(threads.submit(model.generate, **each, **options, cancellation=cancellation))
-                assert held.wait(20)  # the first one leads alone; the others wait behind it
-            wait_until(lambda: len(model._batcher._waiting) == 5)
-            cancellations[1].cancel()
-            with pytest.raises(CallCancelled):
-                calls[1].result(5)
-            release.set()
-            wait_until(lambda: len(batches) == 2)
-            computing = model._batcher._leader.cancellation
-            gone = next(at for at in (2, 3) if cancellations[at] is not computing)
-            cancellations[gone].cancel()  # within the batch, whose others go on
-            with pytest.raises(CallCancelled):
-                calls[gone].result(20)
-            release_batch.set()
-            for at in sorted({0, 2, 3, 4, 5} - {gone}):
-                assert torch.equal(calls[at].result(60), whole.generate(**prompts[at], **options))
-    finally:
-        del model._engine.call
-        release.set()
-        release_batch.set()
-    assert batches == [1, 4] and not model._batcher._waiting and model._batcher._leader is None

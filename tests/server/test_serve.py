@@ -185,6 +185,33 @@ def test_concurrent_clients_get_their_own_completions(server: SimpleNamespace, w
         assert list(threads.map(ask, prompts)) == [whole(prompt, 6) for prompt in prompts]
 
 
+def test_short_answer_overtakes_a_long_stream(server: SimpleNamespace, whole: Whole) -> None:
+    """Both are computed in the running batch, whose memory the server has printed."""
+    create, read = server.client.completions.create, threading.Event()
+    done = threading.Event()
+
+    def stream() -> str:
+        text = ""
+        for piece in create(model=server.name, prompt="import", max_tokens=400, temperature=0, stream=True):
+            text += piece.choices[0].text
+            read.set()
+        done.set()
+        return text
+
+    with ThreadPoolExecutor(1) as threads:
+        long = threads.submit(stream)
+        assert read.wait(30)
+        drawn = {"temperature": 1.2, "seed": 5, "max_tokens": 3}
+        first = create(model=server.name, prompt="def", **drawn).choices[0].text
+        assert create(model=server.name, prompt="class", max_tokens=3, temperature=0).choices[0].text == whole(
+            "class", 3
+        )
+        assert not done.is_set()
+        assert long.result(60) == whole("import", 400)
+    assert create(model=server.name, prompt="def", **drawn).choices[0].text == first
+    assert any("a running batch of 8 rows of up to 512 tokens, " in line for line in server.lines)
+
+
 BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
     "a number that is none": ({"max_tokens": "many"}, openai.BadRequestError, "max_tokens"),
     "a number out of range": ({"temperature": 3}, openai.BadRequestError, "temperature"),

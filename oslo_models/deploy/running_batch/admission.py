@@ -1,0 +1,117 @@
+"""Which calls of `generate` may join the running batch. The others are computed between its steps, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from oslo_models import registry
+from oslo_models.deploy.running_batch.limits import BatchLimits
+
+EXCLUSIVE: Mapping[str, str] = {
+    "openai-gpt": "it has no key-value cache",
+    "xlm": "it has no key-value cache",
+    "flaubert": "it has no key-value cache",
+    "xlnet": "it predicts with a query of its own, and its cache grows by the prompt",
+    "reformer": "its cache holds hidden states in buckets of hashes",
+    "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
+}
+"""Types of decoders of the zoo that cannot join, and why. Of others it is not known: they do not join either."""
+_INPUTS = ("input_ids", "inputs", "attention_mask")
+_OBJECTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "decoding")
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "num_beam_groups": (None, 1),
+    "return_dict_in_generate": (None, False),
+    "use_cache": (None, True),
+    "guidance_scale": (None, 1, 1.0),
+    "token_healing": (None, False),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "cache_implementation": (None,),
+    "prefill_chunk_size": (None,),
+    "watermarking_config": (None,),
+    "low_memory": (None, False),
+}
+"""Settings that need another way of decoding, unless they have one of these values."""
+_NEW_TOKENS = 20
+"""That `generate` makes if nothing is said."""
+
+
+def joins(config: Any, defaults: Any, limits: BatchLimits, kwargs: Mapping[str, Any], streams: bool) -> bool:
+    """Whether a call can be computed in the running batch with the tokens that it would get by itself.
+
+    It is greedy or samples one row, gives token ids, padded at most on the left, and fits to its end.
+
+    Args:
+        config: of the model.
+        defaults: the generation configuration that applies where the arguments set nothing.
+        kwargs: the arguments of the call.
+        streams: it has a streamer.
+    """
+    if limits.rows == 1 or defaults is None or reason_against(config) is not None:
+        return False
+    given = kwargs.get("generation_config")
+    settings = kwargs.keys() - {*_INPUTS, *_OBJECTS}
+    if not all(hasattr(defaults, name) and not name.startswith("_") for name in settings):
+        return False
+
+    def setting(name: str) -> Any:
+        found = (kwargs.get(name), getattr(given, name, None), getattr(defaults, name, None))
+        return next((value for value in found if value is not None), None)
+
+    if not all(setting(name) in values for name, values in _NEUTRAL.items()):
+        return False
+    ids_BL: Any = kwargs.get("input_ids")
+    ids_BL = kwargs.get("inputs") if ids_BL is None else ids_BL
+    rows = 1 if streams or setting("do_sample") else limits.rows
+    if not (_is_batch(ids_BL, rows) and _is_padded_left(kwargs.get("attention_mask"), ids_BL)):
+        return False
+    new, most = setting("max_new_tokens"), setting("max_length")
+    length = ids_BL.shape[1]
+    try:
+        total = length + int(new) if new is not None else int(most) if most is not None else length + _NEW_TOKENS
+    except (TypeError, ValueError):
+        return False
+    return length < total <= longest(config, limits)
+
+
+def reason_against(config: Any) -> str | None:
+    """Why no call of a model can join; ``None`` if calls can."""
+    if config.model_type not in registry.ARCHITECTURES:
+        return "the running batch was not tested with models of its type"
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder, whose encoder computes a batch at once"
+    if getattr(config, "is_decoder", True) is False:
+        return "it is an encoder: is_decoder=False in its configuration"
+    return EXCLUSIVE.get(config.model_type)
+
+
+def longest(config: Any, limits: BatchLimits) -> int:
+    """The tokens that a row may have: as the limits say, and not more than the model has positions."""
+    text = config.get_text_config(decoder=True)
+    return min(limits.length, getattr(text, "max_position_embeddings", None) or limits.length)
+
+
+def _is_batch(ids_BL: Any, rows: int) -> bool:
+    """Whether it is token ids [B, L] of at most so many rows."""
+    if not isinstance(ids_BL, Tensor) or ids_BL.dim() != 2 or ids_BL.is_floating_point() or ids_BL.is_complex():
+        return False
+    return 0 < len(ids_BL) <= rows and ids_BL.shape[1] > 0
+
+
+def _is_padded_left(mask_BL: Any, ids_BL: Tensor) -> bool:
+    """Whether a mask hides at most the beginnings of rows."""
+    if mask_BL is None:
+        return True
+    if not isinstance(mask_BL, Tensor) or mask_BL.shape != ids_BL.shape:
+        return False
+    shown_BL = mask_BL.bool()
+    return bool(shown_BL[:, -1].all() and (shown_BL[:, 1:] >= shown_BL[:, :-1]).all())

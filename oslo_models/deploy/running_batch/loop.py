@@ -1,0 +1,235 @@
+"""The running batch in a worker: what the leader and the followers do from the first row until none is left."""
+
+from __future__ import annotations
+
+import queue
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from oslo_models.deploy.messages import Failure, Reply, Request, Stepped
+from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.plan_channel import PlanChannel
+from oslo_models.deploy.running_batch.row import Call, Row, prepare
+from oslo_models.deploy.running_batch.scheduler import Scheduler
+from oslo_models.deploy.running_batch.step import Step
+from oslo_models.deploy.running_batch.step_runner import StepRunner
+from oslo_models.deploy.serialization import portable
+from oslo_models.pipeline.stage_runner import OtherStageError
+
+CHANGING = frozenset(("adapters", "fuse", "unfuse"))
+"""Methods that change what the model computes: they and all later calls wait until the rows have come to their end."""
+GRACE = 3.0
+"""Seconds that the followers get to end a step that failed on the leader; they may wait in a collective for ever."""
+
+
+class RunningBatch:
+    """The batch of one rank.
+
+    Every rank takes the same messages of the application in the same order. `run` begins with the first call that may
+    join; the leader then takes messages between two steps and tells the followers how many it has taken. Calls that
+    cannot join are carried out there, by all ranks, while the rows keep their places.
+
+    Args:
+        send: sends a message about a call to the application.
+        cancelled: numbers of calls to be ended; changed by another thread.
+        count_token: is told of each step in which tokens are generated.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        limits: BatchLimits,
+        channel: PlanChannel,
+        leads: bool,
+        send: Callable[[tuple[Any, ...], int], None],
+        cancelled: set[int],
+        count_token: Callable[[], None],
+    ) -> None:
+        self.runner, self.channel, self.leads = StepRunner(model, limits), channel, leads
+        self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
+        self._scheduler = Scheduler(limits.rows, limits.chunk)
+        self._calls: dict[int, Call] = {}
+        self._consumed = 0
+        self._held: Request | None = None
+
+    def run(self, first: Request, messages: Messages) -> None:
+        """Compute steps until no row is left.
+
+        Args:
+            first: the call that begins the batch.
+            messages: the ones after it.
+        """
+        self._consumed = 1
+        if self.leads:
+            self._lead(first, messages)
+        else:
+            self._follow(first, messages)
+
+    # The leader -------------------------------------------------------------------------------------------------------
+
+    def _lead(self, first: Request, messages: Messages) -> None:
+        self._add(first)
+        while True:
+            self._take_messages(messages)
+            self._drop_cancelled()
+            step = self._scheduler.plan(self._consumed)
+            self.channel.publish(step)
+            if step.idle:
+                self.runner.clear()
+                held, self._held = self._held, None
+                if held is not None:  # the followers take it as the first message after the batch
+                    messages.answer(held)
+                return
+            self._compute(step)
+
+    def _take_messages(self, messages: Messages) -> None:
+        """Take what has arrived, up to one call that cannot join: the rows go on before the next one."""
+        while self._held is None and (message := messages.poll()) is not None:
+            if isinstance(message, Request) and message.method in CHANGING:
+                self._held = message
+                return
+            self._consumed += 1
+            if isinstance(message, Request) and message.joins:
+                self._add(message)
+                continue
+            self.channel.publish(Step(self._consumed))
+            messages.answer(message)
+            return
+
+    def _add(self, request: Request) -> None:
+        try:
+            if request.generation_config is not None:
+                self._model.generation_config = request.generation_config
+            call = prepare(self._model, request)
+        except Exception as error:  # noqa: BLE001  everything is reported
+            self._fail(request.number, error)
+            return
+        self._calls[call.number] = call
+        for row in call.rows:
+            self._scheduler.add(row)
+
+    def _drop_cancelled(self) -> None:
+        if self._cancelled:
+            for number in self._cancelled & self._calls.keys():
+                self._forget(number)
+                self._send(Reply(number), number)
+
+    def _forget(self, number: int) -> None:
+        """Drop a call with its rows."""
+        self._calls.pop(number, None)
+        self._scheduler.drop(lambda row: row.number == number)
+        self._cancelled.discard(number)
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        self._forget(number)
+        secondary = isinstance(error, OtherStageError)
+        text = "".join(traceback.format_exception(error))
+        self._send(Failure(number, portable(error), text, secondary), number)
+
+    def _compute(self, step: Step) -> None:
+        streamed: list[tuple[int, Any]] = []
+        if step.begins and self._calls[step.number].streams:
+            streamed.append((step.number, self._calls[step.number].rows[0].ids_BL.tolist()))
+        try:
+            decoded_BV, prompt_V = self.runner.run(step)
+        except Exception as error:  # noqa: BLE001  everything is reported
+            self._give_up(error)
+            return
+        rows = list(self._scheduler.rows)
+        logits = [*([] if decoded_BV is None else decoded_BV), *([] if prompt_V is None else prompt_V)]
+        for row, logits_V in zip(rows, logits, strict=True):
+            self._take(row, logits_V, streamed)
+        if logits:
+            self._count_token()
+        self._finish({row.number for row in rows if row.ended}, streamed)
+
+    def _take(self, row: Row, logits_V: Any, streamed: list[tuple[int, Any]]) -> None:
+        """Let a row take its token; what it raises ends its call only."""
+        try:
+            value = row.take(logits_V)
+        except Exception as error:  # noqa: BLE001  everything is reported
+            row.new.append(0)
+            if row.number in self._calls:
+                self._fail(row.number, error)
+            return
+        if row.number in self._calls and self._calls[row.number].streams:
+            streamed.append((row.number, value))
+
+    def _finish(self, numbers: set[int], streamed: list[tuple[int, Any]]) -> None:
+        """Send the tokens of the step and the results of the calls that have ended."""
+        ended = [self._calls[number] for number in numbers if number in self._calls and self._calls[number].ended]
+        streamed += [(call.number, None) for call in ended if call.streams]
+        if streamed:
+            self._send(Stepped(streamed), 0)
+        for call in ended:
+            del self._calls[call.number]
+            self._cancelled.discard(call.number)
+            self._send(Reply(call.number, call.result()), call.number)
+
+    def _give_up(self, error: Exception) -> None:
+        """End all calls after a forward has failed, and the process if the other ranks have not noticed."""
+        for number in list(self._calls):
+            self._fail(number, error)
+        self._scheduler.clear()
+        self.runner.clear()
+        self.channel.publish(Step(self._consumed, reset=True))
+        if not self.channel.settles(GRACE):
+            raise SystemExit("a step of the running batch failed on one rank, and the others did not end it")
+
+    # The followers ----------------------------------------------------------------------------------------------------
+
+    def _follow(self, first: Request, messages: Messages) -> None:
+        joined, failed = {first.number}, False
+        while True:
+            step = self.channel.receive()
+            while self._consumed < step.consumed:
+                message = messages.wait()
+                self._consumed += 1
+                if isinstance(message, Request) and message.joins:
+                    joined.add(message.number)
+                else:
+                    messages.answer(message)
+            if step.reset or step.idle:
+                failed = False
+                self.runner.clear()
+            if failed:
+                raise SystemExit("a step of the running batch failed on this rank only")
+            if step.idle:
+                self._cancelled -= joined
+                return
+            try:
+                self.runner.run(step)
+            except Exception as error:  # noqa: BLE001  everything is reported
+                failed = True
+                self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        """Tell the application of the calls that cannot go on; it waits for the leader's answer for a while."""
+        secondary, text = isinstance(error, OtherStageError), "".join(traceback.format_exception(error))
+        for number in self.runner.calls():
+            self._send(Failure(number, portable(error), text, secondary), number)
+        self.runner.clear()
+
+
+class Messages:
+    """The messages of the application that are for the main thread of a worker.
+
+    Args:
+        inbox: where another thread puts them while the batch runs.
+        answer: carries out a call that cannot join.
+    """
+
+    def __init__(self, inbox: queue.SimpleQueue[Any], answer: Callable[[Any], None]) -> None:
+        self._inbox, self.answer = inbox, answer
+
+    def poll(self) -> Any:
+        """The next one; ``None`` if none has arrived."""
+        try:
+            return self._inbox.get_nowait()
+        except queue.Empty:
+            return None
+
+    def wait(self) -> Any:
+        """The next one."""
+        return self._inbox.get()

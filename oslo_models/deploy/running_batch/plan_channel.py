@@ -1,0 +1,148 @@
+"""How the leader of the running batch tells the other ranks what the next step computes.
+
+Ranks on one host share a page of memory; a step arrives within microseconds, as the followers poll it at first. On
+several hosts it is broadcast through the process group.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from oslo_models.deploy.running_batch.step import Step
+
+SPIN_SECONDS = 0.002
+"""Seconds that a rank polls for the next step before it sleeps in between: longer than the leader draws tokens for."""
+_PAUSES = (0.00005, 0.001)
+"""The first and the longest pause in seconds between two looks, once it sleeps."""
+_WORD = 8
+
+
+class PlanChannel(Protocol):
+    """From the leader to the followers."""
+
+    def publish(self, step: Step) -> None:
+        """On the leader: tell the followers. Returns before they have read it."""
+
+    def receive(self) -> Step:
+        """On a follower: the next step."""
+
+    def settles(self, seconds: float) -> bool:
+        """On the leader: whether all followers read the last step within so many seconds."""
+
+
+class NoFollowers:
+    """The channel of a model on one rank."""
+
+    def publish(self, step: Step) -> None:
+        pass
+
+    def receive(self) -> Step:
+        raise AssertionError("the only rank is the leader")
+
+    def settles(self, seconds: float) -> bool:
+        return True
+
+
+class SharedMemoryChannel:
+    """A file that all ranks of one host have mapped: the number of a step, that which each rank has read, and the step.
+
+    Args:
+        path: of the file, in a directory that only this user can enter.
+        size: bytes of the largest step.
+    """
+
+    def __init__(self, path: Path, rank: int, leader: int, ranks: int, size: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, (ranks + 2) * _WORD + size)  # the same on every rank: zeros, or what is there
+            self._memory = memoryview(mmap.mmap(descriptor, (ranks + 2) * _WORD + size))
+        finally:
+            os.close(descriptor)
+        words = self._memory[: (ranks + 2) * _WORD].cast("q")
+        self._numbers, self._heading = words[:ranks], words[ranks:]  # the heading: number and length of the step
+        self._data = self._memory[(ranks + 2) * _WORD :]
+        self._rank, self._followers = rank, [other for other in range(ranks) if other != leader]
+        self._number = 0
+
+    def publish(self, step: Step) -> None:
+        _wait_for(self._all_have_read, float("inf"))
+        data = step.encode()
+        if len(data) > len(self._data):
+            raise ValueError(f"a step of {len(data)} bytes is longer than the {len(self._data)} of the channel")
+        self._data[: len(data)] = data
+        self._heading[1] = len(data)
+        self._number += 1
+        self._heading[0] = self._number
+
+    def receive(self) -> Step:
+        self._number += 1
+        step: Step | None = None
+
+        def arrived() -> bool:
+            nonlocal step
+            if self._heading[0] != self._number:
+                return False
+            # Processors other than x86 may show the number before the data: the checksum tells.
+            step = Step.decode(bytes(self._data[: self._heading[1]]))
+            return step is not None
+
+        _wait_for(arrived, float("inf"))
+        self._numbers[self._rank] = self._number
+        assert step is not None
+        return step
+
+    def settles(self, seconds: float) -> bool:
+        return _wait_for(self._all_have_read, seconds)
+
+    def _all_have_read(self) -> bool:
+        return all(self._numbers[rank] == self._number for rank in self._followers)
+
+
+class BroadcastChannel:
+    """For ranks on several hosts.
+
+    Args:
+        axis: of all ranks.
+        leader: its position on the axis.
+    """
+
+    def __init__(self, axis: Any, leader: int) -> None:
+        self._axis, self._leader = axis, leader
+
+    def publish(self, step: Step) -> None:
+        self._broadcast(step.encode())
+
+    def receive(self) -> Step:
+        step = Step.decode(self._broadcast(None))
+        assert step is not None
+        return step
+
+    def _broadcast(self, data: bytes | None) -> bytes:
+        from oslo_models.distributed.object_exchange import broadcast_object
+
+        return broadcast_object(self._axis, data, self._leader)
+
+    def settles(self, seconds: float) -> bool:
+        return False  # a collective that failed on some ranks cannot be told from one that lasts
+
+
+def _wait_for(holds: Callable[[], bool], seconds: float) -> bool:
+    """Wait until something holds, or for so many seconds; return whether it does."""
+    if holds():
+        return True
+    began, pause = time.monotonic(), _PAUSES[0]
+    while not holds():
+        waited = time.monotonic() - began
+        if waited > seconds:
+            return False
+        if waited > SPIN_SECONDS:
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+        else:
+            os.sched_yield()
+    return True

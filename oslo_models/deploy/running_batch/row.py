@@ -1,0 +1,132 @@
+"""What is generated for the rows of the running batch: settings, tokens and ends, as in transformers' `generate`.
+
+Legend:
+    L: tokens.
+    V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_models.deploy.decoding import Decoding
+
+
+class Row:
+    """One row: transformers' logits processors and stopping criteria, and a random generator of its own.
+
+    Args:
+        ids_BL: [1, L], with padding if the call has some; processors see it, as in `generate`.
+        prompt: the tokens without padding.
+        scores: keeps log-probabilities; ``None`` if none are asked for.
+
+    Attributes:
+        number: of the call.
+        new: the tokens that were generated.
+        ended: no more are to come.
+    """
+
+    def __init__(self, number: int, ids_BL: Tensor, prompt: list[int], seed: int, settings: Any) -> None:
+        self.number, self.ids_BL, self.prompt, self.seed = number, ids_BL, prompt, seed
+        self._processors, self._criteria, self._config, self._scored = settings
+        self.new: list[int] = []
+        self.ended = False
+        self._generator: torch.Generator | None = None
+        if self._config.do_sample:
+            self._generator = torch.Generator(ids_BL.device).manual_seed(seed)
+
+    @property
+    def pad(self) -> int:
+        """What `generate` fills the rows of a batch with that have ended."""
+        pad = self._config._pad_token_tensor
+        return 0 if pad is None else int(pad)
+
+    def take(self, logits_V: Tensor) -> Any:
+        """Choose the next token by the logits; returns what a streamer gets for it."""
+        # the same operations as in transformers' `_sample`, on one row
+        logits_BV = logits_V[None].to(copy=True, dtype=torch.float32, device=self.ids_BL.device)
+        scored = None if self._scored is None else logits_BV[0].log_softmax(-1)
+        scores_BV = self._processors(self.ids_BL, logits_BV)
+        if self._generator is not None:
+            token_BL = torch.multinomial(scores_BV.softmax(-1), 1, generator=self._generator)
+        else:
+            token_BL = scores_BV.argmax(-1, keepdim=True)
+        self.ids_BL = torch.cat((self.ids_BL, token_BL), 1)
+        token = int(token_BL)
+        self.new.append(token)
+        self.ended = bool(self._criteria(self.ids_BL, None).all())
+        return token if scored is None else self._scored(scored, token)
+
+
+class Call:
+    """A call of `generate` in the batch: its rows, and how they become its result.
+
+    Args:
+        streams: tokens are sent as they are generated; such a call has one row.
+    """
+
+    def __init__(self, number: int, streams: bool, rows: list[Row]) -> None:
+        self.number, self.streams, self.rows = number, streams, rows
+
+    @property
+    def ended(self) -> bool:
+        return all(row.ended for row in self.rows)
+
+    def result(self) -> Tensor:
+        """What `generate` returns: prompts and new tokens, [B, L]."""
+        longest = max(len(row.new) for row in self.rows)
+        padding = [torch.tensor([[row.pad] * (longest - len(row.new))], dtype=torch.long) for row in self.rows]
+        return torch.cat([torch.cat((row.ids_BL.cpu(), pad), 1) for row, pad in zip(self.rows, padding, strict=True)])
+
+
+def prepare(model: Any, request: Any) -> Call:
+    """The call of a request, with everything that `generate` prepares before its first forward.
+
+    Raises:
+        IndexError: a prompt has a token that the model does not know.
+        Exception: what `generate` raises for its arguments.
+    """
+    kwargs = dict(request.kwargs)
+    decoding: Decoding | None = kwargs.pop("decoding", None)
+    ids_BL = kwargs.pop("input_ids", None)
+    ids_BL = kwargs.pop("inputs", None) if ids_BL is None else ids_BL
+    mask_BL = kwargs.pop("attention_mask", None)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    if bool((ids_BL < 0).any()) or bool((ids_BL >= vocabulary).any()):
+        wrong = ids_BL[(ids_BL < 0) | (ids_BL >= vocabulary)][0]
+        raise IndexError(f"index out of range: input_ids has the token {int(wrong)}; the vocabulary has {vocabulary}")
+    rows = []
+    for row in range(len(ids_BL)):
+        given = {"input_ids": ids_BL[row : row + 1].long(), **kwargs}
+        if mask_BL is not None:
+            given["attention_mask"] = mask_BL[row : row + 1]
+        rows.append(_prepare_row(model, request, given, decoding))
+    return Call(request.number, request.stream, rows)
+
+
+def _prepare_row(model: Any, request: Any, given: dict[str, Any], decoding: Decoding | None) -> Row:
+    prepared: list[Row] = []
+
+    def capture(
+        model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
+    ) -> Any:
+        """In place of transformers' decoding loop: keep what `generate` hands it."""
+        mask_BL = rest.get("attention_mask")
+        prompt = input_ids[0] if mask_BL is None else input_ids[0, mask_BL[0].bool()]
+        front = [] if decoding is None else decoding.processors()
+        logits_processor[:0] = front
+        scored = decoding.scored if decoding is not None and decoding.logprobs is not None and request.stream else None
+        settings = (logits_processor, stopping_criteria, generation_config, scored)
+        prepared.append(Row(request.number, input_ids, prompt.tolist(), request.seed, settings))
+        return input_ids
+
+    with model.generating():
+        model.generate(**_on_device(given, model.device), custom_generate=capture, use_cache=False)
+    return prepared[0]
+
+
+def _on_device(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}

@@ -1,0 +1,208 @@
+"""The key-value cache of the running batch: slots for rows of different lengths that all end at the same column.
+
+Legend:
+    B: rows, or slots.
+    H: key-value heads of this rank.
+    L: columns, the positions of the longest row.
+    D: size of a head.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+_LEAST_COLUMNS = 64
+
+
+class SlotCache(Cache):
+    """A cache of transformers whose rows come and go.
+
+    The rows are right-aligned, as `generate` pads them: row *i* occupies the ``lengths[i]`` columns before ``stop``,
+    and the columns before it are zeros, which an attention mask hides. Every layer keeps all positions, also where the
+    model looks back over a sliding window only: its mask hides the others. Memory grows by doubling up to the limits.
+
+    Args:
+        rows: at most.
+        length: positions of a row at most.
+
+    Attributes:
+        lengths: of the rows, by slot.
+        stop: the column after the last position of every row.
+    """
+
+    def __init__(self, rows: int, length: int) -> None:
+        super().__init__(layer_class_to_replicate=partial(_SlotLayer, self))
+        self.most_rows, self.most_columns = rows, length + max(_LEAST_COLUMNS, length // 8)
+        self.lengths: list[int] = []
+        self.stop = self.rows = self.columns = 0
+
+    @property
+    def start(self) -> int:
+        """The first column of the longest row."""
+        return self.stop - max(self.lengths, default=0)
+
+    @property
+    def window(self) -> int:
+        """Columns from the first to the last position of any row."""
+        return max(self.lengths, default=0)
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(layer.bytes_held for layer in self.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.window  # also of a layer that another stage holds
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.window + query_length, 0
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        self.lengths, self.stop = [], 0
+
+    def mask(self, more: int) -> Tensor | None:
+        """The attention mask of the rows with ``more`` positions to come, [B, L]; ``None`` if nothing is hidden."""
+        if min(self.lengths) == self.window:
+            return None
+        lengths_B = torch.tensor(self.lengths)
+        return (torch.arange(self.window + more) >= (self.window - lengths_B)[:, None]).long()
+
+    def make_room(self, rows: int, more: int, before: int = 0) -> None:
+        """Have memory for so many rows and ``more`` further columns, and ``before`` columns before the window."""
+        needed = before + self.window + more
+        if rows <= self.rows and self.stop + more <= self.columns and before <= self.start:
+            return
+        larger = max(self.columns, min(self.most_columns, 1 << (needed + _LEAST_COLUMNS).bit_length()))
+        if rows > self.rows:
+            self.rows = min(self.most_rows, max(rows, 2 * self.rows))
+        self._relocate(larger, before)
+
+    def _relocate(self, columns: int, before: int) -> None:
+        """Move the rows into memory of so many columns, to column ``before``."""
+        for layer in self.layers:
+            layer.relocate(columns, before)
+        self.columns, self.stop = columns, before + self.window
+
+    def grow(self, more: int) -> None:
+        """The rows have got ``more`` positions in a forward."""
+        self.lengths = [length + more for length in self.lengths]
+        self.stop += more
+
+    def free(self, slot: int) -> None:
+        """Remove a row; the last one moves into its slot."""
+        last = len(self.lengths) - 1
+        if slot != last:
+            for layer in self.layers:
+                layer.copy(slot, layer, last, self.stop, self.stop)
+            self.lengths[slot] = self.lengths[last]
+        self.lengths.pop()
+
+    def append(self, other: SlotCache) -> None:
+        """Take the only row of another cache into the slot after the last."""
+        (length,) = other.lengths
+        if not self.lengths:
+            self.stop = 0
+        slot, before = len(self.lengths), max(0, length - self.window)
+        self.make_room(slot + 1, 0, before)
+        if not self.lengths:
+            self.stop = length
+        for index, layer in enumerate(other.layers):
+            if layer.is_initialized:
+                own = self._layer(index, layer)
+                own.copy(slot, layer, 0, self.stop, other.stop, length)
+        self.lengths.append(length)
+
+    def _layer(self, index: int, like: Any) -> Any:
+        while len(self.layers) <= index:
+            self.layers.append(_SlotLayer(self))
+        own: Any = self.layers[index]
+        if not own.fits(like.keys, like.values):
+            own.lazy_initialization(like.keys, like.values)
+        return own
+
+    def reserve(self, like: SlotCache) -> None:
+        """Allocate all that the limits allow, with layers like those of another cache. Rows keep their places."""
+        for index, layer in enumerate(like.layers):
+            if layer.is_initialized:
+                self._layer(index, layer)
+        self.rows = self.most_rows
+        self._relocate(self.most_columns, 0)
+
+
+class _SlotLayer(CacheLayerMixin):
+    """Keys and values [B, H, L, D] of one layer."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        # Zeros: a hidden position counts zero times its value, which must not be NaN.
+        self.keys, self.values = (
+            x.new_zeros(self._cache.rows, x.shape[1], self._cache.columns, x.shape[3])
+            for x in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def fits(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """Whether they are of the model that the memory was allocated for."""
+        return self.is_initialized and all(
+            held.dtype == x.dtype and held.shape[1::2] == x.shape[1::2]
+            for held, x in ((self.keys, key_states), (self.values, value_states))
+        )
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append positions to all rows; returns the keys and values of the window with them."""
+        if not self.fits(key_states, value_states):
+            self.lazy_initialization(key_states, value_states)
+        cache = self._cache
+        rows, end = len(cache.lengths), cache.stop + key_states.shape[-2]
+        self.keys[:rows, :, cache.stop : end] = key_states
+        self.values[:rows, :, cache.stop : end] = value_states
+        return self.keys[:rows, :, cache.start : end], self.values[:rows, :, cache.start : end]
+
+    def relocate(self, columns: int, at: int) -> None:
+        """Move the window of all rows to column ``at``, into memory of the cache's rows and so many columns."""
+        if not self.is_initialized:
+            return
+        cache = self._cache
+        rows, start, window = len(cache.lengths), cache.start, cache.window
+        moved = []
+        for held in (self.keys, self.values):
+            kept = held[:rows, :, start : cache.stop]
+            if held.shape[0] == cache.rows and held.shape[2] == columns:
+                kept, target = kept.clone(), held
+                target[:rows, :, :at] = 0
+            else:
+                target = held.new_zeros(cache.rows, held.shape[1], columns, held.shape[3])
+            target[:rows, :, at : at + window] = kept
+            moved.append(target)
+        self.keys, self.values = moved
+
+    def copy(self, slot: int, source: Any, row: int, stop: int, source_stop: int, length: int | None = None) -> None:
+        """Copy ``length`` positions (default: all columns) of a row of a layer into a slot; zeros before them."""
+        if not self.is_initialized:  # another stage holds the layer
+            return
+        length = source_stop if length is None else length
+        for own, theirs in ((self.keys, source.keys), (self.values, source.values)):
+            own[slot, :, : stop - length] = 0
+            own[slot, :, stop - length : stop] = theirs[row, :, source_stop - length : source_stop]
+
+    @property
+    def bytes_held(self) -> int:
+        return self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.window + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.window
+
+    def get_max_length(self) -> int:
+        return -1

@@ -1,0 +1,126 @@
+"""Computes the steps of the running batch on one rank: transformers' forward with the batch's own cache.
+
+Legend:
+    B: rows.
+    L: positions.
+    V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.slot_cache import SlotCache
+from oslo_models.deploy.running_batch.step import Step
+
+
+class StepRunner:
+    """The rows of the batch as one rank holds them.
+
+    A prompt is computed in a cache of its own, chunk by chunk, while the rows go on; then its keys and values are
+    copied into a slot.
+
+    Attributes:
+        numbers: of the calls that the rows and, last, the prompt are from.
+    """
+
+    def __init__(self, model: Any, limits: BatchLimits) -> None:
+        self.model = model
+        self.rows = SlotCache(limits.rows, limits.length)
+        self.prompt = SlotCache(1, limits.length)
+        self.numbers: list[int] = []
+        self._prompt_number: int | None = None
+
+    def clear(self) -> None:
+        """Remove all rows and the prompt."""
+        self.rows.clear()
+        self.prompt.clear()
+        self.numbers, self._prompt_number = [], None
+
+    def calls(self) -> set[int]:
+        """The numbers of the calls that are being computed."""
+        return {*self.numbers, *(() if self._prompt_number is None else (self._prompt_number,))}
+
+    def run(self, step: Step) -> tuple[Tensor | None, Tensor | None]:
+        """Compute a step.
+
+        Returns:
+            The logits after the newest token of each row, [B, V], and those after the prompt if its row joins, [1, V].
+        """
+        for slot in step.leaving:
+            self.rows.free(slot)
+            self.numbers[slot] = self.numbers[-1]
+            self.numbers.pop()
+        with self.model.generating():
+            decoded_BV = self._decode(step.tokens) if step.tokens else None
+            prompt_V = self._prefill(step) if step.chunk else None
+        return decoded_BV, prompt_V
+
+    def _decode(self, tokens: Sequence[int]) -> Tensor:
+        rows = self.rows
+        assert len(tokens) == len(rows.lengths)
+        rows.make_room(len(tokens), 1)
+        position_ids_BL = torch.tensor(rows.lengths)[:, None]
+        return self._forward(rows, torch.tensor(tokens)[:, None], position_ids_BL, {"next_sequence_length": 1})
+
+    def _prefill(self, step: Step) -> Tensor | None:
+        prompt = self.prompt
+        if step.begins:
+            prompt.clear()
+            prompt.lengths = [0]
+            self._prompt_number = step.number
+        (done,) = prompt.lengths
+        prompt.make_room(1, len(step.chunk))
+        position_ids_BL = torch.arange(done, done + len(step.chunk))[None]
+        options = {"is_first_iteration": step.begins}
+        logits_BV = self._forward(prompt, torch.tensor([step.chunk]), position_ids_BL, options)
+        if not step.joins:
+            return None
+        self.rows.append(prompt)
+        self.numbers.append(step.number)
+        prompt.clear()
+        self._prompt_number = None
+        return logits_BV
+
+    def _forward(self, cache: SlotCache, ids_BL: Tensor, position_ids_BL: Tensor, options: dict[str, Any]) -> Tensor:
+        """The logits of the last position of each row; the cache gets the positions."""
+        model, device = self.model, self.model.device
+        mask_BL = cache.mask(ids_BL.shape[1])
+        given: dict[str, Any] = {"use_cache": True, "past_key_values": cache, **options}
+        given["attention_mask"] = None if mask_BL is None else mask_BL.to(device)
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            given["position_ids"] = position_ids_BL.to(device)
+        if model._supports_logits_to_keep():
+            given["logits_to_keep"] = 1
+        inputs = model.prepare_inputs_for_generation(ids_BL.to(device), **given)
+        logits_BLV = model(**inputs, return_dict=True).logits
+        cache.grow(ids_BL.shape[1])
+        return logits_BLV[:, -1]
+
+    def reserve(self) -> int:
+        """Allocate the whole cache, and return its bytes. A collective.
+
+        Raises:
+            MemoryError: there is too little memory.
+        """
+        probe = SlotCache(1, 1)  # a forward shows the shapes
+        probe.lengths = [0]
+        probe.make_room(1, 1)
+        with self.model.generating():
+            self._forward(probe, torch.tensor([[0]]), torch.tensor([[0]]), {"is_first_iteration": True})
+        try:
+            self.rows.reserve(probe)
+            self.prompt.reserve(probe)
+        except (RuntimeError, MemoryError) as error:
+            rows, columns = self.rows.most_rows, self.rows.most_columns
+            raise MemoryError(
+                f"no memory for a running batch of {rows} rows of {columns} tokens: {error}. Use a smaller "
+                "max_batch_size or max_batch_length"
+            ) from error
+        return self.rows.bytes_held + self.prompt.bytes_held

@@ -1,0 +1,286 @@
+"""The running batch: every call gets the tokens that it would get by itself, whatever its company."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oslo_models import GPT2LMHeadModel, registry
+from oslo_models.deploy import engine
+from oslo_models.deploy.cancellation import CallCancelled, Cancellation
+from oslo_models.deploy.running_batch import admission
+from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.plan_channel import SharedMemoryChannel
+from oslo_models.deploy.running_batch.scheduler import Scheduler
+from oslo_models.deploy.running_batch.step import Step
+
+from support import deployment, running, zoo
+from support.deployment import Collected, prompt
+from support.pool import Pool
+
+
+def is_decoder(variant: str) -> bool:
+    """Whether transformers generates text with the main configuration, without an encoder."""
+    config = zoo.config(variant)
+    if config.is_encoder_decoder or getattr(config, "is_decoder", True) is False:
+        return False
+    return any(zoo.original(name).can_generate() for name in zoo.lm_heads(variant) if "DoubleHeads" not in name)
+
+
+DECODERS = [variant for variant in (*zoo.FOUNDING, *zoo.MORE) if is_decoder(variant)]
+
+
+# Without workers ------------------------------------------------------------------------------------------------------
+
+
+def compare(pool: Pool, variant: str, folder: Path, seed: int, count: int = 12, **sizes: int) -> None:
+    """The calls of a class in the batch, computed by ranks that schedule alike, against plain transformers."""
+    name, calls, expected = running.checked(variant, folder, seed, count)
+    ranks = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
+    for differences in pool.run(ranks, running.differences, name, variant, folder, sizes, calls, expected, seed):
+        assert differences == []
+
+
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("variant", ["gpt2", "llama"])
+def test_calls_get_their_own_tokens(pool: Pool, tmp_path: Path, seed: int, variant: str, sizes: dict[str, int]) -> None:
+    compare(pool, variant, tmp_path, seed, **sizes)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("axis", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("variant", DECODERS)
+def test_decoders_of_the_zoo_get_their_own_tokens(
+    pool: Pool, tmp_path: Path, seed: int, variant: str, axis: str
+) -> None:
+    if (reason := admission.reason_against(zoo.config(variant))) is not None:
+        pytest.skip(reason)
+    compare(pool, variant, tmp_path, seed, 8, **{axis: 2})
+
+
+def test_every_decoder_of_the_zoo_joins_or_has_a_reason() -> None:
+    excluded = {variant for variant in DECODERS if admission.reason_against(zoo.config(variant))}
+    assert excluded == set(admission.EXCLUSIVE) and len(DECODERS) > 60
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(0, 6)), max_size=12), st.integers(1, 4))
+def test_schedule_is_fair_and_bounded(calls: list[tuple[int, int, int]], slots: int) -> None:
+    """Each prompt is computed once, in order of arrival; rows get a token in every step and then leave their slot."""
+
+    class Row:
+        def __init__(self, number: int, prompt: int, wanted: int) -> None:
+            self.number, self.prompt, self.wanted = number, list(range(prompt)), wanted
+            self.new: list[int] = []
+            self.ended = False
+
+    scheduler, slotted, computed, begun, step_number = Scheduler(slots, 3), list[Any](), {}, list[int](), 0
+    arrivals = [(when, Row(number, prompt, new)) for number, (prompt, new, when) in enumerate(calls)]
+    while arrivals or not scheduler.is_idle:
+        for arrival in [each for each in arrivals if each[0] <= step_number]:
+            arrivals.remove(arrival)
+            scheduler.add(arrival[1])
+        step, step_number = scheduler.plan(step_number), step_number + 1
+        for slot in step.leaving:
+            assert slotted[slot].ended
+            slotted[slot] = slotted[-1]
+            slotted.pop()
+        assert step.tokens == [row.new[-1] for row in slotted] and not any(row.ended for row in slotted)
+        if step.chunk:
+            assert len(step.chunk) <= 3 and step.begins == (not computed.get(step.number))
+            begun += [step.number] if step.begins else []
+            computed[step.number] = [*computed.get(step.number, []), *step.chunk]
+        if step.joins:
+            slotted.append(scheduler.rows[-1])
+            assert computed[step.number] == slotted[-1].prompt
+        assert slotted == scheduler.rows and len(slotted) <= slots
+        for row in slotted:
+            row.new.append(len(row.new))
+            row.ended = len(row.new) == row.wanted
+    assert sorted(begun) == list(range(len(calls)))
+    assert begun == sorted(begun, key=lambda number: (calls[number][2], number))
+
+
+# With workers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served(stand: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """A GPT-2 in float64 on two ranks with small limits, and the full model."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("served")
+    whole = transformers.GPT2LMHeadModel(deployment.CONFIG).double().eval()
+    whole.save_pretrained(folder)
+    options: dict[str, Any] = {"dtype": torch.float64, "max_batch_size": 4, "prefill_chunk_size": 5}
+    with GPT2LMHeadModel.from_pretrained_with_parallel(folder, tensor_parallel_size=2, deploy=True, **options) as made:
+        yield made, whole
+
+
+def ask(model: Any, call: dict[str, Any], expected: torch.Tensor) -> None:
+    """A call, streamed or not, has to get what transformers generates by itself."""
+    if call["max_new_tokens"] % 2 and len(call["input_ids"]) == 1:
+        streamer = Collected()
+        found = model.generate(**call, streamer=streamer)
+        assert streamer.tokens == expected[0].tolist() and streamer.ended
+    else:
+        found = model.generate(**call)
+    assert found.tolist() == expected.tolist(), call
+
+
+def test_threads_get_what_they_would_get_alone(served: Any, seed: int) -> None:
+    """Greedy and sampled, streamed or not, between calls that cannot join: beams, forwards and samples of two rows."""
+    model, whole = served
+    calls, batch = running.requests(random.Random(seed), 20), prompt(seed)
+    for way in ({"num_beams": 2}, {"do_sample": True}):
+        calls.insert(9, {**batch, "max_new_tokens": 4, "seed": seed % 1000, "pad_token_id": 0, **way})
+    expected = [running.alone(whole, call) for call in calls]
+    logits = whole(**batch).logits.detach()
+    with ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(ask, model, *each) for each in zip(calls, expected, strict=True)]
+        for _ in range(3):
+            torch.testing.assert_close(model(**batch).logits, logits, rtol=1e-10, atol=1e-10)
+        for each in asked:
+            each.result(60)
+    assert model.health()["healthy"]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 1},
+        {"tensor_parallel_size": 2, "master_addr": "127.0.0.1"},  # as on several hosts: steps are broadcast
+    ],
+)
+def test_stages_one_rank_and_ranks_without_shared_memory(
+    stand: Any, tmp_path: Path, seed: int, sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "master_addr" in sizes:
+        monkeypatch.setattr(engine, "LOOPBACK", "another address")
+    name, calls, expected = running.checked("llama", tmp_path, seed, 8)
+    cls: Any = registry.find(name)
+    options: dict[str, Any] = {"dtype": torch.float64, "max_batch_size": 3, "deploy": True, **sizes}
+    with cls.from_pretrained_with_parallel(tmp_path, **options) as model, ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(ask, model, *each) for each in zip(calls, expected, strict=True)]
+        beams = model.generate(**prompt(seed), max_new_tokens=3, num_beams=2)  # on all ranks, between two steps
+        for each in asked:
+            each.result(60)
+        assert torch.equal(beams, model.generate(**prompt(seed), max_new_tokens=3, num_beams=2))
+
+
+def test_row_that_fails_or_is_cancelled_leaves_the_others(served: Any, seed: int) -> None:
+    model, whole = served
+    long = {"max_new_tokens": 80, "min_new_tokens": 80, "do_sample": False}
+    cancellation, batch = Cancellation(), prompt(seed, 1)
+    expected = whole.generate(**batch, **long)
+    with ThreadPoolExecutor(8) as threads:
+        slow = {"logits_processor": [deployment.Trouble("sleep", 0)]}
+        good = [threads.submit(model.generate, **batch, **long) for _ in range(2)]
+        raising = threads.submit(model.generate, **batch, **long, logits_processor=[deployment.Trouble("raise", 0)])
+        cancelled = threads.submit(model.generate, **batch, **long, **slow, cancellation=cancellation)
+        late = threads.submit(model.generate, **batch, **long, **slow, timeout=0.3)
+        left = threads.submit(model.generate, **batch, **long, streamer=Collected(limit=9))
+        unknown = {"input_ids": torch.tensor([[5, 500]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)}
+        with pytest.raises(IndexError, match="the token 500; the vocabulary has 101"):
+            model.generate(**unknown, **long)
+        with pytest.raises(MemoryError, match="no room for the cache"):
+            raising.result(20)
+        with pytest.raises(TimeoutError, match=r"timeout=0\.3 s"):
+            late.result(20)
+        with pytest.raises(BrokenPipeError):
+            left.result(20)
+        cancellation.cancel()
+        with pytest.raises(CallCancelled):
+            cancelled.result(20)
+        assert all(torch.equal(each.result(60), expected) for each in good)
+    assert torch.equal(model.generate(**batch, **long), expected)
+
+
+def test_memory_is_reserved_and_described(served: Any, seed: int) -> None:
+    model, whole = served
+    sizes = model.reserve_batch()
+    # keys and values of 2 layers and 24 of 48 channels on each rank, for 4 rows and a prompt of 512 positions and room
+    assert sizes == {f"cpu:{rank}": 2 * 2 * 24 * 8 * (4 + 1) * (512 + 64) for rank in range(2)}
+    assert model.describe_batch() == ("a running batch of 4 rows of up to 512 tokens, 2.2 MB on cpu:0, 2.2 MB on cpu:1")
+    call = {**prompt(seed), "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(**call), whole.generate(**call))
+
+
+def test_short_call_overtakes_a_long_one(served: Any, seed: int) -> None:
+    """It joins while the long one is computed; dynamic batching would have had it wait."""
+    model, _ = served
+    slow = {"logits_processor": [deployment.Trouble("sleep", 0)], "max_new_tokens": 200, "min_new_tokens": 200}
+    cancellation, batch = Cancellation(), prompt(seed, 1)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(model.generate, **batch, **slow, cancellation=cancellation)
+        time.sleep(0.2)
+        began = time.monotonic()
+        assert model.generate(**batch, max_new_tokens=3, min_new_tokens=3).shape[1] == 10
+        assert time.monotonic() - began < 3 and not first.done()  # the long one takes more than 10 s
+        cancellation.cancel()
+        with pytest.raises(CallCancelled):
+            first.result(10)
+
+
+def test_change_of_the_model_waits_for_the_rows(served: Any, seed: int) -> None:
+    """Rows come to their end with the model that they began with; calls after the change begin with the new one."""
+    model, whole = served
+    batch, slow = prompt(seed, 1), {"logits_processor": [deployment.Trouble("sleep", 0)], "do_sample": False}
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    expected = whole.generate(**batch, **options)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(model.generate, **batch, **{**options, **slow})
+        time.sleep(0.15)
+        changing = threads.submit(model.fuse)
+        time.sleep(0.05)
+        assert torch.equal(model.generate(**batch, **options), expected) and changing.result(20) is model
+        assert torch.equal(first.result(20), expected)
+    model.unfuse()
+
+
+def test_step_that_fails_ends_its_calls_and_no_others(served: Any, seed: int) -> None:
+    """A forward that fails on every rank raises in the calls of the batch; the next ones are answered."""
+    model, whole = served
+    model._engine.limits = BatchLimits(4, 4096, 5)  # beyond the positions of the model
+    batch = prompt(seed, 1, 500)
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(model.generate, **batch, max_new_tokens=n, min_new_tokens=n) for n in (20, 30)]
+        for call in calls:
+            with pytest.raises((IndexError, RuntimeError)):
+                call.result(60)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(**prompt(seed), **options), whole.generate(**prompt(seed), **options))
+
+
+def test_channel_is_read_in_order_and_settles(tmp_path: Path) -> None:
+    """A thread as the follower: nothing is lost, however fast the leader is; a follower that is away is noticed."""
+    leader, follower = (SharedMemoryChannel(tmp_path / "steps", rank, 0, 2, 4096) for rank in (0, 1))
+    read: list[Step] = []
+
+    def follow() -> None:
+        while not read or not read[-1].idle:
+            read.append(follower.receive())
+
+    steps = [Step(number, tokens=list(range(number % 7))) for number in range(200)] + [Step(0, idle=True)]
+    thread = threading.Thread(target=follow)
+    thread.start()
+    for step in steps:
+        leader.publish(step)
+    assert leader.settles(5)
+    thread.join()
+    assert read == steps
+    leader.publish(Step(1))
+    assert not leader.settles(0.05)
+    with pytest.raises(ValueError, match="longer than"):
+        follower.receive()
+        leader.publish(Step(1, tokens=list(range(1000))))

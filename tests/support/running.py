@@ -1,0 +1,117 @@
+"""Requests for the running batch, and the batch without workers: every rank schedules for itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_models.deploy.messages import Request
+from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.row import Call, prepare
+from oslo_models.deploy.running_batch.scheduler import Scheduler
+from oslo_models.deploy.running_batch.step import Step
+from oslo_models.deploy.running_batch.step_runner import StepRunner
+
+from support import zoo
+from support.float64 import lifted_casts
+from support.reference import reference_model
+
+LIMITS = BatchLimits(rows=3, length=32, chunk=4)
+WAYS: tuple[dict[str, Any], ...] = (
+    {"do_sample": False},
+    {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    {"do_sample": True, "top_p": 0.9, "min_new_tokens": 4},
+)
+
+
+def requests(rng: random.Random, count: int, vocab: int = 101, longest: int = 11) -> list[dict[str, Any]]:
+    """Arguments of calls of `generate`, each with a ``seed`` for its draws; some have two rows, one of them padded."""
+    made = []
+    for number in range(count):
+        options = {**WAYS[number % len(WAYS)], "max_new_tokens": rng.randint(4, 12), "seed": rng.getrandbits(32)}
+        rows = 2 if not options["do_sample"] and rng.random() < 0.4 else 1
+        length = rng.randint(1, longest)
+        ids = torch.tensor([[rng.randrange(3, vocab) for _ in range(length)] for _ in range(rows)])
+        mask = torch.ones_like(ids)
+        if rows > 1 and length > 1:
+            padding = rng.randint(0, length - 1)
+            ids[1, :padding], mask[1, :padding] = 0, 0
+        made.append({"input_ids": ids, "attention_mask": mask, "pad_token_id": 0, **options})
+    return made
+
+
+def alone(model: Any, given: dict[str, Any]) -> Tensor:
+    """What plain transformers generates for one call."""
+    options = {key: value for key, value in given.items() if key != "seed"}
+    torch.manual_seed(given["seed"])
+    with torch.no_grad():
+        return model.generate(**options)
+
+
+@torch.no_grad()
+def together(
+    model: Any, given: Sequence[dict[str, Any]], rng: random.Random, limits: BatchLimits = LIMITS
+) -> list[Tensor | None]:
+    """The results of calls that arrive at random steps; ``None`` for a few that are dropped while they are computed."""
+    runner, scheduler = StepRunner(model, limits), Scheduler(limits.rows, limits.chunk)
+    calls: dict[int, Call] = {}
+    results: list[Tensor | None] = [None] * len(given)
+    left = list(range(len(given)))
+    dropped = {number for number in left if rng.random() < 0.15}
+    steps: list[Step] = []
+    while left or not scheduler.is_idle:
+        while left and rng.random() < 0.4:
+            number = left.pop(0)
+            options = {key: value for key, value in given[number].items() if key != "seed"}
+            calls[number] = prepare(model, Request(number, "generate", (), options, given[number]["seed"]))
+            for row in calls[number].rows:
+                scheduler.add(row)
+        for number in [number for number in calls if number in dropped and rng.random() < 0.3]:
+            scheduler.drop(lambda row, number=number: row.number == number)  # type: ignore[misc]
+            del calls[number]
+        steps.append(scheduler.plan(0))
+        assert Step.decode(steps[-1].encode()) == steps[-1]
+        rows = list(scheduler.rows)
+        assert len(rows) <= limits.rows and len(steps[-1].chunk) <= limits.chunk
+        decoded, prompt = runner.run(steps[-1])
+        logits = [*(() if decoded is None else decoded), *(() if prompt is None else prompt)]
+        for row, logits_V in zip(rows, logits, strict=True):
+            row.take(logits_V)
+        for number in [number for number, call in calls.items() if call.ended]:
+            results[number] = calls.pop(number).result()
+    assert max(len(step.tokens) for step in steps) > 1
+    return results
+
+
+def differences(
+    name: str, variant: str, folder: Any, sizes: dict[str, int], given: list[dict[str, Any]], expected: Any, seed: int
+) -> list[str]:
+    """On a rank: the calls of a class whose results differ from those expected."""
+    from oslo_models import registry
+
+    cls: Any = registry.find(name)
+    model = cls.from_pretrained_with_parallel(folder, dtype=torch.float64, **sizes).eval()
+    with lifted_casts():
+        found = together(model, given, random.Random(seed))
+    assert sum(result is not None for result in found) >= len(found) // 2
+    return [
+        f"{number}: {mine.tolist()} instead of {right.tolist()}"
+        for number, (mine, right) in enumerate(zip(found, expected, strict=True))
+        if mine is not None and not torch.equal(mine, right)
+    ]
+
+
+def checked(variant: str, folder: Any, seed: int, count: int) -> tuple[str, list[dict[str, Any]], list[Tensor]]:
+    """Save a decoder; returns its class, calls, and what plain transformers answers to each by itself."""
+    name, config = zoo.lm_head(variant), zoo.config(variant)
+    reference = reference_model(name, config, seed, torch.float64).eval()
+    reference.save_pretrained(folder)
+    given = requests(random.Random(seed), count)
+    with lifted_casts():
+        expected = [alone(reference, each) for each in given]
+    return name, given, expected
