@@ -165,7 +165,7 @@ def apply_plan(
         if layout.dim is not None:
             local = shard_of(full.detach(), layout, tp.rank, name)
             setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
-            _set_local_sizes(module)
+            set_local_sizes(module)
     if stream is not None:
         for block in (block for stack in plan.blocks for block in model.get_submodule(prefix + stack).children()):
             # However a block ends, the replicated random stream is active again.
@@ -270,7 +270,7 @@ def _joined(new: type[nn.Module], old: type[nn.Module]) -> type[nn.Module]:
     return type(old.__name__, bases, {"__module__": old.__module__})
 
 
-def _set_local_sizes(module: nn.Module) -> None:
+def set_local_sizes(module: nn.Module) -> None:
     """Set the size attributes of a layer to those of its shard."""
     if isinstance(module, DerivedLayer):
         return
