@@ -165,7 +165,11 @@ def _applied(action: Any, value: Any, tp: Axis, what: str) -> Any:
     name, *dims = action.split()
     if name in ("split", "scale") or tp.size == 1:
         return value if tp.size == 1 else resolved(action, tp.size)(value, rank=tp.rank)
-    return _Sum.apply(value, tp) if name == "sum" else _Gather.apply(value, tp, int(dims[0] if dims else "-1") % value.dim())
+    return (
+        _Sum.apply(value, tp)
+        if name == "sum"
+        else _Gather.apply(value, tp, int(dims[0] if dims else "-1") % value.dim())
+    )
 
 
 def _change_inputs(
@@ -234,6 +238,9 @@ class RuledModule(DerivedModule):
     """The parallel base class of a module that is sharded by the rules of a `Config`."""
 
     derived_plan: Any
+
+    def _mark_parameters(self) -> None:
+        """Parameters stay plain ones, which layers and code of any class compute with."""
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters of the full model, as transformers counts them."""
