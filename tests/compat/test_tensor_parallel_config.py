@@ -1,4 +1,4 @@
-"""tensor_parallel's `Config`: rules of the user shard a model of any class, which computes and trains as one process."""
+"""tensor_parallel's `Config`: rules shard a model of any class, which computes and trains as one process does."""
 
 from __future__ import annotations
 
@@ -222,8 +222,8 @@ def test_ranks_of_a_launcher_follow_the_same_rules(pool: Pool, seed: int) -> Non
 
 
 def config_with(**rules: Any) -> Any:
-    empty: Any = dict.fromkeys(["state_rules", "input_rules", "output_rules", "attr_rules"], {})
-    return tp.Config(**{**empty, **rules})
+    kinds = ["state_rules", "input_rules", "output_rules", "attr_rules"]
+    return tp.Config(**{kind: rules.get(kind, {}) for kind in kinds})
 
 
 @pytest.mark.parametrize(

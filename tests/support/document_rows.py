@@ -381,6 +381,8 @@ TENSOR_PARALLEL = {
         "`tensor_parallel(module, device_ids, ...)`",
         _THREADS,
         "compat/test_tensor_parallel.py::test_tensor_parallel_step_of_every_architecture_matches_transformers",
+        "compat/test_tensor_parallel_config.py::test_a_transformer_written_by_hand_trains_as_on_one_process",
+        "compat/test_tensor_parallel_config.py::test_rules_that_do_not_fit_are_refused",
     ),
     "D2": _row(
         "all GPUs by default; devices of the CPU",
