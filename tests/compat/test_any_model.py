@@ -15,7 +15,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import oslo_models
-from oslo_models.modeling.derived.derivation import derive_plan
+from oslo_models.modeling.derived.derivation import derive_plan, templates
 from oslo_models.modeling.derived.deriving import derive_for_model
 from oslo_models.modeling.derived.verification import differences
 from oslo_models.sharding.plan import ColumnParallel, HeadNorm
@@ -97,6 +97,29 @@ def test_a_report_says_what_is_sharded_how() -> None:
     assert "3 matrices; by 5 heads; outputs stay sharded" in text and "of the parameters are sharded" in text
     lstm = oslo_models.tensor_parallel(derived_models.plain("lstm", 0)[0], ["cpu"] * 2).sharding_report()
     assert "LSTM is not among the layers" in str(lstm)
+
+
+class Stage(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(depth))
+        self.heads = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+
+
+def test_names_are_generalised_over_equal_structures_only() -> None:
+    model = nn.ModuleList([Stage(2), nn.Linear(6, 6), Stage(3), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))])
+    keys = templates(model)
+    assert keys["0.blocks.1.2"] == keys["2.blocks.2.2"] == "*.blocks.*.2" and keys["0.heads.1"] == "*.heads.*"
+    assert keys["1"] == "*1" and (keys["3.0"], keys["3.1"]) == ("*2.0", "*2.1")
+
+
+def test_layers_of_one_sequential_work_in_pairs(seed: int) -> None:
+    torch.manual_seed(seed)
+    stack = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 8), nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 3))
+    model, inputs = stack.double(), torch.randn(5, 6).double()
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2, inputs=inputs)
+    assert [row.sharding for row in other.sharding_report()] == ["columns", "rows"] * 2
+    train_both(model, other, inputs, seed)
 
 
 class ReadsWeights(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ class DerivedPlan(Plan):
 
 @dataclass
 class Findings:
-    """What `observe` found out of layers, by names in which numbers of blocks are replaced by ``*``."""
+    """What `observe` found out of layers, by the names of `templates`."""
 
     rows: dict[str, set[int | None]] = field(default_factory=dict)
     columns: dict[str, set[tuple[int | None, int, bool]]] = field(default_factory=dict)
@@ -62,7 +61,8 @@ def observe(probe: nn.Module, calls: Sequence[Call]) -> Findings:
     observable = ("", _CHANGED_EMBEDDING)
     candidates = {name: module for name, module in probe.named_modules() if layers.get(name) in observable}
     shapes = {name: _features(module) for name, module in candidates.items()}
-    return _generalize(trace_calls(probe, candidates, _tied(probe), list(calls)), candidates, shapes)
+    keys = templates(probe)  # before layers get the classes of observed ones
+    return _generalize(trace_calls(probe, candidates, _tied(probe), list(calls)), keys, shapes)
 
 
 def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPlan:
@@ -82,12 +82,12 @@ def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPl
         raise ValueError(f"parameters without a shape yet, such as {lazy[0]}: call the model once before it is sharded")
     known = _find_layers(model)
     entries: dict[str, Replicated] = {}
-    rows = []
+    rows, keys = [], templates(model)
     for name, module in model.named_modules():
         params = dict(module.named_parameters(recurse=False))
         if not params:
             continue
-        entry, why = _entry(name, module, known[name], findings)
+        entry, why = _entry(keys[name], module, known[name], findings)
         entries |= dict.fromkeys([name] if name else list(params), entry)
         rows.append((name, module, why))
     for name, module in model.named_modules(remove_duplicate=False):  # a module may have several names
@@ -139,9 +139,30 @@ def _tied(model: nn.Module) -> set[str]:
     return {name.rpartition(".")[0] for name, param in named if counts[id(param)] > 1}
 
 
-def template(name: str) -> str:
-    """The name of a module without the numbers of blocks."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+def templates(model: nn.Module) -> dict[str, str]:
+    """The names of all modules, each with what stands for it in a model of another depth.
+
+    Numbers of children with the same structure become one: ``*``, or ``*1`` and so on for further structures. The
+    layers of one ``nn.Sequential`` keep theirs, since each does something else.
+    """
+    found, kinds = {"": ""}, dict[Any, int]()
+    for name, child in model._modules.items():
+        if child is None:
+            continue
+        inner, key = templates(child), name
+        if name.isdigit() and (child._modules or not isinstance(model, nn.Sequential)):
+            kind = frozenset(
+                (inner[own], *kind_of(module)) for own, module in child.named_modules(remove_duplicate=False)
+            )
+            number = kinds.setdefault(kind, len(kinds))
+            key = f"*{number}" if number else "*"
+        found |= {f"{name}.{own}".rstrip("."): f"{key}.{other}".rstrip(".") for own, other in inner.items()}
+    return found
+
+
+def kind_of(module: nn.Module) -> tuple[str, tuple[str, ...]]:
+    """The class of a module, and its parameters."""
+    return type(module).__name__, tuple(leaf for leaf, _ in module.named_parameters(recurse=False))
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
@@ -151,11 +172,11 @@ def _features(module: nn.Module) -> tuple[int, int]:
     return (module.nf, module.nx) if isinstance(module, Conv1D) else (0, 0)
 
 
-def _generalize(trace: Trace, candidates: dict[str, nn.Module], shapes: dict[str, tuple[int, int]]) -> Findings:
+def _generalize(trace: Trace, keys: dict[str, str], shapes: dict[str, tuple[int, int]]) -> Findings:
     """Findings of a small model by names that the large one has too; sizes are replaced by ``None``."""
     found = Findings()
-    for name in candidates:
-        key, (outputs, inputs) = template(name), shapes[name]
+    for name, (outputs, inputs) in shapes.items():
+        key = keys[name]
         if name in trace.called:
             found.called.add(key)
         if name in trace.outside:
@@ -171,9 +192,8 @@ def _generalize(trace: Trace, candidates: dict[str, nn.Module], shapes: dict[str
     return found
 
 
-def _entry(name: str, module: nn.Module, reason: str, findings: Findings | None) -> tuple[Replicated, str]:
-    """The entry of a module with parameters, and what the report says of it."""
-    key = template(name)
+def _entry(key: str, module: nn.Module, reason: str, findings: Findings | None) -> tuple[Replicated, str]:
+    """The entry of a module with parameters, and what the report says of it; ``key`` is that of `templates`."""
     if reason and not (reason == _CHANGED_EMBEDDING and findings is not None and key in findings.called):
         return Replicated(), reason
     if findings is not None and key in findings.outside:
