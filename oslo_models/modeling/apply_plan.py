@@ -40,10 +40,18 @@ from oslo_models.layers.linear import (
     RowParallelConv1D,
     RowParallelLinear,
 )
+from oslo_models.layers.multihead_attention import HeadParallelAttention
 from oslo_models.layers.norm import HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.modeling.quantizing import shard_of
-from oslo_models.sharding.derived import GatheredColumn, GatheredConvolution, SlicedRow, SummedEmbedding
+from oslo_models.sharding.derived import (
+    GatheredColumn,
+    GatheredConvolution,
+    HeadsRow,
+    SlicedRow,
+    SplitHeads,
+    SummedEmbedding,
+)
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import (
     ColumnParallel,
@@ -89,6 +97,8 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (GatheredColumn, Conv1D): GatheredColumnConv1D,
     (SlicedRow, nn.Linear): SlicedRowLinear,
     (SlicedRow, Conv1D): SlicedRowConv1D,
+    (HeadsRow, nn.Linear): SlicedRowLinear,
+    (SplitHeads, nn.MultiheadAttention): HeadParallelAttention,
     (GatheredConvolution, nn.modules.conv._ConvNd): GatheredConvolutionModule,
     (SummedEmbedding, nn.Embedding): SummedEmbeddingModule,
 }

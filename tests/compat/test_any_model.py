@@ -122,6 +122,70 @@ def test_layers_of_one_sequential_work_in_pairs(seed: int) -> None:
     train_both(model, other, inputs, seed)
 
 
+class Attends(nn.Module):
+    """Attention of torch in all its ways."""
+
+    def __init__(self, batch_first: bool, **options: Any) -> None:
+        super().__init__()
+        self.plain = nn.MultiheadAttention(15, 5, dropout=0.0, batch_first=batch_first, **options)
+        self.other = nn.MultiheadAttention(15, 3, kdim=7, vdim=4, batch_first=batch_first, bias=False)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor, memory: Tensor) -> Any:
+        x, memory = (each if self.batch_first else each.transpose(0, 1) for each in (x, memory))
+        rows, keys = 2, 4
+        causal = torch.ones(keys, keys).triu(1).bool()
+        padding = torch.zeros(rows, keys).bool().index_fill(1, torch.tensor([3]), True)
+        of_heads = torch.linspace(-1, 1, rows * 5 * keys * keys).view(-1, keys, keys).to(x.dtype)
+        one = self.plain(x, x, x, key_padding_mask=padding, attn_mask=causal, average_attn_weights=False)
+        two = self.plain(one[0], x, x, attn_mask=of_heads, need_weights=False)
+        three = self.plain(two[0], x, x, attn_mask=causal, is_causal=True)
+        row = x[0] if self.batch_first else x[:, 0]
+        return one, two[0], three, self.other(x, memory, memory[..., :4]), self.plain(row, row, row)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True, "add_zero_attn": True}])
+def test_attention_of_torch_is_sharded_by_heads(n: int, options: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    model, inputs = Attends(n == 2, **options).double(), (torch.randn(2, 4, 15).double(), torch.randn(2, 4, 7).double())
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * n, inputs=inputs)
+    kinds = {"plain": "heads", "plain.out_proj": "rows", "other": "heads", "other.out_proj": "rows"}
+    assert sharding(other.sharding_report()) == kinds
+    for each in (model, other):
+        optimizer = torch.optim.SGD(each.parameters(), 0.01)
+        each.seen = all_outputs(each(*inputs))
+        each.seen.backward()
+        optimizer.step()
+    assert other.seen.item() == pytest.approx(model.seen.item(), abs=TOLERANCE)
+    assert largest_difference(model.state_dict(), other.state_dict()) < TOLERANCE
+    found, expected = (torch.utils._pytree.tree_leaves(each.eval()(*inputs)) for each in (other, model))
+    assert all((one - two).abs().max() < TOLERANCE for one, two in zip(found, expected, strict=True))
+
+
+class Translates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"d_model": 12, "nhead": 4, "num_encoder_layers": 2, "num_decoder_layers": 1}
+        self.model = nn.Transformer(**sizes, dim_feedforward=16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.zeros(x.shape[:2]).bool().index_fill(1, torch.tensor([3]), True)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]).to(x.dtype)
+        given = {"tgt_mask": mask, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+        return self.model(x, x.flip(0), **given)
+
+
+def test_a_transformer_of_torch_and_its_fast_path(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, inputs = Translates().double(), torch.randn(2, 4, 12).double()
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2, inputs=inputs)
+    kinds = sharding(other.sharding_report())
+    assert kinds["model.encoder.layers.1.self_attn"] == kinds["model.decoder.layers.0.multihead_attn"] == "heads"
+    assert kinds["model.encoder.layers.1.linear2"] == "rows"
+    train_both(model, other, inputs, seed)
+
+
 class ReadsWeights(nn.Module):
     """Reads the weight of a layer instead of calling it, and shares a layer and a weight."""
 

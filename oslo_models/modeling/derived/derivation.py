@@ -13,16 +13,24 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_models.modeling.derived.report import Row, ShardingReport
 from oslo_models.modeling.derived.tracing import Trace, trace_calls
-from oslo_models.sharding.derived import GatheredColumn, GatheredConvolution, SlicedRow, SummedEmbedding
-from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.derived import (
+    GatheredColumn,
+    GatheredConvolution,
+    HeadsRow,
+    SlicedRow,
+    SplitHeads,
+    SummedEmbedding,
+)
+from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import Plan, Replicated
 
 Call = Callable[[nn.Module], Any]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LAYERS = (nn.Linear, Conv1D, nn.Embedding, *_CONVOLUTIONS, *_TRANSPOSED)
+_LAYERS = (nn.Linear, Conv1D, nn.Embedding, nn.MultiheadAttention, *_CONVOLUTIONS, *_TRANSPOSED)
 _CHANGED_EMBEDDING = "its class changes what an embedding computes, and no call showed how"
+_TIED = "an nn.MultiheadAttention with weights of other layers stays whole"
 _REASON = "the plan was derived from the model, and says nothing of blocks"
 
 
@@ -60,6 +68,8 @@ def observe(probe: nn.Module, calls: Sequence[Call]) -> Findings:
     layers = _find_layers(probe)
     observable = ("", _CHANGED_EMBEDDING)
     candidates = {name: module for name, module in probe.named_modules() if layers.get(name) in observable}
+    for name in [name for name, module in candidates.items() if isinstance(module, nn.MultiheadAttention)]:
+        candidates.pop(f"{name}.out_proj", None)  # which it does not call
     shapes = {name: _features(module) for name, module in candidates.items()}
     keys = templates(probe)  # before layers get the classes of observed ones
     return _generalize(trace_calls(probe, candidates, _tied(probe), list(calls)), keys, shapes)
@@ -82,12 +92,17 @@ def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPl
         raise ValueError(f"parameters without a shape yet, such as {lazy[0]}: call the model once before it is sharded")
     known = _find_layers(model)
     entries: dict[str, Replicated] = {}
+    entry: Replicated
     rows, keys = [], templates(model)
     for name, module in model.named_modules():
         params = dict(module.named_parameters(recurse=False))
         if not params:
             continue
-        entry, why = _entry(keys[name], module, known[name], findings)
+        owner = entries.get(name.rpartition(".")[0])
+        if isinstance(owner, SplitHeads):
+            entry, why = HeadsRow(owner.heads.count), f"by {owner.heads.count} heads; outputs are summed"
+        else:
+            entry, why = _entry(keys[name], module, known[name], findings)
         entries |= dict.fromkeys([name] if name else list(params), entry)
         rows.append((name, module, why))
     for name, module in model.named_modules(remove_duplicate=False):  # a module may have several names
@@ -102,13 +117,18 @@ def _find_layers(model: nn.Module) -> dict[str, str]:
     """For each module with parameters why it cannot be sharded; ``""`` if it can."""
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     reasons = {}
+    tied = _tied(model)
     attentions = {name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
     for name, module in model.named_modules():
-        if name.rpartition(".")[0] in attentions:
-            reasons[name] = "nn.MultiheadAttention reads its weight"
+        if (owner := name.rpartition(".")[0]) in attentions:
+            reasons[name] = reasons[owner] and f"it is part of an nn.MultiheadAttention: {reasons[owner]}"
+            if name in tied:
+                reasons[name] = reasons[owner] = _TIED
         elif any(True for _ in module.parameters(recurse=False)):
             several = places[id(module)] > 1
             reasons[name] = "it is in several places of the model" if several else _reason_against(module)
+            if name in attentions and name in tied:
+                reasons[name] = _TIED
     return reasons
 
 
@@ -123,6 +143,8 @@ def _reason_against(module: nn.Module) -> str:
         return _CHANGED_EMBEDDING if kind is nn.Embedding and "forward" not in vars(module) else changes
     if any(type(param) is not nn.Parameter for param in module.parameters(recurse=False)):
         return "its parameters are of a class of their own"
+    if isinstance(module, nn.MultiheadAttention):
+        return ""
     if module._parameters.keys() - {"weight", "bias"} or "weight" not in module._parameters:
         return "its weight is computed from other parameters"
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
@@ -198,6 +220,9 @@ def _entry(key: str, module: nn.Module, reason: str, findings: Findings | None) 
         return Replicated(), reason
     if findings is not None and key in findings.outside:
         return Replicated(), f"its weight is read outside of the layer, by {findings.outside[key]}"
+    if isinstance(module, nn.MultiheadAttention):
+        heads = EvenSplit(module.num_heads, module.head_dim)
+        return SplitHeads(heads), f"by {module.num_heads} heads"
     if isinstance(module, nn.Embedding):
         return SummedEmbedding(), "outputs are summed"
     if isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED)):
@@ -257,6 +282,8 @@ _NAMES = {
     SlicedRow: "rows",
     GatheredConvolution: "channels",
     SummedEmbedding: "vocabulary",
+    SplitHeads: "heads",
+    HeadsRow: "rows",
     Replicated: "replicated",
 }
 
