@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,8 @@ class HeadParallelAttention(DerivedLayer, nn.MultiheadAttention):
         elif not first:
             own = [x.transpose(0, 1) for x in own]
         mask = self._mask(attn_mask, key_padding_mask, own[0])
-        context, weights = self._attend(*self._with_added_keys(own, mask), need_weights)  # type: ignore[misc]
+        q, k, v, mask = self._with_added_keys(own, mask)
+        context, weights = self._attend(q, k, v, mask, need_weights)
         heads = self.entry.heads
         mark = Mark(2, heads.count)
         output = self.out_proj(ShardedActivation.from_local(context, self.tp, mark, self.embed_dim))
@@ -68,7 +70,7 @@ class HeadParallelAttention(DerivedLayer, nn.MultiheadAttention):
         whole = self.in_proj_weight
         weights = whole.chunk(3) if whole is not None else (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)]  # type: ignore[arg-type]
+        return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True)]
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor) -> Tensor | None:
         """What is added to the scores ``[rows, heads of this rank, queries, keys]``."""
@@ -83,7 +85,7 @@ class HeadParallelAttention(DerivedLayer, nn.MultiheadAttention):
             parts.append(_additive(padding, query)[:, None, None])
         return sum(parts[1:], parts[0]) if parts else None
 
-    def _with_added_keys(self, own: list[Tensor], mask: Tensor | None) -> list[Tensor | None]:
+    def _with_added_keys(self, own: list[Tensor], mask: Tensor | None) -> tuple[Any, ...]:
         """Queries, keys and values by heads, and the mask, with the keys that ``add_bias_kv`` and the like add."""
         query, key, value = own
         if self.bias_k is not None and self.bias_v is not None:
@@ -96,7 +98,7 @@ class HeadParallelAttention(DerivedLayer, nn.MultiheadAttention):
         if self.add_zero_attn:
             split[1:] = [F.pad(x, (0, 0, 0, 1)) for x in split[1:]]
             mask = None if mask is None else F.pad(mask, (0, 1))
-        return [*split, mask]
+        return (*split, mask)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, need_weights: bool

@@ -164,10 +164,11 @@ def test_attention_of_torch_is_sharded_by_heads(n: int, options: Any, seed: int)
 
 
 class Translates(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, nested: bool) -> None:
         super().__init__()
         sizes = {"d_model": 12, "nhead": 4, "num_encoder_layers": 2, "num_decoder_layers": 1}
         self.model = nn.Transformer(**sizes, dim_feedforward=16, dropout=0.0, batch_first=True)
+        self.model.encoder.use_nested_tensor = nested
 
     def forward(self, x: Tensor) -> Tensor:
         padding = torch.zeros(x.shape[:2]).bool().index_fill(1, torch.tensor([3]), True)
@@ -176,13 +177,16 @@ class Translates(nn.Module):
         return self.model(x, x.flip(0), **given)
 
 
-def test_a_transformer_of_torch_and_its_fast_path(seed: int) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_transformer_of_torch_and_its_fast_path(nested: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    model, inputs = Translates().double(), torch.randn(2, 4, 12).double()
+    model, inputs = Translates(nested).double(), torch.randn(2, 4, 12).double()
     other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2, inputs=inputs)
     kinds = sharding(other.sharding_report())
-    assert kinds["model.encoder.layers.1.self_attn"] == kinds["model.decoder.layers.0.multihead_attn"] == "heads"
-    assert kinds["model.encoder.layers.1.linear2"] == "rows"
+    attention, linear = (kinds[f"model.encoder.layers.1.{name}"] for name in ("self_attn", "linear2"))
+    assert (attention, linear) == (("replicated",) * 2 if nested else ("heads", "rows"))
+    assert kinds["model.decoder.layers.0.multihead_attn"] == "heads"
+    assert nested == ("enable_nested_tensor=False" in str(other.sharding_report()))
     train_both(model, other, inputs, seed)
 
 

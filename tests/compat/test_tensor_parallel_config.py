@@ -163,6 +163,20 @@ def test_a_plain_module_is_tried_at_its_first_call_and_saved_in_full(seed: int) 
     assert "dimension 0" in str(empty.sharding_report())
 
 
+@pytest.mark.parametrize("options", [{}, {"delay_init": True}, {"delay_init": True, "tensor_parallel_config": None}])
+def test_a_module_without_weights_is_loaded_after_it_is_sharded(options: Any, seed: int) -> None:
+    """By a derived plan, or by rules."""
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = mlp(seed)
+    with accelerate.init_empty_weights():
+        empty = mlp(seed)[0]
+    options = {**options, **({"tensor_parallel_config": mlp_rules(2)} if len(options) == 2 else {})}
+    other: Any = tp.tensor_parallel(empty, ["cpu"] * 2, **options)
+    for name, value in tp.convert_state_dict(model.state_dict(), other.tensor_parallel_config, 2).items():
+        accelerate.utils.set_module_tensor_to_device(other, name, "cpu", value=value)
+    assert same(step(other, inputs), step(model, inputs)) and not other.waits_for_call
+
+
 def gpt2(seed: int) -> Any:
     torch.manual_seed(seed)
     config = hf.GPT2Config(vocab_size=37, n_embd=24, n_layer=2, n_head=3, n_positions=16)

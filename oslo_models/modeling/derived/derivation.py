@@ -31,6 +31,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (nn.Linear, Conv1D, nn.Embedding, nn.MultiheadAttention, *_CONVOLUTIONS, *_TRANSPOSED)
 _CHANGED_EMBEDDING = "its class changes what an embedding computes, and no call showed how"
 _TIED = "an nn.MultiheadAttention with weights of other layers stays whole"
+_NESTED = "its nn.TransformerEncoder uses nested tensors; with enable_nested_tensor=False it is sharded"
 _REASON = "the plan was derived from the model, and says nothing of blocks"
 
 
@@ -116,7 +117,8 @@ def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPl
 def _find_layers(model: nn.Module) -> dict[str, str]:
     """For each module with parameters why it cannot be sharded; ``""`` if it can."""
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    reasons = {}
+    reasons: dict[str, str] = {}
+    nested = tuple(f"{name}." for name, module in model.named_modules() if _makes_nested(module))
     tied = _tied(model)
     attentions = {name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
     for name, module in model.named_modules():
@@ -129,7 +131,13 @@ def _find_layers(model: nn.Module) -> dict[str, str]:
             reasons[name] = "it is in several places of the model" if several else _reason_against(module)
             if name in attentions and name in tied:
                 reasons[name] = _TIED
-    return reasons
+    inside = {name: _NESTED for name in reasons if nested and name.startswith(nested)}
+    return reasons | inside
+
+
+def _makes_nested(module: nn.Module) -> bool:
+    """Whether a module may call its layers with nested tensors, and then without their hooks."""
+    return isinstance(module, nn.TransformerEncoder) and bool(module.use_nested_tensor)
 
 
 def _reason_against(module: nn.Module) -> str:
