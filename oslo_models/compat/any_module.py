@@ -48,9 +48,20 @@ def initialize_module(model: Any, arguments: Arguments, inputs: Any, world: Axis
     tensors = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()}
     require_equal(world, {**tensors, "plan": str(plan.report)}, "arguments of initialize")
     mesh = ParallelMesh(arguments.tensor_parallel_size, 1, arguments.timeout)
+    return shard_in_place(model, derived_class(type(model), plan), mesh, broadcast_weights)
+
+
+@torch.no_grad()
+def shard_in_place(model: Any, cls: type, mesh: ParallelMesh, broadcast_weights: Any) -> Any:
+    """Turn a module into this rank's part of it, with the weights of rank 0. A collective.
+
+    Args:
+        cls: its parallel class, of `DerivedModule`'s kind.
+        broadcast_weights: as of `initialize_module`.
+    """
     broadcast_weights(model, mesh)
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    model.__class__ = derived_class(type(model), plan)
+    model.__class__ = cls
     model._shard(mesh)
     for name, param in list(model.named_parameters(remove_duplicate=False)):  # an optimizer may refer to the objects
         owner, _, leaf = name.rpartition(".")

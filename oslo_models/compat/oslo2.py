@@ -78,7 +78,7 @@ def initialize(
             arguments = replace(arguments, plan=plan)
         arguments.check({})
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
-        return initialize_module(model, arguments, inputs, world, _broadcast_weights)
+        return initialize_module(model, arguments, inputs, world, broadcast_weights)
     with agree(world, "checking arguments of initialize"):
         if arguments.plan == "derive" and inputs is not None:
             arguments = replace(arguments, plan=DerivedFromConfig(type(model), inputs))
@@ -184,7 +184,7 @@ def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> N
     full_class = vars(model).get("_full_class", type(model))
     remove_parallel_state(model)
     before: dict[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    _broadcast_weights(model, mesh)
+    broadcast_weights(model, mesh)
     model.__class__, model._full_class = cls, full_class
     with local_torch_dtype(model.dtype, cls.__name__):
         model._shard(mesh, arguments.blocks_per_stage)
@@ -203,7 +203,7 @@ def _shard(model: Any, cls: type, mesh: ParallelMesh, arguments: Arguments) -> N
     start(model, arguments)
 
 
-def _broadcast_weights(model: nn.Module, mesh: ParallelMesh) -> None:
+def broadcast_weights(model: nn.Module, mesh: ParallelMesh) -> None:
     """Give all ranks the weights and buffers of rank 0."""
     if mesh.world.size == 1:
         return

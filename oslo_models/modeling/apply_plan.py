@@ -40,11 +40,19 @@ from oslo_models.layers.linear import (
     RowParallelConv1D,
     RowParallelLinear,
 )
+from oslo_models.layers.multihead_attention import HeadParallelAttention
 from oslo_models.layers.norm import HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
 from oslo_models.layers.shared_experts import SharedExpertsModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.modeling.quantizing import shard_of
-from oslo_models.sharding.derived import GatheredColumn, GatheredConvolution, SlicedRow, SummedEmbedding
+from oslo_models.sharding.derived import (
+    GatheredColumn,
+    GatheredConvolution,
+    HeadsRow,
+    SlicedRow,
+    SplitHeads,
+    SummedEmbedding,
+)
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import (
     ColumnParallel,
@@ -90,6 +98,8 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (GatheredColumn, Conv1D): GatheredColumnConv1D,
     (SlicedRow, nn.Linear): SlicedRowLinear,
     (SlicedRow, Conv1D): SlicedRowConv1D,
+    (HeadsRow, nn.Linear): SlicedRowLinear,
+    (SplitHeads, nn.MultiheadAttention): HeadParallelAttention,
     (GatheredConvolution, nn.modules.conv._ConvNd): GatheredConvolutionModule,
     (SummedEmbedding, nn.Embedding): SummedEmbeddingModule,
 }
@@ -167,7 +177,7 @@ def apply_plan(
         if layout.dim is not None:
             local = shard_of(full.detach(), layout, tp.rank, name)
             setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
-            _set_local_sizes(module)
+            set_local_sizes(module)
     if stream is not None:
         for block in (block for stack in plan.blocks for block in model.get_submodule(prefix + stack).children()):
             # However a block ends, the replicated random stream is active again.
@@ -279,7 +289,7 @@ def _joined(new: type[nn.Module], old: type[nn.Module]) -> type[nn.Module]:
     return type(old.__name__, bases, {"__module__": old.__module__})
 
 
-def _set_local_sizes(module: nn.Module) -> None:
+def set_local_sizes(module: nn.Module) -> None:
     """Set the size attributes of a layer to those of its shard."""
     if isinstance(module, DerivedLayer):
         return

@@ -90,4 +90,28 @@ class SummedEmbedding(VocabParallel):
         return Layout(shape) if shape[0] < n else super().layout(leaf, shape, n)
 
 
-DERIVED = (GatheredColumn, SlicedRow, GatheredConvolution, SummedEmbedding)
+@dataclass(frozen=True)
+class SplitHeads(Replicated):
+    """An ``nn.MultiheadAttention`` whose heads are sharded; over more ranks than heads it is replicated.
+
+    Args:
+        heads: the heads.
+    """
+
+    heads: EvenSplit
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        parts = 3 if leaf.startswith("in_proj") else 1
+        dim = len(shape) - 1 if leaf in ("bias_k", "bias_v") else 0
+        return Layout(shape) if self.heads.count < n else Layout.sharded(shape, dim, (self.heads,) * parts, n)
+
+
+@dataclass(frozen=True, init=False)
+class HeadsRow(SlicedRow):
+    """The last layer of an ``nn.MultiheadAttention``, which sums over the heads."""
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return Layout(shape) if (self.units or 0) < n else super().layout(leaf, shape, n)
+
+
+DERIVED = (GatheredColumn, SlicedRow, GatheredConvolution, SummedEmbedding, SplitHeads, HeadsRow)

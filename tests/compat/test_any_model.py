@@ -15,7 +15,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import oslo_models
-from oslo_models.modeling.derived.derivation import derive_plan
+from oslo_models.modeling.derived.derivation import derive_plan, templates
 from oslo_models.modeling.derived.deriving import derive_for_model
 from oslo_models.modeling.derived.verification import differences
 from oslo_models.sharding.plan import ColumnParallel, HeadNorm
@@ -97,6 +97,97 @@ def test_a_report_says_what_is_sharded_how() -> None:
     assert "3 matrices; by 5 heads; outputs stay sharded" in text and "of the parameters are sharded" in text
     lstm = oslo_models.tensor_parallel(derived_models.plain("lstm", 0)[0], ["cpu"] * 2).sharding_report()
     assert "LSTM is not among the layers" in str(lstm)
+
+
+class Stage(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)) for _ in range(depth))
+        self.heads = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+
+
+def test_names_are_generalised_over_equal_structures_only() -> None:
+    model = nn.ModuleList([Stage(2), nn.Linear(6, 6), Stage(3), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))])
+    keys = templates(model)
+    assert keys["0.blocks.1.2"] == keys["2.blocks.2.2"] == "*.blocks.*.2" and keys["0.heads.1"] == "*.heads.*"
+    assert keys["1"] == "*1" and (keys["3.0"], keys["3.1"]) == ("*2.0", "*2.1")
+
+
+def test_layers_of_one_sequential_work_in_pairs(seed: int) -> None:
+    torch.manual_seed(seed)
+    stack = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 8), nn.Linear(8, 7), nn.GELU(), nn.Linear(7, 3))
+    model, inputs = stack.double(), torch.randn(5, 6).double()
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2, inputs=inputs)
+    assert [row.sharding for row in other.sharding_report()] == ["columns", "rows"] * 2
+    train_both(model, other, inputs, seed)
+
+
+class Attends(nn.Module):
+    """Attention of torch in all its ways."""
+
+    def __init__(self, batch_first: bool, **options: Any) -> None:
+        super().__init__()
+        self.plain = nn.MultiheadAttention(15, 5, dropout=0.0, batch_first=batch_first, **options)
+        self.other = nn.MultiheadAttention(15, 3, kdim=7, vdim=4, batch_first=batch_first, bias=False)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor, memory: Tensor) -> Any:
+        x, memory = (each if self.batch_first else each.transpose(0, 1) for each in (x, memory))
+        rows, keys = 2, 4
+        causal = torch.ones(keys, keys).triu(1).bool()
+        padding = torch.zeros(rows, keys).bool().index_fill(1, torch.tensor([3]), True)
+        of_heads = torch.linspace(-1, 1, rows * 5 * keys * keys).view(-1, keys, keys).to(x.dtype)
+        one = self.plain(x, x, x, key_padding_mask=padding, attn_mask=causal, average_attn_weights=False)
+        two = self.plain(one[0], x, x, attn_mask=of_heads, need_weights=False)
+        three = self.plain(two[0], x, x, attn_mask=causal, is_causal=True)
+        row = x[0] if self.batch_first else x[:, 0]
+        return one, two[0], three, self.other(x, memory, memory[..., :4]), self.plain(row, row, row)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True, "add_zero_attn": True}])
+def test_attention_of_torch_is_sharded_by_heads(n: int, options: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    model, inputs = Attends(n == 2, **options).double(), (torch.randn(2, 4, 15).double(), torch.randn(2, 4, 7).double())
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * n, inputs=inputs)
+    kinds = {"plain": "heads", "plain.out_proj": "rows", "other": "heads", "other.out_proj": "rows"}
+    assert sharding(other.sharding_report()) == kinds
+    for each in (model, other):
+        optimizer = torch.optim.SGD(each.parameters(), 0.01)
+        each.seen = all_outputs(each(*inputs))
+        each.seen.backward()
+        optimizer.step()
+    assert other.seen.item() == pytest.approx(model.seen.item(), abs=TOLERANCE)
+    assert largest_difference(model.state_dict(), other.state_dict()) < TOLERANCE
+    found, expected = (torch.utils._pytree.tree_leaves(each.eval()(*inputs)) for each in (other, model))
+    assert all((one - two).abs().max() < TOLERANCE for one, two in zip(found, expected, strict=True))
+
+
+class Translates(nn.Module):
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        sizes = {"d_model": 12, "nhead": 4, "num_encoder_layers": 2, "num_decoder_layers": 1}
+        self.model = nn.Transformer(**sizes, dim_feedforward=16, dropout=0.0, batch_first=True)
+        self.model.encoder.use_nested_tensor = nested
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.zeros(x.shape[:2]).bool().index_fill(1, torch.tensor([3]), True)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]).to(x.dtype)
+        given = {"tgt_mask": mask, "src_key_padding_mask": padding, "memory_key_padding_mask": padding}
+        return self.model(x, x.flip(0), **given)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_transformer_of_torch_and_its_fast_path(nested: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    model, inputs = Translates(nested).double(), torch.randn(2, 4, 12).double()
+    other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2, inputs=inputs)
+    kinds = sharding(other.sharding_report())
+    attention, linear = (kinds[f"model.encoder.layers.1.{name}"] for name in ("self_attn", "linear2"))
+    assert (attention, linear) == (("replicated",) * 2 if nested else ("heads", "rows"))
+    assert kinds["model.decoder.layers.0.multihead_attn"] == "heads"
+    assert nested == ("enable_nested_tensor=False" in str(other.sharding_report()))
+    train_both(model, other, inputs, seed)
 
 
 class ReadsWeights(nn.Module):

@@ -158,12 +158,28 @@ class HandWrittenViT(nn.Module):
         return self.head(self.block(x)[:, 0])
 
 
+class TorchTransformer(nn.Module):
+    """torch's own encoder and decoder of sequences ``[rows, tokens, 12]``; both ignore the last token of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"d_model": 12, "nhead": 3, "dim_feedforward": 16, "dropout": 0.0}
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**sizes), 2, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoderLayer(**sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, padding = x.transpose(0, 1), torch.arange(x.shape[1]).expand(x.shape[:2]) == x.shape[1] - 1
+        memory = self.encoder(x, src_key_padding_mask=padding)
+        return self.decoder(x, memory, memory_key_padding_mask=padding).transpose(0, 1)
+
+
 PLAIN: dict[str, Any] = {
     "mixer": (Mixer, (3, 12, 12)),
     "resnet": (ResNet, (3, 12, 12)),
     "nanogpt": (NanoGPT, 9),
     "lstm": (LSTMLanguageModel, 9),
     "vit": (HandWrittenViT, (3, 12, 12)),
+    "torch": (TorchTransformer, (5, 12)),
 }
 """For each plain module its class and, of one row of its input, the shape or the number of tokens."""
 

@@ -381,6 +381,8 @@ TENSOR_PARALLEL = {
         "`tensor_parallel(module, device_ids, ...)`",
         _THREADS,
         "compat/test_tensor_parallel.py::test_tensor_parallel_step_of_every_architecture_matches_transformers",
+        "compat/test_tensor_parallel_config.py::test_a_transformer_written_by_hand_trains_as_on_one_process",
+        "compat/test_tensor_parallel_config.py::test_rules_that_do_not_fit_are_refused",
     ),
     "D2": _row(
         "all GPUs by default; devices of the CPU",
@@ -421,6 +423,7 @@ TENSOR_PARALLEL = {
         "adapters and quantised weights",
         "ecosystem/test_quantized_tensor_parallel.py::test_weights_of_torchao_are_sharded",
         "ecosystem/test_peft_threads.py::test_models_that_have_adapters_are_sharded_with_them",
+        "compat/test_tensor_parallel_config.py::test_a_module_without_weights_is_loaded_after_it_is_sharded",
         note="torchao; adapters of peft, added before or after; layers of bitsandbytes are refused with the way out",
     ),
 }

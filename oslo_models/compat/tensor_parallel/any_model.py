@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from oslo_models import registry
-from oslo_models.compat.oslo2 import zoo_class
+from oslo_models.compat.any_module import shard_in_place
+from oslo_models.compat.oslo2 import broadcast_weights, zoo_class
+from oslo_models.compat.tensor_parallel.config import Config
+from oslo_models.compat.tensor_parallel.rules import Rules, ruled_class
+from oslo_models.distributed.mesh import ParallelMesh, world_axis
+from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.derived.derivation import derive_plan
-from oslo_models.modeling.derived.deriving import CannotProbeError, derive_for_model
+from oslo_models.modeling.derived.deriving import CannotProbeError, derive_for_model, verify
 from oslo_models.modeling.derived.module import derived_class
 from oslo_models.modeling.full_model import is_full
+from oslo_models.modeling.original_class import original_class
+
+_TRIED_PARAMETERS = 50_000_000
+"""Rules of larger models are not tried without inputs."""
 
 
-def class_for(model: Any, plan: Any, inputs: Any) -> tuple[Any, bool]:
+def class_for(model: Any, plan: Any, inputs: Any, n: int) -> tuple[Any, bool]:
     """The parallel class for a model, and whether its plan could be tried.
 
     Args:
         model: a module of any class.
-        plan: a plan of the user, ``"derive"`` or ``None``: that of the zoo, or a derived one where the zoo has none.
-        inputs: arguments of a call, with which a derived plan is tried.
+        plan: a plan of the user, their rules, ``"derive"`` or ``None``: that of the zoo, or a derived one where the zoo
+            has none.
+        inputs: arguments of a call, with which a derived plan or rules are tried.
+        n: the number of ranks.
 
     Raises:
         ValueError: no plan could be derived, or the model is not a full one.
@@ -33,6 +46,8 @@ def class_for(model: Any, plan: Any, inputs: Any) -> tuple[Any, bool]:
         raise ValueError(f"model must be a torch.nn.Module, got a {type(model).__name__}")
     if not is_full(model) or hasattr(type(model), "tensor_parallel_config"):
         raise RuntimeError(f"this {type(model).__name__} is already sharded: model.deparallelize() makes it full again")
+    if isinstance(plan, Config):
+        return _ruled(model, plan, inputs, n)
     is_transformers = isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")  # refused there
     if hasattr(model, "peft_config") or (is_transformers and (plan not in (None, "derive") or _has_plan(type(model)))):
         return zoo_class(model, may_be_empty=True, plan=None if plan == "derive" else plan), True
@@ -47,6 +62,52 @@ def class_for(model: Any, plan: Any, inputs: Any) -> tuple[Any, bool]:
     if is_transformers:
         return zoo_class(model, may_be_empty=True, plan=derived), is_tried
     return derived_class(type(model), derived), is_tried
+
+
+def _ruled(model: Any, rules: Config, inputs: Any, n: int) -> tuple[Any, bool]:
+    """As `class_for`, with the rules of the user."""
+    cls: Any = original_class(type(model)) if isinstance(model, PreTrainedModel) else type(model)
+    if inputs is not None:
+        named = isinstance(inputs, Mapping)
+        args = () if named else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        verify(model, Rules(rules), args, dict(inputs) if named else {}, n)
+    is_large = sum(param.numel() for param in model.parameters()) > _TRIED_PARAMETERS
+    return ruled_class(cls, rules), inputs is not None or is_large
+
+
+def check_rules(rules: Any, plan: Any, sharded: Any) -> None:
+    """Raise ``ValueError`` if ``tensor_parallel_config`` is none, or does not go with other arguments."""
+    if not isinstance(rules, Config):
+        raise ValueError(
+            f"tensor_parallel_config must be a Config(state_rules, input_rules, output_rules, attr_rules), got "
+            f"{rules!r:.100}"
+        )
+    if plan is not None:
+        raise ValueError("tensor_parallel_config and plan both say how the model is sharded: pass one of them")
+    if sharded:
+        raise ValueError(
+            "sharded and sharded_param_names do not go with tensor_parallel_config: shard these parameters by a state "
+            "rule, and gather what comes of them by an output rule"
+        )
+
+
+@torch.no_grad()
+def initialize_ruled(model: Any, rules: Config, inputs: Any) -> Any:
+    """Turn a module of any class, in place, into this rank's part of it by rules. A collective.
+
+    Raises:
+        ValueError: a rule does not fit; on every rank, with the model unchanged.
+        RuntimeError: the model is already sharded.
+    """
+    world = world_axis()
+    with agree(world, "checking tensor_parallel_config"):
+        cls, _ = class_for(model, rules, inputs, world.size)
+        names = [name for name, _ in model.named_modules()]
+        tensors = model.state_dict()
+        rules.check_names([*dict(model.named_parameters()), *dict(model.named_buffers())], names)
+        layouts = {name: layout for name, (layout, _) in rules.layouts(tensors, world.size).items()}
+    require_equal(world, {name: str(layout) for name, layout in layouts.items()}, "arguments of tensor_parallel")
+    return shard_in_place(model, cls, ParallelMesh(world.size, 1), broadcast_weights)
 
 
 def _has_plan(cls: type[Any]) -> bool:

@@ -17,8 +17,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.compat.oslo2 import initialize
 from oslo_models.compat.tensor_parallel.adapters import AdaptableThreads, shard_with_adapters
-from oslo_models.compat.tensor_parallel.any_model import class_for, default_plan, untried_copy
+from oslo_models.compat.tensor_parallel.any_model import (
+    check_rules,
+    class_for,
+    default_plan,
+    initialize_ruled,
+    untried_copy,
+)
 from oslo_models.compat.tensor_parallel.autograd import ThreadShards
+from oslo_models.compat.tensor_parallel.config import Config
 from oslo_models.compat.tensor_parallel.wrapper import ThreadedModule, move_part
 from oslo_models.compat.tensor_parallel.zero3 import shard_shared
 from oslo_models.config.arguments import Arguments
@@ -28,21 +35,18 @@ from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.modeling.full_model import plain_view
 from oslo_models.modeling.original_class import original_class
 from oslo_models.modeling.quantizing import check_not_quantized, copy_to_device, refuse_layers_of_libraries
+from oslo_models.registry import did_you_mean
 from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Plan
 
 Device = torch.device | str | int
-
-_REFUSED = {
-    "tensor_parallel_config": "the sharding plan of the architecture is used: `oslo-models list`",
-}
-"""Arguments of the original that are not supported, and what to do instead."""
+_OPTIONS = ("device_ids", "tensor_parallel_config", "distributed", "sharded", "output_device", "delay_init", "inputs")
 
 
 def tensor_parallel(
     model: nn.Module,
     device_ids: Sequence[Device] | None = None,
-    tensor_parallel_config: None = None,
+    tensor_parallel_config: Config | None = None,
     distributed: bool | None = None,
     sharded: bool | None = None,
     sharded_param_names: Sequence[str] | None = None,
@@ -71,6 +75,8 @@ def tensor_parallel(
             assign=True)``, or `convert_state_dict` and accelerate; then call ``tie_weights()``.
         device_ids: the device of each rank: ``["cuda:0", "cuda:1"]``, ``[0, 1]``, ``["cpu", "cpu"]``; default: all
             GPUs.
+        tensor_parallel_config: rules that say how the model is sharded, for a model of any class. They are tried on a
+            random copy of the model: with ``inputs``, or at the first call, up to 50 million parameters.
         distributed: ``True``: each process, started by ``torchrun``, is a rank, as with `initialize`.
         sharded: also shard trained parameters that several devices need, such as norms and shared key-value heads, and
             gather them for their use (ZeRO stage 3): each parameter, gradient and optimizer state is stored once. On by
@@ -89,18 +95,19 @@ def tensor_parallel(
         ValueError: an argument is invalid, or no plan could be derived.
         RuntimeError: the model is already sharded.
     """
-    given = {"tensor_parallel_config": tensor_parallel_config, **options}
-    for name, value in given.items():
-        if name not in _REFUSED:
-            raise ValueError(f"tensor_parallel has no argument {name}")
-        if value is not None and value is not False:
-            raise ValueError(f"{name}={value!r}: {_REFUSED[name]}")
+    for name in options:
+        raise ValueError(f"tensor_parallel has no argument {name}{did_you_mean(name, _OPTIONS)}")
+    rules = tensor_parallel_config
+    if rules is not None:
+        check_rules(rules, plan, sharded or sharded_param_names)
     if distributed:
         if device_ids is not None or output_device is not None:
             raise ValueError("with distributed=True each process has the device of its rank: leave out device_ids")
         if sharded or sharded_param_names:
             raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 shards the rest")
         start_process_group()
+        if rules is not None:
+            return initialize_ruled(model, rules, inputs)
         sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
         return initialize(model, {"model_parallelism": sizes}, plan=plan or default_plan(model), inputs=inputs)
     if os.environ.get("TENSOR_PARALLEL_USE_NATIVE"):
@@ -119,6 +126,7 @@ def tensor_parallel(
             lambda full: tensor_parallel(
                 full,
                 device_ids,
+                tensor_parallel_config,
                 sharded=sharded,
                 sharded_param_names=sharded_param_names,
                 output_device=output,
@@ -128,7 +136,7 @@ def tensor_parallel(
                 inputs=inputs,
             ),
         )
-    cls, is_tried = class_for(model, plan, inputs)
+    cls, is_tried = class_for(model, plan if rules is None else rules, inputs, len(devices))
     original, model = model, plain_view(model)
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
         raise ValueError(
@@ -138,7 +146,8 @@ def tensor_parallel(
     refuse_layers_of_libraries(model)
     config = None
     if isinstance(model, PreTrainedModel):
-        arguments.check_config(cls, model.config)
+        if rules is None:
+            arguments.check_config(cls, model.config)
         config = copy.deepcopy(model.config)  # shared by all parts
     threads = ThreadGroup(devices, _has_numpy(model))
     places = [torch.device("cpu")] * len(devices) if delay_init else devices
@@ -146,7 +155,7 @@ def tensor_parallel(
     for part in parts:
         part.gather_logits = gather_logits
     if sharded is None:  # the plans of the zoo say which layers use which parameters
-        sharded = bool(sharded_param_names) or (plan is None and default_plan(original) is None)
+        sharded = bool(sharded_param_names) or (plan is None and rules is None and default_plan(original) is None)
     if (sharded or sharded_param_names) and threads.size > 1:
         shard_shared(parts, sharded_param_names)
     sharded_model = _join_parts(model, cls, parts, threads, output)
@@ -238,10 +247,11 @@ def _join_parts(
 
 
 class _Constructor(type):
-    """Calling `TensorParallel` itself calls `tensor_parallel`, whose arguments its constructor takes."""
+    """Calling `TensorParallel` or `TensorParallelModel` itself calls `tensor_parallel`, with the same arguments."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return tensor_parallel(*args, **kwargs) if cls is TensorParallel else super().__call__(*args, **kwargs)
+        is_public = cls in (TensorParallel, TensorParallelModel)
+        return tensor_parallel(*args, **kwargs) if is_public else super().__call__(*args, **kwargs)
 
 
 class TensorParallel(ThreadedModule, metaclass=_Constructor):
@@ -323,6 +333,10 @@ class TensorParallelModel(TensorParallel, AdaptableThreads):
         return None  # ranks have different numbers of heads
 
 
+TensorParallelPreTrainedModel = TensorParallelModel
+"""Its name in tensor_parallel."""
+
+
 @contextmanager
 def save_tensor_parallel(model: nn.Module) -> Iterator[nn.Module]:
     """For compatibility with the original: models are always saved in full here."""
@@ -349,7 +363,7 @@ def _merge_state(model: Any, state: dict[str, Any], prefix: str, metadata: Any) 
 
 def _shard_state(model: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """Shard the state of a full model for the parts; that of `convert_state_dict` is sharded already."""
-    layouts, given = model.tensor_parallel_config, _pop_prefixed(state, prefix)
+    layouts, given = model.parts[0].layouts, _pop_prefixed(state, prefix)
     fits = [name for name, tensor in given.items() if name in layouts and layouts[name].shape == tensor.shape]
     fitting = {name: given.pop(name) for name in fits}
     for name in [name for name in given if not name.startswith("parts.")]:  # torch reports unexpected names
@@ -363,7 +377,7 @@ def _shard_state(model: Any, state: dict[str, Any], prefix: str, metadata: dict[
 
 def convert_state_dict(
     input_state_dict: Mapping[str, Tensor],
-    tensor_parallel_config: Mapping[str, Layout],
+    tensor_parallel_config: Mapping[str, Layout] | Config,
     world_size: int,
     for_pretrained: bool = False,
 ) -> dict[str, Tensor]:
@@ -374,14 +388,18 @@ def convert_state_dict(
 
     Args:
         input_state_dict: weights of the full model, or some of them.
-        tensor_parallel_config: ``model.tensor_parallel_config``.
+        tensor_parallel_config: ``model.tensor_parallel_config``, or the rules of a model.
         world_size: the number of devices over which the model is sharded.
         for_pretrained: accepted for compatibility, without effect.
 
     Raises:
         ValueError: a weight has another shape, or the model is sharded over another number of devices.
     """
-    shards = _shards_of(input_state_dict, tensor_parallel_config, world_size)
+    layouts = tensor_parallel_config
+    if isinstance(layouts, Config):
+        placed = layouts.layouts(input_state_dict, world_size)
+        layouts = {name: layout for name, (layout, _) in placed.items()}
+    shards = _shards_of(input_state_dict, layouts, world_size)
     return {name: tensor.clone() for name, tensor in shards.items()}  # views would keep the full weights in memory
 
 

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from oslo_models.compat.tensor_parallel.autograd import run_on_threads
+from oslo_models.compat.tensor_parallel.config import Config
+from oslo_models.compat.tensor_parallel.rules import RuledModule
 from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.modeling.derived.deriving import verify
 from oslo_models.modeling.derived.report import ShardingReport
@@ -44,7 +47,8 @@ class ThreadedModule(nn.Module):
         """
         if self._untried:
             part: Any = self.parts[0]
-            verify(self._untried[0], part.derived_plan, args, kwargs, len(self.parts))
+            given = {name: value for name, value in kwargs.items() if not isinstance(value, Cache)}  # filled by a call
+            verify(self._untried[0], part.derived_plan, args, given, len(self.parts))
             self._untried = ()
         self._move_parts()
         return run_on_threads(self.parts, self.threads, self.output_device, *args, **kwargs)
@@ -77,10 +81,10 @@ class ThreadedModule(nn.Module):
         return self.threads.devices
 
     @property
-    def tensor_parallel_config(self) -> dict[str, Layout]:
-        """The layouts of the parameters, by their names in the full model: for `convert_state_dict`."""
+    def tensor_parallel_config(self) -> dict[str, Layout] | Config:
+        """For `convert_state_dict`: the layouts of the parameters, by their names in the full model, or its rules."""
         part: Any = self.parts[0]
-        return dict(part.layouts)
+        return part.derived_plan.config if isinstance(part, RuledModule) else dict(part.layouts)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Implements ``to``, ``half`` and so on. Each part stays on its device."""

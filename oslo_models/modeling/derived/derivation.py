@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +13,25 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_models.modeling.derived.report import Row, ShardingReport
 from oslo_models.modeling.derived.tracing import Trace, trace_calls
-from oslo_models.sharding.derived import GatheredColumn, GatheredConvolution, SlicedRow, SummedEmbedding
-from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.derived import (
+    GatheredColumn,
+    GatheredConvolution,
+    HeadsRow,
+    SlicedRow,
+    SplitHeads,
+    SummedEmbedding,
+)
+from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.plan import Plan, Replicated
 
 Call = Callable[[nn.Module], Any]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LAYERS = (nn.Linear, Conv1D, nn.Embedding, *_CONVOLUTIONS, *_TRANSPOSED)
+_LAYERS = (nn.Linear, Conv1D, nn.Embedding, nn.MultiheadAttention, *_CONVOLUTIONS, *_TRANSPOSED)
 _CHANGED_EMBEDDING = "its class changes what an embedding computes, and no call showed how"
+_TIED = "an nn.MultiheadAttention with weights of other layers stays whole"
+_NESTED = "its nn.TransformerEncoder uses nested tensors; with enable_nested_tensor=False it is sharded"
 _REASON = "the plan was derived from the model, and says nothing of blocks"
 
 
@@ -43,7 +51,7 @@ class DerivedPlan(Plan):
 
 @dataclass
 class Findings:
-    """What `observe` found out of layers, by names in which numbers of blocks are replaced by ``*``."""
+    """What `observe` found out of layers, by the names of `templates`."""
 
     rows: dict[str, set[int | None]] = field(default_factory=dict)
     columns: dict[str, set[tuple[int | None, int, bool]]] = field(default_factory=dict)
@@ -61,8 +69,11 @@ def observe(probe: nn.Module, calls: Sequence[Call]) -> Findings:
     layers = _find_layers(probe)
     observable = ("", _CHANGED_EMBEDDING)
     candidates = {name: module for name, module in probe.named_modules() if layers.get(name) in observable}
+    for name in [name for name, module in candidates.items() if isinstance(module, nn.MultiheadAttention)]:
+        candidates.pop(f"{name}.out_proj", None)  # which it does not call
     shapes = {name: _features(module) for name, module in candidates.items()}
-    return _generalize(trace_calls(probe, candidates, _tied(probe), list(calls)), candidates, shapes)
+    keys = templates(probe)  # before layers get the classes of observed ones
+    return _generalize(trace_calls(probe, candidates, _tied(probe), list(calls)), keys, shapes)
 
 
 def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPlan:
@@ -82,12 +93,17 @@ def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPl
         raise ValueError(f"parameters without a shape yet, such as {lazy[0]}: call the model once before it is sharded")
     known = _find_layers(model)
     entries: dict[str, Replicated] = {}
-    rows = []
+    entry: Replicated
+    rows, keys = [], templates(model)
     for name, module in model.named_modules():
         params = dict(module.named_parameters(recurse=False))
         if not params:
             continue
-        entry, why = _entry(name, module, known[name], findings)
+        owner = entries.get(name.rpartition(".")[0])
+        if isinstance(owner, SplitHeads):
+            entry, why = HeadsRow(owner.heads.count), f"by {owner.heads.count} heads; outputs are summed"
+        else:
+            entry, why = _entry(keys[name], module, known[name], findings)
         entries |= dict.fromkeys([name] if name else list(params), entry)
         rows.append((name, module, why))
     for name, module in model.named_modules(remove_duplicate=False):  # a module may have several names
@@ -101,15 +117,27 @@ def derive_plan(model: nn.Module, findings: Findings | None = None) -> DerivedPl
 def _find_layers(model: nn.Module) -> dict[str, str]:
     """For each module with parameters why it cannot be sharded; ``""`` if it can."""
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    reasons = {}
+    reasons: dict[str, str] = {}
+    nested = tuple(f"{name}." for name, module in model.named_modules() if _makes_nested(module))
+    tied = _tied(model)
     attentions = {name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
     for name, module in model.named_modules():
-        if name.rpartition(".")[0] in attentions:
-            reasons[name] = "nn.MultiheadAttention reads its weight"
+        if (owner := name.rpartition(".")[0]) in attentions:
+            reasons[name] = reasons[owner] and f"it is part of an nn.MultiheadAttention: {reasons[owner]}"
+            if name in tied:
+                reasons[name] = reasons[owner] = _TIED
         elif any(True for _ in module.parameters(recurse=False)):
             several = places[id(module)] > 1
             reasons[name] = "it is in several places of the model" if several else _reason_against(module)
-    return reasons
+            if name in attentions and name in tied:
+                reasons[name] = _TIED
+    inside = {name: _NESTED for name in reasons if nested and name.startswith(nested)}
+    return reasons | inside
+
+
+def _makes_nested(module: nn.Module) -> bool:
+    """Whether a module may call its layers with nested tensors, and then without their hooks."""
+    return isinstance(module, nn.TransformerEncoder) and bool(module.use_nested_tensor)
 
 
 def _reason_against(module: nn.Module) -> str:
@@ -123,6 +151,8 @@ def _reason_against(module: nn.Module) -> str:
         return _CHANGED_EMBEDDING if kind is nn.Embedding and "forward" not in vars(module) else changes
     if any(type(param) is not nn.Parameter for param in module.parameters(recurse=False)):
         return "its parameters are of a class of their own"
+    if isinstance(module, nn.MultiheadAttention):
+        return ""
     if module._parameters.keys() - {"weight", "bias"} or "weight" not in module._parameters:
         return "its weight is computed from other parameters"
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
@@ -139,9 +169,30 @@ def _tied(model: nn.Module) -> set[str]:
     return {name.rpartition(".")[0] for name, param in named if counts[id(param)] > 1}
 
 
-def template(name: str) -> str:
-    """The name of a module without the numbers of blocks."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+def templates(model: nn.Module) -> dict[str, str]:
+    """The names of all modules, each with what stands for it in a model of another depth.
+
+    Numbers of children with the same structure become one: ``*``, or ``*1`` and so on for further structures. The
+    layers of one ``nn.Sequential`` keep theirs, since each does something else.
+    """
+    found, kinds = {"": ""}, dict[Any, int]()
+    for name, child in model._modules.items():
+        if child is None:
+            continue
+        inner, key = templates(child), name
+        if name.isdigit() and (child._modules or not isinstance(model, nn.Sequential)):
+            kind = frozenset(
+                (inner[own], *kind_of(module)) for own, module in child.named_modules(remove_duplicate=False)
+            )
+            number = kinds.setdefault(kind, len(kinds))
+            key = f"*{number}" if number else "*"
+        found |= {f"{name}.{own}".rstrip("."): f"{key}.{other}".rstrip(".") for own, other in inner.items()}
+    return found
+
+
+def kind_of(module: nn.Module) -> tuple[str, tuple[str, ...]]:
+    """The class of a module, and its parameters."""
+    return type(module).__name__, tuple(leaf for leaf, _ in module.named_parameters(recurse=False))
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
@@ -151,11 +202,11 @@ def _features(module: nn.Module) -> tuple[int, int]:
     return (module.nf, module.nx) if isinstance(module, Conv1D) else (0, 0)
 
 
-def _generalize(trace: Trace, candidates: dict[str, nn.Module], shapes: dict[str, tuple[int, int]]) -> Findings:
+def _generalize(trace: Trace, keys: dict[str, str], shapes: dict[str, tuple[int, int]]) -> Findings:
     """Findings of a small model by names that the large one has too; sizes are replaced by ``None``."""
     found = Findings()
-    for name in candidates:
-        key, (outputs, inputs) = template(name), shapes[name]
+    for name, (outputs, inputs) in shapes.items():
+        key = keys[name]
         if name in trace.called:
             found.called.add(key)
         if name in trace.outside:
@@ -171,13 +222,15 @@ def _generalize(trace: Trace, candidates: dict[str, nn.Module], shapes: dict[str
     return found
 
 
-def _entry(name: str, module: nn.Module, reason: str, findings: Findings | None) -> tuple[Replicated, str]:
-    """The entry of a module with parameters, and what the report says of it."""
-    key = template(name)
+def _entry(key: str, module: nn.Module, reason: str, findings: Findings | None) -> tuple[Replicated, str]:
+    """The entry of a module with parameters, and what the report says of it; ``key`` is that of `templates`."""
     if reason and not (reason == _CHANGED_EMBEDDING and findings is not None and key in findings.called):
         return Replicated(), reason
     if findings is not None and key in findings.outside:
         return Replicated(), f"its weight is read outside of the layer, by {findings.outside[key]}"
+    if isinstance(module, nn.MultiheadAttention):
+        heads = EvenSplit(module.num_heads, module.head_dim)
+        return SplitHeads(heads), f"by {module.num_heads} heads"
     if isinstance(module, nn.Embedding):
         return SummedEmbedding(), "outputs are summed"
     if isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED)):
@@ -237,6 +290,8 @@ _NAMES = {
     SlicedRow: "rows",
     GatheredConvolution: "channels",
     SummedEmbedding: "vocabulary",
+    SplitHeads: "heads",
+    HeadsRow: "rows",
     Replicated: "replicated",
 }
 

@@ -24,7 +24,7 @@ from oslo_models.modeling.derived.probe import (
     same_structure,
     small_model,
 )
-from oslo_models.modeling.derived.verification import differences
+from oslo_models.modeling.derived.verification import Sharding, differences
 from oslo_models.sharding.plan import Plan
 
 _SEED, _SHOWN = 1234, 8
@@ -97,7 +97,7 @@ def derive_for_model(model: nn.Module, inputs: Any = None, ranks: Sequence[int] 
     )
 
 
-def verify(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> None:
+def verify(model: nn.Module, plan: Plan | Sharding, args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> None:
     """Try a plan on a random model of the same structure, with the arguments of a call.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from oslo_models.modeling.derived.derivation import Call, template
+from oslo_models.modeling.derived.derivation import Call, kind_of, templates
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 _WIDTHS = ("hidden", "intermediate", "embd", "d_model", "ffn", "inner", "d_ff", "d_kv", "head_dim")
@@ -61,11 +61,8 @@ def same_structure(one: nn.Module, other: nn.Module) -> bool:
     """Whether two models have the same modules, but for the number of blocks and their sizes."""
 
     def structure(model: nn.Module) -> set[tuple[str, str, tuple[str, ...]]]:
-        return {
-            (template(name), type(module).__name__, tuple(key for key, _ in module.named_parameters(recurse=False)))
-            for name, module in model.named_modules()
-            if name
-        }
+        keys = templates(model)
+        return {(keys[name], *kind_of(module)) for name, module in model.named_modules() if name}
 
     return structure(one) == structure(other)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,15 @@ from oslo_models.sharding.plan import Plan
 TOLERANCE = 1e-5
 """Relative; transformers computes some steps in float32 even in a float64 model. A wrong plan differs by about one."""
 
+Sharding = Callable[[Any, ParallelMesh], dict[str, Layout]]
+"""What turns a module into a rank's part of it, in place, in another way than by a plan; returns its layouts."""
+
 
 @torch.no_grad()
-def shard_module(model: Any, plan: Plan, mesh: ParallelMesh) -> dict[str, Layout]:
+def shard_module(model: Any, plan: Plan | Sharding, mesh: ParallelMesh) -> dict[str, Layout]:
     """Turn a module into this rank's part of it, in place; tied parameters stay tied. Returns its layouts."""
+    if not isinstance(plan, Plan):
+        return plan(model, mesh)
     layouts = layouts_of(model, plan, "", {}, mesh.tp.size)
     if mesh.tp.size == 1:
         return layouts
@@ -66,7 +71,7 @@ def _step(model: nn.Module, call: Call, seed: int) -> dict[str, Any]:
     return found | {f"buffer {name}": x.clone() for name, x in model.named_buffers() if x.is_floating_point()}
 
 
-def differences(probe: nn.Module, plan: Plan, calls: Sequence[Call], n: int, seed: int) -> list[str]:
+def differences(probe: nn.Module, plan: Plan | Sharding, calls: Sequence[Call], n: int, seed: int) -> list[str]:
     """What a model sharded over ``n`` ranks computes otherwise; one line each.
 
     Args:
@@ -103,12 +108,13 @@ def _compare(own: dict[str, Any], expected: dict[str, Any], layouts: dict[str, L
         yield f"names: {sorted(own.keys() ^ expected.keys())}"
     for name in own.keys() & expected.keys():
         value, right = own[name], expected[name]
-        layout = layouts.get(name.removeprefix("gradient of "))
+        is_sharded = name.startswith(("gradient of ", "buffer "))
+        layout = layouts.get(name.removeprefix("gradient of ").removeprefix("buffer ")) if is_sharded else None
         if right is None or value is None:
             if (value is None) != (right is None):
                 yield f"{name} of rank {rank}: {'none' if value is None else 'one'}"
             continue
-        if layout is not None and name.startswith("gradient of "):
+        if layout is not None:
             right = layout.shard(right, rank)
         if value.shape != right.shape:
             yield f"{name} of rank {rank}: shape {tuple(value.shape)} instead of {tuple(right.shape)}"
