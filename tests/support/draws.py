@@ -212,7 +212,9 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "helium": _fit_helium,
     "hubert": _fit_wav2vec2,
     "luke": _fit_luke,
+    "minicpm3": _fit_latent_attention,
     "mobilebert": _fit_mobilebert,
+    "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,
     "reformer": _fit_reformer,
@@ -220,6 +222,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "smollm3": _fit_smollm3,
     "squeezebert": _fit_squeezebert,
     "wav2vec2": _fit_wav2vec2,
+    "youtu": _fit_latent_attention,
 }
 """What the sizes of a type have to fit."""
 
