@@ -44,14 +44,14 @@ RMS_NORMS = _names("""
 GATED_MLPS = _names("""
     afmoe.AfmoeMLP cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cwm.CwmMLP
     deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP dots1.Dots1MLP ernie4_5.Ernie4_5MLP
-    ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP gemma.GemmaMLP
-    gemma2.Gemma2MLP gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP granite.GraniteMLP
-    granite_swa.GraniteSWAMLP helium.HeliumMLP hunyuan_v1_dense.HunYuanDenseV1MLP hunyuan_v1_moe.HunYuanMoEV1MLP
-    hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP mellum.MellumMLP
-    minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP olmo.OlmoMLP
-    olmo2.Olmo2MLP olmo3.Olmo3MLP olmoe.OlmoeMLP qwen2.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP
-    qwen3_moe.Qwen3MoeMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP vaultgemma.VaultGemmaMLP
-    youtu.YoutuMLP
+    ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP
+    gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP
+    granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP hunyuan_v1_dense.HunYuanDenseV1MLP
+    hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP kolibri1.Kolibri1MLP laguna.LagunaMLP
+    llama.LlamaMLP mellum.MellumMLP minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP
+    mistral.MistralMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmoe.OlmoeMLP qwen2.Qwen2MLP
+    qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_moe.Qwen3MoeMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP
+    stablelm.StableLmMLP vaultgemma.VaultGemmaMLP youtu.YoutuMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 GPT2_MLPS = _names("""
@@ -64,11 +64,11 @@ GPTJ_MLPS = _names("""
 """Copies of GPTJMLP."""
 BERT_INTERMEDIATES = _names("""
     bert.BertIntermediate bert_generation.BertGenerationIntermediate big_bird.BigBirdIntermediate
-    camembert.CamembertIntermediate convbert.ConvBertIntermediate deberta.DebertaIntermediate
-    deberta_v2.DebertaV2Intermediate electra.ElectraIntermediate layoutlm.LayoutLMIntermediate
-    longformer.LongformerIntermediate luke.LukeIntermediate lxmert.LxmertIntermediate
+    camembert.CamembertIntermediate convbert.ConvBertIntermediate data2vec.Data2VecTextIntermediate
+    deberta.DebertaIntermediate deberta_v2.DebertaV2Intermediate electra.ElectraIntermediate ernie.ErnieIntermediate
+    layoutlm.LayoutLMIntermediate longformer.LongformerIntermediate luke.LukeIntermediate lxmert.LxmertIntermediate
     megatron_bert.MegatronBertIntermediate mobilebert.MobileBertIntermediate mpnet.MPNetIntermediate
-    roberta.RobertaIntermediate roformer.RoFormerIntermediate tapas.TapasIntermediate
+    rembert.RemBertIntermediate roberta.RobertaIntermediate roformer.RoFormerIntermediate tapas.TapasIntermediate
     visual_bert.VisualBertIntermediate xlm_roberta.XLMRobertaIntermediate
 """)
 """Copies of BertIntermediate: a linear layer and its activation."""
@@ -78,13 +78,13 @@ BERT_INTERMEDIATES = _names("""
 LLAMA_BLOCKS = _names("""
     arcee.ArceeDecoderLayer bitnet.BitNetDecoderLayer cwm.CwmDecoderLayer deepseek_v2.DeepseekV2DecoderLayer
     deepseek_v3.DeepseekV3DecoderLayer dots1.Dots1DecoderLayer ernie4_5.Ernie4_5DecoderLayer
-    ernie4_5_moe.Ernie4_5_MoeDecoderLayer exaone_moe.ExaoneMoeDecoderLayer gemma.GemmaDecoderLayer
-    glm.GlmDecoderLayer glm4_moe.Glm4MoeDecoderLayer glm4_moe_lite.Glm4MoeLiteDecoderLayer helium.HeliumDecoderLayer
-    hunyuan_v1_dense.HunYuanDenseV1DecoderLayer hunyuan_v1_moe.HunYuanMoEV1DecoderLayer hy_v3.HYV3DecoderLayer
-    jais2.Jais2DecoderLayer laguna.LagunaDecoderLayer llama.LlamaDecoderLayer mellum.MellumDecoderLayer
-    ministral.MinistralDecoderLayer ministral3.Ministral3DecoderLayer mistral.MistralDecoderLayer
-    nanochat.NanoChatDecoderLayer olmo.OlmoDecoderLayer olmoe.OlmoeDecoderLayer qwen2.Qwen2DecoderLayer
-    qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer qwen3_moe.Qwen3MoeDecoderLayer
+    ernie4_5_moe.Ernie4_5_MoeDecoderLayer exaone_moe.ExaoneMoeDecoderLayer flint.FlintDecoderLayer
+    gemma.GemmaDecoderLayer glm.GlmDecoderLayer glm4_moe.Glm4MoeDecoderLayer glm4_moe_lite.Glm4MoeLiteDecoderLayer
+    helium.HeliumDecoderLayer hunyuan_v1_dense.HunYuanDenseV1DecoderLayer hunyuan_v1_moe.HunYuanMoEV1DecoderLayer
+    hy_v3.HYV3DecoderLayer jais2.Jais2DecoderLayer laguna.LagunaDecoderLayer llama.LlamaDecoderLayer
+    mellum.MellumDecoderLayer ministral.MinistralDecoderLayer ministral3.Ministral3DecoderLayer
+    mistral.MistralDecoderLayer nanochat.NanoChatDecoderLayer olmo.OlmoDecoderLayer olmoe.OlmoeDecoderLayer
+    qwen2.Qwen2DecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer qwen3_moe.Qwen3MoeDecoderLayer
     seed_oss.SeedOssDecoderLayer smollm3.SmolLM3DecoderLayer solar_open.SolarOpenDecoderLayer
     starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
 """)
@@ -93,13 +93,14 @@ BERT_OUTPUTS = _names("""
     bert.BertOutput bert.BertSelfOutput bert_generation.BertGenerationOutput
     bert_generation.BertGenerationSelfOutput big_bird.BigBirdOutput big_bird.BigBirdSelfOutput
     camembert.CamembertOutput camembert.CamembertSelfOutput convbert.ConvBertOutput convbert.ConvBertSelfOutput
-    deberta.DebertaOutput deberta.DebertaSelfOutput deberta_v2.DebertaV2Output deberta_v2.DebertaV2SelfOutput
-    electra.ElectraOutput electra.ElectraSelfOutput layoutlm.LayoutLMOutput layoutlm.LayoutLMSelfOutput
+    data2vec.Data2VecTextOutput data2vec.Data2VecTextSelfOutput deberta.DebertaOutput deberta.DebertaSelfOutput
+    deberta_v2.DebertaV2Output deberta_v2.DebertaV2SelfOutput electra.ElectraOutput electra.ElectraSelfOutput
+    ernie.ErnieOutput ernie.ErnieSelfOutput layoutlm.LayoutLMOutput layoutlm.LayoutLMSelfOutput
     longformer.LongformerOutput longformer.LongformerSelfOutput luke.LukeOutput luke.LukeSelfOutput
-    lxmert.LxmertAttentionOutput lxmert.LxmertOutput mpnet.MPNetOutput roberta.RobertaOutput
-    roberta.RobertaSelfOutput roformer.RoFormerOutput roformer.RoFormerSelfOutput tapas.TapasOutput
-    tapas.TapasSelfOutput visual_bert.VisualBertOutput visual_bert.VisualBertSelfOutput xlm_roberta.XLMRobertaOutput
-    xlm_roberta.XLMRobertaSelfOutput
+    lxmert.LxmertAttentionOutput lxmert.LxmertOutput mpnet.MPNetOutput rembert.RemBertOutput
+    rembert.RemBertSelfOutput roberta.RobertaOutput roberta.RobertaSelfOutput roformer.RoFormerOutput
+    roformer.RoFormerSelfOutput tapas.TapasOutput tapas.TapasSelfOutput visual_bert.VisualBertOutput
+    visual_bert.VisualBertSelfOutput xlm_roberta.XLMRobertaOutput xlm_roberta.XLMRobertaSelfOutput
 """)
 """Copies of BertOutput: linear layer, dropout, residual, LayerNorm."""
 T5_FEED_FORWARDS = _names("""
@@ -115,12 +116,13 @@ CALL_EAGER_ATTENTION = _names("""
     bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention bitnet.BitNetAttention
     blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention camembert.CamembertCrossAttention
     camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention cohere2.Cohere2Attention
-    cohere2_moe.Cohere2MoeAttention ctrl.MultiHeadAttention cwm.CwmAttention deepseek_v2.DeepseekV2Attention
-    deepseek_v3.DeepseekV3Attention detr.DetrCrossAttention detr.DetrSelfAttention
-    distilbert.DistilBertSelfAttention dots1.Dots1Attention electra.ElectraCrossAttention
-    electra.ElectraSelfAttention ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention
-    exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention flex_olmo.FlexOlmoAttention gemma.GemmaAttention
-    gemma2.Gemma2Attention gemma3.Gemma3Attention glm.GlmAttention glm4.Glm4Attention glm4_moe.Glm4MoeAttention
+    cohere2_moe.Cohere2MoeAttention ctrl.MultiHeadAttention cwm.CwmAttention data2vec.Data2VecTextCrossAttention
+    data2vec.Data2VecTextSelfAttention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention
+    detr.DetrCrossAttention detr.DetrSelfAttention distilbert.DistilBertSelfAttention dots1.Dots1Attention
+    electra.ElectraCrossAttention electra.ElectraSelfAttention ernie.ErnieCrossAttention ernie.ErnieSelfAttention
+    ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention exaone4.Exaone4Attention
+    exaone_moe.ExaoneMoeAttention flex_olmo.FlexOlmoAttention gemma.GemmaAttention gemma2.Gemma2Attention
+    gemma3.Gemma3Attention glm.GlmAttention glm4.Glm4Attention glm4_moe.Glm4MoeAttention
     glm4_moe_lite.Glm4MoeLiteAttention gpt2.GPT2Attention gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention
     granitemoe.GraniteMoeAttention granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention
     hubert.HubertAttention hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention
@@ -168,9 +170,9 @@ ROTARY_ATTENTIONS = {
 ``apply_rotary_pos_emb``, or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
     afmoe.AfmoeAttention apertus.ApertusAttention bitnet.BitNetAttention deepseek_v3.DeepseekV3Attention
-    falcon.FalconAttention falcon.FalconFlashAttention2 glm4_moe_lite.Glm4MoeLiteAttention
-    granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention hy_v3.HYV3Attention
-    minicpm3.MiniCPM3Attention ministral3.Ministral3Attention nanochat.NanoChatAttention olmoe.OlmoeAttention
-    persimmon.PersimmonAttention youtu.YoutuAttention
+    falcon.FalconAttention falcon.FalconFlashAttention2 flint.FlintAttention glm4_moe_lite.Glm4MoeLiteAttention
+    gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
+    hy_v3.HYV3Attention minicpm3.MiniCPM3Attention ministral3.Ministral3Attention nanochat.NanoChatAttention
+    olmoe.OlmoeAttention persimmon.PersimmonAttention youtu.YoutuAttention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

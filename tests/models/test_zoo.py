@@ -214,7 +214,7 @@ def test_laguna_with_other_numbers_of_heads_in_some_blocks_allows_one_rank_only(
 
 def test_afmoe_with_scaled_embeddings_allows_one_stage_only() -> None:
     AfmoeModel.plan(zoo.config("afmoe")).check_stages("AfmoeModel", 2)
-    with pytest.raises(ValueError, match="pipeline_parallel_size=2 is more than 1, .* with mup_enabled=True"):
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size=2 is more than 1, .* with mup_enabled=True"):
         AfmoeModel.plan(zoo.config("afmoe", mup_enabled=True)).check_stages("AfmoeModel", 2)
 
 

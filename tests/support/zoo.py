@@ -152,6 +152,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "deit": _VIT,
     "detr": _DETR,
     "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
+    "data2vec-text": {**_BERT, "is_decoder": True},
     "dots1": {
         **_KV,
         **_MIXTURE,
@@ -164,6 +165,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "deepseek_v2": {**_LATENT, "kv_lora_rank": 8, "qk_nope_head_dim": 6},
     "deepseek_v3": _LATENT,
     "glm4_moe_lite": {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    "ernie": {**_BERT, "use_task_id": True},
     "ernie4_5_moe": {**_KV, **_MIXTURE, "moe_num_experts": 5, "moe_k": 2, "moe_layer_start_index": 1},
     "hunyuan_v1_moe": {**_LLAMA, **_MIXTURE, "moe_topk": 2},
     "exaone_moe": {**_LLAMA, **_MIXTURE, **_WINDOW, "mlp_layer_types": ["dense", "sparse"], "n_group": 1},
@@ -186,6 +188,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"max_position_embeddings": 32, "pad_token_id": 0},
     },
     "fsmt": {**_BART, "langs": ["en", "de"], "src_vocab_size": TOKENS["vocab_size"]},
+    "flint": {**_LLAMA, **_MIXTURE, **_WINDOW, "mlp_only_layers": [1]},
     "gemma": _LLAMA,
     "gemma2": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
     "gemma3_text": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
@@ -194,6 +197,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "glm4_moe": {**_KV, **_MIXTURE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "gpt_bigcode": _GPT2,
     "gpt_neox": _BERT,
+    "gpt_neox_japanese": {**_SIZE, "intermediate_multiple_size": 2},
     "granite": _GRANITE,
     "granitemoe": {**_GRANITE, **_MIXTURE, "num_local_experts": 5},
     "granite_swa": {**_GRANITE, **_WINDOW},
@@ -270,6 +274,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"n_docs": 2, "decoder_start_token_id": 2, "label_smoothing": 0.1},
     },
     "reformer": {**_REFORMER, "is_decoder": True, "axial_pos_embds": False},
+    "rembert": {**_BERT, "input_embedding_size": 20, "output_embedding_size": 18},
     "roberta": _BERT,
     "roformer": {**_BERT, "embedding_size": 20, "is_decoder": True},
     "seed_oss": _LLAMA,
@@ -333,7 +338,7 @@ SLOW_TESTS_ONLY = {
     # close relatives of types that the fast tests cover
     *("apertus", "biogpt", "bitnet", "cohere2_moe", "granite_swa", "granitemoe_swa", "granitemoeshared", "hy_v3"),
     *("hyperclovax", "jais2", "kolibri1", "laguna", "mellum", "minicpm3", "ministral3", "nanochat", "persimmon"),
-    "youtu",
+    *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
 
