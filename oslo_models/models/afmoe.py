@@ -7,7 +7,7 @@ from transformers import AfmoeConfig
 from transformers.models.afmoe import modeling_afmoe as hf
 from transformers.models.afmoe.modeling_afmoe import AfmoePreTrainedModel
 
-from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
+from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.models.qwen3 import Qwen3Parallel
@@ -21,9 +21,8 @@ class AfmoeParallel(Qwen3Parallel):
     norms = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
     mlp = {
         **LlamaParallel.mlp,
-        **mixture_of_experts(router="router"),
+        **mixture_of_experts(router="router", shared="shared_experts"),
         "mlp.expert_bias": Replicated(),
-        **gated_mlp("mlp.shared_experts"),
     }
     optional = tuple(mlp)
 

@@ -6,7 +6,7 @@ from transformers import FlintConfig
 from transformers.models.flint import modeling_flint as hf
 from transformers.models.flint.modeling_flint import FlintPreTrainedModel
 
-from oslo_models.modeling.blocks import attention_sinks, gated_mlp
+from oslo_models.modeling.blocks import attention_sinks, mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.qwen3_moe import Qwen3MoeParallel
 from oslo_models.sharding.layout import GroupedHeads
@@ -16,7 +16,7 @@ from oslo_models.sharding.plan import Entries
 class FlintParallel(Qwen3MoeParallel):
     """Sharding plan of the Flint family."""
 
-    mlp = {**Qwen3MoeParallel.mlp, **gated_mlp("mlp.shared_expert")}
+    mlp = {**Qwen3MoeParallel.mlp, **mixture_of_experts(shared="shared_expert")}
     optional = tuple(mlp)
 
     @classmethod
