@@ -40,6 +40,7 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activa
 
 NO_OPTIONS = {
     # what a call returns or how it runs, and what makes a model another one
+    "moe_apply_router_weight_on_input",  # which transformers refuses
     "output_router_logits",  # of which the auxiliary loss is refused on stages; has tests of its own
     *("return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_cache", "gradient_checkpointing"),
     *("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "use_bfloat16", "chunk_size"),
