@@ -18,7 +18,7 @@ class LagunaParallel(Dots1Parallel):
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
-        gates = heads if config.gating == "per-element" else replace(heads, head_dim=1)
+        gates = replace(heads, head_dim=1) if config.gating in (True, "per-head") else heads  # as transformers decides
         return {**super().attention(config, heads), "self_attn.g_proj": ColumnParallel(gates.query)}
 
     @classmethod
