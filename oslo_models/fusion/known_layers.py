@@ -24,27 +24,34 @@ def _names(text: str) -> frozenset[str]:
 # Norms ----------------------------------------------------------------------------------------------------------------
 
 RMS_NORMS = _names("""
-    arcee.ArceeRMSNorm cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm dots1.Dots1RMSNorm
-    ernie4_5.Ernie4_5RMSNorm ernie4_5_moe.Ernie4_5_MoeRMSNorm exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm
-    glm.GlmRMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm glm4_moe_lite.Glm4MoeLiteRMSNorm granite.GraniteRMSNorm
-    granitemoe.GraniteMoeRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
-    llama.LlamaRMSNorm minimax_m2.MiniMaxM2RMSNorm ministral.MinistralRMSNorm mistral.MistralRMSNorm
+    apertus.ApertusRMSNorm arcee.ArceeRMSNorm bitnet.BitNetRMSNorm cohere2_moe.Cohere2MoeRMSNorm cwm.CwmRMSNorm
+    deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm dots1.Dots1RMSNorm ernie4_5.Ernie4_5RMSNorm
+    ernie4_5_moe.Ernie4_5_MoeRMSNorm exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm glm.GlmRMSNorm
+    glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm glm4_moe_lite.Glm4MoeLiteRMSNorm granite.GraniteRMSNorm
+    granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm granitemoe_swa.GraniteMoeSWARMSNorm
+    granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm
+    hunyuan_v1_moe.HunYuanMoEV1RMSNorm hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm kolibri1.Kolibri1RMSNorm
+    laguna.LagunaRMSNorm llama.LlamaRMSNorm mellum.MellumRMSNorm minicpm3.MiniCPM3RMSNorm
+    minimax_m2.MiniMaxM2RMSNorm ministral.MinistralRMSNorm ministral3.Ministral3RMSNorm mistral.MistralRMSNorm
     mixtral.MixtralRMSNorm olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm
     qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm
-    solar_open.SolarOpenRMSNorm t5.T5LayerNorm
+    solar_open.SolarOpenRMSNorm t5.T5LayerNorm youtu.YoutuRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
 
 # MLPs -----------------------------------------------------------------------------------------------------------------
 
 GATED_MLPS = _names("""
-    cohere.CohereMLP cohere2.Cohere2MLP cwm.CwmMLP deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP
-    dots1.Dots1MLP ernie4_5.Ernie4_5MLP ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP
-    flex_olmo.FlexOlmoMLP gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP
-    glm4_moe_lite.Glm4MoeLiteMLP granite.GraniteMLP helium.HeliumMLP hunyuan_v1_dense.HunYuanDenseV1MLP
-    hunyuan_v1_moe.HunYuanMoEV1MLP llama.LlamaMLP ministral.MinistralMLP mistral.MistralMLP olmo.OlmoMLP
-    olmo2.Olmo2MLP olmo3.Olmo3MLP olmoe.OlmoeMLP qwen2.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP
-    qwen3_moe.Qwen3MoeMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP vaultgemma.VaultGemmaMLP
+    afmoe.AfmoeMLP cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cwm.CwmMLP
+    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP dots1.Dots1MLP ernie4_5.Ernie4_5MLP
+    ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP
+    gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP
+    granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP hunyuan_v1_dense.HunYuanDenseV1MLP
+    hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP kolibri1.Kolibri1MLP laguna.LagunaMLP
+    llama.LlamaMLP mellum.MellumMLP minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP
+    mistral.MistralMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmoe.OlmoeMLP qwen2.Qwen2MLP
+    qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_moe.Qwen3MoeMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP
+    stablelm.StableLmMLP vaultgemma.VaultGemmaMLP youtu.YoutuMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 GPT2_MLPS = _names("""
@@ -57,11 +64,11 @@ GPTJ_MLPS = _names("""
 """Copies of GPTJMLP."""
 BERT_INTERMEDIATES = _names("""
     bert.BertIntermediate bert_generation.BertGenerationIntermediate big_bird.BigBirdIntermediate
-    camembert.CamembertIntermediate convbert.ConvBertIntermediate deberta.DebertaIntermediate
-    deberta_v2.DebertaV2Intermediate electra.ElectraIntermediate layoutlm.LayoutLMIntermediate
-    longformer.LongformerIntermediate luke.LukeIntermediate lxmert.LxmertIntermediate
+    camembert.CamembertIntermediate convbert.ConvBertIntermediate data2vec.Data2VecTextIntermediate
+    deberta.DebertaIntermediate deberta_v2.DebertaV2Intermediate electra.ElectraIntermediate ernie.ErnieIntermediate
+    layoutlm.LayoutLMIntermediate longformer.LongformerIntermediate luke.LukeIntermediate lxmert.LxmertIntermediate
     megatron_bert.MegatronBertIntermediate mobilebert.MobileBertIntermediate mpnet.MPNetIntermediate
-    roberta.RobertaIntermediate roformer.RoFormerIntermediate tapas.TapasIntermediate
+    rembert.RemBertIntermediate roberta.RobertaIntermediate roformer.RoFormerIntermediate tapas.TapasIntermediate
     visual_bert.VisualBertIntermediate xlm_roberta.XLMRobertaIntermediate
 """)
 """Copies of BertIntermediate: a linear layer and its activation."""
@@ -69,28 +76,31 @@ BERT_INTERMEDIATES = _names("""
 # Blocks and residuals -------------------------------------------------------------------------------------------------
 
 LLAMA_BLOCKS = _names("""
-    arcee.ArceeDecoderLayer cwm.CwmDecoderLayer deepseek_v2.DeepseekV2DecoderLayer
+    arcee.ArceeDecoderLayer bitnet.BitNetDecoderLayer cwm.CwmDecoderLayer deepseek_v2.DeepseekV2DecoderLayer
     deepseek_v3.DeepseekV3DecoderLayer dots1.Dots1DecoderLayer ernie4_5.Ernie4_5DecoderLayer
-    ernie4_5_moe.Ernie4_5_MoeDecoderLayer exaone_moe.ExaoneMoeDecoderLayer gemma.GemmaDecoderLayer
-    glm.GlmDecoderLayer glm4_moe.Glm4MoeDecoderLayer glm4_moe_lite.Glm4MoeLiteDecoderLayer helium.HeliumDecoderLayer
-    hunyuan_v1_dense.HunYuanDenseV1DecoderLayer hunyuan_v1_moe.HunYuanMoEV1DecoderLayer llama.LlamaDecoderLayer
-    ministral.MinistralDecoderLayer mistral.MistralDecoderLayer olmo.OlmoDecoderLayer olmoe.OlmoeDecoderLayer
+    ernie4_5_moe.Ernie4_5_MoeDecoderLayer exaone_moe.ExaoneMoeDecoderLayer flint.FlintDecoderLayer
+    gemma.GemmaDecoderLayer glm.GlmDecoderLayer glm4_moe.Glm4MoeDecoderLayer glm4_moe_lite.Glm4MoeLiteDecoderLayer
+    helium.HeliumDecoderLayer hunyuan_v1_dense.HunYuanDenseV1DecoderLayer hunyuan_v1_moe.HunYuanMoEV1DecoderLayer
+    hy_v3.HYV3DecoderLayer jais2.Jais2DecoderLayer laguna.LagunaDecoderLayer llama.LlamaDecoderLayer
+    mellum.MellumDecoderLayer ministral.MinistralDecoderLayer ministral3.Ministral3DecoderLayer
+    mistral.MistralDecoderLayer nanochat.NanoChatDecoderLayer olmo.OlmoDecoderLayer olmoe.OlmoeDecoderLayer
     qwen2.Qwen2DecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer qwen3_moe.Qwen3MoeDecoderLayer
     seed_oss.SeedOssDecoderLayer smollm3.SmolLM3DecoderLayer solar_open.SolarOpenDecoderLayer
-    starcoder2.Starcoder2DecoderLayer
+    starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
 BERT_OUTPUTS = _names("""
     bert.BertOutput bert.BertSelfOutput bert_generation.BertGenerationOutput
     bert_generation.BertGenerationSelfOutput big_bird.BigBirdOutput big_bird.BigBirdSelfOutput
     camembert.CamembertOutput camembert.CamembertSelfOutput convbert.ConvBertOutput convbert.ConvBertSelfOutput
-    deberta.DebertaOutput deberta.DebertaSelfOutput deberta_v2.DebertaV2Output deberta_v2.DebertaV2SelfOutput
-    electra.ElectraOutput electra.ElectraSelfOutput layoutlm.LayoutLMOutput layoutlm.LayoutLMSelfOutput
+    data2vec.Data2VecTextOutput data2vec.Data2VecTextSelfOutput deberta.DebertaOutput deberta.DebertaSelfOutput
+    deberta_v2.DebertaV2Output deberta_v2.DebertaV2SelfOutput electra.ElectraOutput electra.ElectraSelfOutput
+    ernie.ErnieOutput ernie.ErnieSelfOutput layoutlm.LayoutLMOutput layoutlm.LayoutLMSelfOutput
     longformer.LongformerOutput longformer.LongformerSelfOutput luke.LukeOutput luke.LukeSelfOutput
-    lxmert.LxmertAttentionOutput lxmert.LxmertOutput mpnet.MPNetOutput roberta.RobertaOutput
-    roberta.RobertaSelfOutput roformer.RoFormerOutput roformer.RoFormerSelfOutput tapas.TapasOutput
-    tapas.TapasSelfOutput visual_bert.VisualBertOutput visual_bert.VisualBertSelfOutput xlm_roberta.XLMRobertaOutput
-    xlm_roberta.XLMRobertaSelfOutput
+    lxmert.LxmertAttentionOutput lxmert.LxmertOutput mpnet.MPNetOutput rembert.RemBertOutput
+    rembert.RemBertSelfOutput roberta.RobertaOutput roberta.RobertaSelfOutput roformer.RoFormerOutput
+    roformer.RoFormerSelfOutput tapas.TapasOutput tapas.TapasSelfOutput visual_bert.VisualBertOutput
+    visual_bert.VisualBertSelfOutput xlm_roberta.XLMRobertaOutput xlm_roberta.XLMRobertaSelfOutput
 """)
 """Copies of BertOutput: linear layer, dropout, residual, LayerNorm."""
 T5_FEED_FORWARDS = _names("""
@@ -101,33 +111,40 @@ T5_FEED_FORWARDS = _names("""
 # Attention ------------------------------------------------------------------------------------------------------------
 
 CALL_EAGER_ATTENTION = _names("""
-    albert.AlbertAttention arcee.ArceeAttention bart.BartAttention bert.BertCrossAttention bert.BertSelfAttention
-    bert_generation.BertGenerationCrossAttention bert_generation.BertGenerationSelfAttention
+    afmoe.AfmoeAttention albert.AlbertAttention apertus.ApertusAttention arcee.ArceeAttention bart.BartAttention
+    bert.BertCrossAttention bert.BertSelfAttention bert_generation.BertGenerationCrossAttention
+    bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention bitnet.BitNetAttention
     blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention camembert.CamembertCrossAttention
     camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention cohere2.Cohere2Attention
-    ctrl.MultiHeadAttention cwm.CwmAttention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention
+    cohere2_moe.Cohere2MoeAttention ctrl.MultiHeadAttention cwm.CwmAttention data2vec.Data2VecTextCrossAttention
+    data2vec.Data2VecTextSelfAttention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention
     detr.DetrCrossAttention detr.DetrSelfAttention distilbert.DistilBertSelfAttention dots1.Dots1Attention
-    electra.ElectraCrossAttention electra.ElectraSelfAttention ernie4_5.Ernie4_5Attention
-    ernie4_5_moe.Ernie4_5_MoeAttention exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention
-    flex_olmo.FlexOlmoAttention gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention glm.GlmAttention
-    glm4.Glm4Attention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention gpt2.GPT2Attention
-    gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention granitemoe.GraniteMoeAttention helium.HeliumAttention
+    electra.ElectraCrossAttention electra.ElectraSelfAttention ernie.ErnieCrossAttention ernie.ErnieSelfAttention
+    ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention exaone4.Exaone4Attention
+    exaone_moe.ExaoneMoeAttention flex_olmo.FlexOlmoAttention gemma.GemmaAttention gemma2.Gemma2Attention
+    gemma3.Gemma3Attention glm.GlmAttention glm4.Glm4Attention glm4_moe.Glm4MoeAttention
+    glm4_moe_lite.Glm4MoeLiteAttention gpt2.GPT2Attention gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention
+    granitemoe.GraniteMoeAttention granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention
     hubert.HubertAttention hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention
-    llama.LlamaAttention m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention
-    minimax_m2.MiniMaxM2Attention ministral.MinistralAttention mistral.MistralAttention mixtral.MixtralAttention
-    mobilebert.MobileBertSelfAttention mt5.MT5Attention nemotron.NemotronAttention olmo.OlmoAttention
-    olmo2.Olmo2Attention olmo3.Olmo3Attention olmoe.OlmoeAttention opt.OPTAttention pegasus.PegasusAttention
-    phi.PhiAttention phi3.Phi3Attention plbart.PLBartAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention
-    qwen3.Qwen3Attention qwen3_moe.Qwen3MoeAttention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
-    seed_oss.SeedOssAttention smollm3.SmolLM3Attention solar_open.SolarOpenAttention
+    hy_v3.HYV3Attention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention kolibri1.Kolibri1Attention
+    laguna.LagunaAttention llama.LlamaAttention m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention
+    mellum.MellumAttention minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention
+    ministral3.Ministral3Attention mistral.MistralAttention mixtral.MixtralAttention
+    mobilebert.MobileBertSelfAttention mt5.MT5Attention nanochat.NanoChatAttention nemotron.NemotronAttention
+    olmo.OlmoAttention olmo2.Olmo2Attention olmo3.Olmo3Attention olmoe.OlmoeAttention opt.OPTAttention
+    pegasus.PegasusAttention phi.PhiAttention phi3.Phi3Attention plbart.PLBartAttention qwen2.Qwen2Attention
+    qwen2_moe.Qwen2MoeAttention qwen3.Qwen3Attention qwen3_moe.Qwen3MoeAttention roberta.RobertaCrossAttention
+    roberta.RobertaSelfAttention seed_oss.SeedOssAttention smollm3.SmolLM3Attention solar_open.SolarOpenAttention
     speech_to_text.Speech2TextAttention stablelm.StableLmAttention starcoder2.Starcoder2Attention t5.T5Attention
     umt5.UMT5Attention vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
-    xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention
+    xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention youtu.YoutuAttention
 """)
 """Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5
 or Gemma 2."""
 ROTARY_ATTENTIONS = {
-    "exaone4.Exaone4Attention": _names("exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention"),
+    "exaone4.Exaone4Attention": _names("""
+        exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention
+    """),
     "gemma2.Gemma2Attention": _names("gemma2.Gemma2Attention vaultgemma.VaultGemmaAttention"),
     "gemma3.Gemma3Attention": _names("gemma3.Gemma3Attention"),
     "hunyuan_v1_dense.HunYuanDenseV1Attention": _names("""
@@ -135,12 +152,15 @@ ROTARY_ATTENTIONS = {
     """),
     "llama.LlamaAttention": _names("""
         arcee.ArceeAttention gemma.GemmaAttention granite.GraniteAttention granitemoe.GraniteMoeAttention
+        granitemoeshared.GraniteMoeSharedAttention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention
         llama.LlamaAttention qwen2_moe.Qwen2MoeAttention solar_open.SolarOpenAttention
     """),
     "mistral.MistralAttention": _names("mistral.MistralAttention mixtral.MixtralAttention"),
     "phi.PhiAttention": _names("phi.PhiAttention"),
     "qwen2.Qwen2Attention": _names("cwm.CwmAttention ministral.MinistralAttention qwen2.Qwen2Attention"),
-    "qwen3.Qwen3Attention": _names("dots1.Dots1Attention qwen3.Qwen3Attention qwen3_moe.Qwen3MoeAttention"),
+    "qwen3.Qwen3Attention": _names("""
+        dots1.Dots1Attention mellum.MellumAttention qwen3.Qwen3Attention qwen3_moe.Qwen3MoeAttention
+    """),
     "seed_oss.SeedOssAttention": _names("seed_oss.SeedOssAttention"),
     "smollm3.SmolLM3Attention": _names("smollm3.SmolLM3Attention"),
     "stablelm.StableLmAttention": _names("stablelm.StableLmAttention"),
@@ -149,7 +169,10 @@ ROTARY_ATTENTIONS = {
 """The copies of each attention layer that `attention` has a fused forward for; all of them call Llama's
 ``apply_rotary_pos_emb``, or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
-    deepseek_v3.DeepseekV3Attention falcon.FalconAttention falcon.FalconFlashAttention2
-    glm4_moe_lite.Glm4MoeLiteAttention olmoe.OlmoeAttention
+    afmoe.AfmoeAttention apertus.ApertusAttention bitnet.BitNetAttention deepseek_v3.DeepseekV3Attention
+    falcon.FalconAttention falcon.FalconFlashAttention2 flint.FlintAttention glm4_moe_lite.Glm4MoeLiteAttention
+    gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
+    hy_v3.HYV3Attention minicpm3.MiniCPM3Attention ministral3.Ministral3Attention nanochat.NanoChatAttention
+    olmoe.OlmoeAttention persimmon.PersimmonAttention youtu.YoutuAttention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

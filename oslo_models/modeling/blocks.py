@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.layout import EvenSplit, GroupedHeads
 from oslo_models.sharding.plan import (
     ColumnParallel,
     Entries,
@@ -46,6 +46,11 @@ def gated_mlp(mlp: str) -> Entries:
         f"{mlp}.up_proj": ColumnParallel(),
         f"{mlp}.down_proj": RowParallel(),
     }
+
+
+def attention_sinks(heads: GroupedHeads) -> ColumnParallel:
+    """The entry of a learnt score per query head that competes with those of the keys."""
+    return ColumnParallel(replace(heads, head_dim=1).query)
 
 
 def mixture_of_experts(mlp: str = "mlp", router: str = "gate", shared: str = "") -> Entries:

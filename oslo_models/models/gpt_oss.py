@@ -1,16 +1,16 @@
 """gpt-oss: Llama with biases, attention sinks and experts whose gate and up projections alternate."""
 
-from dataclasses import replace
 from typing import Any
 
 from transformers import GptOssConfig
 from transformers.models.gpt_oss import modeling_gpt_oss as hf
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssPreTrainedModel
 
+from oslo_models.modeling.blocks import attention_sinks
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
-from oslo_models.sharding.plan import ColumnParallel, Entries, Experts, Replicated
+from oslo_models.sharding.plan import Entries, Experts, Replicated
 
 
 class GptOssParallel(LlamaParallel):
@@ -20,8 +20,7 @@ class GptOssParallel(LlamaParallel):
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
-        sinks = ColumnParallel(replace(heads, head_dim=1).query)
-        return {**super().attention(config, heads), "self_attn.sinks": sinks}
+        return {**super().attention(config, heads), "self_attn.sinks": attention_sinks(heads)}
 
 
 class GptOssModel(GptOssParallel, hf.GptOssModel):

@@ -6,10 +6,10 @@ from transformers.models.granitemoe.modeling_granitemoe import GraniteMoePreTrai
 
 from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
-from oslo_models.models.llama import LlamaParallel
+from oslo_models.models.granite import GraniteParallel
 
 
-class GraniteMoeParallel(LlamaParallel):
+class GraniteMoeParallel(GraniteParallel):
     """Sharding plan of the Granite MoE family."""
 
     mlp = mixture_of_experts("block_sparse_moe", "router")

@@ -75,7 +75,7 @@ def test_fused_loss_and_gradients_match_transformers(pool: Pool, variant: str, n
     pool.run(n, check_steps, [fusion_reference(variant, name, seed) for name in zoo.lm_heads(variant)], n)
 
 
-@pytest.mark.parametrize("variant", [variant for variant in registry.ARCHITECTURES if variant not in zoo.FOUNDING])
+@pytest.mark.parametrize("variant", zoo.cases(kind for kind in registry.ARCHITECTURES if kind not in zoo.FOUNDING))
 def test_fused_loss_and_gradients_of_other_architectures_match_transformers(variant: str, seed: int) -> None:
     check_steps([fusion_reference(variant, (zoo.lm_heads(variant) or zoo.heads(variant))[0], seed)], 1)
 

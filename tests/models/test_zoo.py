@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from oslo_models import IBertModel, registry
+from oslo_models import AfmoeModel, IBertModel, LagunaModel, registry
 from oslo_models.cli import support_table as support
 from oslo_models.modeling.apply_plan import layouts_of
 from oslo_models.sharding.plan import HeadNorm, Latent
@@ -92,7 +92,7 @@ def check_type(
     assert (folder / "merged/config.json").read_bytes() == (folder / "whole/config.json").read_bytes()
 
 
-@pytest.mark.parametrize("model_type", [*zoo.MORE, *zoo.ODD])
+@pytest.mark.parametrize("model_type", zoo.cases([*zoo.MORE, *zoo.ODD]))
 def test_main_class_matches_transformers_on_two_ranks_and_two_stages(
     pool: Pool, tmp_path: Path, model_type: str, seed: int
 ) -> None:
@@ -206,6 +206,18 @@ def test_quantized_ibert_allows_one_rank_only() -> None:
         plan.check_ranks("IBertModel", "IBertConfig", 2)
 
 
+def test_laguna_with_other_numbers_of_heads_in_some_blocks_allows_one_rank_only() -> None:
+    config = zoo.config("laguna", num_attention_heads_per_layer=[6, 4])
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that LagunaModel allows: num_att"):
+        LagunaModel.plan(config).check_ranks("LagunaModel", "LagunaConfig", 2)
+
+
+def test_afmoe_with_scaled_embeddings_allows_one_stage_only() -> None:
+    AfmoeModel.plan(zoo.config("afmoe")).check_stages("AfmoeModel", 2)
+    with pytest.raises(ValueError, match=r"pipeline_parallel_size=2 is more than 1, .* with mup_enabled=True"):
+        AfmoeModel.plan(zoo.config("afmoe", mup_enabled=True)).check_stages("AfmoeModel", 2)
+
+
 @pytest.mark.parametrize("name", ["Wav2Vec2ForSequenceClassification", "WhisperForAudioClassification"])
 def test_weighted_layer_sum_allows_one_stage_only(name: str) -> None:
     cls: Any = registry.find(name)
@@ -306,6 +318,8 @@ def test_plan_shards_every_module_that_the_plan_of_transformers_shards(model_typ
     layouts = layouts_of(model, plan, prefix, type(model).head_plan, 2)
     assert type(config).base_model_tp_plan
     for pattern, style in type(config).base_model_tp_plan.items():
+        if style == "local_params":  # a module whose own parameters have lines of their own
+            continue
         weights = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"(\.weight|\.\w+_proj)?")
         matches = [name for name in layouts if weights.fullmatch(name)]
         assert matches or pattern.endswith(tuple(plan.optional)), pattern

@@ -40,6 +40,7 @@ ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activa
 
 NO_OPTIONS = {
     # what a call returns or how it runs, and what makes a model another one
+    "moe_apply_router_weight_on_input",  # which transformers refuses
     "output_router_logits",  # of which the auxiliary loss is refused on stages; has tests of its own
     *("return_dict", "output_hidden_states", "output_attentions", "torchscript", "use_cache", "gradient_checkpointing"),
     *("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "use_bfloat16", "chunk_size"),
@@ -212,7 +213,9 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "helium": _fit_helium,
     "hubert": _fit_wav2vec2,
     "luke": _fit_luke,
+    "minicpm3": _fit_latent_attention,
     "mobilebert": _fit_mobilebert,
+    "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,
     "reformer": _fit_reformer,
@@ -220,6 +223,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "smollm3": _fit_smollm3,
     "squeezebert": _fit_squeezebert,
     "wav2vec2": _fit_wav2vec2,
+    "youtu": _fit_latent_attention,
 }
 """What the sizes of a type have to fit."""
 

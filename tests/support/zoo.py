@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -97,6 +98,11 @@ _LATENT: dict[str, Any] = {
     **{"n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
 }
 
+_GRANITE = {**_KV, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+_MOE_OF_GRANITE = {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 13}
+_SPARSE = {**_MIXTURE, "mlp_layer_types": ["dense", "sparse"]}
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 4}
+
 _PATCHES = {"image_size": 12, "patch_size": 4}
 _VIT: dict[str, Any] = {**_BERT, **_PATCHES, "encoder_stride": 4, "problem_type": "single_label_classification"}
 _CLIP = {**_BERT, "projection_dim": 7}
@@ -119,12 +125,16 @@ _DETR: dict[str, Any] = {
 _SPEECH: dict[str, Any] = {**_BART, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}
 
 MORE: dict[str, Mapping[str, Any]] = {
+    "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
     "albert": {**_BERT, "embedding_size": 20, "inner_group_num": 2},
+    "apertus": _KV,
     "arcee": _LLAMA,
     "bart": _BART,
     "bert-generation": {**_BERT, "is_decoder": True},
     "big_bird": {**_BERT, "attention_type": "original_full", "is_decoder": True},
     "bigbird_pegasus": {**_BART, "attention_type": "original_full"},
+    "biogpt": _BERT,
+    "bitnet": _KV,
     "blenderbot": _BART,
     "blenderbot-small": _BART,
     "bloom": {"hidden_size": 24, "n_layer": 2, "n_head": 6},
@@ -133,6 +143,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "codegen": {**_GPTJ, "n_embd": 48, "n_head": 12},
     "cohere": {**_KV, "use_qk_norm": True},
     "cohere2": {**_KV, **_WINDOW},
+    "cohere2_moe": {**_KV, **_WINDOW, **_SPARSE, "prefix_dense_intermediate_size": 17, "num_shared_experts": 1},
     "convbert": {**_BERT, "embedding_size": 20, "conv_kernel_size": 3},
     "ctrl": {"n_embd": 24, "n_head": 6, "dff": 35, "n_layer": 2, "n_positions": 32},
     "cwm": {**_LLAMA, **_WINDOW},
@@ -141,6 +152,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "deit": _VIT,
     "detr": _DETR,
     "distilbert": {"dim": 24, "hidden_dim": 35, "n_layers": 2, "n_heads": 6, "max_position_embeddings": 32},
+    "data2vec-text": {**_BERT, "is_decoder": True},
     "dots1": {
         **_KV,
         **_MIXTURE,
@@ -153,6 +165,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "deepseek_v2": {**_LATENT, "kv_lora_rank": 8, "qk_nope_head_dim": 6},
     "deepseek_v3": _LATENT,
     "glm4_moe_lite": {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    "ernie": {**_BERT, "use_task_id": True},
     "ernie4_5_moe": {**_KV, **_MIXTURE, "moe_num_experts": 5, "moe_k": 2, "moe_layer_start_index": 1},
     "hunyuan_v1_moe": {**_LLAMA, **_MIXTURE, "moe_topk": 2},
     "exaone_moe": {**_LLAMA, **_MIXTURE, **_WINDOW, "mlp_layer_types": ["dense", "sparse"], "n_group": 1},
@@ -175,6 +188,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"max_position_embeddings": 32, "pad_token_id": 0},
     },
     "fsmt": {**_BART, "langs": ["en", "de"], "src_vocab_size": TOKENS["vocab_size"]},
+    "flint": {**_LLAMA, **_MIXTURE, **_WINDOW, "mlp_only_layers": [1]},
     "gemma": _LLAMA,
     "gemma2": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
     "gemma3_text": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
@@ -183,12 +197,24 @@ MORE: dict[str, Mapping[str, Any]] = {
     "glm4_moe": {**_KV, **_MIXTURE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "gpt_bigcode": _GPT2,
     "gpt_neox": _BERT,
-    "granite": {**_KV, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
-    "granitemoe": {**_KV, **_MIXTURE, "num_local_experts": 5},
+    "gpt_neox_japanese": {**_SIZE, "intermediate_multiple_size": 2},
+    "granite": _GRANITE,
+    "granitemoe": {**_GRANITE, **_MIXTURE, "num_local_experts": 5},
+    "granite_swa": {**_GRANITE, **_WINDOW},
+    "granitemoe_swa": {**_MOE_OF_GRANITE, **_WINDOW},
+    "granitemoeshared": _MOE_OF_GRANITE,
     "helium": {**_LLAMA, "head_dim": 4},
     "hubert": {**_WAV2VEC2, "do_stable_layer_norm": True, "feat_extract_norm": "layer"},
     "hunyuan_v1_dense": _LLAMA,
+    "hy_v3": {**_LLAMA, **_SPARSE},
+    "hyperclovax": {**_GRANITE, "use_post_norm": True},
     "ibert": _BERT,
+    "jais2": _KV,
+    "kolibri1": {
+        **{**_LLAMA, **_MIXTURE, **_WINDOW, "shared_expert_intermediate_size": 13},
+        "intermediate_size": None,
+    },
+    "laguna": {**_LLAMA, **_SPARSE, "shared_expert_intermediate_size": 13},
     "layoutlm": _BERT,
     "longformer": {**_BERT, "attention_window": 4},
     "luke": {**_BERT, "entity_vocab_size": 17, "entity_emb_size": 10},
@@ -205,8 +231,14 @@ MORE: dict[str, Mapping[str, Any]] = {
     "marian": _BART,
     "mbart": _BART,
     "megatron-bert": _BERT,
+    "mellum": {**_LLAMA, **_SPARSE, **_WINDOW},
+    "minicpm3": {**_LATENT, "scale_depth": 1.4, "dim_model_base": 12},
     "minimax_m2": {**_KV, **_MIXTURE, "num_local_experts": 5},
     "ministral": {**_LLAMA, **_WINDOW},
+    "ministral3": {
+        **_LLAMA,
+        "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1},
+    },
     "mistral": {**_LLAMA, "sliding_window": 4},
     "mixtral": {**_LLAMA, **_MIXTURE, "num_local_experts": 5},
     "mobilebert": {**_BERT, "embedding_size": 20, "intra_bottleneck_size": 18, "num_feedforward_networks": 2},
@@ -214,6 +246,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "mpnet": _BERT,
     "mpt": {"d_model": 24, "n_heads": 6, "n_layers": 2, "max_seq_len": 32, "expansion_ratio": 2},
     "mt5": _T5,
+    "nanochat": _KV,
     "nemotron": {**_LLAMA, "head_dim": 4},
     "olmo": _KV,
     "olmo2": _KV,
@@ -222,6 +255,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "openai-gpt": _GPT2,
     "opt": {**_SIZE, "ffn_dim": 35, "word_embed_proj_dim": 20},
     "pegasus": _BART,
+    "persimmon": _BERT,
     "phi": {**_BERT, "qk_layernorm": True},
     "phi3": _KV,
     "plbart": _BART,
@@ -240,6 +274,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"n_docs": 2, "decoder_start_token_id": 2, "label_smoothing": 0.1},
     },
     "reformer": {**_REFORMER, "is_decoder": True, "axial_pos_embds": False},
+    "rembert": {**_BERT, "input_embedding_size": 20, "output_embedding_size": 18},
     "roberta": _BERT,
     "roformer": {**_BERT, "embedding_size": 20, "is_decoder": True},
     "seed_oss": _LLAMA,
@@ -260,6 +295,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "xlm": {**_XLM, "n_langs": 2},
     "xlm-roberta": _BERT,
     "xlnet": {"d_model": 24, "n_layer": 2, "n_head": 6, "d_inner": 35},
+    "youtu": _LATENT,
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -297,6 +333,19 @@ LEFT_OUT: dict[str, set[str]] = {
     "gemma3_text": {"Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification", "Gemma3Model"},
 }
 """Classes that transformers has in the module of a model type and the zoo does not."""
+
+SLOW_TESTS_ONLY = {
+    # close relatives of types that the fast tests cover
+    *("apertus", "biogpt", "bitnet", "cohere2_moe", "granite_swa", "granitemoe_swa", "granitemoeshared", "hy_v3"),
+    *("hyperclovax", "jais2", "kolibri1", "laguna", "mellum", "minicpm3", "ministral3", "nanochat", "persimmon"),
+    *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
+}
+"""Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
+
+
+def cases(variants: Iterable[str]) -> list[Any]:
+    """Parameters of a fast test: those in `SLOW_TESTS_ONLY` are marked."""
+    return [pytest.param(each, marks=pytest.mark.zoo) if each in SLOW_TESTS_ONLY else each for each in variants]
 
 
 _OF_ROWS = ("mc_labels", "next_sentence_label", "sentence_order_label", "sentence_image_labels", "matched_label", "ans")

@@ -1,0 +1,34 @@
+"""Apertus: Llama with norms of query and key heads and an MLP without a gate, whose activation (xIELU) is learnt."""
+
+from transformers import ApertusConfig
+from transformers.models.apertus import modeling_apertus as hf
+from transformers.models.apertus.modeling_apertus import ApertusPreTrainedModel
+
+from oslo_models.modeling.heads import LM_HEAD, SCORE
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.plan import ColumnParallel, HeadNorm, RowParallel
+
+
+class ApertusParallel(LlamaParallel):
+    """Sharding plan of the Apertus family."""
+
+    norms = ("attention_layernorm", "feedforward_layernorm")
+    head_norms = ("self_attn.q_norm", "self_attn.k_norm")
+    mlp = {
+        "mlp.up_proj": ColumnParallel(),
+        # two scalars, which all ranks apply to their features: as with a norm of heads, gradients are summed
+        "mlp.act_fn": HeadNorm(),
+        "mlp.down_proj": RowParallel(),
+    }
+
+
+class ApertusModel(ApertusParallel, hf.ApertusModel):
+    pass
+
+
+class ApertusForCausalLM(ApertusParallel, hf.ApertusForCausalLM):
+    head_plan = LM_HEAD
+
+
+class ApertusForTokenClassification(ApertusParallel, hf.ApertusForTokenClassification):
+    head_plan = SCORE

@@ -1,0 +1,51 @@
+"""BioGPT: OPT with scaled embeddings."""
+
+from typing import Any
+
+from transformers import BioGptConfig
+from transformers.models.biogpt import modeling_biogpt as hf
+from transformers.models.biogpt.modeling_biogpt import BioGptPreTrainedModel
+
+from oslo_models.modeling.base import ParallelModel
+from oslo_models.modeling.blocks import heads_of, qkv
+from oslo_models.modeling.heads import CLASSIFIER, SCORE
+from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+
+
+class BioGptParallel(ParallelModel):
+    """Sharding plan of the BioGPT family."""
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        heads = heads_of(config)
+        block = {
+            "self_attn": LocalModule({"num_heads": heads.local_count}),
+            **qkv("self_attn", heads),
+            "self_attn.out_proj": RowParallel(heads),
+            "self_attn_layer_norm": Norm(),
+            "fc1": ColumnParallel(),
+            "fc2": RowParallel(),
+            "final_layer_norm": Norm(),
+        }
+        return Plan(
+            embed={"embed_tokens": VocabParallel(), "embed_positions": Replicated()},
+            blocks={"layers": block},
+            head={"layer_norm": Norm()},
+            disabled_after_first_stage={"dropout": 0.0},
+        )
+
+
+class BioGptModel(BioGptParallel, hf.BioGptModel):
+    pass
+
+
+class BioGptForCausalLM(BioGptParallel, hf.BioGptForCausalLM):
+    head_plan = {"output_projection": VocabParallel()}
+
+
+class BioGptForSequenceClassification(BioGptParallel, hf.BioGptForSequenceClassification):
+    head_plan = SCORE
+
+
+class BioGptForTokenClassification(BioGptParallel, hf.BioGptForTokenClassification):
+    head_plan = CLASSIFIER

@@ -1,0 +1,34 @@
+"""GPT-NeoX Japanese: GPT-NeoX with sequential blocks, and without biases but for that of the last attention."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import GPTNeoXJapaneseConfig
+from transformers.models.gpt_neox_japanese import modeling_gpt_neox_japanese as hf
+from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPTNeoXJapanesePreTrainedModel
+
+from oslo_models.modeling.blocks import heads_of
+from oslo_models.models.gpt_neox import GPTNeoXParallel
+from oslo_models.sharding.plan import LocalModule, Plan, Replicated, VocabParallel
+
+
+class GPTNeoXJapaneseParallel(GPTNeoXParallel):
+    """Sharding plan of the GPT-NeoX Japanese family."""
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        plan = super().plan(config)
+        attention = {
+            "attention": LocalModule({"num_attention_heads": heads_of(config).local_count}),
+            "attention.dense_bias": Replicated(),
+        }
+        blocks = {"layers": {**plan.blocks["layers"], **attention}}
+        return replace(plan, blocks=blocks, optional=("attention.dense_bias",), embedding_dropouts=())
+
+
+class GPTNeoXJapaneseModel(GPTNeoXJapaneseParallel, hf.GPTNeoXJapaneseModel):
+    pass
+
+
+class GPTNeoXJapaneseForCausalLM(GPTNeoXJapaneseParallel, hf.GPTNeoXJapaneseForCausalLM):
+    head_plan = {"embed_out": VocabParallel()}

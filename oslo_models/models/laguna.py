@@ -1,0 +1,36 @@
+"""Laguna: Qwen3 with gated attention, and shared and routed experts but for the first blocks."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import LagunaConfig
+from transformers.models.laguna import modeling_laguna as hf
+from transformers.models.laguna.modeling_laguna import LagunaPreTrainedModel
+
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.dots1 import Dots1Parallel
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import ColumnParallel, Entries, Plan
+
+
+class LagunaParallel(Dots1Parallel):
+    """Sharding plan of the Laguna family."""
+
+    @classmethod
+    def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
+        gates = replace(heads, head_dim=1) if config.gating in (True, "per-head") else heads  # as transformers decides
+        return {**super().attention(config, heads), "self_attn.g_proj": ColumnParallel(gates.query)}
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        differ = set(config.num_attention_heads_per_layer) != {config.num_attention_heads}
+        reason = "num_attention_heads_per_layer differs from num_attention_heads" if differ else ""
+        return replace(super().plan(config), single_rank_reason=reason)
+
+
+class LagunaModel(LagunaParallel, hf.LagunaModel):
+    pass
+
+
+class LagunaForCausalLM(LagunaParallel, hf.LagunaForCausalLM):
+    head_plan = LM_HEAD

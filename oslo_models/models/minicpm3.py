@@ -1,0 +1,24 @@
+"""MiniCPM3: Llama with multi-head latent attention, and multipliers of embeddings, residuals and logits."""
+
+from transformers import MiniCPM3Config
+from transformers.models.minicpm3 import modeling_minicpm3 as hf
+from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3PreTrainedModel
+
+from oslo_models.modeling.heads import LM_HEAD, SCORE
+from oslo_models.models.youtu import YoutuParallel
+
+
+class MiniCPM3Parallel(YoutuParallel):
+    """Sharding plan of the MiniCPM3 family."""
+
+
+class MiniCPM3Model(MiniCPM3Parallel, hf.MiniCPM3Model):
+    pass
+
+
+class MiniCPM3ForCausalLM(MiniCPM3Parallel, hf.MiniCPM3ForCausalLM):
+    head_plan = LM_HEAD
+
+
+class MiniCPM3ForSequenceClassification(MiniCPM3Parallel, hf.MiniCPM3ForSequenceClassification):
+    head_plan = SCORE
