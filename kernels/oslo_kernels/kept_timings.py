@@ -34,18 +34,18 @@ class KeptTimings:
 
     def __init__(self, in_file: bool = True) -> None:
         self._in_file = in_file
-        self._here: dict[str, Timings] = {}
+        self._here: dict[str, Timings | str] = {}
 
-    def get(self, key: str) -> Timings | None:
-        """The timings with this key, if there are any."""
+    def get(self, key: str) -> Timings | str | None:
+        """What was found for this key, if anything was."""
         if key not in self._here and self._in_file and (found := self._read().get(key)):
             self._here[key] = found
         return self._here.get(key)
 
-    def add(self, key: str, found: Timings, lasting: bool) -> None:
-        """Keep timings, for this process only unless they are ``lasting``."""
+    def add(self, key: str, found: Timings | str) -> None:
+        """Keep timings; or, for this process only, why there are none."""
         self._here[key] = found
-        if self._in_file and lasting:
+        if self._in_file and not isinstance(found, str):
             with suppress(OSError):
                 self._write({**self._read(), key: found})
 

@@ -30,15 +30,19 @@ _kept = KeptTimings()
 _measuring = threading.Lock()
 
 
-def timings(layers: _Weights, io: bool, processes: int = 1) -> Timings:
+def timings(layers: _Weights, io: bool, processes: int = 1) -> Timings | str:
     """Time products with weights and biases of one shape and dtype, once on a machine for each number of threads.
 
-    While other processes take cores from several threads, timings are kept for this process only.
+    Several threads wait for each other after each product, and so for one whose core another process has taken. How
+    often that happens, timings of milliseconds cannot tell.
 
     Args:
         layers: weights and biases for which `linear.why_torch` returns ``None``.
         io: whether the weights are ``[in, out]``, those of ``Conv1D``.
         processes: how many time theirs at once, since these share the memory's bandwidth.
+
+    Returns:
+        The timings, or why there are none to rely on; that is found out anew by the next process.
     """
     (weight, bias), threads = layers[0], torch.get_num_threads()
     cycled = layers[: 1 + WEIGHTS // weight.nbytes]
@@ -47,11 +51,17 @@ def timings(layers: _Weights, io: bool, processes: int = 1) -> Timings:
     with _measuring, torch.no_grad():  # locked, since ranks may be threads of one process
         found = _kept.get(key)
         if found is None:
-            preempted = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+            before = _preemptions()
             found = _time(cycled, io)
-            preempted = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - preempted
-            _kept.add(key, found, lasting=threads == 1 or preempted <= threads)
+            if threads > 1 and (preempted := _preemptions() - before) > threads:
+                found = f"other programs keep the cores busy (preempted {preempted} times while it was timed)"
+            _kept.add(key, found)
         return found
+
+
+def _preemptions() -> int:
+    """How often the threads of this process have lost their core to others."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def gain(seconds: tuple[float, float]) -> float:

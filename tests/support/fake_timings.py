@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -15,10 +16,13 @@ from oslo_kernels.kept_timings import KeptTimings
 
 
 @contextmanager
-def faster_at(rows: Collection[int] | None = None, in_file: bool = False) -> Iterator[mock.Mock]:
+def faster_at(rows: Collection[int] | None = None, in_file: bool = False, preempted: int = 0) -> Iterator[mock.Mock]:
     """Our product takes half of torch's time at these numbers of rows (default: at all), and twice its time elsewhere.
 
     Gives what stands in for the measurement of a pair. Nothing is read from or written to the file, unless ``in_file``.
+
+    Args:
+        preempted: how often each measurement is said to have lost its core.
     """
 
     def seconds(ours: partial[Tensor], torchs: Any, layers: Any) -> tuple[float, float]:
@@ -27,6 +31,7 @@ def faster_at(rows: Collection[int] | None = None, in_file: bool = False) -> Ite
 
     with (
         mock.patch.object(linear_timing, "_kept", KeptTimings(in_file)),
+        mock.patch.object(linear_timing, "_preemptions", side_effect=count(0, preempted)),
         mock.patch.object(linear_timing, "_in_turn", side_effect=seconds) as measured,
     ):
         yield measured
