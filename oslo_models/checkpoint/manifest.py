@@ -13,7 +13,8 @@ from typing import Any
 from oslo_models.checkpoint.checksum import file_checksum
 from oslo_models.checkpoint.filenames import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The latest version, in which tensors may have ``first_ranges``. A manifest without any is of version 1."""
 
 
 def sync_and_record(path: Path) -> dict[str, int]:
@@ -31,7 +32,8 @@ def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
     versions = {
         name: import_module(name).__version__ for name in ("oslo_models", "torch", "transformers", "safetensors")
     }
-    manifest = {"format_version": FORMAT_VERSION, "versions": versions, **content}
+    has_first_ranges = any("first_ranges" in entry for entry in content.get("tensors", {}).values())
+    manifest = {"format_version": FORMAT_VERSION if has_first_ranges else 1, "versions": versions, **content}
     manifest["checksum"] = _content_checksum(manifest)
     path.write_text(json.dumps(manifest, indent=1) + "\n")
 
@@ -47,10 +49,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         found = manifest["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: expected a manifest in JSON, but {error!r}; copy the file again") from error
-    if found != FORMAT_VERSION:
+    if found not in range(1, FORMAT_VERSION + 1):
         raise CheckpointError(
             f"{path}: format version {found} (written with {manifest.get('versions')}), but this version of "
-            f"oslo_models reads version {FORMAT_VERSION}; install the version that wrote it, or a later one"
+            f"oslo_models reads versions 1 to {FORMAT_VERSION}; install the version that wrote it, or a later one"
         )
     expected, actual = manifest.pop("checksum", None), _content_checksum(manifest)
     if expected != actual:

@@ -166,6 +166,8 @@ def _plan_split(
         for name, info in stage.items():
             if not (safe and info.alias_of):
                 sharding: dict[str, Any] = {"dim": info.layout.dim, "ranges": info.layout.ranges, "stages": []}
+                if info.layout.first_ranges:
+                    sharding["first_ranges"] = info.layout.first_ranges
                 entries.setdefault(name, {**_describe(info), **sharding})["stages"].append(info.stage)
     kind = {"kind": "split", "tp": mesh.tp.size, "pp": mesh.pp.size}
     return _SavePlan(infos, [file], mesh.dp.rank == 0, {}, entries, kind)

@@ -70,10 +70,11 @@ class Arguments:
         """
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "micro_batch_size", "expert_parallel_size"):
             check_size(name, getattr(self, name))
-        if self.expert_parallel_size not in (1, self.tensor_parallel_size):
+        if self.tensor_parallel_size % self.expert_parallel_size:
             raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} must be 1 (each rank has a part of every expert) or "
-                f"tensor_parallel_size={self.tensor_parallel_size} (each rank has some of the experts)"
+                f"expert_parallel_size={self.expert_parallel_size} must divide tensor_parallel_size="
+                f"{self.tensor_parallel_size}: 1 (each rank has a part of every expert) to "
+                f"{self.tensor_parallel_size} (each rank has some of the experts as a whole)"
             )
         deployment = kwargs.get("deployment")
         flags = {"deploy": self.deploy, "deployment": deployment, "gather_logits": self.gather_logits}

@@ -201,6 +201,12 @@ def _seed(seed: int, device: Any, only_torch: bool) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def _adapters(model: Any, method: str, args: tuple[Any, ...]) -> Any:
+    from oslo_models.deploy.adapters import call_adapters
+
+    return call_adapters(model, method, args)
+
+
 def _get_dtype(model: Any) -> Any:
     return model.dtype
 
@@ -209,6 +215,7 @@ _OF_THE_RANK: dict[str, Callable[..., Any]] = {
     "held_tensors": held_tensors,
     "held_part": held_part,
     "get_dtype": _get_dtype,
+    "adapters": _adapters,
 }
 """What the application asks a rank about its part of the model."""
 

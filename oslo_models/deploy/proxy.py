@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from oslo_models.checkpoint.quantized import take_quantization
 from oslo_models.config.arguments import Arguments, check_unused, is_timeout, of_class, parse_dtype
 from oslo_models.config.sources import open_source, read_generation_config
+from oslo_models.deploy.adapters import DeployedAdapters, call_adapters
 from oslo_models.deploy.batching import Batcher
 from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.deploy.engine import Engine
@@ -30,7 +31,7 @@ from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, ser
 from oslo_models.distributed.devices import visible_gpus
 
 
-class Deployment(RemoteModule):
+class Deployment(DeployedAdapters, RemoteModule):
     """A mixin placed before the class of a model, so that every call goes to the workers.
 
     ``generate`` and ``forward`` take the arguments of transformers, and in addition ``timeout`` (seconds, after which
@@ -56,6 +57,7 @@ class Deployment(RemoteModule):
         self._engine, self._batcher, self._construct_locally = engine, batcher, construct_locally
         self._make_skeleton, self.name_or_path = make_skeleton, config.name_or_path
         self._fuse_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._adapter_calls = []
         self.training = False
         self._finalizer = weakref.finalize(self, engine.close)
         engine.start()
@@ -154,6 +156,7 @@ class Deployment(RemoteModule):
         self._engine.restart()
         for args, kwargs in self._fuse_calls:
             self._engine.call("fuse", args, kwargs)
+        self._repeat_adapter_calls()
 
     def close(self) -> None:
         """End the workers. Afterwards only `restart` is of use."""
@@ -201,6 +204,8 @@ class Deployment(RemoteModule):
         model = self._construct_locally()
         for arguments, options in self._fuse_calls:
             model.fuse(*arguments, **options)
+        for method, of_method in self._adapter_calls:
+            call_adapters(model, method, of_method)
         return model
 
     def cuda(self, device: Any = None) -> Any:

@@ -24,8 +24,8 @@ _REFUSED = {
         *("load_state_dict", "from_parallelized", "resize_token_embeddings", "resize_position_embeddings"),
         *("half", "float", "double", "bfloat16", "type", "to_empty", "set_input_embeddings", "set_output_embeddings"),
         *("set_encoder", "set_decoder", "set_attn_implementation", "set_experts_implementation", "init_weights"),
-        *("initialize_weights", "tie_weights", "dequantize", "apply", "load_adapter", "add_adapter", "set_adapter"),
-        *("enable_adapters", "disable_adapters", "delete_adapter", "add_module", "register_module", "set_submodule"),
+        *("initialize_weights", "tie_weights", "dequantize", "apply", "add_adapter"),
+        *("add_module", "register_module", "set_submodule"),
         *("register_parameter", "register_buffer"),
     ),
     f"a deployed model cannot be trained; construct it without deploy=True, under torchrun, or {_FULL_MODEL}": (

@@ -101,7 +101,7 @@ class ParallelMesh:
         world, model: all ranks; the ranks of one data-parallel replica.
         pp_back: the pp axis with a second process group, for gradients sent to earlier stages: with NCCL, the two
             directions could deadlock in one group.
-        expert_parallel_size: the number of ranks of the tp axis over which experts are divided.
+        expert_parallel_size: the number of groups of ranks of the tp axis over which experts are divided.
         device: the device of this rank.
         destroyed: whether `destroy` was called.
         device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and others; ``None`` without a
@@ -119,7 +119,7 @@ class ParallelMesh:
 
         Args:
             timeout: seconds to wait for other ranks in one collective; see `RankFailedError`.
-            expert_parallel_size: over how many ranks of the tp axis experts are divided: 1 or all of them.
+            expert_parallel_size: over how many groups of ranks of the tp axis experts are divided.
 
         Raises:
             ValueError: the sizes do not fit the number of processes.

@@ -78,6 +78,8 @@ class Sharding:
             return f"{self.name}, replicated, tensor-parallel rank {tp.rank} of {tp.size}"
         held = " and ".join(f"{start}:{stop}" for start, stop in self.layout.ranges[tp.rank])
         shape = tuple(self.layout.shape)
+        if self.layout.first_ranges:
+            held = "{}:{} of dimension 0 and ".format(*self.layout.first_ranges[tp.rank]) + held
         return f"{self.name}, {held} of dimension {dim} of {shape}, tensor-parallel rank {tp.rank} of {tp.size}"
 
     def counted(self, local: Tensor) -> list[Tensor]:

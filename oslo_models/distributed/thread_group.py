@@ -119,6 +119,12 @@ class ThreadGroup:
         """Return this rank's element of ``combine(values of all ranks)``, which the last rank to arrive calls."""
         if self._error is not None:
             raise _OtherRankFailed from self._error
+        if rank not in self._running:
+            raise RuntimeError(
+                "this needs all ranks at once, which are threads that run only while the model is called, such as "
+                "merging an adapter with use_dora=True: do it on the model of one process, or with ranks that are "
+                "processes (tensor_parallel(model, distributed=True))"
+            )
         self._contributions[rank] = value
         if self.devices[rank].type == "cuda":
             self._contributing_streams[rank] = torch.cuda.current_stream(self.devices[rank])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.linear import _ShardedModule
+from oslo_models.layers.linear import SumReplicatedGrad, _ShardedModule
 from oslo_models.sharding.layout import Layout
 
 
@@ -28,12 +28,17 @@ class ParallelExperts(_ShardedModule):
     Attributes:
         first: the number of the first expert on this rank.
         over_ranks: whether this rank holds some of the experts only.
+        sharers: how many ranks share the width of the experts on this rank.
+        returns_partial_sums: whether the caller sums the outputs over the ranks, with others (`SharedExpertsModule`).
     """
 
     first: int
     over_ranks: bool
+    sharers: int
+    returns_partial_sums = False
     num_experts: int
     config: Any
+    layouts: Mapping[str, Layout]
 
     def set_experts(self, layouts: Mapping[str, Layout]) -> None:
         """Set which experts this rank holds, once ``tp`` is set and before the parameters are sharded.
@@ -45,11 +50,12 @@ class ParallelExperts(_ShardedModule):
             ValueError: on every rank, if grouped products cannot address the shards of some rank.
         """
         self._check_strides(layouts)
-        first = layouts["gate_up_proj"]
-        self.over_ranks = first.dim == 0
+        layout, rank = layouts["gate_up_proj"], self.tp.rank
+        starts = [layout.first_of(other) for other in range(self.tp.size)]
+        self.first, self.sharers = starts[rank], starts.count(starts[rank])
+        self.over_ranks = self.sharers < self.tp.size
         if self.over_ranks:
-            ((self.first, stop),) = first.ranges[self.tp.rank]
-            self.num_experts = stop - self.first
+            self.num_experts = layout.local_shape(rank)[0]
             self._is_expert_parallel = True  # transformers' name: there may be ids of experts that are not here
 
     def _check_strides(self, layouts: Mapping[str, Layout]) -> None:
@@ -86,7 +92,8 @@ class ParallelExperts(_ShardedModule):
             # No dropout is in experts: the region ends before the product, as `leave_region` wants it.
             hidden_states = self.leave_region(hidden_states)
             with self._own_share_of_bias():
-                return reduce_from(self.tp, super().forward(hidden_states, top_k_index, weights, *args))
+                output = super().forward(hidden_states, top_k_index, weights, *args)
+                return output if self.returns_partial_sums else reduce_from(self.tp, output)
 
     def _own(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The choices of experts on this rank; others become an expert that is not here, with a weight of zero."""
@@ -100,9 +107,11 @@ class ParallelExperts(_ShardedModule):
     def _own_share_of_bias(self) -> Iterator[None]:
         """While active, a replicated bias of the outputs is this rank's share of it: they are summed with it."""
         # As an attribute: `_parameters` may hold a part of it.
-        bias = None if self.over_ranks else getattr(self, "down_proj_bias", None)
+        bias = None if self.sharers == 1 else getattr(self, "down_proj_bias", None)
         if bias is not None:
-            self.__dict__["down_proj_bias"] = copy_to(self.tp, bias) / self.tp.size  # found before the parameter
+            layout = self.layouts["down_proj_bias"]
+            shared = copy_to(self.tp, bias) if layout.dim is None else SumReplicatedGrad.apply(bias, self.tp, layout)
+            self.__dict__["down_proj_bias"] = shared / self.sharers  # found before the parameter
         try:
             yield
         finally:

@@ -80,10 +80,18 @@ class _ColumnParallel(_ShardedModule):
 
 
 class _RowParallel(_ShardedModule):
-    """A layer with sharded inputs. Input ``[..., local_in]``, output ``[..., out]`` is replicated."""
+    """A layer with sharded inputs. Input ``[..., local_in]``, output ``[..., out]`` is replicated.
+
+    Attributes:
+        returns_partial_sums: whether the caller sums the outputs over the ranks, with others (`SharedExpertsModule`).
+    """
+
+    returns_partial_sums = False
 
     def forward(self, x: Tensor) -> Tensor:
         with layer_context(self.weight):
+            if self.returns_partial_sums:
+                return self.product(self.leave_region(x), self.weight)
             return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), self.weight)), self.bias)
 
 

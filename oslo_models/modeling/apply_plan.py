@@ -41,6 +41,7 @@ from oslo_models.layers.linear import (
     RowParallelLinear,
 )
 from oslo_models.layers.norm import HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
+from oslo_models.layers.shared_experts import SharedExpertsModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.modeling.quantizing import shard_of
 from oslo_models.sharding.derived import GatheredColumn, GatheredConvolution, SlicedRow, SummedEmbedding
@@ -97,7 +98,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
 def plan_over(model: Any, mesh: ParallelMesh) -> Plan:
     """The plan of a model on a mesh, which may divide its experts over the ranks."""
     plan: Plan = model.plan(model.config)
-    return plan.with_experts_over_ranks() if mesh.expert_parallel_size > 1 else plan
+    return plan.with_experts_over(mesh.expert_parallel_size) if mesh.expert_parallel_size > 1 else plan
 
 
 def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int) -> dict[str, Layout]:
@@ -150,6 +151,7 @@ def apply_plan(
             module.heads = entry.heads  # type: ignore[assignment]
         elif isinstance(entry, Experts):
             module.set_experts(shards)  # type: ignore[operator]
+            _join_shared_experts(model.get_submodule(key.rpartition(".")[0]), entry, tp)
         elif isinstance(entry, Latent):
             module.rotary = entry.rotary  # type: ignore[assignment]
         elif isinstance(entry, EinsumHeads):
@@ -179,6 +181,13 @@ def expert_parameters(model: nn.Module, plan: Plan, prefix: str) -> set[str]:
         if isinstance(entry, Experts) and isinstance(module := _find(model, key), nn.Module):
             found |= {f"{key}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
     return found
+
+
+def _join_shared_experts(mixture: Any, entry: Experts, tp: Axis) -> None:
+    """Let a mixture sum the outputs of shared and of routed experts over the ranks together, if it has both."""
+    if entry.shared and getattr(mixture, entry.shared, None) is not None:
+        mixture.__class__ = _joined(SharedExpertsModule, type(mixture))  # type: ignore[arg-type]
+        mixture.tp, mixture.shared = tp, entry.shared
 
 
 def _localize(module: Any, entry: LocalModule, tp: Axis) -> None:

@@ -27,6 +27,7 @@ from oslo_models.modeling.forward import (
 )
 from oslo_models.modeling.fusing import FusableModel
 from oslo_models.modeling.initialization import SeededByName, initialize_computed
+from oslo_models.modeling.original_class import original_class
 from oslo_models.modeling.parallelized import ParallelizedModel
 from oslo_models.modeling.replaced_layers import ShardedLayers
 from oslo_models.modeling.training import TrainableModel
@@ -189,7 +190,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 waits up to half an hour for a rank that is alive.
             blocks_per_stage: the number of blocks of each pipeline stage, ``[3, 5, 4]``; in an encoder-decoder, the
                 blocks of the encoder come before those of the decoder. By default, stages are balanced by their
-                numbers of parameters.
+                numbers of parameters, of experts those of the ones that a token is sent to.
             check_inputs: compare the batches of the ranks that share a model, which have to be equal: in the first
                 three calls and every hundredth (``True``), every n-th (an integer), ``"always"`` or never (``False``).
                 A call of ``generate`` counts once.
@@ -199,8 +200,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 ``nan`` until the loop ends.
             share_logits: send the loss and the logits too, which are ``None`` before the last stage otherwise. The
                 logits are then computed beside a loss, as with ``gather_logits=True``.
-            expert_parallel_size: in a mixture of experts, ``1`` gives each rank a part of the width of every expert,
-                ``tensor_parallel_size`` gives each rank some of the experts as a whole.
+            expert_parallel_size: in a mixture of experts, over how many groups of the tensor-parallel ranks the experts
+                are divided; a divisor of ``tensor_parallel_size``. The ranks of a group share the width of its experts.
             plan: how to shard the model, in place of the plan of this class: a `Plan`, or a function from a
                 configuration to one; see `oslo_models.parallel_class`.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
@@ -290,8 +291,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         """As transformers' own class: it looks into the source file of the class for what only its own files have."""
-        original: Any = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
-        can_set: bool = original._can_set_experts_implementation()
+        can_set: bool = original_class(cls)._can_set_experts_implementation()
         return can_set
 
     def initialize_weights(self) -> None:

@@ -48,14 +48,16 @@ def gated_mlp(mlp: str) -> Entries:
     }
 
 
-def mixture_of_experts(mlp: str = "mlp", router: str = "gate") -> Entries:
-    """A replicated router and stacked experts.
+def mixture_of_experts(mlp: str = "mlp", router: str = "gate", shared: str = "") -> Entries:
+    """A replicated router, stacked experts and, if there are any, shared experts whose output is added to theirs.
 
     Args:
         mlp: the name of the mixture inside the block.
         router: the name of the router inside it.
+        shared: the name of the shared experts inside it.
     """
-    return {f"{mlp}.{router}": Replicated(), f"{mlp}.experts": Experts()}
+    routed: Entries = {f"{mlp}.{router}": Replicated(), f"{mlp}.experts": Experts(shared=shared)}
+    return {**routed, **gated_mlp(f"{mlp}.{shared}")} if shared else routed
 
 
 def replicated_attention(plan: Plan, additional: Collection[str] = ()) -> Plan:

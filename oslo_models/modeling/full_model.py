@@ -13,6 +13,7 @@ from oslo_models.distributed.collectives import broadcast
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.distributed.sharded_tensor import local_tensor, unmark_parameter
+from oslo_models.modeling.original_class import original_class
 from oslo_models.modeling.quantizing import check_not_quantized
 
 
@@ -47,7 +48,7 @@ def plain_view(model: Any) -> Any:
         return model
     if model._fusion is not None:
         raise ValueError(f"the {cls.__name__} is fused: call unfuse() before")
-    original = next(base for base in cls.__mro__ if base.__module__.startswith("transformers."))
+    original = original_class(cls)
     view = original.__new__(original)
     attributes = _attributes(cls)
     vars(view).update({name: value for name, value in vars(model).items() if name not in attributes})

@@ -66,10 +66,8 @@ class SeededByName(TorchDispatchMode):
         fill = partial(func, **kwargs)
         if id(target) not in self._stacks:
             return self._fill(target, name, layout, fill, args[1:])
-        first, own = 0, Layout(layout.shape[1:])
-        if layout.dim == 0:
-            first = layout.ranges[self._rank][0][0]
-        elif layout.dim is not None:
+        first, own = layout.first_of(self._rank), Layout(layout.shape[1:])
+        if layout.dim:
             own = Layout(layout.shape[1:], layout.dim - 1, layout.ranges)
         for index, expert in enumerate(target.unbind(), first):
             self._fill(expert, f"{name} {index}", own, fill, args[1:])

@@ -123,10 +123,11 @@ def as_saved(
             places[saved], sharded[saved] = _Place(name), layouts[name]
             continue
         parts = 1 + max(piece.part for piece in stacks[name])
-        first = layouts[name].ranges[rank][0][0] if layouts[name].dim == 0 else 0
+        first = layouts[name].first_of(rank)
         for piece in stacks[name]:
-            places[piece.name] = _Place(name, piece.expert - first, piece.part, parts)
-            sharded[piece.name] = _of_piece(layouts[name], piece.expert, parts)
+            sharded[piece.name] = layout = _of_piece(layouts[name], piece.expert, parts)
+            shape = layout.local_shape(rank)
+            places[piece.name] = _Place(name, piece.expert - first, piece.part, parts, shape)
     return _SavedTensors(tensors, places), sharded, {rename(name): rename(source) for name, source in tied.items()}
 
 
@@ -138,12 +139,14 @@ class _Place:
         name: the tensor of the model, or the stack that it is a matrix of.
         expert: its index in the local stack; outside of it, another rank has the expert. ``None``: no stack.
         part: which of the ``parts`` matrices of the expert it is.
+        shape: its local shape, which is empty where another rank has the expert.
     """
 
     name: str
     expert: int | None = None
     part: int = 0
     parts: int = 1
+    shape: tuple[int, ...] = ()
 
 
 class _SavedTensors(Mapping[str, Tensor]):
@@ -161,7 +164,7 @@ class _SavedTensors(Mapping[str, Tensor]):
             self._latest = place.name, self._tensors[place.name]
         stack = self._latest[1]
         if not 0 <= place.expert < len(stack):
-            return stack.new_empty(0, stack.shape[2])
+            return stack.new_empty(place.shape)
         rows = stack.shape[1] // place.parts
         return stack[place.expert, place.part * rows : (place.part + 1) * rows]
 
@@ -181,7 +184,8 @@ def _of_piece(stack: Layout, expert: int, parts: int) -> Layout:
     if stack.dim == 0:  # one rank has all of it
         owners = [start <= expert < stop for ((start, stop),) in stack.ranges]
         return Layout(shape, 0, tuple(((0, shape[0] if owner else 0),) for owner in owners))
-    if stack.dim == 2:
-        return Layout(shape, 1, stack.ranges)
     # every part is sharded as the first, whose ranges come first on each rank
-    return Layout(shape, 0, tuple(ranges[: len(ranges) // parts] for ranges in stack.ranges))
+    of_part = [ranges if stack.dim == 2 else ranges[: len(ranges) // parts] for ranges in stack.ranges]
+    owners = [start <= expert < stop for start, stop in stack.first_ranges] or [True] * len(of_part)
+    own = tuple(ranges if owner else ((0, 0),) for ranges, owner in zip(of_part, owners, strict=True))
+    return Layout(shape, stack.dim - 1, own)

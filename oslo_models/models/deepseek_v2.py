@@ -6,7 +6,7 @@ from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as hf
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2PreTrainedModel
 
-from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
+from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
@@ -24,7 +24,7 @@ from oslo_models.sharding.plan import (
 class DeepseekV2Parallel(LlamaParallel):
     """Sharding plan of the DeepSeek-V2 family."""
 
-    mlp = {**LlamaParallel.mlp, **mixture_of_experts(), **gated_mlp("mlp.shared_experts")}
+    mlp = {**LlamaParallel.mlp, **mixture_of_experts(shared="shared_experts")}
     optional = (*mlp, "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj")
 
     @classmethod

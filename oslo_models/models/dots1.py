@@ -4,7 +4,7 @@ from transformers import Dots1Config
 from transformers.models.dots1 import modeling_dots1 as hf
 from transformers.models.dots1.modeling_dots1 import Dots1PreTrainedModel
 
-from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
+from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.models.qwen3 import Qwen3Parallel
@@ -13,7 +13,7 @@ from oslo_models.models.qwen3 import Qwen3Parallel
 class Dots1Parallel(Qwen3Parallel):
     """Sharding plan of the dots.llm1 family."""
 
-    mlp = {**LlamaParallel.mlp, **mixture_of_experts(), **gated_mlp("mlp.shared_experts")}
+    mlp = {**LlamaParallel.mlp, **mixture_of_experts(shared="shared_experts")}
     optional = tuple(mlp)
 
 

@@ -4,7 +4,7 @@ from transformers import Ernie4_5_MoeConfig
 from transformers.models.ernie4_5_moe import modeling_ernie4_5_moe as hf
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoePreTrainedModel
 
-from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
+from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 
@@ -12,7 +12,7 @@ from oslo_models.models.llama import LlamaParallel
 class Ernie4_5_MoeParallel(LlamaParallel):
     """Sharding plan of the ERNIE 4.5 MoE family."""
 
-    mlp = {**LlamaParallel.mlp, **mixture_of_experts(), **gated_mlp("mlp.shared_experts")}
+    mlp = {**LlamaParallel.mlp, **mixture_of_experts(shared="shared_experts")}
     optional = tuple(mlp)
 
 

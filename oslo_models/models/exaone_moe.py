@@ -4,7 +4,7 @@ from transformers import ExaoneMoeConfig
 from transformers.models.exaone_moe import modeling_exaone_moe as hf
 from transformers.models.exaone_moe.modeling_exaone_moe import ExaoneMoePreTrainedModel
 
-from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
+from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.models.qwen3 import Qwen3Parallel
@@ -13,7 +13,7 @@ from oslo_models.models.qwen3 import Qwen3Parallel
 class ExaoneMoeParallel(Qwen3Parallel):
     """Sharding plan of the EXAONE MoE family."""
 
-    mlp = {**LlamaParallel.mlp, **mixture_of_experts(), **gated_mlp("mlp.shared_experts")}
+    mlp = {**LlamaParallel.mlp, **mixture_of_experts(shared="shared_experts")}
     optional = tuple(mlp)
 
 

@@ -4,7 +4,7 @@ from transformers import Glm4MoeConfig
 from transformers.models.glm4_moe import modeling_glm4_moe as hf
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel
 
-from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
+from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.models.qwen3 import Qwen3Parallel
@@ -13,7 +13,7 @@ from oslo_models.models.qwen3 import Qwen3Parallel
 class Glm4MoeParallel(Qwen3Parallel):
     """Sharding plan of the GLM-4.5 (MoE) family."""
 
-    mlp = {**LlamaParallel.mlp, **mixture_of_experts(), **gated_mlp("mlp.shared_experts")}
+    mlp = {**LlamaParallel.mlp, **mixture_of_experts(shared="shared_experts")}
     optional = (*mlp, *Qwen3Parallel.head_norms)
 
 

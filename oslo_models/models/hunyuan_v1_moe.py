@@ -4,7 +4,7 @@ from transformers import HunYuanMoEV1Config
 from transformers.models.hunyuan_v1_moe import modeling_hunyuan_v1_moe as hf
 from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1PreTrainedModel
 
-from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
+from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 
@@ -13,7 +13,7 @@ class HunYuanMoEV1Parallel(LlamaParallel):
     """Sharding plan of the Hunyuan V1 MoE family."""
 
     head_norms = ("self_attn.query_layernorm", "self_attn.key_layernorm")
-    mlp = {**mixture_of_experts(), **gated_mlp("mlp.shared_mlp")}
+    mlp = {**mixture_of_experts(shared="shared_mlp")}
 
 
 class HunYuanMoEV1Model(HunYuanMoEV1Parallel, hf.HunYuanMoEV1Model):

@@ -4,7 +4,7 @@ from transformers import SolarOpenConfig
 from transformers.models.solar_open import modeling_solar_open as hf
 from transformers.models.solar_open.modeling_solar_open import SolarOpenPreTrainedModel
 
-from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
+from oslo_models.modeling.blocks import mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 
@@ -12,7 +12,7 @@ from oslo_models.models.llama import LlamaParallel
 class SolarOpenParallel(LlamaParallel):
     """Sharding plan of the Solar Open family."""
 
-    mlp = {**mixture_of_experts(), **gated_mlp("mlp.shared_experts")}
+    mlp = {**mixture_of_experts(shared="shared_experts")}
 
 
 class SolarOpenModel(SolarOpenParallel, hf.SolarOpenModel):

@@ -91,7 +91,6 @@ class Pipeline:
                 "the loop over the micro-batches of the last batch was left before its end, so its gradients are of no "
                 "use: set them to zero and go on with another batch"
             )
-        self._check_router_logits(batch)
         if "use_cache" in self._signature.parameters:
             batch.setdefault("use_cache", False)  # a cache of this stage's blocks alone is of no use
         self.mesh.world.set_phase(f"beginning of the loop over micro-batches, stage {self.stage.index}", steps=1)
@@ -109,15 +108,6 @@ class Pipeline:
         shares = (self.model.share_loss and has_loss) or self.model.share_logits
         shared = SharedOutputs(self.mesh, self.model.share_logits) if shares else None
         return self._loop(micro_batches, has_loss, loss, deepspeed, shared)
-
-    def _check_router_logits(self, batch: Mapping[str, Any]) -> None:
-        """Refuse the auxiliary loss of a mixture of experts, for which the last stage lacks the others' routers."""
-        wanted = batch.get("output_router_logits")
-        if wanted or (wanted is None and getattr(self.model.config, "output_router_logits", False)):
-            raise ValueError(
-                "output_router_logits=True needs the routers of all blocks, and a pipeline stage has its own only: "
-                "pass output_router_logits=False (no auxiliary loss), or load the model with pipeline_parallel_size=1"
-            )
 
     def _loop(
         self,
@@ -177,6 +167,8 @@ class Pipeline:
 
         The cache stays on the stage of its blocks.
         """
+        if "output_router_logits" in self._signature.parameters:
+            batch["output_router_logits"] = False  # for a loss, and there is none
         number = len(self.stage.stacks) - 1
         stack = self.stage.stacks[number]
         requested = batch.get("logits_to_keep")

@@ -10,7 +10,7 @@ Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (Pip
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
 from oslo_models.pipeline.shared_outputs import SharedOutputs
-from oslo_models.pipeline.stage_runner import OtherStageError, StageRunner
+from oslo_models.pipeline.stage_runner import Batch, OtherStageError, StageRunner
 
 
 @dataclass
@@ -138,6 +138,9 @@ class Schedule:
         with self.loss.for_micro_batch(batch) if self.loss is not None and self.stage.is_last else nullcontext():
             outgoing, output = self.runner(batch, arrived)
         loss = output.get("loss") if self.stage.is_last else None
+        if loss is not None and output.get("aux_loss") is not None:  # in full in the loss of every micro-batch
+            others = 1 - 1 / self.num_micro_batches
+            loss = loss - others * self.runner.model.router_aux_loss_coef * output["aux_loss"]
         if self.trains and self.stage.is_last and loss is None:
             raise ValueError(
                 f"{type(self.runner.model).__name__} computed no loss of {sorted(batch)}: pass all its labels"
@@ -213,7 +216,7 @@ class Schedule:
 
     def _receive_hidden(self, i: int) -> dict[int, Tensor]:
         arrived = {}
-        for number in self.runner.incoming():
+        for number in self.runner.incoming(self.micro_batches[i]):
             x = self._empty(i, number)
             arrived[number] = receive(self.mesh.pp, x, self.stage.index - 1).requires_grad_(self.trains)
         self.arrivals += 1
@@ -222,7 +225,7 @@ class Schedule:
     def _receive_grads(self, i: int) -> list[Tensor]:
         grads = [
             receive(self.mesh.pp_back, self._empty(i, number), self.stage.index + 1)
-            for number in self.runner.outgoing()
+            for number in self.runner.outgoing(self.micro_batches[i])
         ]
         self.grad_arrivals += 1
         return grads
@@ -247,18 +250,18 @@ class Schedule:
                 i = self.forwards
                 if self.arrivals <= i:
                     self._receive_hidden(i)
-                self._send(self.mesh.pp, self.stage.index + 1, self._zeros(i, self.runner.outgoing()))
+                self._send(self.mesh.pp, self.stage.index + 1, self._zeros(i, self.runner.outgoing))
                 self.forwards += 1
             if self.shared is not None and self.shared.count <= iteration:
                 self._sends.extend(self.shared.send(None, {})) if self.stage.is_last else self.shared.receive()
             if self.trains and self.backwards <= iteration:
                 if self.grad_arrivals <= iteration and not self.stage.is_last:
                     self._receive_grads(iteration)
-                self._send(self.mesh.pp_back, self.stage.index - 1, self._zeros(iteration, self.runner.incoming()))
+                self._send(self.mesh.pp_back, self.stage.index - 1, self._zeros(iteration, self.runner.incoming))
                 self.backwards += 1
 
-    def _zeros(self, i: int, numbers: list[int]) -> list[Tensor]:
-        return [self._empty(i, number).zero_() for number in numbers]
+    def _zeros(self, i: int, numbers: Callable[[Batch], list[int]]) -> list[Tensor]:
+        return [self._empty(i, number).zero_() for number in numbers(self.micro_batches[i])]
 
     def _finish(self, abandoned: bool = False) -> None:
         """Sum the gradients of tied weights over the stages; share the losses and which stages gave up. Runs once."""

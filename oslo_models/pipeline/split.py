@@ -53,7 +53,8 @@ def split_stage(
         (stack, name) for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
     ]
     _check_counts(type(model).__name__, plan, prefix, blocks, count, blocks_per_stage)
-    ranges = _block_ranges(layouts, prefix, head, blocks, count, blocks_per_stage)
+    active = _active_parameters(model.config, plan, prefix, blocks, layouts)
+    ranges = _block_ranges(active, prefix, head, blocks, count, blocks_per_stage)
     stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
     stacks = _stacks(plan, prefix, blocks, stage_of, index)
     if not all(stack.name for stack in stacks) and "labels" in inspect.signature(type(model).forward).parameters:
@@ -74,6 +75,7 @@ def split_stage(
             del model.get_submodule(prefix + stack)._modules[name]
     _renumber_layers(model, plan, prefix)
     stage.full_config = _restrict_layer_types(model, ranges[index])
+    _count_routers(stage, plan, prefix, blocks, layouts)
     stage.early_outputs = {prefix + key: width for key, width in plan.early_outputs.items()}
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
     model.all_tied_weights_keys = _local_tied_keys(model, stage.tied_names)
@@ -146,8 +148,25 @@ def _local_tied_keys(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str
     return local
 
 
+def _active_parameters(
+    config: Any, plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], layouts: Mapping[str, Layout]
+) -> dict[str, float]:
+    """How many elements of each parameter compute a token: of experts, those that a router chooses for it.
+
+    They are those of unsharded parameters: the ranks of the tp axis have to partition the blocks alike.
+    """
+    active = {name: float(prod(layout.shape)) for name, layout in layouts.items()}
+    chosen = getattr(config, "num_experts_per_tok", None)
+    for stack, block in blocks:
+        for entry in plan.expert_entries(stack):
+            for name in layouts:
+                if isinstance(chosen, int) and name.startswith(f"{prefix}{stack}.{block}.{entry}."):
+                    active[name] *= min(1.0, chosen / layouts[name].shape[0])
+    return active
+
+
 def _block_ranges(
-    layouts: Mapping[str, Layout],
+    sizes: Mapping[str, float],
     prefix: str,
     head: Entries,
     blocks: Sequence[tuple[str, str]],
@@ -159,9 +178,8 @@ def _block_ranges(
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
     def cost(modules: Iterable[str]) -> float:
-        """The number of parameters, unsharded: the ranks of the tp axis have to partition the blocks alike."""
         within = tuple(f"{module}." for module in modules)
-        return float(sum(prod(layout.shape) for name, layout in layouts.items() if name.startswith(within)))
+        return sum(size for name, size in sizes.items() if name.startswith(within))
 
     costs = [cost([f"{prefix}{stack}.{name}"]) for stack, name in blocks]
     return partition(costs, count, after=cost(name for name in head if not name.endswith((".weight", ".bias"))))
@@ -206,6 +224,19 @@ def _stages_of(
     if entry := entry_of(inner, plan.embed):
         return {stack_of(entry, prefix, stacks, 0).first}
     return {stack_of(entry_of(inner, plan.head) or inner, prefix, stacks, -1).last}
+
+
+def _count_routers(
+    stage: Stage, plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], layouts: Mapping[str, Layout]
+) -> None:
+    """Note how many routers each stage has, and for how many experts they are."""
+    found = [
+        [f"{prefix}{stack}.{block}.{entry}.down_proj" for entry in plan.expert_entries(stack)]
+        for stack, block in blocks
+    ]
+    experts = [[layouts[name].shape[0] for name in names if name in layouts] for names in found]
+    stage.routers = tuple(sum(map(len, experts[slice(*local)])) for local in stage.ranges)
+    stage.num_experts = max((count for counts in experts for count in counts), default=0)
 
 
 def _copy_first_block_modules(

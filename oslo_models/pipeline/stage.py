@@ -53,6 +53,8 @@ class Stage:
         full_config: values of the full model's configuration that differ from those of this stage.
         frozen: the canonical names of parameters that get no gradient.
         early_outputs: see `Plan`; with the names of the full model.
+        routers: for each stage the number of its routers.
+        num_experts: the width of a router's logits.
     """
 
     index: int
@@ -65,6 +67,8 @@ class Stage:
     full_config: dict[str, Any] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     early_outputs: dict[str, int] = field(default_factory=dict)
+    routers: tuple[int, ...] = ()
+    num_experts: int = 0
 
     def is_first_holder(self, name: str) -> bool:
         """Whether this stage is the first that holds the parameter; sums over all parameters count it there only."""

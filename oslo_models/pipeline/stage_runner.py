@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.utils import ModelOutput
 
 from oslo_models.pipeline.placeholders import BoundaryDropout
 from oslo_models.pipeline.stage import Stage, hidden_size
@@ -32,7 +34,7 @@ class StageRunner:
     """One stage of a model, as a function of a micro-batch and of the received hidden states.
 
     Each tensor that is sent between stages has a number: that of its stack for hidden states, and the numbers after
-    these for further outputs of the model (`Stage.early_outputs`).
+    these for further outputs of the model (`Stage.early_outputs`) and for the router logits of each stage.
 
     Args:
         model: this stage of the model.
@@ -48,6 +50,7 @@ class StageRunner:
         self._boundary_dropouts = [module for module in model.modules() if isinstance(module, BoundaryDropout)]
         self.abandoned = self.is_running = False
         self._outputs: dict[int, Tensor] = {}
+        self._router_logits: list[Tensor] = []
         local = [i for i, stack in enumerate(stage.stacks) if stack.is_local]
         for i in local:
             if stage.stacks[i].name:
@@ -57,6 +60,10 @@ class StageRunner:
                     partial(self._record_stack, i, ends_stage)
                 )
         self._returned = dict(enumerate(stage.early_outputs, len(stage.stacks)))
+        first = len(stage.stacks) + len(stage.early_outputs)
+        records = "router_logits" in (getattr(model.base_model, "_can_record_outputs", None) or {})
+        self._routers = {first + i: count for i, count in enumerate(stage.routers) if count and records}
+        self._own_routers = first + stage.index
         if stage.index == 0:
             for number, path in self._returned.items():
                 model.get_submodule(path).register_forward_hook(partial(self._record_returned, number))
@@ -64,29 +71,45 @@ class StageRunner:
     def _record_stack(self, stack: int, ends_stage: bool, module: nn.Module, args: Any, output: Any) -> None:
         """A hook that keeps the output of a stack, and leaves the forward if the stage ends there."""
         self._outputs[stack] = output[0]
+        self._exchange_router_logits(output)
         if ends_stage:
             raise _StageEnd(output)
+
+    def _exchange_router_logits(self, output: Any) -> None:
+        """Keep the router logits in the output of the base model; on the last stage, complete it with the others'."""
+        own = output.get("router_logits") if isinstance(output, ModelOutput) else None
+        if own and not self.stage.is_last:
+            rows, length, _ = output[0].shape
+            self._outputs[self._own_routers] = torch.stack(own, 1).view(rows, length, -1)
+        elif self._router_logits:
+            output["router_logits"] = (*self._router_logits, *(own or ()))
 
     def _record_returned(self, number: int, module: nn.Module, args: Any, output: Tensor) -> None:
         """A hook that keeps a further output of the model."""
         self._outputs[number] = output
 
-    def incoming(self) -> list[int]:
+    def incoming(self, batch: Batch) -> list[int]:
         """The numbers of the tensors received from the stage before, in the order in which they are sent."""
-        started = [i for i, stack in enumerate(self.stage.stacks) if stack.first < self.stage.index]
-        return [*started, *self._returned] if self.stage.index else []
+        return self._sent_by(self.stage.index - 1, batch) if self.stage.index else []
 
-    def outgoing(self) -> list[int]:
+    def outgoing(self, batch: Batch) -> list[int]:
         """The numbers of the tensors sent to the next stage, in this order."""
-        if self.stage.is_last:
-            return []
-        started = [i for i, stack in enumerate(self.stage.stacks) if stack.first <= self.stage.index]
-        return [*started, *self._returned]
+        return [] if self.stage.is_last else self._sent_by(self.stage.index, batch)
+
+    def _sent_by(self, stage: int, batch: Batch) -> list[int]:
+        started = [i for i, stack in enumerate(self.stage.stacks) if stack.first <= stage]
+        wanted = batch.get("output_router_logits")
+        if wanted is None:
+            wanted = getattr(self.model.config, "output_router_logits", False)
+        last = len(self.stage.stacks) + len(self._returned) + stage
+        return [*started, *self._returned, *(number for number in self._routers if wanted and number <= last)]
 
     def shape(self, batch: Batch, number: int) -> tuple[int, int, int]:
         """``(rows, length, width)`` of the tensor with this number; every rank can derive it from the batch."""
         if number in self._returned:
             return (*self.shape(batch, 0)[:2], self.stage.early_outputs[self._returned[number]])
+        if number in self._routers:
+            return (*self.shape(batch, 0)[:2], self._routers[number] * self.stage.num_experts)
         stack = self.stage.stacks[number]
         width = hidden_size(self.model, stack.blocks)
         if stack.input_positions is not None:
@@ -116,9 +139,11 @@ class StageRunner:
             The tensors to send, by the numbers of `outgoing`, and the output of the forward: that of the model on the
             last stage, on others that of the stack in which the stage ends.
         """
-        batch = dict(batch)
+        batch, self._router_logits = dict(batch), []
         for i, hidden in arrived.items():
-            if i in self._returned:
+            if i in self._routers:
+                self._router_logits += hidden.flatten(0, 1).split(self.stage.num_experts, -1)
+            elif i in self._returned:
                 self.model.get_submodule(self._returned[i]).arrived = hidden
             elif self.stage.stacks[i].last < self.stage.index and self.model.config.is_encoder_decoder:
                 batch["encoder_outputs"] = (hidden,)
@@ -128,7 +153,7 @@ class StageRunner:
             dropout.calls = 0
         outputs, output = self._call_model(batch) if isinstance(self.model, FSDPModule) else self.forward(batch)
         tensors = {**arrived, **outputs}
-        return {i: tensors[i] for i in self.outgoing() if i in tensors}, output
+        return {i: tensors[i] for i in self.outgoing(batch) if i in tensors}, output
 
     def _call_model(self, batch: dict[str, Any]) -> Any:
         """Run `forward` by calling the model, whose FSDP hooks gather and free the parameters around it."""
@@ -145,9 +170,9 @@ class StageRunner:
             output = self._forward(self.model, **batch)
         except _StageEnd as end:
             output = end.output
-        outputs, self._outputs = self._outputs, {}
-        if not self.stage.is_last and not self.stage.stacks[0].name:  # the model is its only stack
-            outputs[0] = output[0]
+        if not self.stage.stacks[0].name:  # the model is its only stack
+            self._record_stack(0, False, self.model, (), output)
+        outputs, self._outputs, self._router_logits = self._outputs, {}, []
         return {i: hidden.flatten(0, -3) for i, hidden in outputs.items()}, output
 
     def _insert_hidden(self, stack: int, batch: dict[str, Any], hidden: Tensor) -> None:

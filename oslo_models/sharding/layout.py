@@ -138,21 +138,35 @@ class Layout:
         dim: the sharded dimension, or ``None`` if the tensor is replicated.
         ranges: for each rank, the ranges of ``dim`` that it holds, in the order of its local tensor. Empty if ``dim``
             is ``None``. A rank has several ranges where a weight concatenates several matrices (fused query-key-value).
+        first_ranges: for each rank, the range of dimension 0 that it holds, where that is sharded beside ``dim``:
+            experts over groups of ranks, and the width of each over the ranks of a group.
     """
 
     shape: tuple[int, ...]
     dim: int | None = None
     ranges: tuple[tuple[Range, ...], ...] = ()
+    first_ranges: tuple[Range, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dim is None:
             return
+        for group in set(self._firsts):
+            ranks = [rank for rank, first in enumerate(self._firsts) if first == group]
+            self._check_cover([interval for rank in ranks for interval in self.ranges[rank]], self.dim)
+        if self.first_ranges:
+            self._check_cover(self.first_ranges, 0)
+
+    def _check_cover(self, intervals: Sequence[Range], dim: int) -> None:
         covered = 0
-        for start, stop in sorted(interval for local in self.ranges for interval in local):
+        for start, stop in sorted(intervals):
             if start <= covered:
                 covered = max(covered, stop)
-        if covered != self.shape[self.dim]:
-            raise ValueError(f"ranges {self.ranges} do not cover dimension {self.dim} of shape {self.shape}")
+        if covered != self.shape[dim]:
+            raise ValueError(f"ranges {intervals} do not cover dimension {dim} of shape {self.shape}")
+
+    @property
+    def _firsts(self) -> tuple[Range | None, ...]:
+        return self.first_ranges or (None,) * len(self.ranges)
 
     @classmethod
     def sharded(cls, shape: Sequence[int], dim: int, splits: Sequence[EvenSplit], n: int) -> Layout:
@@ -180,8 +194,18 @@ class Layout:
         """The shape of the local tensor of ``rank``."""
         if self.dim is None:
             return self.shape
-        size = sum(stop - start for start, stop in self.ranges[rank])
-        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+        shape = list(self.shape)
+        if self.first_ranges:
+            start, stop = self.first_ranges[rank]
+            shape[0] = stop - start
+        shape[self.dim] = sum(stop - start for start, stop in self.ranges[rank])
+        return tuple(shape)
+
+    def first_of(self, rank: int) -> int:
+        """The first index of dimension 0 that ``rank`` holds, of one range."""
+        if self.first_ranges:
+            return self.first_ranges[rank][0]
+        return self.ranges[rank][0][0] if self.dim == 0 else 0
 
     def shard_indices(self, rank: int) -> Iterator[tuple[Index, Index]]:
         """For each range of ``rank``, its index in the full tensor and its index in the local tensor.
@@ -192,24 +216,29 @@ class Layout:
         if self.dim is None:
             yield everything, everything
             return
-        before, after, offset = everything[: self.dim], everything[self.dim + 1 :], 0
+        there, here, offset = list(everything), list(everything), 0
+        if self.first_ranges:
+            start, stop = self.first_ranges[rank]
+            there[0], here[0] = slice(start, stop), slice(0, stop - start)
         for start, stop in self.ranges[rank]:
             end = offset + stop - start
-            yield (*before, slice(start, stop), *after), (*before, slice(offset, end), *after)
+            there[self.dim], here[self.dim] = slice(start, stop), slice(offset, end)
+            yield tuple(there), tuple(here)
             offset = end
 
     def owned_indices(self, rank: int) -> list[tuple[Index, Index]]:
         """Those `places` of ``rank`` that no earlier rank holds: over all ranks, every element appears once."""
         if self.dim is None:
             return [*self.shard_indices(rank)] if rank == 0 else []
-        earlier = {interval for local in self.ranges[:rank] for interval in local}
+        firsts = self._firsts
+        earlier = {each for other in range(rank) if firsts[other] == firsts[rank] for each in self.ranges[other]}
         pairs = zip(self.ranges[rank], self.shard_indices(rank), strict=True)
         return [place for interval, place in pairs if interval not in earlier]
 
     @property
     def overlaps(self) -> bool:
         """Whether several ranks hold the same elements of a sharded tensor."""
-        intervals = [interval for local in self.ranges for interval in local]
+        intervals = [(first, each) for first, local in zip(self._firsts, self.ranges, strict=True) for each in local]
         return len(set(intervals)) < len(intervals)
 
     def shard(self, full: Tensor, rank: int) -> Tensor:

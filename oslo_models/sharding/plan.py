@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from oslo_models.sharding.layout import EvenSplit, Layout
+from oslo_models.sharding.layout import EvenSplit, Layout, even_ranges
 
 LocalValue = Callable[[int, int], int]
 """``(number of ranks, rank) -> value`` of an attribute that counts the heads or elements of one rank."""
@@ -112,18 +112,29 @@ class Experts(Replicated):
     Args:
         transposed: the last two dimensions of the projections are exchanged.
         interleaved: rows of gate and up projection alternate.
-        over_ranks: whether each rank holds some experts in full (expert parallelism).
+        groups: over how many groups of consecutive ranks the experts are divided (expert parallelism). The ranks of
+            a group share the width of its experts.
+        shared: the name beside them of a gated MLP whose output is added to theirs, if there is one.
     """
 
     transposed: bool = False
     interleaved: bool = False
-    over_ranks: bool = False
+    groups: int = 1
+    shared: str = ""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        if self.over_ranks:
-            if n > shape[0]:
-                raise ValueError(f"expert_parallel_size={n} is more than {shape[0]}, the number of experts")
-            return Layout.sharded(shape, 0, (EvenSplit(shape[0]),), n)
+        if self.groups > shape[0]:
+            raise ValueError(f"expert_parallel_size={self.groups} is more than {shape[0]}, the number of experts")
+        if self.groups == 1:
+            return self._over_width(leaf, shape, n)
+        share = n // self.groups  # ranks of a group
+        width, experts = self._over_width(leaf, shape, share), even_ranges(shape[0], self.groups)
+        own = tuple(experts[rank // share] for rank in range(n))
+        if share == 1 or width.dim is None:
+            return Layout(shape, 0, tuple((each,) for each in own))
+        return replace(width, ranges=width.ranges * self.groups, first_ranges=own)
+
+    def _over_width(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         if leaf == "down_proj_bias":
             return Layout(shape)
         if leaf == "down_proj":
@@ -275,20 +286,24 @@ class Plan:
     early_outputs: Mapping[str, int] = field(default_factory=dict)
     single_stage_reason: str = ""
 
-    def with_experts_over_ranks(self) -> Plan:
-        """The plan with expert parallelism: each rank holds some of the experts."""
+    def with_experts_over(self, groups: int) -> Plan:
+        """The plan with expert parallelism: each of so many groups of ranks holds some of the experts."""
         blocks = {
             stack: {
-                name: replace(entry, over_ranks=True) if isinstance(entry, Experts) else entry
+                name: replace(entry, groups=groups) if isinstance(entry, Experts) else entry
                 for name, entry in entries.items()
             }
             for stack, entries in self.blocks.items()
         }
         return replace(self, blocks=blocks)
 
+    def expert_entries(self, stack: str) -> list[str]:
+        """The names of the experts inside a block of ``stack``, if it has any."""
+        return [name for name, entry in self.blocks[stack].items() if isinstance(entry, Experts)]
+
     def has_experts(self) -> bool:
         """Whether some blocks have a mixture of experts."""
-        return any(isinstance(entry, Experts) for entries in self.blocks.values() for entry in entries.values())
+        return any(self.expert_entries(stack) for stack in self.blocks)
 
     def max_ranks(self) -> int | None:
         """The largest tensor_parallel_size that every entry allows; ``None``: any."""

@@ -210,8 +210,8 @@ def test_quantised_checkpoint_is_rejected(pool: Pool, saved: Path, tmp_path: Pat
         ({"dynamic": {"+:.*down.*": {"bits": 5}}}, ": bits=5 "),
         ({"checkpoint_format": "marlin"}, 'checkpoint_format="marlin" is packed for one kernel'),
         (
-            {"quant_method": "mxfp4"},
-            "quantised as mxfp4 cannot be read from this checkpoint: the formats that can are fp8, ",
+            {"quant_method": "hqq"},
+            "quantised as hqq cannot be read from this checkpoint: the formats that can are fp8, ",
         ),
     ):
         config["quantization_config"] = {**settings, **changed}

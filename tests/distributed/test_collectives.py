@@ -124,6 +124,15 @@ def test_training_step_sums_gradients_of_replicated_key_value_heads(pool: Pool, 
         assert counts == [forward, backward]
 
 
+@pytest.mark.parametrize("model_type", ["glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe"])
+def test_shared_and_routed_experts_are_summed_over_the_ranks_together(pool: Pool, model_type: str, seed: int) -> None:
+    """Two sums per block in the forward pass, as without shared experts."""
+    name, config = zoo.lm_head(model_type), zoo.config(model_type, intermediate_size=32, moe_intermediate_size=32)
+    B, L, D = sizes(config, name)
+    for forward, _ in pool.run(2, count_step, name, config, 2, seed, None):
+        assert forward["all_reduce", B * L * D] == 1 + 2 * config.num_hidden_layers
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("variant", ["gpt2", "llama-untied"])
 def test_checkpointed_step_repeats_forward_all_reduces(pool: Pool, variant: str, reentrant: bool, seed: int) -> None:

@@ -20,9 +20,11 @@ from support.adapters import (
     check_dropout,
     check_files,
     check_injected,
+    check_merged,
     check_run,
     check_variant,
     compare,
+    loss_of,
     plain_model,
     reference_run,
     start_from,
@@ -102,6 +104,42 @@ def test_adapters_of_latent_attention_train_as_on_one_process(pool: Pool, seed: 
     """The part of the latent projection that is the key's rotary one goes into the heads of each rank directly."""
     run = reference_run("DeepseekV3ForCausalLM", zoo.config("deepseek_v3"), LATENT[kind](), seed)
     pool.run(2, check_run, run, 2)
+
+
+OTHER_EXPERTS = [("mixtral", 3, 3), ("gpt_oss", 2, 1), ("gpt_oss", 2, 2), ("deepseek_v3", 3, 1), ("mixtral", 1, 1)]
+EXPERTS: dict[str, dict[str, Any]] = {
+    "stacks": {"target_parameters": ["gate_up_proj", "down_proj"], "init_lora_weights": False},
+    "one stack and attention": {"target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"]},
+    "names of files": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"]},
+}
+"""Of ``peft``'s ways to adapt experts; the names that they have in files become those of the stacks."""
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize(
+    ("variant", "tp", "ep"),
+    [("mixtral", 2, 1), ("qwen3_moe", 2, 2), *(pytest.param(*each, marks=pytest.mark.zoo) for each in OTHER_EXPERTS)],
+)
+def test_adapters_of_experts_train_as_on_one_process(
+    pool: Pool, seed: int, variant: str, tp: int, ep: int, kind: str
+) -> None:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=3, **EXPERTS[kind])
+    run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed)
+    pool.run(tp, check_run, run, tp, 1, {"expert_parallel_size": ep})
+
+
+@pytest.mark.parametrize(("tp", "pp", "ep"), [(2, 1, 2), pytest.param(2, 2, 1, marks=pytest.mark.zoo)])
+def test_adapters_of_experts_are_saved_and_merged(
+    pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, ep: int
+) -> None:
+    adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj"], target_parameters=["down_proj"])
+    name, config = zoo.lm_head("mixtral"), zoo.config("mixtral")
+    run = reference_run(name, config, adapter, seed, folder=tmp_path / "plain")
+    options = {"expert_parallel_size": ep}
+    pool.run(tp * pp, check_files, run, tp, pp, str(tmp_path / "plain"), str(tmp_path / "ours"), options)
+    plain = peft.PeftModel.from_pretrained(reference_model(name, config, seed), tmp_path / "plain")
+    loss = loss_of(plain.eval().merge_and_unload(), run.batches[0])
+    pool.run(tp * pp, check_merged, run, tp, pp, loss, options)
 
 
 FILES = {
@@ -304,20 +342,20 @@ def test_adapters_of_one_stage_are_refused_on_all(pool: Pool, targets: Any, laye
     pool.run(2, adapt_one_stage, config, message)
 
 
-def test_models_of_threads_and_models_with_adapters_are_refused() -> None:
-    from transformers import LlamaForCausalLM
+def combine_whole_adapters(config: Any) -> None:
+    """On each rank: a combination that needs whole adapters is refused before anything is added."""
+    from oslo_models import LlamaForCausalLM
 
-    from oslo_models.compat.tensor_parallel.api import tensor_parallel
+    model: Any = peft.get_peft_model(LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), 2), config)
+    model.add_adapter("other", copy.deepcopy(config))
+    with pytest.raises(ValueError, match=r'combination_type=.ties. looks at whole adapters.*"cat" or "linear"'):
+        model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", combination_type="ties", density=0.5)
+    assert list(model.peft_config) == ["default", "other"]
 
-    config = peft.LoraConfig(target_modules=["q_proj"])
-    model: Any = LlamaForCausalLM(zoo.config("llama"))
-    for each in (config, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)):
-        with pytest.raises(ValueError, match=r"takes no adapters, .*merge_and_unload.*distributed=True"):
-            peft.get_peft_model(tensor_parallel(model, ["cpu", "cpu"]), each)
-    model.add_adapter(config)
-    for each in (model, peft.get_peft_model(LlamaForCausalLM(zoo.config("llama")), config)):
-        with pytest.raises(ValueError, match=r"takes no adapters, .*merge_and_unload.*distributed=True"):
-            tensor_parallel(each, ["cpu", "cpu"])
+
+def test_combinations_of_whole_adapters_are_refused(pool: Pool) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    pool.run(2, combine_whole_adapters, config)
 
 
 def adapt_processes(run: Run) -> None:

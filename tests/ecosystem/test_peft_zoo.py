@@ -31,16 +31,13 @@ FOUNDING = [*zoo.FOUNDING, "falcon", "bloom", "bart", "deberta-v2"]
 def targets(model: Any) -> list[str]:
     """All linear layers and the tokens' embedding, by their full names, but for one of two with the same weight.
 
-    In a model with stacked experts ``peft`` takes the names of layers of an MLP for the experts' parameters, which a
-    sharded model refuses.
+    In models with stacked experts ``peft`` takes the names of the layers of an MLP for the experts' parameters.
     """
     tied = {name.rpartition(".")[0] for name in model.all_tied_weights_keys}
     found = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
     has_tokens = model.main_input_name == "input_ids" and not type(model).__name__.startswith(("Rag", "CLIP"))
     tokens = model.get_input_embeddings() if has_tokens else None
     found |= {name for name, module in model.named_modules() if module is tokens and isinstance(tokens, nn.Embedding)}
-    if any(hasattr(module, "gate_up_proj") and hasattr(module, "num_experts") for module in model.modules()):
-        found = {name for name in found if not name.endswith((".gate_proj", ".up_proj", ".down_proj"))}
     return sorted(found - tied)
 
 

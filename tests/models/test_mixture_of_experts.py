@@ -15,8 +15,9 @@ from oslo_models.checkpoint import CheckpointError
 from oslo_models.cli.main import main
 
 from support import pipelines, zoo
+from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import Step, saved_step, step_differences
+from support.reference import Step, full_gradients, full_parameters, reference_model, saved_step, step_differences
 
 NAMES = {"mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
 
@@ -38,6 +39,15 @@ def test_step_with_auxiliary_loss_matches_on_three_ranks(
     for expert_parallel_size in (1, 3):
         options = {"experts_implementation": implementation, "expert_parallel_size": expert_parallel_size}
         pool.run(3, check_step, step, tmp_path, 3, options)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "qwen2_moe"])
+def test_experts_over_a_part_of_the_ranks_match(pool: Pool, tmp_path: Path, seed: int, model_type: str) -> None:
+    """Five experts over two groups of two ranks."""
+    name = zoo.main_head(model_type)
+    config = zoo.config(model_type)
+    step = saved_step(name, config, seed, pipelines.batch(name, config, seed), tmp_path)
+    pool.run(4, check_step, step, tmp_path, 4, {"expert_parallel_size": 2})
 
 
 @pytest.mark.parametrize("model_type", NAMES)
@@ -66,7 +76,8 @@ def test_biases_and_interleaved_projections_match_with_expert_parallelism(
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("MixtralForCausalLM", (4, 2), r"expert_parallel_size=2 must be 1 .* or tensor_parallel_size=4"),
+        ("MixtralForCausalLM", (4, 3), r"expert_parallel_size=3 must divide tensor_parallel_size=4"),
+        ("MixtralForCausalLM", (2, 4), r"expert_parallel_size=4 must divide tensor_parallel_size=2"),
         (
             "LlamaForCausalLM",
             (2, 2),
@@ -111,20 +122,61 @@ def test_fewer_experts_than_ranks_are_refused_on_every_rank(pool: Pool) -> None:
     pool.run(3, refuse_fewer_experts_than_ranks)
 
 
-def refuse_auxiliary_loss(folder: Path) -> None:
-    cls: Any = registry.find("MixtralForCausalLM")
-    model = cls.from_pretrained_with_parallel(folder, 1, 2)
-    ids = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="output_router_logits=True needs the routers of all blocks"):
-        model(input_ids=ids, labels=ids)
-    with pytest.raises(ValueError, match="output_router_logits=True needs the routers of all blocks"):
-        model(input_ids=ids, labels=ids, output_router_logits=True)
+def step_on_stages(given: pipelines.Case, tp: int, pp: int, options: dict[str, Any]) -> None:
+    model = pipelines.case_on_stages(given, tp, pp, **options)
+    loss = pipelines.run_micro_batches(model, given.batches[0][0])
+    assert (loss - given.loss[0]).abs() < 1e-10, (loss, given.loss)
+    lines = pipelines.gradient_differences(model, given.gradients)
+    assert not lines, "\n".join(lines)
 
 
-def test_auxiliary_loss_is_refused_on_stages(pool: Pool, tmp_path: Path) -> None:
-    config = zoo.config("mixtral", output_router_logits=True)
-    zoo.original("MixtralForCausalLM")(config).save_pretrained(tmp_path)
-    pool.run(2, refuse_auxiliary_loss, tmp_path)
+def case_with_auxiliary_loss(model_type: str, seed: int, rows: int, **changes: Any) -> pipelines.Case:
+    """The mean loss of a batch and the mean of the auxiliary losses of its micro-batches, on one process."""
+    name = zoo.main_head(model_type)
+    config = zoo.config(model_type, num_hidden_layers=4, output_router_logits=True, router_aux_loss_coef=0.5, **changes)
+    batch = pipelines.batch(name, config, seed)
+    model = reference_model(name, config, seed)
+    weights = full_parameters(model)
+    with lifted_casts():
+        loss = model(**batch, output_router_logits=False).loss
+        parts = [{key: x[i : i + rows] for key, x in batch.items()} for i in range(0, pipelines.ROWS, rows)]
+        for part in parts:
+            loss = loss + 0.5 * model(**part).aux_loss / len(parts)
+        loss.backward()
+    return pipelines.Case(name, config, [[batch]], weights, [loss.detach()], full_gradients(model))
+
+
+@pytest.mark.parametrize("rows", [1, pipelines.ROWS])
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 2)])
+def test_auxiliary_loss_on_stages_is_the_mean_of_those_of_micro_batches(
+    pool: Pool, seed: int, rows: int, sizes: tuple[int, int]
+) -> None:
+    given = case_with_auxiliary_loss("mixtral", seed, rows)
+    pool.run(sizes[0] * sizes[1], step_on_stages, given, *sizes, {"micro_batch_size": rows})
+
+
+def test_auxiliary_loss_on_stages_without_routers_matches(pool: Pool, seed: int) -> None:
+    """The first and the last block are dense, so the first and the last stage have no router."""
+    given = case_with_auxiliary_loss("qwen3_moe", seed, 2, mlp_only_layers=[0, 3])
+    pool.run(3, step_on_stages, given, 1, 3, {"micro_batch_size": 2, "blocks_per_stage": [1, 2, 1]})
+
+
+def router_logits_on_stages(given: pipelines.Case, expected: list[Any]) -> None:
+    model = pipelines.case_on_stages(given, 1, 2, share_logits=True, micro_batch_size=pipelines.ROWS)
+    with torch.no_grad(), lifted_casts():
+        (output,) = model(**given.batches[0][0])
+        generated = model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+    assert generated.shape == (1, 5)
+    if model.stage.is_last:
+        assert all((a - b).abs().max() < 1e-10 for a, b in zip(output.router_logits, expected, strict=True))
+
+
+def test_last_stage_returns_the_logits_of_all_routers(pool: Pool, seed: int) -> None:
+    given = case_with_auxiliary_loss("mixtral", seed, pipelines.ROWS)
+    model = reference_model(given.name, given.config, seed)
+    with torch.no_grad(), lifted_casts():
+        expected = [logits.clone() for logits in model(**given.batches[0][0]).router_logits]
+    pool.run(2, router_logits_on_stages, given, expected)
 
 
 def check_initial_weights(expected: dict[str, torch.Tensor], tp: int, ep: int) -> None:
@@ -140,7 +192,7 @@ def test_random_experts_do_not_depend_on_the_number_of_ranks(pool: Pool) -> None
     expected = cls.from_config_with_parallel(zoo.config("mixtral"), seed=5).state_dict()
     stack = expected["model.layers.0.mlp.experts.gate_up_proj"]
     assert len({expert.sum().item() for expert in stack}) == len(stack)
-    for tp, ep in ((2, 1), (3, 1), (3, 3)):
+    for tp, ep in ((2, 1), (3, 1), (3, 3), (4, 2)):
         pool.run(tp, check_initial_weights, dict(expected), tp, ep)
 
 
@@ -153,19 +205,24 @@ def test_checkpoint_that_lacks_an_expert_is_refused_by_name(pool: Pool, tmp_path
         registry.find("MixtralForCausalLM").from_pretrained_with_parallel(tmp_path)  # type: ignore[attr-defined]
 
 
-def save_merged(source: Path, folder: Path, tp: int, pp: int) -> None:
+def save_merged(source: Path, folder: Path, tp: int, pp: int, ep: int) -> None:
     cls: Any = registry.find("MixtralForCausalLM")
-    first = cls.from_pretrained_with_parallel(source, tp, pp, expert_parallel_size=tp)
+    first = cls.from_pretrained_with_parallel(source, tp, pp, expert_parallel_size=ep)
     first.save_pretrained_with_parallel(folder / "split")
     first.save_pretrained_with_parallel(folder / "merged from experts", save_with_merging=True)
-    again = cls.from_pretrained_with_parallel(folder / "split", 1, tp * pp)
+    other = cls.from_pretrained_with_parallel(folder / "split", 4, expert_parallel_size=2 if ep == tp else 4)
+    other.save_pretrained_with_parallel(folder / "split again")
+    again = cls.from_pretrained_with_parallel(folder / "split again", 1, tp * pp)
     again.save_pretrained_with_parallel(folder / "merged", save_with_merging=True, max_shard_size="20KB")
 
 
-def test_experts_survive_changes_of_sizes_byte_for_byte(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 1, 2)])
+def test_experts_survive_changes_of_sizes_byte_for_byte(
+    pool: Pool, tmp_path: Path, sizes: tuple[int, int, int]
+) -> None:
     model = zoo.original("MixtralForCausalLM")(zoo.config("mixtral", num_hidden_layers=4))
     model.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
-    pool.run(4, save_merged, tmp_path / "hub", tmp_path, 2, 2)
+    pool.run(4, save_merged, tmp_path / "hub", tmp_path, *sizes)
     assert len(list((tmp_path / "hub").glob("*.safetensors"))) > 3
     expected, merged = read_all(tmp_path / "hub"), read_all(tmp_path / "merged")
     assert expected.keys() == merged.keys()
@@ -219,3 +276,22 @@ def test_experts_in_fp8_blocks_are_dequantised_one_by_one(pool: Pool, tmp_path: 
     merged = read_all(tmp_path / "merged")
     assert expected.keys() == merged.keys()
     assert all(expected[name].equal(merged[name]) for name in expected)
+
+
+def check_step_with_hook(step: Step, folder: Path) -> None:
+    """Somebody who reads the output of shared experts reads all of it."""
+    cls: Any = registry.find(step.name)
+    model = cls.from_pretrained_with_parallel(folder, 2, gather_logits=True).train()
+    outputs: list[torch.Tensor] = []
+    handle = model.model.layers[1].mlp.shared_experts.register_forward_hook(lambda *args: outputs.append(args[-1]))
+    lines = step_differences(model, step)
+    assert not lines, "\n".join(lines)
+    handle.remove()
+    of_ranks = pipelines.gather_from_all_ranks([output.detach() for output in outputs])
+    assert outputs and all((a - b).abs().max() < 1e-10 for a, b in zip(*of_ranks, strict=True))
+
+
+def test_hooks_on_shared_experts_see_full_outputs(pool: Pool, tmp_path: Path, seed: int) -> None:
+    config = zoo.config("glm4_moe")
+    batch = pipelines.batch("Glm4MoeForCausalLM", config, seed)
+    pool.run(2, check_step_with_hook, saved_step("Glm4MoeForCausalLM", config, seed, batch, tmp_path), tmp_path)

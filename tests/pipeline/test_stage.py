@@ -254,6 +254,13 @@ def test_split_stage_rejects_more_stages_than_blocks() -> None:
         make_stage("GPT2LMHeadModel", pipelines.config("gpt2"), 0, 5)
 
 
+def test_experts_cost_what_they_compute_for_a_token() -> None:
+    """Two dense blocks are as wide as the two of eight experts that a token is sent to in each of the other two."""
+    changes = {"num_hidden_layers": 4, "mlp_only_layers": [0, 1], "num_experts": 8, "vocab_size": 8}
+    config = zoo.config("qwen3_moe", **changes, intermediate_size=64, moe_intermediate_size=32, num_experts_per_tok=2)
+    assert make_stage("Qwen3MoeForCausalLM", config, 0, 2)[1].ranges == ((0, 2), (2, 4))
+
+
 @pytest.mark.parametrize("vocab", [50, 150, 200, 250])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_partition_is_equal_on_ranks_with_uneven_shards(variant: str, vocab: int) -> None:

@@ -188,11 +188,11 @@ def _train_batch(model: Any, batch: Batch) -> Tensor:
     return loss
 
 
-def check_files(run: Run, tp: int, pp: int, saved: str, folder: str) -> None:
+def check_files(run: Run, tp: int, pp: int, saved: str, folder: str, options: Mapping[str, Any] | None = None) -> None:
     """On each rank: an adapter that plain ``peft`` has saved loads, and is saved again as it was."""
     from peft import PeftModel
 
-    base = parallel_base(run, tp, pp)
+    base = parallel_base(run, tp, pp, **(options or {}))
     prompts = run.adapter.is_prompt_learning  # which peft does not train any further
     model: Any = PeftModel.from_pretrained(base, saved, is_trainable=not prompts)
     if not prompts:
@@ -203,6 +203,17 @@ def check_files(run: Run, tp: int, pp: int, saved: str, folder: str) -> None:
     assert (
         Path(folder, "adapter_model.safetensors").read_bytes() == Path(saved, "adapter_model.safetensors").read_bytes()
     )
+
+
+def check_merged(run: Run, tp: int, pp: int, logits: Tensor, options: Mapping[str, Any]) -> None:
+    """On each rank: an adapter is merged into the model, which remains as it would on one process."""
+    from peft import get_peft_model
+
+    model: Any = get_peft_model(parallel_base(run, tp, pp, **options), copy.deepcopy(run.adapter))
+    start_from(model, run.start)
+    merged = model.merge_and_unload()
+    lines = differences("merged", loss_of(merged, run.batches[0]), logits, TOLERANCE)
+    assert not lines and not [name for name, _ in merged.named_parameters() if "lora" in name], lines
 
 
 def check_adapters(run: Run, tp: int, pp: int, other: Any, expected: dict[str, Tensor], folder: str) -> None:

@@ -420,7 +420,8 @@ TENSOR_PARALLEL = {
     "D9": _row(
         "adapters and quantised weights",
         "ecosystem/test_quantized_tensor_parallel.py::test_weights_of_torchao_are_sharded",
-        note="torchao; layers of bitsandbytes and adapters on threads are refused with the way out",
+        "ecosystem/test_peft_threads.py::test_models_that_have_adapters_are_sharded_with_them",
+        note="torchao; adapters of peft, added before or after; layers of bitsandbytes are refused with the way out",
     ),
 }
 

@@ -283,6 +283,9 @@ def _configured(
     changes = {key: value for key, value in values.items() if before.get(key) != value}
     given, text = dict(options or {}), f"{variant} with {changes}"
     attention = given.pop("attn_implementation", None)
+    if name.endswith("ForCausalLM") and {"encoder_layers", "decoder_layers"} <= values.keys():
+        # transformers sizes the cache of a decoder by the encoder's layers
+        changes["decoder_layers"] = min(values["decoder_layers"], values["encoder_layers"])
     config = zoo.config(variant, **{**changes, **given} if not parts else changes)
     config = zoo.config_of(name, config)
     for key in given if parts else ():

@@ -40,7 +40,7 @@ class AWQWeight(QuantizedWeight):
         columns, words = self.part_shape("qweight")
         return words * _PER_WORD, columns
 
-    def read(self, rows: Range, columns: Range) -> Tensor:
+    def read(self, rows: Range, columns: Range, *expert: int) -> Tensor:
         groups, size = self.part_shape("qzeros")[0], self.shape[1]
         group_of = torch.arange(*columns) // (size // groups)
         some, words = (int(group_of[0]), int(group_of[-1]) + 1), units(rows, _PER_WORD)

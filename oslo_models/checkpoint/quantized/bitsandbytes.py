@@ -47,7 +47,7 @@ class Bnb4BitWeight(QuantizedWeight):
         rows, columns = self.state["shape"]
         return rows, columns
 
-    def read(self, rows: Range, columns: Range) -> Tensor:
+    def read(self, rows: Range, columns: Range, *expert: int) -> Tensor:
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
         (height, width), block = self.shape, self.state["blocksize"]
@@ -123,7 +123,7 @@ class Bnb8BitWeight(QuantizedWeight):
         rows, columns = self.part_shape("weight")
         return rows, columns
 
-    def read(self, rows: Range, columns: Range) -> Tensor:
+    def read(self, rows: Range, columns: Range, *expert: int) -> Tensor:
         from bitsandbytes.functional import int8_vectorwise_dequant
 
         values: Tensor = int8_vectorwise_dequant(self.part("weight", rows, columns), self.part("SCB", rows))

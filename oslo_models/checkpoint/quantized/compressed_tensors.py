@@ -64,7 +64,7 @@ class CompressedTensorsWeight(QuantizedWeight):
         rows, columns = self.part("weight_shape").tolist() if self.is_packed else self.part_shape("weight")
         return rows, columns
 
-    def read(self, rows: Range, columns: Range) -> Tensor:
+    def read(self, rows: Range, columns: Range, *expert: int) -> Tensor:
         height, width = self._grid()
         wide_rows, wide_columns = cover(rows, height, self.shape[0]), cover(columns, width, self.shape[1])
         blocks = units(wide_rows, height), units(wide_columns, width)

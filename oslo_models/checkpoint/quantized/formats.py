@@ -10,11 +10,13 @@ from oslo_models.checkpoint.quantized.bitsandbytes import Bnb4BitWeight, Bnb8Bit
 from oslo_models.checkpoint.quantized.compressed_tensors import CompressedTensorsWeight
 from oslo_models.checkpoint.quantized.fp8 import Fp8Weight
 from oslo_models.checkpoint.quantized.gptq import GPTQWeight
+from oslo_models.checkpoint.quantized.mxfp4 import Mxfp4Weight
 from oslo_models.checkpoint.quantized.weight import QuantizedWeight
 
 FORMATS: dict[str, type[QuantizedWeight]] = {
     "fp8": Fp8Weight,
     "mxfp8": Fp8Weight,
+    "mxfp4": Mxfp4Weight,
     "gptq": GPTQWeight,
     "awq": AWQWeight,
     "compressed-tensors": CompressedTensorsWeight,
@@ -88,7 +90,7 @@ def check_not_quantized(directory: Any, names: Iterable[str], known: Collection[
         names: the names of its tensors.
         known: names that the model has, whatever they look like.
     """
-    markers = tuple(f".{each}" for kind in FORMATS.values() for each in kind.markers)
+    markers = tuple(f"{kind.separator}{each}" for kind in FORMATS.values() for each in kind.markers)
     found = next((name for name in names if name.endswith(markers) and name not in known), None)
     if found is not None:
         raise ValueError(

@@ -40,7 +40,7 @@ class Fp8Weight(QuantizedWeight):
         rows, columns = self.part_shape("weight")
         return rows, columns
 
-    def read(self, rows: Range, columns: Range) -> Tensor:
+    def read(self, rows: Range, columns: Range, *expert: int) -> Tensor:
         return self.part("weight", rows, columns).float() * self._scales(rows, columns)
 
     def _scales(self, rows: Range, columns: Range) -> Tensor:

@@ -45,7 +45,7 @@ class GPTQWeight(QuantizedWeight):
         words, rows = self.part_shape("qweight")
         return rows, self.part_shape("g_idx")[0] if "g_idx" in self.parts else words * self.per_word
 
-    def read(self, rows: Range, columns: Range) -> Tensor:
+    def read(self, rows: Range, columns: Range, *expert: int) -> Tensor:
         groups = self._groups(columns)
         some = int(groups.min()), int(groups.max()) + 1
         weight = unpack_words(self.part("qweight", units(columns, self.per_word), rows), self.bits, dim=0)

@@ -21,7 +21,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class DequantizingReader(CheckpointReader):
-    """A checkpoint whose quantised weights are read as plain ones, under the name ``weight`` of their layer.
+    """A checkpoint whose quantised weights are read as plain ones, under the names that these have in the model.
 
     Attributes:
         weights: the quantised weights, by that name.
@@ -38,15 +38,22 @@ class DequantizingReader(CheckpointReader):
             raise ValueError(f"{name} in {self.directory} has shape {self.tensors[name].shape}, not {layout.shape}")
         out = torch.empty(layout.local_shape(rank), dtype=self.tensors[name].dtype)
         for wanted, local in layout.shard_indices(rank):
-            target = out[local].T if name in self.transposed else out[local]
-            rows, columns = wanted[::-1] if name in self.transposed else wanted
-            if not target.numel():
-                continue
-            step = max(1, _CHUNK // max(1, columns.stop - columns.start))
-            for chunk, start in zip(target.split(step), range(rows.start, rows.stop, step), strict=True):
-                stop = min(start + step, rows.stop)
-                chunk.copy_(self.weights[name].read((start, stop), (columns.start, columns.stop)))
+            *stacked, _, _ = wanted
+            for number, expert in enumerate(range(stacked[0].start, stacked[0].stop) if stacked else [None]):
+                target = out[local] if expert is None else out[local][number]
+                self._read_matrix(name, wanted[-2:], target, () if expert is None else (expert,))
         return out
+
+    def _read_matrix(self, name: str, wanted: tuple[slice, ...], out: Tensor, expert: tuple[int, ...]) -> None:
+        """Read a region of a weight, or of that of one expert, a few rows at a time."""
+        target = out.T if name in self.transposed else out
+        rows, columns = wanted[::-1] if name in self.transposed else wanted
+        if not target.numel():
+            return
+        step = max(1, _CHUNK // max(1, columns.stop - columns.start))
+        for chunk, start in zip(target.split(step), range(rows.start, rows.stop, step), strict=True):
+            stop = min(start + step, rows.stop)
+            chunk.copy_(self.weights[name].read((start, stop), (columns.start, columns.stop), *expert))
 
 
 def dequantizing_reader(
@@ -74,7 +81,7 @@ def dequantizing_reader(
         for name in parts.values():
             del plain[name]
         try:
-            weights[f"{module}.weight"] = kind(reader, parts, settings)
+            weights[f"{module}{kind.plain_suffix}"] = kind(reader, parts, settings)
         except KeyError as error:
             raise CheckpointError(
                 f"{module} in {reader.directory} has no tensor {error} beside {', '.join(sorted(parts))}; copy or save "
@@ -82,9 +89,10 @@ def dequantizing_reader(
             ) from error
     floating = (info.dtype for info in plain.values() if info.dtype.is_floating_point)
     dtype = dtype or next(floating, torch.get_default_dtype())
-    transposed = frozenset(name for name in weights if is_transposed(name))
+    transposed = frozenset(name for name in weights if kind.is_transposed or is_transposed(name))
     for name, weight in weights.items():
-        shape = weight.shape[::-1] if name in transposed else weight.shape
+        *stacked, rows, columns = weight.shape
+        shape = (*stacked, columns, rows) if name in transposed else (*stacked, rows, columns)
         plain[name] = StoredTensor(Layout(shape), dtype, ())
     return DequantizingReader(
         reader.directory, reader.files, reader.grid, reader.manifest, plain, weights=weights, transposed=transposed
@@ -95,7 +103,7 @@ def _layers(reader: CheckpointReader, kind: type[QuantizedWeight]) -> dict[str, 
     """For the path of each quantised layer the names of its tensors, by suffix."""
     layers: dict[str, dict[str, str]] = {}
     for name in reader.tensors:
-        suffix = max((each for each in kind.suffixes if name.endswith(f".{each}")), key=len, default=None)
+        suffix = max((each for each in kind.suffixes if name.endswith(kind.separator + each)), key=len, default=None)
         if suffix is not None:
-            layers.setdefault(name.removesuffix(f".{suffix}"), {})[suffix] = name
+            layers.setdefault(name.removesuffix(kind.separator + suffix), {})[suffix] = name
     return {module: parts for module, parts in layers.items() if parts.keys() & set(kind.markers)}

@@ -15,7 +15,7 @@ from oslo_models.sharding.layout import Range
 
 
 class QuantizedWeight(ABC):
-    """The weight of one linear layer, of which a checkpoint holds quantised values, scales and the like.
+    """The weight of a linear layer, or of stacked experts, as a checkpoint with quantised values and scales has it.
 
     Attributes:
         reader: the checkpoint.
@@ -23,8 +23,14 @@ class QuantizedWeight(ABC):
         settings: the ``quantization_config`` of the checkpoint.
         suffixes: the suffixes of all tensors that replace the weight in this format.
         markers: a layer is quantised if it has a tensor with one of these suffixes.
+        separator: what stands between the path of the layer and a suffix.
+        plain_suffix: what the plain weight has after that path.
+        is_transposed: the model always has ``[in, out]``; otherwise, that depends on the layer.
     """
 
+    separator: ClassVar[str] = "."
+    plain_suffix: ClassVar[str] = ".weight"
+    is_transposed: ClassVar[bool] = False
     suffixes: ClassVar[tuple[str, ...]]
     markers: ClassVar[tuple[str, ...]]
 
@@ -38,16 +44,17 @@ class QuantizedWeight(ABC):
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """The shape of the weight, ``(out_features, in_features)``."""
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, ``(out_features, in_features)``, of stacked experts with their number before it."""
 
     @abstractmethod
-    def read(self, rows: Range, columns: Range) -> Tensor:
+    def read(self, rows: Range, columns: Range, *expert: int) -> Tensor:
         """Read and dequantise a region of the weight.
 
         Args:
             rows: the range of output features.
             columns: the range of input features.
+            expert: the number of the expert, for stacked ones.
 
         Returns:
             ``[rows, columns]``, in the floating-point type in which the format is dequantised.

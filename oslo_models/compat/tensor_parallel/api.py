@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.compat.oslo2 import initialize
+from oslo_models.compat.tensor_parallel.adapters import AdaptableThreads, shard_with_adapters
 from oslo_models.compat.tensor_parallel.any_model import class_for, default_plan, untried_copy
 from oslo_models.compat.tensor_parallel.autograd import ThreadShards
 from oslo_models.compat.tensor_parallel.wrapper import ThreadedModule, move_part
@@ -36,11 +37,6 @@ _REFUSED = {
     "tensor_parallel_config": "the sharding plan of the architecture is used: `oslo-models list`",
 }
 """Arguments of the original that are not supported, and what to do instead."""
-_NO_ADAPTERS = (
-    "a model of tensor_parallel on threads of this process takes no adapters, since peft would see its parts as "
-    "separate models: merge them into the model before (`merge_and_unload()`), or start one process per device with "
-    "torchrun, use tensor_parallel(model, distributed=True), and then call get_peft_model"
-)
 
 
 def tensor_parallel(
@@ -69,7 +65,8 @@ def tensor_parallel(
     (`oslo_models.distributed.thread_group`).
 
     Args:
-        model: a full model of any class, preferably on the CPU. It is not changed. If it was made under
+        model: a full model of any class, preferably on the CPU, with or without adapters of ``peft``. It is not
+            changed. If it was made under
             ``accelerate.init_empty_weights()``, load the weights of the result with ``load_state_dict(...,
             assign=True)``, or `convert_state_dict` and accelerate; then call ``tie_weights()``.
         device_ids: the device of each rank: ``["cuda:0", "cuda:1"]``, ``[0, 1]``, ``["cpu", "cpu"]``; default: all
@@ -112,12 +109,25 @@ def tensor_parallel(
             "by torch's own copies and sums, not by NCCL",
             stacklevel=2,
         )
-    if getattr(model, "peft_config", None):
-        raise ValueError(_NO_ADAPTERS)
     devices = _devices(device_ids)
     output = _output_device(devices, output_device, output_device_index)
     arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits, plan=plan)
     arguments.check({})
+    if getattr(model, "peft_config", None):
+        return shard_with_adapters(
+            model,
+            lambda full: tensor_parallel(
+                full,
+                device_ids,
+                sharded=sharded,
+                sharded_param_names=sharded_param_names,
+                output_device=output,
+                delay_init=delay_init,
+                gather_logits=gather_logits,
+                plan=plan,
+                inputs=inputs,
+            ),
+        )
     cls, is_tried = class_for(model, plan, inputs)
     original, model = model, plain_view(model)
     if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
@@ -241,7 +251,7 @@ class TensorParallel(ThreadedModule, metaclass=_Constructor):
     """
 
 
-class TensorParallelModel(TensorParallel, PreTrainedModel):
+class TensorParallelModel(TensorParallel, AdaptableThreads):
     """The base class of those of transformers' kind."""
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -251,7 +261,16 @@ class TensorParallelModel(TensorParallel, PreTrainedModel):
         return count
 
     def deparallelize(self) -> Any:
-        """A full model of the transformers class on the CPU, with copies of the weights; this one stays as it is."""
+        """A full model of the transformers class on the CPU, with copies of the weights; this one stays as it is.
+
+        Raises:
+            ValueError: the model has adapters.
+        """
+        if adapters := list(self._peft_config or ()):
+            raise ValueError(
+                f"the model has the adapters {adapters}: remove them (`unload()` of the PeftModel) or merge them "
+                "(`merge_and_unload()`) before deparallelize"
+            )
         original: Any = next(
             base for base in type(self).__mro__[1:] if base.__module__.startswith("transformers.models.")
         )
@@ -293,23 +312,6 @@ class TensorParallelModel(TensorParallel, PreTrainedModel):
         parts: Any = self.parts
         return ThreadShards([part.get_encoder(*args, **kwargs) for part in parts], self.threads, self.output_device)
 
-    def get_input_embeddings(self) -> nn.Module:
-        """Raises ``NotImplementedError``, as transformers expects of models without: each part has its own.
-
-        Raises:
-            ValueError: ``peft`` asks, which it does before it adds adapters: it would see the parts as separate models.
-        """
-        _refuse_peft(sys._getframe(1).f_globals.get("__name__", ""))
-        raise NotImplementedError(
-            "the embeddings are sharded: model.parts[0].get_input_embeddings() has the first part"
-        )
-
-    def get_submodule(self, target: str) -> nn.Module:
-        """As of any module. Raises ``ValueError`` if ``peft`` looks for embeddings to make a prompt encoder."""
-        if target == "embeddings.word_embeddings":
-            _refuse_peft(sys._getframe(1).f_globals.get("__name__", ""))
-        return super().get_submodule(target)
-
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """Raises ``RuntimeError``: the vocabulary is sharded."""
         raise RuntimeError("the vocabulary is sharded: resize it before tensor_parallel")
@@ -319,12 +321,6 @@ class TensorParallelModel(TensorParallel, PreTrainedModel):
 
     def _get_static_cache_init_shape(self) -> None:
         return None  # ranks have different numbers of heads
-
-
-def _refuse_peft(caller: str) -> None:
-    """Raise ``ValueError`` if the module ``caller`` is one of ``peft``."""
-    if caller.startswith("peft."):
-        raise ValueError(_NO_ADAPTERS)
 
 
 @contextmanager

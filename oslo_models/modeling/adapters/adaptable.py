@@ -66,10 +66,15 @@ class AdaptableModel(PreTrainedModel):
         """As of any module. Notes the random state when ``peft`` lists the modules, right before it wraps some.
 
         Raises:
-            ValueError: on every rank: the adapter that ``peft`` is about to add has no layer on one of the stages.
+            ValueError: on every rank: the adapter that ``peft`` is about to add has no layer on one of the stages, or
+                is a combination of others that shards do not give.
         """
         if "peft" in sys.modules and (caller := sys._getframe(1)).f_code.co_name == "inject_adapter":
             self._rng_before_adapters = default_generator(torch.get_default_device()).get_state()
+            if self.mesh is not None and self.mesh.model.size > 1:
+                from oslo_models.modeling.adapters.support import check_combination
+
+                check_combination(caller)
             if self.mesh is not None and self.mesh.pp.size > 1 and "key_list" not in caller.f_locals:
                 from oslo_models.modeling.adapters.support import check_stages
 

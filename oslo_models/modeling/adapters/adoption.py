@@ -6,12 +6,14 @@ modules around them get the parallel class of their kind.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from peft.tuners import ia3, lora
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ from oslo_models.layers.linear import (
     sum_replicated,
 )
 from oslo_models.layers.vocab_parallel import VocabParallelHead
+from oslo_models.modeling.adapters.experts import ParallelParamWrapper, parameter_layout
 from oslo_models.modeling.adapters.initial_values import draw
 from oslo_models.modeling.adapters.layers import (
     FeatureParallelLoraEmbedding,
@@ -80,10 +83,12 @@ def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
                 _adopt_ia3(tuner, name)
         if rng_state is None:
             _check_replicated(model, name, tuners)
+    _name_parameters(model)
+    if mesh.world.threads is not None:
+        return  # the model of all threads gathers states, and stands for the full one
     for module in model.modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             register_state_hooks(module)  # type: ignore[arg-type]
-    _name_parameters(model)
     model._mark_parameters()
     if (peft_model := under_construction()) is not None:
         become_sharded(peft_model)
@@ -100,11 +105,18 @@ def _restore_placeholders(model: nn.Module) -> None:
     """Undo the wrapping of placeholders: the adapter of their layer is on its own stage."""
     for module in list(model.modules()):
         for leaf, child in module.named_children():
-            inner = child
-            while isinstance(inner, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-                inner = inner.base_layer if isinstance(inner, BaseTunerLayer) else inner.original_module
+            inner = unwrapped(child)
             if inner is not child and isinstance(inner, Placeholder):
                 setattr(module, leaf, inner)
+
+
+def unwrapped(module: Any) -> Any:
+    """A module without the wrappers that ``peft`` has put around it."""
+    inner: Any = module
+    while isinstance(inner, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        wrapper: Any = inner
+        inner = wrapper.base_layer if isinstance(inner, BaseTunerLayer) else wrapper.original_module
+    return inner
 
 
 # LoRA -----------------------------------------------------------------------------------------------------------------
@@ -113,6 +125,10 @@ def _restore_placeholders(model: nn.Module) -> None:
 def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
     """Make one LoRA adapter parallel, if its layer is sharded."""
     base = tuner.get_base_layer()
+    if isinstance(tuner, ParamWrapper):
+        if parameter_layout(tuner) is not None:
+            tuner.__class__ = ParallelParamWrapper
+        return
     if isinstance(base, LatentLinear):
         tuner.__class__ = LatentLoraLinear
     if weight_layout(base) is None:
@@ -189,7 +205,10 @@ def _adopt_ia3(tuner: Any, name: str) -> None:
         tuner.__class__ = LatentIA3Linear
     layout = adapter_layouts(tuner).get(f"ia3_l.{name}")
     if layout is not None and layout.overlaps:
-        tuner.ia3_l[name].register_hook(partial(sum_replicated, axis=tuner.get_base_layer().tp, layout=layout))
+        factors, trained = tuner.ia3_l[name], tuner.ia3_l[name].requires_grad
+        factors.requires_grad_(True)  # an adapter for inference may be trained later, and needs the hook then
+        factors.register_hook(partial(sum_replicated, axis=tuner.get_base_layer().tp, layout=layout))
+        factors.requires_grad_(trained)
 
 
 # Names and checks -----------------------------------------------------------------------------------------------------
@@ -225,14 +244,15 @@ def _name_parameters(model: Any) -> None:
     }
     for name, param in model.named_parameters(remove_duplicate=False):
         plain = plain_name(name, model.peft_config)
-        model.layouts[name] = sharded.get(name) or before.get(name) or before.get(plain) or Layout(tuple(param.shape))
+        own = before.get(plain) if plain != name else None  # of ranks that are threads, not always that of the layer
+        model.layouts[name] = own or sharded.get(name) or before.get(name) or Layout(tuple(param.shape))
         if stage is not None and plain != name and "modules_to_save" not in name:
             stage.full_names[name] = stage.full_names.get(plain, plain)
 
 
 def plain_name(name: str, adapters: Any) -> str:
     """The name that a parameter of the model, or its copy in ``modules_to_save``, has without adapters."""
-    name = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+    name = re.sub(r"(\.base_layer)+\.", ".", name).replace(".original_module.", ".")
     for adapter in adapters:
         name = name.replace(f".modules_to_save.{adapter}.", ".")
     return name

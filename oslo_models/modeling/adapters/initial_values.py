@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from peft.tuners import ia3
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from oslo_models.distributed.object_exchange import broadcast_object, gather_objects
 from oslo_models.distributed.rng import default_generator
+from oslo_models.modeling.adapters.experts import parameter_layout
 from oslo_models.modeling.adapters.layouts import adapter_layouts, features
 from oslo_models.pipeline.placeholders import zeros_without_memory
 
@@ -43,20 +45,35 @@ def draw(model: Any, name: str, tuners: Mapping[str, Any], rng_state: Tensor) ->
     """
     mesh, full_names = model.mesh, {} if model.stage is None else model.stage.full_names
     own = {path: _blueprint(tuner, name) for path, tuner in tuners.items() if _has(tuner, name)}
-    stages = gather_objects(mesh.pp, {full_names.get(path, path): drawn for path, drawn in own.items()})
+    here = {_full_path(path, full_names): path for path in own}
+    stages = gather_objects(mesh.pp, {full: own[path] for full, path in here.items()})
     config = copy.copy(model.peft_config[name])
     if hasattr(config, "use_dora"):
         config.use_dora = False  # magnitudes are computed from weights, and nothing is drawn for them
     generator = default_generator(torch.get_default_device())
     shared = broadcast_object(mesh.world, rng_state)
     generator.set_state(shared)
-    here = {full_names.get(path, path): path for path in own}
-    for path, drawn in {path: drawn for stage in stages for path, drawn in stage.items()}.items():
+    for path, drawn in _in_order_of_draws({path: drawn for stage in stages for path, drawn in stage.items()}):
         full: Any = drawn.cls(drawn.layer, name, config=config, **drawn.arguments)
         if path in here:
             _copy_shards(tuners[here[path]], full, mesh.tp.rank)
     if not torch.equal(shared, rng_state):  # a replica with a random state of its own keeps it
         generator.set_state(rng_state)
+
+
+def _full_path(path: str, full_names: Mapping[str, str]) -> str:
+    inner = path.removesuffix(".base_layer")
+    return full_names.get(path, path) if inner == path else f"{_full_path(inner, full_names)}.base_layer"
+
+
+def _in_order_of_draws(found: Mapping[str, _Drawn]) -> list[tuple[str, _Drawn]]:
+    """In the order in which ``peft`` draws: parameters after all layers, and the first one of a module innermost."""
+    layers = [each for each in found.items() if not issubclass(each[1].cls, ParamWrapper)]
+    stacks: dict[str, list[tuple[str, _Drawn]]] = {}
+    for path, drawn in found.items():
+        if issubclass(drawn.cls, ParamWrapper):
+            stacks.setdefault(path.replace(".base_layer", ""), []).insert(0, (path, drawn))
+    return [*layers, *(each for wrappers in stacks.values() for each in wrappers)]
 
 
 def _has(tuner: Any, name: str) -> bool:
@@ -78,6 +95,8 @@ def _copy_shards(tuner: Any, full: Any, rank: int) -> None:
 
 def _blueprint(tuner: Any, name: str) -> _Drawn:
     base = tuner.get_base_layer()
+    if isinstance(tuner, ParamWrapper):
+        return _blueprint_of_stack(tuner, name)
     kind = next(kind for kind in _KINDS if isinstance(base, kind))
     layer: Any = kind.__new__(kind)
     nn.Module.__init__(layer)
@@ -94,6 +113,17 @@ def _blueprint(tuner: Any, name: str) -> _Drawn:
     if isinstance(tuner, ia3.IA3Layer):
         return _Drawn(_plain_class(tuner), layer, {"is_feedforward": tuner.is_feedforward})
     return _Drawn(_plain_class(tuner), layer, {"r": tuner.r[name], "lora_alpha": tuner.lora_alpha[name]})
+
+
+def _blueprint_of_stack(tuner: Any, name: str) -> _Drawn:
+    layer: Any = nn.Module()
+    base, param = tuner.get_base_layer(), tuner.get_param()
+    layout = parameter_layout(tuner)
+    layer.is_transposed = getattr(base, "is_transposed", False)
+    shape = tuple(param.shape) if layout is None else layout.shape
+    layer.register_parameter(tuner.parameter_name, nn.Parameter(_zeros(shape, param.dtype), requires_grad=False))
+    options = {"parameter_name": tuner.parameter_name, "r": tuner.r[name], "lora_alpha": tuner.lora_alpha[name]}
+    return _Drawn(_plain_class(tuner), layer, options)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -6,10 +6,12 @@ from typing import Any
 
 from peft.tuners.ia3 import IA3Layer
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from oslo_models.distributed.mesh import Axis
+from oslo_models.modeling.adapters.experts import layouts_of_factors
 from oslo_models.sharding.layout import Layout
 
 
@@ -39,6 +41,9 @@ def adapter_layouts(tuner: Any) -> dict[str, Layout]:
     if isinstance(tuner, AuxiliaryTrainingWrapper):
         return _layouts_of_copies(tuner)
     base = tuner.get_base_layer()
+    if isinstance(tuner, ParamWrapper):
+        found = {f"base_layer.{leaf}": layout for leaf, layout in getattr(base, "layouts", {}).items()}
+        return _of_own(tuner, found | layouts_of_factors(tuner))
     weight = weight_layout(base)
     if weight is None:
         return {}
@@ -63,8 +68,13 @@ def adapter_layouts(tuner: Any) -> dict[str, Layout]:
                 found[f"lora_embedding_B.{name}"] = sharded(outputs, rank, dim=0)
                 for leaf in (f"lora_B.{name}.bias", f"lora_magnitude_vector.{name}.weight"):
                     found[leaf] = sharded(outputs, dim=0)
+    return _of_own(tuner, found)
+
+
+def _of_own(tuner: Any, layouts: dict[str, Layout]) -> dict[str, Layout]:
+    """Those of parameters that there are, and that are sharded."""
     own = {name for name, _ in tuner.named_parameters()}
-    return {name: layout for name, layout in found.items() if name in own and layout.dim is not None}
+    return {name: layout for name, layout in layouts.items() if name in own and layout.dim is not None}
 
 
 def _layouts_of_copies(wrapper: AuxiliaryTrainingWrapper) -> dict[str, Layout]:

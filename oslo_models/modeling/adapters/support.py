@@ -7,13 +7,16 @@ from typing import Any
 
 from peft import PeftType
 from peft.tuners import ia3, lora
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.lora.variants import DoraEmbeddingVariant, DoraLinearVariant
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from oslo_models.distributed.object_exchange import gather_objects
+from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.vocab_parallel import VocabParallelHead
+from oslo_models.modeling.adapters.experts import parameter_layout
 from oslo_models.modeling.adapters.layouts import weight_layout
 
 INJECTED = {PeftType.LORA: "LoRA (with rsLoRA and DoRA)", PeftType.IA3: "IA3"}
@@ -22,10 +25,6 @@ _WAY_OUT = "add it to the model on one process, or use one of these kinds"
 _DATA_FREE = (True, False, "gaussian", "orthogonal")
 """Values of ``init_lora_weights`` that do not look at the weights of the model."""
 _REFUSED_OPTIONS = {
-    "target_parameters": (
-        "the weights of experts cannot be adapted there. Leave it out, and of target_modules the names by which peft "
-        "means experts (gate_proj, up_proj and down_proj, or w1, w2 and w3)"
-    ),
     "layer_replication": "replicate the layers in the configuration of the model",
     "megatron_config": "leave it out: the layers are parallel already",
     "trainable_token_indices": "train all tokens, with the embedding in modules_to_save",
@@ -50,6 +49,27 @@ def check_config(name: str, config: Any) -> None:
         raise ValueError(
             f"init_lora_weights={initial!r} of the adapter {name!r} is computed from full weights, of which each rank "
             f"has a shard only; use one of {_DATA_FREE}, or initialise the adapter on one process and load it"
+        )
+
+
+def check_combination(caller: Any) -> None:
+    """Check how ``add_weighted_adapter`` combines adapters, when it is about to inject the result.
+
+    Args:
+        caller: the frame of ``inject_adapter``.
+
+    Raises:
+        ValueError: the combination of shards is not that of the full adapters; nothing was added.
+    """
+    adding = caller.f_back
+    if adding is None or adding.f_code.co_name != "add_weighted_adapter":
+        return
+    kind = adding.f_locals["combination_type"]
+    if kind not in ("cat", "linear"):
+        adding.f_locals["self"].peft_config.pop(adding.f_locals["adapter_name"], None)
+        raise ValueError(
+            f"combination_type={kind!r} looks at whole adapters, of which a sharded model has parts: use "
+            'combination_type="cat" or "linear", or combine them on one process, and load the result'
         )
 
 
@@ -88,6 +108,14 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
                 f"the adapter {name!r} uses {type(variant).__name__}, which does not work on a sharded model; of the "
                 "variants of LoRA, rsLoRA and DoRA do"
             )
+    if isinstance(tuner, ParamWrapper):
+        layout = weight_layout(base) or parameter_layout(tuner)
+        if layout is not None and not isinstance(base, ParallelExperts):
+            raise ValueError(
+                f"target_parameters of a sharded model are those of stacked experts, and {path} is a "
+                f"{type(base).__name__}: name it in target_modules"
+            )
+        return
     if weight_layout(base) is None:
         return
     known = (lora.Linear, lora.Embedding) if isinstance(tuner, lora.LoraLayer) else (ia3.Linear,)

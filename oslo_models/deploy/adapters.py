@@ -1,0 +1,70 @@
+"""The adapters of a deployed model: transformers' methods, carried out by the workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_OVERRIDING = (("set_adapter",), ("enable_adapters", "disable_adapters"))
+"""Methods of which only the last call counts when calls are repeated."""
+
+
+class DeployedAdapters:
+    """A mixin of deployed models. Adapters stay unmerged, and are loaded again by ``restart``.
+
+    A call of ``generate`` computes with the adapters that are active when it begins.
+    """
+
+    _engine: Any
+    _adapter_calls: list[tuple[str, tuple[Any, ...]]]
+
+    def load_adapter(self, peft_model_id: str | Path, adapter_name: str = "default") -> None:
+        """Load an adapter that ``peft`` has saved, and make it the active one.
+
+        Args:
+            peft_model_id: its directory, which the workers can read, or its name on the hub.
+            adapter_name: its name for `set_adapter`.
+
+        Raises:
+            ValueError: there is an adapter of this name, or it is of a kind that sharded models do not support.
+        """
+        source = Path(peft_model_id)
+        self._change_adapters("load_adapter", str(source.resolve() if source.is_dir() else peft_model_id), adapter_name)
+
+    def set_adapter(self, adapter_name: str | list[str]) -> None:
+        """Make one or several adapters the active ones. Raises ``ValueError`` if there is none of the name."""
+        self._change_adapters("set_adapter", adapter_name)
+
+    def disable_adapters(self) -> None:
+        """Compute without adapters, until `enable_adapters` is called."""
+        self._change_adapters("disable_adapters")
+
+    def enable_adapters(self) -> None:
+        """Compute with the active adapters again."""
+        self._change_adapters("enable_adapters")
+
+    def delete_adapter(self, adapter_names: str | list[str]) -> None:
+        """Delete adapters from the memory of the workers."""
+        self._change_adapters("delete_adapter", adapter_names)
+
+    def active_adapters(self) -> list[str]:
+        """The names of the active adapters. Raises ``ValueError`` if none was loaded."""
+        names: list[str] = self._engine.call("adapters", ("active_adapters", ()))
+        return names
+
+    def _change_adapters(self, method: str, *args: Any) -> None:
+        self._engine.call("adapters", (method, args))
+        replaced = next((group for group in _OVERRIDING if method in group), ())
+        self._adapter_calls = [call for call in self._adapter_calls if call[0] not in replaced] + [(method, args)]
+
+    def _repeat_adapter_calls(self) -> None:
+        """Bring workers that were started again to the same adapters."""
+        for method, args in self._adapter_calls:
+            self._engine.call("adapters", (method, args))
+
+
+def call_adapters(model: Any, method: str, args: tuple[Any, ...]) -> Any:
+    """Carry out one of these methods on the model of a rank, or on a full one. A collective of all ranks."""
+    result = getattr(model, method)(*args)
+    model.eval()
+    return result if method == "active_adapters" else None

@@ -1,0 +1,46 @@
+"""A mixture with shared experts beside the routed ones: their partial outputs are added, and all-reduced once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from oslo_models.distributed.autograd_collectives import reduce_from
+from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.experts import ParallelExperts
+from oslo_models.layers.linear import RowParallelLinear
+
+
+class SharedExpertsModule(nn.Module):
+    """A block that adds the outputs of shared experts to those of routed ones, with transformers' forward.
+
+    Attributes:
+        tp: the axis over which all experts are sharded.
+        shared: the name of the shared experts in the module.
+    """
+
+    tp: Axis
+    shared: str
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        summands = self._summands()
+        for each in summands:
+            each.returns_partial_sums = True
+        try:
+            output = super().forward(hidden_states, *args, **kwargs)
+        finally:
+            for each in summands:
+                each.returns_partial_sums = False
+        return reduce_from(self.tp, output) if summands else output
+
+    def _summands(self) -> list[Any]:
+        """The two layers whose sums over the ranks can be made together; none if somebody reads them one by one.
+
+        A layer with an adapter, a bias or hooks needs its own output in full.
+        """
+        experts, shared = self.experts, getattr(self, self.shared)
+        down = getattr(shared, "down_proj", None)
+        if type(down) is not RowParallelLinear or down.bias is not None or not isinstance(experts, ParallelExperts):
+            return []
+        return [] if any(each._forward_hooks for each in (experts, shared, down)) else [experts, down]

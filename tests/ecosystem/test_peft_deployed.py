@@ -1,0 +1,92 @@
+"""Adapters of a deployed model, which stay unmerged, against plain ``peft`` on one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oslo_models
+from oslo_models.deploy import options as serving
+
+from support import deployment, zoo
+from support.pool import Pool
+from support.reference import TOLERANCE, reference_model
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+
+STEPS: list[tuple[str, tuple[Any, ...]]] = [
+    ("set_adapter", ("first",)),
+    ("disable_adapters", ()),
+    ("enable_adapters", ()),
+    ("set_adapter", (["first", "second"],)),
+    ("delete_adapter", ("first",)),
+    ("set_adapter", ("second",)),
+]
+
+
+@pytest.fixture(scope="module")
+def forked(pool: Pool) -> Iterator[None]:
+    pool.start(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
+        yield
+
+
+def answers(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return model.generate(**batch, max_new_tokens=8, do_sample=False), model(**batch).logits
+
+
+def write(folder: Path, seed: int) -> Any:
+    """A model and two adapters of it, in folders; returns the model of one process without adapters."""
+    full: Any = reference_model("GPT2LMHeadModel", zoo.config("gpt2"), seed).eval()
+    full.save_pretrained(folder / "base")
+    for number, (name, targets) in enumerate({"first": ["c_attn", "c_fc"], "second": ["c_proj"]}.items()):
+        torch.manual_seed(seed + number)
+        config = peft.LoraConfig(r=3, lora_alpha=40, target_modules=targets, init_lora_weights=False)
+        peft.get_peft_model(copy.deepcopy(full), config).save_pretrained(folder / name)
+    return full
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.zoo)])
+def test_deployed_model_computes_with_its_active_adapters(
+    forked: None, tmp_path: Path, seed: int, tp: int, pp: int
+) -> None:
+    full, batch = write(tmp_path, seed), deployment.prompt(seed)
+    options = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "dtype": torch.float64, "deploy": True}
+    with oslo_models.GPT2LMHeadModel.from_pretrained_with_parallel(tmp_path / "base", **options) as model:
+
+        def compare() -> tuple[Tensor, Tensor]:
+            found = []
+            for own, expected in zip(answers(model, batch), answers(full, batch), strict=True):
+                assert own.shape == expected.shape and (own - expected).abs().max() <= TOLERANCE
+                found.append(expected)
+            return found[0], found[1]
+
+        seen = [compare()[1]]
+        for name in ("first", "second"):
+            model.load_adapter(tmp_path / name, name)
+            full.load_adapter(str(tmp_path / name), adapter_name=name)
+            seen.append(compare()[1])
+        for method, arguments in STEPS:
+            for each in (model, full):
+                getattr(each, method)(*arguments)
+            seen.append(compare()[1])
+        assert all((a - b).abs().max() > 1e-3 for a, b in zip(seen[:5], seen[1:6], strict=True))
+        assert model.active_adapters() == ["second"]
+        with pytest.raises(ValueError, match="there is an adapter 'second' already"):
+            model.load_adapter(tmp_path / "second", "second")
+        with pytest.raises(ValueError, match="Adapter with name none not found"):
+            model.set_adapter("none")
+        compare()
+        model.restart()
+        compare()
+        local = model.cpu()
+        for own, expected in zip(answers(local, batch), answers(full, batch), strict=True):
+            assert (own - expected).abs().max() <= TOLERANCE
