@@ -50,10 +50,10 @@ def load(source: str, cuda: bool = False) -> ctypes.CDLL:
     if compiler is None:
         needed = "nvcc" if cuda else "a C++ compiler (c++, g++ or clang++)"
         raise BuildError(f"{source} needs {needed}, and none was found; install one")
-    flags = _CUDA_FLAGS if cuda else (*_FLAGS, _processor())
+    flags = _CUDA_FLAGS if cuda else (*_FLAGS, processor())
     sources = (file.read_text() for file in (path, *sorted(SOURCES.glob("*.h"))))
     key = hashlib.sha256("\0".join((*sources, compiler, *flags)).encode()).hexdigest()[:16]
-    library = _cache() / f"{path.stem}-{key}.so"
+    library = cache_folder() / f"{path.stem}-{key}.so"
     if not library.exists():
         _compile([compiler, *(_CUDA_FLAGS if cuda else _FLAGS)], path, library)
     return ctypes.CDLL(str(library))
@@ -92,11 +92,12 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
         raise BuildError(f"{source} could not be compiled into {library.parent}: {error}") from error
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """The folder for what is compiled or measured once on a machine."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oslo_models"
 
 
-def _processor() -> str:
+def processor() -> str:
     """What ``-march=native`` depends on, since machines with other processors may share the home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oslo_kernels import linear
-
-Timings = Mapping[int, tuple[float, float]]
-"""Seconds of a product here and in torch, by number of rows."""
+from oslo_kernels.kept_timings import KeptTimings, Timings
 
 FASTER = 1.05
 """The `gain` above which a product counts as faster; anything less is noise."""
@@ -27,23 +26,42 @@ WEIGHTS = 64 << 20
 """Bytes of weights to cycle through, so that they are read from memory if the model exceeds the caches."""
 
 _Weights = Sequence[tuple[Tensor, Tensor | None]]
-_measured: dict[tuple[object, ...], Timings] = {}
+_kept = KeptTimings()
 _measuring = threading.Lock()
 
 
-def timings(layers: _Weights, io: bool) -> Timings:
-    """Time products with weights and biases of one shape and dtype, once in a process for each number of threads.
+def timings(layers: _Weights, io: bool, processes: int = 1) -> Timings | str:
+    """Time products with weights and biases of one shape and dtype, once on a machine for each number of threads.
+
+    Several threads wait for each other after each product, and so for one whose core another process has taken. How
+    often that happens, timings of milliseconds cannot tell.
 
     Args:
         layers: weights and biases for which `linear.why_torch` returns ``None``.
         io: whether the weights are ``[in, out]``, those of ``Conv1D``.
+        processes: how many time theirs at once, since these share the memory's bandwidth.
+
+    Returns:
+        The timings, or why there are none to rely on; that is found out anew by the next process.
     """
     (weight, bias), threads = layers[0], torch.get_num_threads()
-    key = (tuple(weight.shape), weight.dtype, bias is None, io, threads)
+    cycled = layers[: 1 + WEIGHTS // weight.nbytes]
+    shape = f"{'x'.join(map(str, weight.shape))}{' in-out' * io}{' bias' * (bias is not None)} of {len(cycled)}"
+    key = f"{weight.dtype} {shape}, {threads} threads, {processes} processes"
     with _measuring, torch.no_grad():  # locked, since ranks may be threads of one process
-        if key not in _measured:
-            _measured[key] = _time(layers[: 1 + WEIGHTS // weight.nbytes], io)
-        return _measured[key]
+        found = _kept.get(key)
+        if found is None:
+            before = _preemptions()
+            found = _time(cycled, io)
+            if threads > 1 and (preempted := _preemptions() - before) > threads:
+                found = f"other programs keep the cores busy (preempted {preempted} times while it was timed)"
+            _kept.add(key, found)
+        return found
+
+
+def _preemptions() -> int:
+    """How often the threads of this process have lost their core to others."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def gain(seconds: tuple[float, float]) -> float:
@@ -66,12 +84,13 @@ def _time(layers: _Weights, io: bool) -> Timings:
     ours, torchs = (linear.conv1d, linear.plain_conv1d) if io else (linear.linear, F.linear)
     for used, _ in layers:
         used.sum()  # pages of a memory-mapped weight are loaded now, not while it is timed
+    always = linear.FasterRows(frozenset(SAMPLED), weight.dtype, torch.get_num_threads())  # its look-up is timed too
     for rows in SAMPLED:
         if rows <= linear.most_rows(weight.dtype, io):
             x = weight.new_full(
                 (1, rows, weight.shape[1 - io]), 0.5
             )  # constant, so that the user's random state does not change
-            found[rows] = _in_turn(partial(ours, x), partial(torchs, x), layers)
+            found[rows] = _in_turn(partial(ours, x, faster=always), partial(torchs, x), layers)
     return found
 
 
@@ -82,8 +101,9 @@ def _in_turn(ours: _Product, torchs: _Product, layers: _Weights) -> tuple[float,
     """Seconds of both, timed in pairs until all pairs agree on which is faster or the time budget is spent.
 
     Consecutive products use different weights, since the caches may hold those of the previous one. Single timings are
-    unreliable on a busy machine, so of the medians and the minima the pair with the lower gain counts: the median shows
-    threads that wait for each other, the minimum corrects a lucky median. With one thread, the clock is that thread's
+    unreliable on a busy machine, so of the medians, the minima and the pair at the lower quartile of gains, the two
+    seconds with the lowest gain count: the median shows threads that wait for each other, the minimum corrects a lucky
+    median, and the quartile leaves to torch what gains in some pairs only. With one thread, the clock is that thread's
     CPU time, which stops while another process has the core.
     """
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -103,4 +123,5 @@ def _in_turn(ours: _Product, torchs: _Product, layers: _Weights) -> tuple[float,
         if agreed or (pairs >= FEWEST and time.perf_counter() > end):
             break
     medians = statistics.median(seconds[0]), statistics.median(seconds[1])
-    return min(medians, (min(seconds[0]), min(seconds[1])), key=gain)
+    quartile = sorted(zip(*seconds, strict=True), key=gain)[len(seconds[0]) // 4]
+    return min(medians, (min(seconds[0]), min(seconds[1])), quartile, key=gain)

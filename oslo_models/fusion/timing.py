@@ -10,22 +10,28 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels import linear
-from oslo_kernels.linear_timing import Timings, faster_rows, gain, timings
+from oslo_kernels.kept_timings import Timings
+from oslo_kernels.linear_timing import faster_rows, gain, timings
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion.swap import FusionCandidate
 
 _Measured = Timings | str
-"""The timings of a layer, or why it was not timed."""
+"""The timings of a layer, which are empty if it is fused without; or why it is left to torch without."""
 
 
 def decide(
-    model: nn.Module, fusion_candidates: Iterable[FusionCandidate], selected: set[type] | None, tp: Axis | None
+    model: nn.Module,
+    fusion_candidates: Iterable[FusionCandidate],
+    selected: set[type] | None,
+    tp: Axis | None,
+    measure: bool = True,
 ) -> list[FusionCandidate]:
     """``fusion_candidates`` with a decision on those that are selected and ``timed``: the same on all ranks of ``tp``.
 
-    A layer is fused for those numbers of rows for which its product is faster on every rank of the axis.
+    A layer is fused for those numbers of rows for which its product is faster on every rank of the axis; without
+    ``measure``, for all that the kernel supports.
     """
     fusion_candidates = list(fusion_candidates)
     modules = {
@@ -34,10 +40,10 @@ def decide(
         if candidate.timed and candidate.is_selected(selected)
     }
     if tp is None or tp.size == 1:
-        measured = _measure(modules)
+        measured = _measure(modules, measure)
     else:
         with agree(tp, "timing linear layers"):
-            own = _measure(modules)
+            own = _measure(modules, measure, tp.size)
         measured = _slowest(gather_objects(tp, own))
     return [
         _decided(candidate, modules[candidate.module], measured[candidate.module])
@@ -47,7 +53,7 @@ def decide(
     ]
 
 
-def _measure(modules: Mapping[str, Any]) -> dict[str, _Measured]:
+def _measure(modules: Mapping[str, Any], measure: bool, processes: int = 1) -> dict[str, _Measured]:
     """The timings by module; modules of one shape and dtype are timed together."""
     found: dict[str, _Measured] = {}
     alike: dict[Any, list[str]] = {}
@@ -55,12 +61,14 @@ def _measure(modules: Mapping[str, Any]) -> dict[str, _Measured]:
         io, weight = isinstance(module, Conv1D), module.weight
         if why := linear.why_torch(weight, module.bias, io):
             found[name] = why
+        elif not measure:
+            found[name] = {}
         else:
             alike.setdefault((io, tuple(weight.shape), weight.dtype, module.bias is None), []).append(name)
     for (io, *_), names in alike.items():
         layers = [(modules[name].weight, modules[name].bias) for name in names]
         with without_override():  # products with the weights of shards outside of their layers
-            found.update(dict.fromkeys(names, timings(layers, io)))
+            found.update(dict.fromkeys(names, timings(layers, io, processes)))
     return found
 
 
@@ -81,6 +89,10 @@ def _decided(candidate: FusionCandidate, module: Any, found: _Measured) -> Fusio
     kept = "" if candidate.otherwise is None else f"{candidate.reason}; product "
     if isinstance(found, str):
         return replace(candidate, cls=candidate.otherwise, reason=f"{kept}left to torch: {found}", timed=False)
+    if not found:
+        return replace(
+            candidate, reason=f"{candidate.reason}{', product in C++' if kept else ''} (not timed)", timed=False
+        )
     faster = faster_rows(found, module.weight.dtype)
     won = {rows: pair for rows, pair in found.items() if rows in faster.rows}
     lost = {rows: pair for rows, pair in found.items() if rows not in faster.rows}

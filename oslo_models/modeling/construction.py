@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -10,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
-from transformers import PreTrainedConfig, set_seed
+from transformers import PreTrainedConfig
 from transformers.utils import is_accelerate_available
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
@@ -196,9 +198,16 @@ def join(
         arguments.expert_parallel_size,
     )
     if arguments.seed is not None:
-        set_seed(arguments.seed)
+        _set_seed(arguments.seed)
         return mesh, arguments.seed
     return mesh, broadcast_object(mesh.world, int(torch.randint(2**62, ())))
+
+
+def _set_seed(seed: int) -> None:
+    """As transformers' function, whose module imports ``peft`` and with it a second's worth of other packages."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _dtype_of(reader: CheckpointReader) -> torch.dtype:

@@ -33,20 +33,22 @@ class FusableModel(PreTrainedModel):
     _decodes_in_graphs: bool = False
     _decoders: Decoders | None = None
 
-    def fuse(self, modules: list[type] | None = None, backend: str = "auto") -> Any:
+    def fuse(self, modules: list[type] | None = None, backend: str = "auto", measure: bool = True) -> Any:
         """Swap modules of this model, in place, for faster ones that compute the same up to rounding.
 
         Only modules that become faster on this device are swapped; `fusion_report` lists them. On a CPU, linear layers
-        are timed against torch's with its current number of threads: with another number they run torch's, until
-        ``unfuse`` and ``fuse`` are called again. Names and values of parameters stay, and `unfuse` undoes everything.
-        In training with labels, ``output.logits`` is then ``None`` (as with tensor parallelism) unless
-        ``gather_logits=True``: the loss is computed without them. Under ``torch.compile``, plain expressions run
+        are timed against torch's, once on a machine, with its current number of threads: with another number they run
+        torch's, until ``unfuse`` and ``fuse`` are called again. Names and values of parameters stay, and `unfuse`
+        undoes everything. In training with labels, ``output.logits`` is then ``None`` (as with tensor parallelism)
+        unless ``gather_logits=True``: the loss is computed without them. Under ``torch.compile``, plain expressions run
         instead, which the compiler fuses. On GPUs, ``generate`` without beams then uses a static cache and CUDA graphs,
         which its first call compiles; ``cache_implementation="dynamic"`` avoids both. Every rank of the model calls it.
 
         Args:
             modules: the layer classes in which to swap, such as ``[GPT2MLP, GPT2Attention]``; ``None``: everywhere.
             backend: ``"triton"``, ``"apex"`` (NVIDIA's), ``"torch"``, or ``"auto"``: the fastest one available.
+            measure: whether linear layers on a CPU are timed; ``False`` fuses all that the kernel supports, slower ones
+                too.
 
         Returns:
             The model itself.
@@ -61,7 +63,9 @@ class FusableModel(PreTrainedModel):
         )
         names = None if modules is None else sorted(cls.__name__ for cls in modules)
         if self.mesh is not None:
-            require_equal(self.mesh.model, {"modules": names, "backend": backend}, "arguments of fuse")
+            require_equal(
+                self.mesh.model, {"modules": names, "backend": backend, "measure": measure}, "arguments of fuse"
+            )
         chosen = choose_backend(backend, self.device)
         found = list(self._fusion.fusion_candidates if self._fusion is not None else self._fusion_candidates(chosen))
         known = {cls for candidate in found for cls in candidate.classes} | set(type(self).__mro__)
@@ -74,7 +78,7 @@ class FusableModel(PreTrainedModel):
             raise ValueError(f"the model is fused with backend={self._fusion.backend!r}: call unfuse() first")
         selected = None if modules is None else self._with_own_classes(set(modules))
         if chosen == "torch" and self.device.type == "cpu":
-            found = decide(self, found, selected, None if self.mesh is None else self.mesh.tp)
+            found = decide(self, found, selected, None if self.mesh is None else self.mesh.tp, measure)
         self._fusion.apply(self, found, selected)
         return self
 

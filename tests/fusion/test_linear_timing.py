@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 
 from oslo_kernels import linear as kernel
 from oslo_kernels import linear_timing
+from oslo_kernels.kept_timings import KeptTimings
 from oslo_models import GPT2LMHeadModel, LlamaForCausalLM
 from oslo_models.fusion.modules import FusedProduct
 
@@ -49,7 +51,8 @@ def test_fuse_leaves_slower_linear_layers_to_torch(cls: Any) -> None:
     model, ids = small(cls), torch.tensor([[5, 6, 7]])
     with (
         torch.no_grad(),
-        mock.patch.dict(linear_timing._measured, clear=True),
+        mock.patch.object(linear_timing, "_kept", KeptTimings(in_file=False)),
+        mock.patch.object(linear_timing, "_preemptions", return_value=0),
         mock.patch.object(kernel, "_of_few_rows", slowed(kernel._of_few_rows)) as slow,
     ):
         expected = model(ids).logits
@@ -69,7 +72,8 @@ def test_fuse_keeps_faster_linear_layers(cls: Any) -> None:
     plain = "plain_conv1d" if cls is GPT2LMHeadModel else "linear"
     owner = kernel if cls is GPT2LMHeadModel else linear_timing.F
     with (
-        mock.patch.dict(linear_timing._measured, clear=True),
+        mock.patch.object(linear_timing, "_kept", KeptTimings(in_file=False)),
+        mock.patch.object(linear_timing, "_preemptions", return_value=0),
         mock.patch.object(owner, plain, slowed(getattr(owner, plain))),
     ):
         model.fuse()
@@ -166,3 +170,70 @@ def test_all_ranks_choose_the_same_linear_layers(pool: Pool) -> None:
     assert first == second and set(first[0]) == {frozenset({1, 4})}
     first, second = pool.run(2, check_ranks, [{1, 2, 4}, {8}])
     assert first == second and SLOWER in first[1] and not any(first[0])
+
+
+def test_linear_timings_are_kept_on_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later process reads the timings of an earlier one, except for another version of torch or other threads."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        with faster_at({1, 2}, in_file=True) as measured:
+            decided, calls = faster(small().fuse()), measured.call_count
+        assert calls and set(decided) == {frozenset({1, 2})}
+        with faster_at({4}, in_file=True) as measured:  # begins without the timings in memory
+            assert faster(small().fuse()) == decided and not measured.called
+            torch.set_num_threads(2)
+            assert set(faster(small().fuse())) == {frozenset({4})} and measured.call_count == calls
+        torch.set_num_threads(1)
+        with faster_at({4}, in_file=True) as measured, mock.patch.object(torch, "__version__", "0"):
+            assert set(faster(small().fuse())) == {frozenset({4})} and measured.called
+        for file in tmp_path.rglob("*.json"):
+            file.write_text('{"torn')
+        with faster_at({8}, in_file=True):
+            assert set(faster(small().fuse())) == {frozenset({8})}
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("preempted", "threads", "left"), [(2, 2, False), (90, 2, True), (90, 1, False)])
+def test_products_of_several_threads_are_left_to_torch_on_a_busy_machine(
+    preempted: int, threads: int, left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread waits for no other, and its clock is its own CPU time. The next process decides anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with faster_at(in_file=True, preempted=preempted):
+            model = small().fuse()
+            report = str(model.fusion_report())
+            assert ("left to torch: other programs keep the cores busy" in report) is left
+            assert any(faster(model)) is not left
+        with faster_at(in_file=True) as measured:
+            small().fuse()
+            assert measured.called is left
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_products_that_gain_in_some_pairs_only_are_left_to_torch() -> None:
+    """By a fake clock: nine of fifteen pairs gain, median and minimum too."""
+    pairs = [(1.0, 2.0), (2.0, 1.9), (1.0, 2.0), (2.0, 1.9), (1.0, 2.0)] * 3
+    seconds = [second for number, pair in enumerate(pairs, 1) for second in (pair if number % 2 else pair[::-1])]
+    readings = iter([reading for second in seconds for reading in (0.0, second)])
+    with mock.patch.object(linear_timing, "time") as clock, mock.patch.object(linear_timing, "BUDGET", 1e9):
+        clock.thread_time.side_effect = clock.perf_counter.side_effect = readings
+        with mock.patch.object(linear_timing.torch, "get_num_threads", return_value=1):
+            clock.perf_counter.side_effect = lambda: 0.0
+            found = linear_timing._in_turn(mock.Mock(), mock.Mock(), [(torch.ones(1), None)])
+    assert linear_timing.gain(found) < linear_timing.FASTER
+
+
+def test_fuse_without_measuring_takes_all_products() -> None:
+    model = small()
+    with faster_at(set()) as measured, torch.no_grad():
+        report = str(model.fuse(measure=False).fusion_report())
+        with spy_on_few_rows() as product:
+            model(torch.tensor([[5, 6, 7]]))
+    assert not measured.called and product.called and "in C++ (not timed)" in report

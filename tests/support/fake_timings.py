@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
 from oslo_kernels import linear_timing
+from oslo_kernels.kept_timings import KeptTimings
 
 
 @contextmanager
-def faster_at(rows: Collection[int] | None = None) -> Iterator[mock.Mock]:
+def faster_at(rows: Collection[int] | None = None, in_file: bool = False, preempted: int = 0) -> Iterator[mock.Mock]:
     """Our product takes half of torch's time at these numbers of rows (default: at all), and twice its time elsewhere.
 
-    Gives what stands in for the measurement of a pair.
+    Gives what stands in for the measurement of a pair. Nothing is read from or written to the file, unless ``in_file``.
+
+    Args:
+        preempted: how often each measurement is said to have lost its core.
     """
 
     def seconds(ours: partial[Tensor], torchs: Any, layers: Any) -> tuple[float, float]:
@@ -25,7 +30,8 @@ def faster_at(rows: Collection[int] | None = None) -> Iterator[mock.Mock]:
         return (1e-4, 2e-4) if rows is None or x.shape[1] in rows else (2e-4, 1e-4)
 
     with (
-        mock.patch.dict(linear_timing._measured, clear=True),
+        mock.patch.object(linear_timing, "_kept", KeptTimings(in_file)),
+        mock.patch.object(linear_timing, "_preemptions", side_effect=count(0, preempted)),
         mock.patch.object(linear_timing, "_in_turn", side_effect=seconds) as measured,
     ):
         yield measured

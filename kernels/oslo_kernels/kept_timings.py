@@ -1,0 +1,71 @@
+"""Timings of products, kept in memory and in the user's cache folder, so that a machine measures a shape once.
+
+The name of the file tells what the timings depend on beside the product itself: the processor, the number of its cores,
+the version of torch and the kernel's source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from oslo_kernels.build import SOURCES, cache_folder, processor
+
+Timings = Mapping[int, tuple[float, float]]
+"""Seconds of a product here and in torch, by number of rows."""
+
+
+class KeptTimings:
+    """The timings measured by this process and, with a file, by earlier ones.
+
+    A file that cannot be read counts as empty, and one that cannot be written is done without.
+
+    Args:
+        in_file: whether they are kept beyond this process.
+    """
+
+    def __init__(self, in_file: bool = True) -> None:
+        self._in_file = in_file
+        self._here: dict[str, Timings | str] = {}
+
+    def get(self, key: str) -> Timings | str | None:
+        """What was found for this key, if anything was."""
+        if key not in self._here and self._in_file and (found := self._read().get(key)):
+            self._here[key] = found
+        return self._here.get(key)
+
+    def add(self, key: str, found: Timings | str) -> None:
+        """Keep timings; or, for this process only, why there are none."""
+        self._here[key] = found
+        if self._in_file and not isinstance(found, str):
+            with suppress(OSError):
+                self._write({**self._read(), key: found})
+
+    def _read(self) -> dict[str, Timings]:
+        try:
+            kept = json.loads(self._path.read_text())
+            return {key: {int(n): (float(a), float(b)) for n, (a, b) in rows.items()} for key, rows in kept.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def _write(self, kept: Mapping[str, Timings]) -> None:
+        """Replace the file at once. Of two processes that do so, the later one's timings remain."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._path.parent) as folder:
+            new = Path(folder, self._path.name)
+            new.write_text(json.dumps(kept, indent=1))
+            new.replace(self._path)
+
+    @cached_property
+    def _path(self) -> Path:
+        source = (SOURCES / "linear.cpp").read_text()
+        parts = (processor(), str(os.cpu_count()), str(torch.__version__), source)
+        return cache_folder() / f"linear-timings-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"
