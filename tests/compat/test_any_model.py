@@ -331,15 +331,14 @@ def language_model(name: str, **sizes: Any) -> Any:
 
 SIZES = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "max_position_embeddings": 32}
 ENCODER = {**SIZES, "type_vocab_size": 2, "num_hidden_layers": 2, "vocab_size": 50}
+FOUR_HEADS = {**SIZES, "hidden_size": 48, "num_attention_heads": 4}
 IMAGE = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40, "image_size": 16}
 ARCHITECTURES: dict[str, Any] = {
-    "biogpt": lambda: language_model("BioGpt", **SIZES),
-    "persimmon": lambda: language_model("Persimmon", **{**SIZES, "hidden_size": 48}),
-    "apertus": lambda: language_model("Apertus", num_key_value_heads=3, **{**SIZES, "hidden_size": 48}),
-    "bitnet": lambda: language_model("BitNet", num_key_value_heads=3, **{**SIZES, "hidden_size": 48}),
-    "gpt_neox_japanese": lambda: language_model("GPTNeoXJapanese", **{**SIZES, "hidden_size": 48}),
-    "rembert": lambda: (hf.RemBertForMaskedLM, hf.RemBertConfig(input_embedding_size=8, **ENCODER)),
-    "ernie": lambda: (hf.ErnieForMaskedLM, hf.ErnieConfig(**ENCODER)),
+    "diffllama": lambda: language_model("DiffLlama", num_key_value_heads=4, **FOUR_HEADS),
+    "roberta-prelayernorm": lambda: (hf.RobertaPreLayerNormForMaskedLM, hf.RobertaPreLayerNormConfig(**ENCODER)),
+    "xlm-roberta-xl": lambda: (hf.XLMRobertaXLForMaskedLM, hf.XLMRobertaXLConfig(**ENCODER)),
+    "esm": lambda: (hf.EsmForMaskedLM, hf.EsmConfig(mask_token_id=4, pad_token_id=1, **ENCODER)),
+    "lfm2": lambda: language_model("Lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2, **FOUR_HEADS),
     "roc_bert": lambda: (
         hf.RoCBertForMaskedLM,
         hf.RoCBertConfig(pronunciation_vocab_size=20, shape_vocab_size=20, **ENCODER),
@@ -360,7 +359,7 @@ ARCHITECTURES: dict[str, Any] = {
         hf.ConvNextConfig(hidden_sizes=[8, 12], depths=[1, 1], num_stages=2, image_size=16),
     ),
 }
-FAST = "biogpt"
+FAST = "xlm-roberta-xl"
 
 
 def lifted_call(model: Any, inputs: dict[str, Tensor]) -> Any:
@@ -402,19 +401,53 @@ def test_architectures_that_the_zoo_lacks_train_as_on_one_process(name: str, see
         each.seen = output.logits.detach()
     assert not lines_of("logits", other.seen, model.seen, TOLERANCE)
     assert largest_difference(model.state_dict(), other.state_dict()) < TOLERANCE
+    model.eval(), other.eval()
+    with torch.no_grad(), lifted_casts():
+        assert not lines_of("logits", other(**inputs).logits, model(**inputs).logits, TOLERANCE)
+        if cls.__name__.endswith("ForCausalLM"):
+            options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+            assert torch.equal(other.generate(**inputs, **options), model.generate(**inputs, **options))
 
 
-def test_code_of_a_checkpoint(tmp_path: Any, seed: int) -> None:
+def with_code(folder: Path, model: Any) -> Any:
+    """The model again, made by transformers from code beside its checkpoint, which ``auto_map`` names."""
+    model.save_pretrained(folder)
+    shutil.copy(derived_models.__file__, folder / "modeling_tiny.py")
+    cls, config = type(model).__name__, folder / "config.json"
+    auto = f"AutoModelFor{cls.partition('For')[2]}"
+    names = {"AutoConfig": f"modeling_tiny.{type(model.config).__name__}", auto: f"modeling_tiny.{cls}"}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "auto_map": names}))
+    full = getattr(hf, auto).from_pretrained(folder, trust_remote_code=True, dtype=torch.float64)
+    assert type(full).__module__.startswith("transformers_modules.")
+    return full
+
+
+def test_code_of_an_encoder(tmp_path: Path, seed: int) -> None:
+    """With torch's attention, convolutions and a fused gate; a padded batch."""
+    torch.manual_seed(seed)
+    full = with_code(tmp_path, randomized(derived_models.GatedForTokenClassification, derived_models.GatedConfig()))
+    ids, mask = torch.randint(3, 41, (3, 7)), torch.ones(3, 7)
+    mask[1, 4:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": torch.randint(0, 2, (3, 7))}
+    other = oslo_models.tensor_parallel(copy.deepcopy(full), ["cpu"] * 3)
+    for each in (full, other):
+        optimizer = torch.optim.AdamW(each.parameters(), 0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            each.train()(**inputs).loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        assert not lines_of("logits", other.eval()(**inputs).logits, full.eval()(**inputs).logits, TOLERANCE)
+    assert largest_difference(full.state_dict(), other.state_dict()) < TOLERANCE
+    kinds = sharding(other.sharding_report())
+    assert (kinds["blocks.0.up"], kinds["blocks.0.down"]) == ("columns", "rows"), kinds
+
+
+def test_code_of_a_checkpoint(tmp_path: Path, seed: int) -> None:
     """A model that transformers makes from code beside the checkpoint, which ``auto_map`` names."""
     torch.manual_seed(seed)
     model = randomized(derived_models.TinyForCausalLM, derived_models.TinyConfig())
-    model.save_pretrained(tmp_path)
-    code, config = Path(derived_models.__file__), tmp_path / "config.json"
-    shutil.copy(code, tmp_path / "modeling_tiny.py")
-    names = {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
-    config.write_text(json.dumps({**json.loads(config.read_text()), "auto_map": names}))
-    full = hf.AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, dtype=torch.float64)
-    assert type(full).__module__.startswith("transformers_modules.")
+    full = with_code(tmp_path, model)
     other = oslo_models.tensor_parallel(full, ["cpu"] * 2)
     assert sharding(other.sharding_report())["layers.1.attn.c_proj"] == "rows"
     ids = torch.randint(3, 37, (2, 6))

@@ -38,7 +38,6 @@ def gpt2() -> Any:
 
 
 def biogpt() -> Any:
-    """An architecture that the zoo lacks."""
     sizes = {"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 6}
     return hf.BioGptForCausalLM(hf.BioGptConfig(**sizes, **zoo.TOKENS, max_position_embeddings=32))
 
@@ -50,7 +49,7 @@ def note() -> Any:
 CASES: dict[str, tuple[Callable[[], Any], Any]] = {
     "bert": (bert, BertPolicy),
     "gpt2": (gpt2, GPT2Policy),
-    "lacking": (biogpt, BioGptPolicy),
+    "biogpt": (biogpt, BioGptPolicy),
     "own": (note, [NotePolicy]),
 }
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import CausalLMOutput, TokenClassifierOutput
 
 
 class MixerBlock(nn.Module):
@@ -240,3 +240,55 @@ class TinyForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
         return CausalLMOutput(loss=loss, logits=logits)
+
+
+class GatedConfig(PreTrainedConfig):
+    model_type = "derive_gated"
+
+    def __init__(self, vocab_size: int = 41, width: int = 24, depth: int = 2, heads: int = 3, **kwargs: Any) -> None:
+        self.vocab_size, self.width, self.depth, self.heads = vocab_size, width, depth, heads
+        self.hidden_size, self.num_hidden_layers = width, depth
+        super().__init__(**kwargs)
+
+
+class GatedBlock(nn.Module):
+    """Attention of torch, a convolution over tokens, and a gated MLP with one projection for gate and values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        y = self.norms[0](x)
+        x = x + self.attn(y, y, y, key_padding_mask=padding, need_weights=False)[0]
+        x = x + self.conv(self.norms[1](x).transpose(1, 2)).transpose(1, 2)
+        gate, values = self.up(self.norms[2](x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * values)
+
+
+class GatedForTokenClassification(PreTrainedModel):
+    """An encoder, as repositories of checkpoints have them."""
+
+    config_class = GatedConfig
+    base_model_prefix = ""
+
+    def __init__(self, config: GatedConfig) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(GatedBlock(config.width, config.heads) for _ in range(config.depth))
+        self.classifier = nn.Linear(config.width, config.num_labels)
+        self.post_init()
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
+    ) -> TokenClassifierOutput:
+        padding = None if attention_mask is None else attention_mask == 0
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden, padding)
+        logits = self.classifier(hidden)
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return TokenClassifierOutput(loss=loss, logits=logits)
