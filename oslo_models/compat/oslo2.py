@@ -54,7 +54,7 @@ def initialize(
             blocks in the backward pass and sets the training mode; with ``partitioned_checkpointing`` each rank keeps
             a part of what enters them, with ``cpu_checkpointing`` in host memory. ``kernel_fusion`` calls `fuse`.
         tp_mapping: of OSLO 2: the layers whose columns or rows are sharded. Its names are checked; the plan of the
-            architecture, which gives the same results, is used.
+            architecture, which gives the same results, is used, or a derived one where the zoo lacks it.
         plan: how to shard the model, in place of the zoo's plan; required for a class that the zoo lacks. A `Plan`, a
             function from a configuration to one, or ``"derive"``.
         inputs: for ``plan="derive"``, arguments of a call with which the plan is tried: a tensor, a tuple or a
@@ -80,6 +80,8 @@ def initialize(
     if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
         return initialize_module(model, arguments, inputs, world, broadcast_weights)
     with agree(world, "checking arguments of initialize"):
+        if tp_mapping is not None and arguments.plan is None and not has_plan(type(model)):
+            arguments = replace(arguments, plan="derive")
         if arguments.plan == "derive" and inputs is not None:
             arguments = replace(arguments, plan=DerivedFromConfig(type(model), inputs))
         cls = zoo_class(model, plan=arguments.plan)
@@ -135,6 +137,17 @@ def check_tp_mapping(mapping: Mapping[Any, Any] | None, model: PreTrainedModel) 
         for name in names if type(entry).__name__ != "Update" else ():
             if not any(end.endswith(f".{name}") for end in ends):
                 raise ValueError(f"tp_mapping names {name!r}, which {type(model).__name__} has not")
+
+
+def has_plan(cls: type[Any]) -> bool:
+    """Whether the zoo has a plan for exactly this class."""
+    if issubclass(cls, ParallelModel):
+        return True
+    try:
+        found: Any = registry.find(cls.__name__)
+    except AttributeError:
+        return False
+    return cls in found.__mro__
 
 
 def zoo_class(model: Any, may_be_empty: bool = False, plan: Plan | Callable[[Any], Plan] | str | None = None) -> Any:

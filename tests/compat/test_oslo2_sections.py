@@ -86,6 +86,25 @@ class Update(Column):
     pass
 
 
+def initialize_by_mapping(seed: int) -> None:
+    """On each rank: a class that the zoo lacks."""
+    sizes = {"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 2, "num_attention_heads": 6}
+    config = hf.RobertaPreLayerNormConfig(**sizes, vocab_size=50, max_position_embeddings=32)
+    torch.manual_seed(seed)
+    model = hf.RobertaPreLayerNormForMaskedLM(config).double().eval()
+    ids = torch.randint(3, 50, (2, 7))
+    expected = model(ids).logits
+    mapping = {"RobertaPreLayerNormPreTrainedModel": [Column(("query", "key", "value")), Row("output.dense")]}
+    oslo_models.initialize(model, {"model_parallelism": {"tensor_parallel_size": 2}}, tp_mapping=mapping)
+    assert torch.allclose(model(ids).logits, expected, rtol=0, atol=1e-10)
+    kinds = {row.name.rpartition("layer.0.")[2]: row.sharding for row in model.sharding_report()}
+    assert (kinds["attention.self.query"], kinds["attention.output.dense"]) == ("columns", "rows"), kinds
+
+
+def test_tp_mapping_of_a_class_that_the_zoo_lacks(pool: Pool, seed: int) -> None:
+    pool.run(2, initialize_by_mapping, seed)
+
+
 def test_tp_mapping_names_layers_of_the_model(seed: int) -> None:
     def of(entries: Any, key: Any = hf.GPT2PreTrainedModel) -> Any:
         model = hf.GPT2LMHeadModel(zoo.config("gpt2"))

@@ -10,14 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from oslo_models import registry
 from oslo_models.compat.any_module import shard_in_place
-from oslo_models.compat.oslo2 import broadcast_weights, zoo_class
+from oslo_models.compat.oslo2 import broadcast_weights, has_plan, zoo_class
 from oslo_models.compat.tensor_parallel.config import Config
 from oslo_models.compat.tensor_parallel.rules import Rules, ruled_class
 from oslo_models.distributed.mesh import ParallelMesh, world_axis
 from oslo_models.distributed.object_exchange import agree, require_equal
-from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.derived.derivation import derive_plan
 from oslo_models.modeling.derived.deriving import CannotProbeError, derive_for_model, verify
 from oslo_models.modeling.derived.module import derived_class
@@ -49,7 +47,7 @@ def class_for(model: Any, plan: Any, inputs: Any, n: int) -> tuple[Any, bool]:
     if isinstance(plan, Config):
         return _ruled(model, plan, inputs, n)
     is_transformers = isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")  # refused there
-    if hasattr(model, "peft_config") or (is_transformers and (plan not in (None, "derive") or _has_plan(type(model)))):
+    if hasattr(model, "peft_config") or (is_transformers and (plan not in (None, "derive") or has_plan(type(model)))):
         return zoo_class(model, may_be_empty=True, plan=None if plan == "derive" else plan), True
     if plan not in (None, "derive"):
         raise ValueError(f"plan= is for models of transformers' kind; that of a {type(model).__name__} is derived")
@@ -110,20 +108,9 @@ def initialize_ruled(model: Any, rules: Config, inputs: Any) -> Any:
     return shard_in_place(model, cls, ParallelMesh(world.size, 1), broadcast_weights)
 
 
-def _has_plan(cls: type[Any]) -> bool:
-    """Whether the zoo has a plan for exactly this class."""
-    if issubclass(cls, ParallelModel):
-        return True
-    try:
-        found: Any = registry.find(cls.__name__)
-    except AttributeError:
-        return False
-    return cls in found.__mro__
-
-
 def default_plan(model: Any) -> str | None:
     """``"derive"`` for a model that the zoo has no plan for."""
-    return None if isinstance(model, PreTrainedModel) and _has_plan(type(model)) else "derive"
+    return None if isinstance(model, PreTrainedModel) and has_plan(type(model)) else "derive"
 
 
 def untried_copy(model: nn.Module) -> nn.Module:
