@@ -61,7 +61,9 @@ class StageRunner:
                 )
         self._returned = dict(enumerate(stage.early_outputs, len(stage.stacks)))
         first = len(stage.stacks) + len(stage.early_outputs)
-        records = "router_logits" in (getattr(model.base_model, "_can_record_outputs", None) or {})
+        records = any(stage.routers) and "router_logits" in (
+            getattr(model.base_model, "_can_record_outputs", None) or {}
+        )
         self._routers = {first + i: count for i, count in enumerate(stage.routers) if count and records}
         self._own_routers = first + stage.index
         if stage.index == 0:
@@ -171,7 +173,9 @@ class StageRunner:
         except _StageEnd as end:
             output = end.output
         if not self.stage.stacks[0].name:  # the model is its only stack
-            self._record_stack(0, False, self.model, (), output)
+            if not self.stage.is_last:
+                self._outputs[0] = output[0]
+            self._exchange_router_logits(output)
         outputs, self._outputs, self._router_logits = self._outputs, {}, []
         return {i: hidden.flatten(0, -3) for i, hidden in outputs.items()}, output
 

@@ -134,6 +134,7 @@ SEVERAL_LOSSES = {
     "BertForPreTraining": "bert",
     "BigBirdForPreTraining": "big_bird",
     "GPT2DoubleHeadsModel": "gpt2",
+    "ErnieForPreTraining": "ernie",
     "MegatronBertForPreTraining": "megatron-bert",
     "MobileBertForPreTraining": "mobilebert",
     "OpenAIGPTDoubleHeadsModel": "openai-gpt",

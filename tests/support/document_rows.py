@@ -356,7 +356,7 @@ PARALLELFORMERS = {
     "C5": _row(
         "a Flask application",
         "server/test_serve.py::test_flask_script_of_the_documents_runs",
-        "deploy/test_deploy.py::test_calls_of_many_threads_are_batched_and_correct",
+        "deploy/test_running_batch.py::test_threads_get_what_they_would_get_alone",
         note="any number of requests at a time, and no `__main__` guard",
     ),
     "C6": _row(
