@@ -103,17 +103,27 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def stand(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A deployed model on two workers that are forked, which takes less time than to start them; see `faults.Stand`."""
+def forked(pool: Pool) -> Iterator[None]:
+    """The workers of deployments are forked, which takes less time than to start them."""
     from oslo_models.deploy import options as serving
-    from oslo_models.deploy import pending_call
 
-    from support import deployment, faults
+    from support import deployment
 
     pool.start(1)  # and with it the server that workers are forked from
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pending_call, "GRACE", 0.5)  # seconds that every fault of one rank takes
         patch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
+        yield
+
+
+@pytest.fixture(scope="module")
+def stand(forked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A deployed model on two workers; see `faults.Stand`."""
+    from oslo_models.deploy import pending_call
+
+    from support import faults
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending_call, "GRACE", 0.5)  # seconds that every fault of one rank takes
         made = faults.Stand(tmp_path_factory.mktemp("stand"))
         yield made
         made.close()

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from oslo_models import registry
-from oslo_models.checkpoint import CheckpointError, CheckpointReader
+from oslo_models.checkpoint import CheckpointError
 
 from support import quantized
-from support.float64 import lifted_casts
 from support.pool import Pool
 
 SIZES = [(2, 1), (3, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.zoo)]
@@ -46,31 +43,6 @@ def write_checkpoint(directory: Path, seed: int) -> None:
     (directory / "config.json").write_text(json.dumps({**config.to_dict(), "quantization_config": settings}))
 
 
-def load_and_compare(
-    directory: Path, full: dict[str, Tensor], logits: Tensor, seed: int, tp: int, pp: int
-) -> dict[str, int]:
-    """In a worker: shards bit for bit, and the logits; returns the bytes read of each tensor."""
-    read: dict[str, int] = {}
-    copy = CheckpointReader._copy
-
-    def counted(self: CheckpointReader, name: str, wanted: Any, out: Tensor, *shape: Any) -> None:
-        read[name] = read.get(name, 0) + out.nbytes
-        copy(self, name, wanted, out, *shape)
-
-    cls: Any = registry.find("GptOssForCausalLM")
-    with patch.object(CheckpointReader, "_copy", counted):
-        model = cls.from_pretrained_with_parallel(directory, tp, pp, dequantize=True, dtype=torch.float64)
-    names = {} if model.stage is None else model.stage.full_names
-    for name, param in model.named_parameters(remove_duplicate=False):
-        expected = model.layouts[name].shard(full[names.get(name, name)], model.mesh.tp.rank)
-        assert torch.equal(param.detach(), expected), name
-    with torch.no_grad(), lifted_casts():
-        outputs = list(model(input_ids=quantized.tokens(seed))) if pp > 1 else [model(input_ids=quantized.tokens(seed))]
-    if outputs[0].logits is not None:
-        assert (torch.cat([output.logits for output in outputs]) - logits).abs().max() < 1e-10
-    return read
-
-
 @pytest.mark.parametrize(("tp", "pp"), SIZES)
 def test_mxfp4_experts_match_transformers(pool: Pool, tmp_path: Path, seed: int, tp: int, pp: int) -> None:
     folder = tmp_path / "gpt-oss"
@@ -81,14 +53,14 @@ def test_mxfp4_experts_match_transformers(pool: Pool, tmp_path: Path, seed: int,
     for name in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
         plain = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float64)
         assert torch.equal(weights[name], plain)
-    with torch.no_grad(), lifted_casts():
-        logits = model(input_ids=quantized.tokens(seed)).logits
-    read = pool.run(tp * pp, load_and_compare, folder, weights, logits, seed, tp, pp)
+    _, logits = quantized.reference(model, seed)
+    read = pool.run(
+        tp * pp, quantized.load_and_compare, folder, weights, logits, seed, tp, pp, 1 << 22, "GptOssForCausalLM"
+    )
     sizes = {name: tensor.nbytes for name, tensor in stored.items() if name.endswith("_blocks")}
     for name, size in sizes.items():
-        assert size <= sum(of_rank.get(name, 0) for of_rank in read) <= size * 4 / 3, (
-            name
-        )  # of three blocks, two ranks share one
+        # of three blocks, two ranks share one
+        assert size <= sum(of_rank.get(name, 0) for of_rank in read) <= size * 4 / 3, name
 
 
 def test_damaged_blocks_are_refused(tmp_path: Path, seed: int) -> None:

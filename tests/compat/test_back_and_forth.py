@@ -12,9 +12,8 @@ import transformers as hf
 from torch import Tensor
 
 import oslo_models
-from oslo_models.deploy import options as serving
 
-from support import deployment, zoo
+from support import zoo
 from support.float64 import lifted_casts
 from support.pipelines import stage_parameters
 from support.pool import Pool
@@ -23,13 +22,6 @@ from support.reference import TOLERANCE, reference_model
 pytestmark = pytest.mark.filterwarnings("ignore:num_gpus=2")
 DOORS = {"p": "parallelize", "i": "initialize", "t": "tensor_parallel"}
 MORE = ("gpt_neo", "gptj", "opt", "bloom", "falcon", "gpt_neox", "codegen", "llama-one-kv", "mixtral", "gpt_oss")
-
-
-@pytest.fixture
-def forked(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers are forked, which takes less time than to start them."""
-    pool.start(1)
-    monkeypatch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
 
 
 class Before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,20 +13,13 @@ import transformers as hf
 import oslo_models
 from oslo_models import AllReduceLinear, Layer
 from oslo_models.compat.policy_plan import PlanOfPolicies
-from oslo_models.deploy import options as serving
 from oslo_models.sharding.plan import LocalModule
 
-from support import deployment, zoo
+from support import zoo
 from support.own_models import NoteAttention, NoteConfig, NoteForCausalLM
 from support.own_policies import BertPolicy, BioGptPolicy, GPT2Policy, LouderPolicy, NotePolicy, linear
-from support.pool import Pool
 
-
-@pytest.fixture(autouse=True)
-def forked(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pool.start(1)
-    monkeypatch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
-    return None
+pytestmark = pytest.mark.usefixtures("forked")
 
 
 def bert() -> Any:

@@ -14,12 +14,10 @@ import transformers as hf
 from torch import Tensor
 
 import oslo_models
-from oslo_models.deploy import options as serving
 from oslo_models.deploy import proxy as deploying
 
 from support import deployment, zoo
 from support.float64 import lifted_casts
-from support.pool import Pool
 from support.reference import reference_model
 
 OWN = {"BertModel": deployment.SentenceEncoder, "GPT2LMHeadModel": deployment.ScoringGPT2}
@@ -65,14 +63,6 @@ class OnTwoWorkers:
 
 
 deploying_engine = deploying.Engine
-
-
-@pytest.fixture(scope="module")
-def forked(pool: Pool) -> Iterator[None]:
-    pool.start(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch
 from torch import Tensor
 
 import oslo_models
-from oslo_models.deploy import options as serving
 
 from support import deployment, zoo
-from support.pool import Pool
 from support.reference import TOLERANCE, reference_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -28,14 +25,6 @@ STEPS: list[tuple[str, tuple[Any, ...]]] = [
     ("delete_adapter", ("first",)),
     ("set_adapter", ("second",)),
 ]
-
-
-@pytest.fixture(scope="module")
-def forked(pool: Pool) -> Iterator[None]:
-    pool.start(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
-        yield
 
 
 def answers(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,11 @@ import transformers as hf
 
 import oslo_models
 from oslo_models import parallel_class
-from oslo_models.deploy import options as serving
 from oslo_models.modeling.apply_plan import layouts_of
 from oslo_models.pipeline.split import split_stage
 from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, VocabParallel
 from oslo_models.testing import assert_same_as_one_process
 
-from support import deployment
 from support.float64 import lifted_casts
 from support.own_models import (
     FlatNoteForCausalLM,
@@ -140,13 +138,6 @@ def test_threads_take_a_plan(tmp_path: Path, seed: int) -> None:
         for path, value in outputs.items():
             torch.testing.assert_close(value, step.outputs[path], rtol=0, atol=1e-10)
         assert model.state_dict().keys() == full.state_dict().keys()
-
-
-@pytest.fixture
-def forked(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pool.start(1)
-    monkeypatch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
-    return None
 
 
 @pytest.mark.parametrize("in_place", [True, False])

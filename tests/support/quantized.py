@@ -71,6 +71,7 @@ def load_and_compare(
     tp: int,
     pp: int,
     chunk: int = 1 << 22,
+    name: str = "LlamaForCausalLM",
     **options: Any,
 ) -> dict[str, int]:
     """In a worker: compare each parameter with its shard, bit for bit, and the logits; returns the bytes read."""
@@ -82,16 +83,16 @@ def load_and_compare(
         read[name] = read.get(name, 0) + out.nbytes
         copy(self, name, wanted, out, *shape)
 
-    cls: Any = registry.find("LlamaForCausalLM")
+    cls: Any = registry.find(name)
     with patch.object(CheckpointReader, "_copy", counted), patch.object(reader, "_CHUNK", chunk):
         model = cls.from_pretrained_with_parallel(
             directory, tp, pp, dequantize=True, **{"dtype": torch.float64, **options}
         )
     assert not hasattr(model.config, "quantization_config")
     names = {} if model.stage is None else model.stage.full_names
-    for name, param in model.named_parameters(remove_duplicate=False):
-        full = expected[names.get(name, name)].to(param.dtype)
-        assert torch.equal(param.detach(), model.layouts[name].shard(full, model.mesh.tp.rank)), name
+    for key, param in model.named_parameters(remove_duplicate=False):
+        full = expected[names.get(key, key)].to(param.dtype)
+        assert torch.equal(param.detach(), model.layouts[key].shard(full, model.mesh.tp.rank)), key
         assert isinstance(param, torch.nn.Parameter) and param.requires_grad
     with torch.no_grad(), lifted_casts():
         outputs = list(model(input_ids=tokens(seed))) if pp > 1 else [model(input_ids=tokens(seed))]
