@@ -48,6 +48,20 @@ def gated_mlp(mlp: str) -> Entries:
     }
 
 
+def bart_block(heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
+    """A block with BART's names: attentions and an MLP of two layers, each with a norm.
+
+    Args:
+        heads: of each attention.
+        attentions: their names inside the block.
+    """
+    block: dict[str, Replicated] = {"fc1": ColumnParallel(), "fc2": RowParallel(), "final_layer_norm": Norm()}
+    for name in attentions:
+        block |= qkv(name, heads)
+        block |= {f"{name}.out_proj": RowParallel(heads), f"{name}_layer_norm": Norm()}
+    return block
+
+
 def attention_sinks(heads: GroupedHeads) -> ColumnParallel:
     """The entry of a learnt score per query head that competes with those of the keys."""
     return ColumnParallel(replace(heads, head_dim=1).query)

@@ -7,10 +7,10 @@ from transformers.models.bart import modeling_bart as hf
 from transformers.models.bart.modeling_bart import BartPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import qkv
+from oslo_models.modeling.blocks import bart_block
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import Norm, Plan, Replicated, VocabParallel
 
 
 class BartParallel(ParallelModel):
@@ -31,11 +31,7 @@ class BartParallel(ParallelModel):
     @classmethod
     def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
         """The entries of a block with these attentions."""
-        block: dict[str, Replicated] = {"fc1": ColumnParallel(), "fc2": RowParallel(), "final_layer_norm": Norm()}
-        for name in attentions:
-            block |= qkv(name, heads)
-            block |= {f"{name}.out_proj": RowParallel(heads), f"{name}_layer_norm": Norm()}
-        return block
+        return bart_block(heads, *attentions)
 
     @staticmethod
     def heads(config: Any, stack: str) -> EvenSplit:

@@ -7,9 +7,9 @@ from transformers.models.biogpt import modeling_biogpt as hf
 from transformers.models.biogpt.modeling_biogpt import BioGptPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import heads_of, qkv
+from oslo_models.modeling.blocks import bart_block, heads_of
 from oslo_models.modeling.heads import CLASSIFIER, SCORE
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import LocalModule, Norm, Plan, Replicated, VocabParallel
 
 
 class BioGptParallel(ParallelModel):
@@ -18,15 +18,7 @@ class BioGptParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = heads_of(config)
-        block = {
-            "self_attn": LocalModule({"num_heads": heads.local_count}),
-            **qkv("self_attn", heads),
-            "self_attn.out_proj": RowParallel(heads),
-            "self_attn_layer_norm": Norm(),
-            "fc1": ColumnParallel(),
-            "fc2": RowParallel(),
-            "final_layer_norm": Norm(),
-        }
+        block = {"self_attn": LocalModule({"num_heads": heads.local_count}), **bart_block(heads, "self_attn")}
         return Plan(
             embed={"embed_tokens": VocabParallel(), "embed_positions": Replicated()},
             blocks={"layers": block},

@@ -7,10 +7,10 @@ from transformers.models.opt import modeling_opt as hf
 from transformers.models.opt.modeling_opt import OPTPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import heads_of, qkv
+from oslo_models.modeling.blocks import bart_block, heads_of
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import LocalModule, Norm, Plan, Replicated, VocabParallel
 
 
 class OPTParallel(ParallelModel):
@@ -19,15 +19,7 @@ class OPTParallel(ParallelModel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         heads = heads_of(config)
-        block = {
-            "self_attn": LocalModule({"num_heads": heads.local_count}),
-            **qkv("self_attn", heads),
-            "self_attn.out_proj": RowParallel(heads),
-            "self_attn_layer_norm": Norm(),
-            "fc1": ColumnParallel(),
-            "fc2": RowParallel(),
-            "final_layer_norm": Norm(),
-        }
+        block = {"self_attn": LocalModule({"num_heads": heads.local_count}), **bart_block(heads, "self_attn")}
         embed = {"embed_tokens": VocabParallel(), "embed_positions": Replicated(), "project_in": Replicated()}
         head = {"final_layer_norm": Norm(), "project_out": Replicated()}
         return Plan(

@@ -7,10 +7,10 @@ from transformers.models.xglm import modeling_xglm as hf
 from transformers.models.xglm.modeling_xglm import XGLMPreTrainedModel
 
 from oslo_models.modeling.base import ParallelModel
-from oslo_models.modeling.blocks import qkv
+from oslo_models.modeling.blocks import bart_block
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import LocalModule, Norm, Plan, Replicated, VocabParallel
 
 
 class XGLMParallel(ParallelModel):
@@ -20,10 +20,8 @@ class XGLMParallel(ParallelModel):
     def plan(cls, config: Any) -> Plan:
         heads = EvenSplit(config.attention_heads, config.d_model // config.attention_heads)
         local = LocalModule({"num_heads": heads.local_count, "embed_dim": heads.local_extent})
-        block: dict[str, Replicated] = {"fc1": ColumnParallel(), "fc2": RowParallel(), "final_layer_norm": Norm()}
-        for attention in ("self_attn", "encoder_attn") if config.add_cross_attention else ("self_attn",):
-            block |= {attention: local, **qkv(attention, heads)}
-            block |= {f"{attention}.out_proj": RowParallel(heads), f"{attention}_layer_norm": Norm()}
+        attentions = ("self_attn", "encoder_attn") if config.add_cross_attention else ("self_attn",)
+        block = {**bart_block(heads, *attentions), **dict.fromkeys(attentions, local)}
         return Plan(
             embed={"embed_tokens": VocabParallel(), "embed_positions": Replicated()},
             blocks={"layers": block},
