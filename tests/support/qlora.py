@@ -1,0 +1,113 @@
+"""QLoRA: adapters over quantised weights, trained by plain ``peft`` on one process and by the ranks of a model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_models import registry
+
+from support import adapters, quantized
+from support.adapters import Batch, trained_parameters
+
+
+@dataclass
+class QuantizedRun:
+    """What one process computes; tensors are full, names those of ``PeftModel``.
+
+    Attributes:
+        directory: the checkpoint.
+        adapter: the configuration of the adapter.
+        options: how the ranks load the checkpoint.
+        initial: the adapter as ``peft`` makes it from ``seed``; that of training is saved beside the checkpoint.
+        dequantized: the weights of the quantised layers.
+        bytes_held: the bytes of their values and scales.
+        logits: before training, in evaluation mode.
+    """
+
+    directory: Path
+    adapter: Any
+    seed: int
+    options: dict[str, Any]
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    start: dict[str, Tensor] = field(default_factory=dict)
+    dequantized: dict[str, Tensor] = field(default_factory=dict)
+    bytes_held: dict[str, int] = field(default_factory=dict)
+    batches: list[Batch] = field(default_factory=list)
+    logits: Tensor | None = None
+    losses: list[float] = field(default_factory=list)
+    trained: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @property
+    def saved(self) -> Path:
+        return self.directory / "adapter"
+
+
+def batches(seed: int, steps: int = 5) -> list[Batch]:
+    ids = [quantized.tokens(seed + step) for step in range(steps)]
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def reference_run(directory: Path, base: Any, adapter: Any, seed: int, **options: Any) -> QuantizedRun:
+    """Train an adapter with plain ``peft`` over a model of transformers; ``options`` are those of the ranks."""
+    from peft import get_peft_model
+
+    run = QuantizedRun(directory, copy.deepcopy(adapter), seed, options, batches=batches(seed))
+    torch.manual_seed(seed)
+    model: Any = get_peft_model(base, adapter)
+    trained = trained_parameters(model)
+    run.initial = {key: param.detach().clone() for key, param in trained.items()}
+    with torch.no_grad():
+        for param in trained.values():  # half of which is zero
+            param += 0.1 * torch.randn_like(param)
+    run.start = {key: param.detach().clone() for key, param in trained.items()}
+    model.save_pretrained(run.saved)
+    run.logits = adapters.logits_of(model, run.batches[0])
+    run.losses, _, run.trained = adapters.train(model, run.batches, "SGD")
+    return run
+
+
+def train_on_ranks(run: QuantizedRun, tp: int, pp: int, tolerance: float) -> dict[str, float]:
+    """On each rank: load the checkpoint, add the adapter, save it and train it; returns the largest differences."""
+    from peft import get_peft_model
+
+    cls: Any = registry.find("LlamaForCausalLM")
+    base = cls.from_pretrained_with_parallel(run.directory, tp, pp, **run.options).train()
+    torch.manual_seed(run.seed)
+    model: Any = get_peft_model(base, copy.deepcopy(run.adapter))
+    trained = trained_parameters(model)
+    assert trained and all("lora_" in name for name in trained)
+    for name, shard in adapters.own_shards(model, {name: run.initial[name] for name in trained}).items():
+        assert torch.equal(trained[name].detach(), shard), name
+    adapters.start_from(model, run.start)
+    folder = run.directory / f"of-{tp}-{pp}"
+    model.save_pretrained(folder)
+    files = [(path / "adapter_model.safetensors").read_bytes() for path in (run.saved, folder)]
+    assert files[0] == files[1]
+    found = {"logits": 0.0}
+    if pp == 1:
+        found["logits"] = _difference(adapters.logits_of(model, run.batches[0]), run.logits)
+    backward = None if pp == 1 else _train_batch
+    losses, _, steps = adapters.train(model, run.batches, "SGD", backward)
+    found["loss"] = max(abs(own - other) for own, other in zip(losses, run.losses, strict=True))
+    for own, full in zip(steps, run.trained, strict=True):
+        shards = adapters.own_shards(model, {name: full[name] for name in own})
+        found["trained"] = max(_difference(own[name], shard) for name, shard in shards.items())
+    assert all(value <= tolerance for value in found.values()), found
+    assert max((run.start[name] - run.trained[-1][name]).abs().max() for name in run.start) > 1e-3
+    return found
+
+
+def _train_batch(model: Any, batch: Batch) -> Tensor:
+    loss: Tensor = model.train_batch(**batch)
+    return loss
+
+
+def _difference(one: Tensor, other: Tensor | None) -> float:
+    assert other is not None and one.shape == other.shape
+    return float((one.double() - other.double()).abs().max())
