@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from oslo_models.checkpoint.quantized import check_quantization, quantization_of
+from oslo_models.checkpoint.quantized.weight import missing_library
 from oslo_models.config.sources import HUB_ARGUMENTS
 from oslo_models.distributed.mesh import check_size
 from oslo_models.distributed.watchdog import TIMEOUT
@@ -21,7 +22,7 @@ UNSUPPORTED = {
     "places the weights in transformers' own way; sizes here are tensor_parallel_size and pipeline_parallel_size": (
         *("device_map", "tp_plan", "tp_size", "tp_mesh", "device_mesh", "distributed_config", "max_memory"),
     ),
-    "is not supported; quantization_config=TorchAoConfig(...) quantises weights as they are loaded": (
+    "is not supported; quantization_config=BitsAndBytesConfig(...) quantises weights as they are loaded": (
         *("load_in_8bit", "load_in_4bit"),
     ),
     "is not supported; load it with transformers on one process, and save that with save_pretrained()": ("gguf_file",),
@@ -147,11 +148,20 @@ def _check_quantization_config(config: Any) -> None:
         ValueError: it is not one that can be applied to shards.
     """
     name = type(config).__name__
+    if name == "BitsAndBytesConfig":
+        if config.llm_int8_has_fp16_weight or not (config.load_in_4bit or config.load_in_8bit):
+            raise ValueError(
+                "quantization_config=BitsAndBytesConfig(...) needs load_in_4bit=True, or load_in_8bit=True without "
+                "llm_int8_has_fp16_weight"
+            )
+        if (reason := missing_library("bitsandbytes")) is not None:
+            raise ValueError(f"quantization_config=BitsAndBytesConfig(...) cannot be used: {reason}")
+        return
     if name != "TorchAoConfig":
         raise ValueError(
             f"quantization_config={name}(...) is not supported: weights can be quantised as they are loaded by a "
-            "TorchAoConfig only. A checkpoint that is already quantised is loaded as plain weights by dequantize=True; "
-            "weights stay quantised in other ways on one process only, with transformers"
+            "TorchAoConfig or a BitsAndBytesConfig. For a checkpoint that is already quantised, leave it out: "
+            "config.json says how"
         )
     kind = type(config.quant_type).__name__
     if kind == "FqnToConfig" or config.include_input_output_embeddings:

@@ -40,9 +40,14 @@ def layer_context(weight: Tensor) -> Any:
     """The context in which a layer computes with its weight.
 
     It is `without_override`, unless the class of the weight is of another library, such as torchao's quantised ones,
-    whose override does the computation.
+    whose override does the computation. Classes without an override compute below it (`__torch_dispatch__`).
     """
-    return without_override() if isinstance(weight, _Parameter) or type(weight) in _PLAIN else nullcontext()
+    is_plain = isinstance(weight, _Parameter) or type(weight) in _PLAIN or _has_no_override(weight)
+    return without_override() if is_plain else nullcontext()
+
+
+def _has_no_override(weight: Tensor) -> bool:
+    return type(weight).__torch_function__ is torch._C._disabled_torch_function_impl
 
 
 _PLAIN = (Tensor, nn.Parameter)

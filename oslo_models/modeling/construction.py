@@ -29,6 +29,7 @@ from oslo_models.distributed.object_exchange import agree, broadcast_object, req
 from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.own_plan import class_with_plan
+from oslo_models.modeling.packing import check_combination, freeze_packed, packing_reader, quantizing_reader
 from oslo_models.modeling.quantizing import quantize_linear_layers, skipped_modules
 from oslo_models.modeling.weight_mapping import open_with_mapping
 from oslo_models.sharding.plan import Plan
@@ -123,6 +124,7 @@ def _from_pretrained(
         old_vocab = getattr(config, "vocab_size", None)
         arguments.check_config(cls, config)
         quantization = take_quantization(config)
+        check_combination(quantization, on_the_fly, arguments.dequantize)
     mesh, init_seed = join(arguments, config, {**kwargs, "pretrained_model_name_or_path": str(name)}, call)
     source = open_with_mapping(
         cls,
@@ -137,7 +139,12 @@ def _from_pretrained(
     with source as (mapping, reader), agree(world, f"reading {directory}"), ExitStack() as stack:
         dtype = dtype or config.dtype
         if quantization is not None:
-            reader = dequantizing_reader(reader, quantization, dtype, partial(mapping.is_transposed, key_mapping))
+            plain = dequantizing_reader(reader, quantization, dtype, partial(mapping.is_transposed, key_mapping))
+            reader = plain if arguments.dequantize else packing_reader(plain, mapping, key_mapping, quantization)
+        if on_the_fly is not None:
+            skipped = skipped_modules(mapping.model, on_the_fly)
+        if as_read := type(on_the_fly).__name__ == "BitsAndBytesConfig":
+            reader = quantizing_reader(reader, mapping, key_mapping, on_the_fly, skipped, dtype)
         slices = mapping.slices(
             reader,
             old_vocab=old_vocab,
@@ -147,8 +154,6 @@ def _from_pretrained(
         if world.rank > 0 and is_progress_bar_enabled():  # only rank 0 shows a progress bar
             disable_progress_bar()
             stack.callback(enable_progress_bar)
-        if on_the_fly is not None:
-            skipped = skipped_modules(mapping.model, on_the_fly)
         model, info = cls.from_pretrained(
             None,
             config=config,
@@ -163,8 +168,9 @@ def _from_pretrained(
             **options,
         )
         model.to(mesh.device)
-    if on_the_fly is not None:
+    if on_the_fly is not None and not as_read:
         quantize_linear_layers(model, on_the_fly, skipped)
+    freeze_packed(model)
     model.config.name_or_path = model.name_or_path = str(name)
     require_equal(mesh.tp, {"tied weights": sorted(model.all_tied_weights_keys)}, "checkpoints")
     return model, info

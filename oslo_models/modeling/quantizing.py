@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from oslo_models.checkpoint.quantized import PackedWeight
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_parameter
@@ -20,7 +21,8 @@ from oslo_models.sharding.layout import Layout
 def skipped_modules(model: Any, config: Any) -> list[str]:
     """The modules of the full model that transformers would not quantise: heads, and those that the user names."""
     fp32 = model._keep_in_fp32_modules
-    names: list[str] = HfQuantizer.get_modules_to_not_convert(model, config.modules_to_not_convert, fp32)
+    given = getattr(config, "modules_to_not_convert", None) or getattr(config, "llm_int8_skip_modules", None)
+    names: list[str] = HfQuantizer.get_modules_to_not_convert(model, given, fp32)
     return names
 
 
@@ -60,13 +62,18 @@ def quantize_linear_layers(model: Any, config: Any, skipped: Collection[str]) ->
             )
 
 
+def is_quantized(tensor: Tensor) -> bool:
+    """Whether a tensor is a `PackedWeight`, or one of torchao's quantised ones."""
+    return isinstance(tensor, PackedWeight) or type(tensor).__module__.startswith("torchao.")
+
+
 def shard_of(full: Tensor, layout: Layout, rank: int, name: str) -> Tensor:
     """This rank's part of a full tensor, which may be one of torchao's quantised ones, as a copy.
 
     Raises:
         ValueError: the part would not have the values of the full quantised tensor.
     """
-    if not _is_quantized(full):
+    if not is_quantized(full):
         return layout.shard(full, rank).clone()
     expected = layout.shard(_values(full), rank)
     with suppress(AssertionError, NotImplementedError, RuntimeError, ValueError):  # what torchao raises if it cannot
@@ -82,7 +89,7 @@ def shard_of(full: Tensor, layout: Layout, rank: int, name: str) -> Tensor:
 
 def copy_to_device(tensor: Tensor, device: torch.device, copy: bool) -> Tensor:
     """``tensor.to(device, copy=copy)``, which not all quantised tensors know."""
-    if _is_quantized(tensor):
+    if is_quantized(tensor):
         return tensor.clone().to(device) if copy else tensor.to(device)
     return tensor.to(device, copy=copy)
 
@@ -100,19 +107,15 @@ def refuse_layers_of_libraries(model: nn.Module) -> None:
             )
 
 
-def _is_quantized(tensor: Tensor) -> bool:
-    return type(tensor).__module__.startswith("torchao.")
-
-
 def check_not_quantized(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Raise ``ValueError`` if one of these tensors is one of torchao's quantised ones.
+    """Raise ``ValueError`` if one of these tensors is a `PackedWeight`, or one of torchao's quantised ones.
 
     Args:
         tensors: tensors of a model, by name.
         what: what cannot be done with quantised weights, and what to do instead.
     """
     for name, tensor in tensors.items():
-        if _is_quantized(tensor):
+        if is_quantized(tensor):
             raise ValueError(f"{name} is quantised ({type(tensor).__name__}), and {what}")
 
 

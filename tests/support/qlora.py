@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from oslo_models import registry
+from oslo_models.checkpoint.quantized import PackedWeight
+from oslo_models.distributed.sharded_tensor import local_tensor
 
 from support import adapters, quantized
 from support.adapters import Batch, trained_parameters
@@ -27,7 +29,7 @@ class QuantizedRun:
         initial: the adapter as ``peft`` makes it from ``seed``; that of training is saved beside the checkpoint.
         dequantized: the weights of the quantised layers.
         bytes_held: the bytes of their values and scales.
-        logits: before training, in evaluation mode.
+        logits: before training.
     """
 
     directory: Path
@@ -67,7 +69,7 @@ def reference_run(directory: Path, base: Any, adapter: Any, seed: int, **options
             param += 0.1 * torch.randn_like(param)
     run.start = {key: param.detach().clone() for key, param in trained.items()}
     model.save_pretrained(run.saved)
-    run.logits = adapters.logits_of(model, run.batches[0])
+    run.logits = _logits(model, run.batches[0])
     run.losses, _, run.trained = adapters.train(model, run.batches, "SGD")
     return run
 
@@ -78,6 +80,8 @@ def train_on_ranks(run: QuantizedRun, tp: int, pp: int, tolerance: float) -> dic
 
     cls: Any = registry.find("LlamaForCausalLM")
     base = cls.from_pretrained_with_parallel(run.directory, tp, pp, **run.options).train()
+    if run.dequantized:
+        check_weights(run, base)
     torch.manual_seed(run.seed)
     model: Any = get_peft_model(base, copy.deepcopy(run.adapter))
     trained = trained_parameters(model)
@@ -91,16 +95,32 @@ def train_on_ranks(run: QuantizedRun, tp: int, pp: int, tolerance: float) -> dic
     assert files[0] == files[1]
     found = {"logits": 0.0}
     if pp == 1:
-        found["logits"] = _difference(adapters.logits_of(model, run.batches[0]), run.logits)
+        found["logits"] = _difference(_logits(model, run.batches[0]), run.logits)
     backward = None if pp == 1 else _train_batch
     losses, _, steps = adapters.train(model, run.batches, "SGD", backward)
     found["loss"] = max(abs(own - other) for own, other in zip(losses, run.losses, strict=True))
-    for own, full in zip(steps, run.trained, strict=True):
-        shards = adapters.own_shards(model, {name: full[name] for name in own})
-        found["trained"] = max(_difference(own[name], shard) for name, shard in shards.items())
+    shards = adapters.own_shards(model, {name: run.trained[-1][name] for name in steps[-1]})
+    found["trained"] = max(_difference(steps[-1][name], shard) for name, shard in shards.items())
     assert all(value <= tolerance for value in found.values()), found
     assert max((run.start[name] - run.trained[-1][name]).abs().max() for name in run.start) > 1e-3
     return found
+
+
+def check_weights(run: QuantizedRun, base: Any) -> None:
+    """Each quantised weight is held as quantised, and is bit for bit that part of the one of one process."""
+    names = {} if base.stage is None else base.stage.full_names
+    held, share, seen = 0.0, 0.0, 0
+    for name, param in base.named_parameters():
+        full_name = names.get(name, name)
+        if full_name not in run.dequantized:
+            continue
+        assert isinstance(param, PackedWeight) and not param.requires_grad, name
+        full = run.dequantized[full_name]
+        shard = base.layouts[name].shard(full, base.mesh.tp.rank)
+        assert torch.equal(param.dequantize(), shard.to(param.dtype)), name
+        held, seen = held + param.nbytes_held, seen + 1
+        share += run.bytes_held[full_name] * shard.numel() / full.numel()
+    assert seen and held < 1.25 * share, (held, share)
 
 
 def _train_batch(model: Any, batch: Batch) -> Tensor:
@@ -110,4 +130,11 @@ def _train_batch(model: Any, batch: Batch) -> Tensor:
 
 def _difference(one: Tensor, other: Tensor | None) -> float:
     assert other is not None and one.shape == other.shape
-    return float((one.double() - other.double()).abs().max())
+    return float((local_tensor(one).double() - other.double()).abs().max())
+
+
+@torch.no_grad()
+def _logits(model: Any, batch: Batch) -> Tensor:
+    """In training mode: evaluation on a CPU has bitsandbytes pack its weights for products in bfloat16 for good."""
+    logits: Tensor = model(input_ids=batch["input_ids"]).logits
+    return logits

@@ -1,4 +1,4 @@
-"""Reads shards of quantised checkpoints as plain weights, one file per format."""
+"""Reads shards of quantised checkpoints, as plain weights or still quantised; one file per format."""
 
 from oslo_models.checkpoint.quantized.formats import (
     check_not_quantized,
@@ -6,6 +6,18 @@ from oslo_models.checkpoint.quantized.formats import (
     quantization_of,
     take_quantization,
 )
-from oslo_models.checkpoint.quantized.reader import dequantizing_reader
+from oslo_models.checkpoint.quantized.packed import PackedWeight, PackingReader
+from oslo_models.checkpoint.quantized.quantize import quantize
+from oslo_models.checkpoint.quantized.reader import DequantizingReader, dequantizing_reader
 
-__all__ = ["check_not_quantized", "check_quantization", "dequantizing_reader", "quantization_of", "take_quantization"]
+__all__ = [
+    "DequantizingReader",
+    "PackedWeight",
+    "PackingReader",
+    "check_not_quantized",
+    "check_quantization",
+    "dequantizing_reader",
+    "quantization_of",
+    "quantize",
+    "take_quantization",
+]

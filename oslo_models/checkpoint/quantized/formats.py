@@ -71,14 +71,13 @@ def check_quantization(settings: Mapping[str, Any], dequantize: bool) -> None:
     """Check that a quantised checkpoint can be loaded as asked for.
 
     Raises:
-        ValueError: its weights would stay quantised, or its format cannot be read.
+        ValueError: its format cannot be read, or its weights would stay quantised and cannot.
     """
-    format_of(settings)
-    if not dequantize:
+    if not format_of(settings).can_stay and not dequantize:
         raise ValueError(
-            f"the weights of the checkpoint are quantised as {format_name(settings)}, and stay so only on one process "
-            "with transformers: pass dequantize=True to load them as plain weights, whose shards are dequantised on "
-            "their ranks"
+            f"the weights of the checkpoint are stacked experts, quantised as {format_name(settings)}, which stay so "
+            "only on one process with transformers: pass dequantize=True to load them as plain weights, whose shards "
+            "are dequantised on their ranks"
         )
 
 
@@ -94,6 +93,6 @@ def check_not_quantized(directory: Any, names: Iterable[str], known: Collection[
     found = next((name for name in names if name.endswith(markers) and name not in known), None)
     if found is not None:
         raise ValueError(
-            f"{directory} holds quantised weights ({found}), which are read by from_pretrained_with_parallel(..., "
-            "dequantize=True) only, and only with quantization_config in config.json"
+            f"{directory} holds quantised weights ({found}), which are read by from_pretrained_with_parallel only, and "
+            "only with quantization_config in config.json"
         )

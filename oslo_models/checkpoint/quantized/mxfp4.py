@@ -23,7 +23,7 @@ class Mxfp4Weight(QuantizedWeight):
     Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023.
     """
 
-    separator, plain_suffix, is_transposed = "_", "", True
+    separator, plain_suffix, is_transposed, can_stay = "_", "", True, False
     suffixes = ("blocks", "scales")
     markers = ("blocks",)
 

@@ -25,12 +25,14 @@ class QuantizedWeight(ABC):
         markers: a layer is quantised if it has a tensor with one of these suffixes.
         separator: what stands between the path of the layer and a suffix.
         plain_suffix: what the plain weight has after that path.
+        can_stay: whether it can stay quantised in a layer (`PackedWeight`); stacked experts cannot.
         is_transposed: the model always has ``[in, out]``; otherwise, that depends on the layer.
     """
 
     separator: ClassVar[str] = "."
     plain_suffix: ClassVar[str] = ".weight"
     is_transposed: ClassVar[bool] = False
+    can_stay: ClassVar[bool] = True
     suffixes: ClassVar[tuple[str, ...]]
     markers: ClassVar[tuple[str, ...]]
 
