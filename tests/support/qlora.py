@@ -61,7 +61,7 @@ def reference_run(directory: Path, base: Any, adapter: Any, seed: int, **options
 
     run = QuantizedRun(directory, copy.deepcopy(adapter), seed, options, batches=batches(seed))
     torch.manual_seed(seed)
-    model: Any = get_peft_model(base, adapter)
+    model: Any = get_peft_model(base.train(), adapter)
     trained = trained_parameters(model)
     run.initial = {key: param.detach().clone() for key, param in trained.items()}
     with torch.no_grad():
