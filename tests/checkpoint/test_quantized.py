@@ -14,7 +14,7 @@ from transformers import FineGrainedFP8Config, LlamaForCausalLM
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError
 
-from support import quantized
+from support import qlora, quantized
 from support.pool import Pool
 
 pytestmark = pytest.mark.quantization
@@ -301,6 +301,45 @@ def test_bitsandbytes_8bit(pool: Pool, tmp_path: Path, seed: int, tp: int, pp: i
     settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     model = quantized.write_checkpoint(tmp_path / "bnb", seed, settings, quantize)
     compare(pool, tmp_path / "bnb", model, seed, tp, pp)
+
+
+# ---- weights that stay quantised
+
+
+def _formats() -> dict[str, tuple[dict[str, Any], Any]]:
+    fp8_one = compressed(8, "float", "float-quantized", "channel")
+    packed = compressed(4, "int", "pack-quantized", "group", group_size=16)
+    gptq_one = gptq_settings(4, 16, desc_act=True)
+    awq_one = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+    return {
+        "fp8": (fp8_settings(8, 16), lambda: fp8(8, 16)),
+        "gptq": (gptq_one, lambda: gptq(gptq_one)),
+        "awq": (awq_one, lambda: awq(16)),
+        "pack-quantized": (packed, lambda: by_compressed_tensors(packed)),
+        "float-quantized": (fp8_one, lambda: by_compressed_tensors(fp8_one)),
+        "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, lambda: bnb_4bit("nf4", True)),
+    }
+
+
+@pytest.mark.parametrize("name", _formats())
+def test_weights_stay_quantized(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
+    """Shards of three ranks end within words, groups and blocks: those that contain them are held."""
+    settings, make = _formats()[name]
+    model = quantized.write_checkpoint(tmp_path, seed, settings, make())
+    for tp, pp in ((3, 1), (2, 2)):
+        compare(pool, tmp_path, model, seed, tp, pp, dequantize=False)
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8"])
+def test_adapters_train_over_quantized_weights(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
+    """As over the dequantised weights of one process, in float64."""
+    peft = pytest.importorskip("peft")
+    settings, make = _formats()[name]
+    base = quantized.write_checkpoint(tmp_path, seed, settings, make())
+    adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules="all-linear", use_dora=name == "fp8")
+    run = qlora.reference_run(tmp_path, base, adapter, seed, dtype=torch.float64)
+    for tp, pp in ((2, 1), (3, 1), (2, 2)):
+        pool.run(tp * pp, qlora.train_on_ranks, run, tp, pp, 1e-10)
 
 
 # ---- what is read

@@ -16,6 +16,7 @@ from oslo_models.distributed.sharded_tensor import local_tensor
 
 from support import adapters, quantized
 from support.adapters import Batch, trained_parameters
+from support.float64 import lifted_casts
 
 
 @dataclass
@@ -87,7 +88,9 @@ def train_on_ranks(run: QuantizedRun, tp: int, pp: int, tolerance: float) -> dic
     trained = trained_parameters(model)
     assert trained and all("lora_" in name for name in trained)
     for name, shard in adapters.own_shards(model, {name: run.initial[name] for name in trained}).items():
-        assert torch.equal(trained[name].detach(), shard), name
+        # Norms over sharded rows are summed over the ranks.
+        bound = 1e-12 if "magnitude" in name else 0
+        assert _difference(trained[name].detach(), shard) <= bound, name
     adapters.start_from(model, run.start)
     folder = run.directory / f"of-{tp}-{pp}"
     model.save_pretrained(folder)
@@ -136,5 +139,6 @@ def _difference(one: Tensor, other: Tensor | None) -> float:
 @torch.no_grad()
 def _logits(model: Any, batch: Batch) -> Tensor:
     """In training mode: evaluation on a CPU has bitsandbytes pack its weights for products in bfloat16 for good."""
-    logits: Tensor = model(input_ids=batch["input_ids"]).logits
+    with lifted_casts():
+        logits: Tensor = model(input_ids=batch["input_ids"]).logits
     return logits

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointReader
-from oslo_models.checkpoint.quantized import reader
+from oslo_models.checkpoint.quantized import PackedWeight, reader
 
 from support.float64 import lifted_casts
 
@@ -86,17 +86,20 @@ def load_and_compare(
     cls: Any = registry.find(name)
     with patch.object(CheckpointReader, "_copy", counted), patch.object(reader, "_CHUNK", chunk):
         model = cls.from_pretrained_with_parallel(
-            directory, tp, pp, dequantize=True, **{"dtype": torch.float64, **options}
+            directory, tp, pp, **{"dequantize": True, "dtype": torch.float64, **options}
         )
     assert not hasattr(model.config, "quantization_config")
     names = {} if model.stage is None else model.stage.full_names
     for key, param in model.named_parameters(remove_duplicate=False):
         full = expected[names.get(key, key)].to(param.dtype)
-        assert torch.equal(param.detach(), model.layouts[key].shard(full, model.mesh.tp.rank)), key
-        assert isinstance(param, torch.nn.Parameter) and param.requires_grad
+        is_packed = is_quantized(names.get(key, key)) and not options.get("dequantize", True)
+        assert isinstance(param, PackedWeight) == is_packed, key
+        local = param.dequantize() if isinstance(param, PackedWeight) else param.detach()
+        assert torch.equal(local, model.layouts[key].shard(full, model.mesh.tp.rank)), key
+        assert isinstance(param, torch.nn.Parameter) and param.requires_grad != is_packed
     with torch.no_grad(), lifted_casts():
         outputs = list(model(input_ids=tokens(seed))) if pp > 1 else [model(input_ids=tokens(seed))]
-    if outputs[0].logits is not None and not options:
+    if outputs[0].logits is not None and not options.keys() - {"dequantize"}:
         assert (torch.cat([output.logits for output in outputs]) - logits).abs().max() < 1e-10
     return read
 

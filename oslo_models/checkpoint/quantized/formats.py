@@ -93,6 +93,6 @@ def check_not_quantized(directory: Any, names: Iterable[str], known: Collection[
     found = next((name for name in names if name.endswith(markers) and name not in known), None)
     if found is not None:
         raise ValueError(
-            f"{directory} holds quantised weights ({found}), which are read by from_pretrained_with_parallel only, and "
-            "only with quantization_config in config.json"
+            f"{directory} holds quantised weights ({found}), which are read by from_pretrained_with_parallel only (as "
+            "plain weights with dequantize=True), and only with quantization_config in config.json"
         )

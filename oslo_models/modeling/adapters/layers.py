@@ -23,6 +23,7 @@ from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.linear import SumReplicatedGrad
 from oslo_models.layers.vocab_parallel import VocabParallelLogits, vocab_parallel_embedding
+from oslo_models.modeling.quantizing import is_quantized
 from oslo_models.sharding.layout import Layout
 
 
@@ -53,6 +54,16 @@ class ShardedDropout(nn.Dropout):
 
 class ParallelLoraLinear(LoraLinear):
     """LoRA on a sharded linear layer: its update of the weight, too, is that of the shard."""
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """As of ``peft``. Raises ``ValueError`` if the weight is quantised, which a shard cannot be again."""
+        base: Any = self.get_base_layer()
+        if is_quantized(base.weight):
+            raise ValueError(
+                f"an adapter is not merged into quantised weights ({type(base.weight).__name__}): save it, and merge "
+                "it into a model of plain weights, such as dequantize=True loads of a quantised checkpoint"
+            )
+        super().merge(*args, **kwargs)
 
     def get_delta_weight(self, adapter: str) -> Tensor:
         with without_override():
@@ -128,6 +139,8 @@ class _ParallelDora(nn.Module):
             weight: ``[local outputs, local inputs]``, transposed if ``fan_in_fan_out``.
             lora_weight: ``[local outputs, local inputs]``.
         """
+        if is_quantized(weight):
+            weight = weight.dequantize()
         with without_override():
             adapted = (weight.T if self.fan_in_fan_out else weight) + scaling * lora_weight
             norms = torch.linalg.vector_norm(adapted, dim=1).to(weight.dtype)
