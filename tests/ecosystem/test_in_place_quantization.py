@@ -191,7 +191,7 @@ def _refuse(directory: Path, config: Any, seed: int) -> None:
     with pytest.raises(ValueError, match="leave fuse out"):
         model.fuse()
     for other, message in (
-        (transformers.HqqConfig(), r"HqqConfig\(\.\.\.\) is not supported: "),
+        (transformers.FineGrainedFP8Config(), r"FineGrainedFP8Config\(\.\.\.\) is not supported: "),
         (transformers.BitsAndBytesConfig(), r"BitsAndBytesConfig\(\.\.\.\) needs load_in_4bit=True"),
         (transformers.TorchAoConfig(config.quant_type, include_input_output_embeddings=True), "with include_input"),
     ):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+from oslo_models import registry
+from oslo_models.checkpoint.quantized import PackedWeight
 
 from support import qlora, quantized
 from support.pool import Pool
@@ -76,7 +80,9 @@ def over_bitsandbytes(directory: Path, seed: int, kind: str) -> Any:
     return run
 
 
-@pytest.mark.parametrize("kind", BITSANDBYTES)
+@pytest.mark.parametrize(
+    "kind", ["nf4-double", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("nf4", "fp4", "int8"))]
+)
 def test_over_bitsandbytes(pool: Pool, tmp_path: Path, seed: int, kind: str) -> None:
     """As they are loaded, and from a checkpoint of quantised weights."""
     run = over_bitsandbytes(tmp_path, seed, kind)
@@ -86,5 +92,59 @@ def test_over_bitsandbytes(pool: Pool, tmp_path: Path, seed: int, kind: str) -> 
         pool.run(tp * pp, qlora.train_on_ranks, run, tp, pp, tolerance)
     run.directory, run.options = tmp_path / "quantised", {}
     (tmp_path / "adapter").rename(run.saved)
-    for tp, pp in ((2, 1), (3, 1), (2, 2)):
+    for tp, pp in ((2, 1), (2, 2)):
         pool.run(tp * pp, qlora.train_on_ranks, run, tp, pp, tolerance)
+
+
+def _use(directory: Path, tp: int, pp: int, dtype: torch.dtype) -> None:
+    """On each rank: what a model whose weights stay quantised can do, compared with the dequantised one."""
+    cls: Any = registry.find("GPT2LMHeadModel")
+    plain = cls.from_pretrained_with_parallel(directory / "quantised", tp, pp, dequantize=True, dtype=dtype)
+    model = cls.from_pretrained_with_parallel(directory / "quantised", tp, pp, dtype=dtype)
+    read = cls.from_pretrained_with_parallel(
+        directory, tp, pp, dtype=dtype, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True)
+    )
+    packed = [name for name, param in model.named_parameters() if isinstance(param, PackedWeight)]
+    assert len(packed) == 8 // pp and packed == [n for n, p in read.named_parameters() if isinstance(p, PackedWeight)]
+    for name in packed:
+        weight = model.get_parameter(name)
+        assert torch.equal(weight.dequantize(), plain.get_parameter(name)), name
+        assert torch.equal(read.get_parameter(name).dequantize(), plain.get_parameter(name)), name
+    ids = torch.arange(6).view(2, 3)
+    mask = torch.ones_like(ids)
+    expected = plain.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    for each in (model, copy.deepcopy(model), read):
+        found = each.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert torch.equal(found, expected)
+    assert model.is_loaded_in_4bit and "bytes" in repr(model.get_parameter(packed[0]))
+    for call, message in (
+        (lambda: model.save_pretrained_with_parallel(directory / "again"), "quantised weights are not saved"),
+        (lambda: model.fuse(), "leave fuse out"),
+        (lambda: model.get_parameter(packed[0]).data.add_(1), "cannot be changed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(ValueError, match="quantised already, and stay so: leave out quantization_config"):
+        cls.from_pretrained_with_parallel(
+            directory / "quantised", tp, pp, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True)
+        )
+    prepared = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    weight = prepared.get_parameter(packed[0])
+    assert isinstance(weight, PackedWeight) and weight.dtype == torch.float32
+    adapted: Any = peft.get_peft_model(model, lora(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True))
+    assert {param.dtype for param in adapted.parameters() if param.requires_grad} == {torch.float32}
+    with pytest.raises(ValueError, match=r"not merged into quantised weights|cannot be changed"):
+        adapted.merge_and_unload()
+
+
+@pytest.mark.parametrize(("tp", "pp", "dtype"), [(2, 1, torch.bfloat16), (1, 2, torch.float32)])
+def test_weights_that_stay_quantized(pool: Pool, tmp_path: Path, seed: int, tp: int, pp: int, dtype: Any) -> None:
+    """Those of ``Conv1D`` with biases, whose checkpoints hold them transposed."""
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(seed)
+    config = GPT2Config(vocab_size=61, n_positions=16, n_embd=64, n_layer=2, n_head=4)
+    GPT2LMHeadModel(config).to(dtype).save_pretrained(tmp_path)
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    model = GPT2LMHeadModel.from_pretrained(tmp_path, quantization_config=settings, dtype=dtype)
+    model.save_pretrained(tmp_path / "quantised")
+    pool.run(tp * pp, _use, tmp_path, tp, pp, dtype)
