@@ -90,6 +90,7 @@ def train_on_ranks(run: QuantizedRun, tp: int, pp: int, tolerance: float) -> dic
     for name, shard in adapters.own_shards(model, {name: run.initial[name] for name in trained}).items():
         # Norms over sharded rows are summed over the ranks.
         bound = 1e-12 if "magnitude" in name else 0
+        assert trained[name].dtype == shard.dtype, name
         assert _difference(trained[name].detach(), shard) <= bound, name
     adapters.start_from(model, run.start)
     folder = run.directory / f"of-{tp}-{pp}"

@@ -30,7 +30,7 @@ from oslo_models.layers.linear import (
 )
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.modeling.adapters.experts import ParallelParamWrapper, parameter_layout
-from oslo_models.modeling.adapters.initial_values import draw
+from oslo_models.modeling.adapters.initial_values import draw, use_type_of_adapters
 from oslo_models.modeling.adapters.layers import (
     FeatureParallelLoraEmbedding,
     LatentIA3Linear,
@@ -72,6 +72,8 @@ def adopt(model: Any, names: Sequence[str], rng_state: Tensor | None) -> None:
             check_layer(path, tuner, names)
     for name in names:
         if rng_state is not None:
+            for tuner in tuners.values():
+                use_type_of_adapters(tuner)
             draw(model, name, tuners, rng_state)
         stream = ShardedRngStream(mesh.tp, mesh.device)
         for tuner in tuners.values():

@@ -17,6 +17,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from oslo_models.checkpoint.quantized import PackedWeight
 from oslo_models.distributed.object_exchange import broadcast_object, gather_objects
 from oslo_models.distributed.rng import default_generator
 from oslo_models.modeling.adapters.experts import parameter_layout
@@ -107,7 +108,7 @@ def _blueprint(tuner: Any, name: str) -> _Drawn:
         inputs, outputs = features(base)
         shape = (outputs, inputs) if isinstance(base, nn.Linear) else (inputs, outputs)
         layer.in_features, layer.out_features = layer.num_embeddings, layer.embedding_dim = inputs, outputs
-    layer.weight = nn.Parameter(_zeros(shape, base.weight.dtype), requires_grad=False)
+    layer.weight = nn.Parameter(_zeros(shape, _type_of_adapters(base)), requires_grad=False)
     bias = getattr(base, "bias", None)
     layer.register_parameter("bias", None if bias is None else nn.Parameter(_zeros((1,), bias.dtype), False))
     if isinstance(tuner, ia3.IA3Layer):
@@ -124,6 +125,20 @@ def _blueprint_of_stack(tuner: Any, name: str) -> _Drawn:
     layer.register_parameter(tuner.parameter_name, nn.Parameter(_zeros(shape, param.dtype), requires_grad=False))
     options = {"parameter_name": tuner.parameter_name, "r": tuner.r[name], "lora_alpha": tuner.lora_alpha[name]}
     return _Drawn(_plain_class(tuner), layer, options)
+
+
+def use_type_of_adapters(tuner: Any) -> None:
+    """Give a new adapter the type that ``peft`` gives it over a quantised weight, which is none of floats there."""
+    base = tuner.get_base_layer()
+    if isinstance(getattr(base, "weight", None), PackedWeight):
+        for _, param in _own_parameters(tuner):
+            if param.dtype == base.weight.dtype:
+                param.data = param.data.to(_type_of_adapters(base))
+
+
+def _type_of_adapters(base: Any) -> torch.dtype:
+    dtype: torch.dtype = base.weight.dtype
+    return torch.float32 if isinstance(base.weight, PackedWeight) and dtype.itemsize < 4 else dtype
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
