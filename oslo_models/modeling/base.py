@@ -195,8 +195,9 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             check_inputs: compare the batches of the ranks that share a model, which have to be equal: in the first
                 three calls and every hundredth (``True``), every n-th (an integer), ``"always"`` or never (``False``).
                 A call of ``generate`` counts once.
-            dequantize: load a quantised checkpoint as plain weights in ``dtype``: each rank dequantises its part. The
-                formats are in the guide on quantisation. Ignored if the checkpoint is not quantised.
+            dequantize: load a quantised checkpoint as plain weights in ``dtype``: each rank dequantises its part.
+                Otherwise its weights stay quantised. The formats are in the guide on quantisation. Ignored if the
+                checkpoint is not quantised.
             share_loss: under pipeline parallelism, send the loss of each micro-batch to all stages, where it would be
                 ``nan`` until the loop ends.
             share_logits: send the loss and the logits too, which are ``None`` before the last stage otherwise. The
@@ -206,8 +207,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             plan: how to shard the model, in place of the plan of this class: a `Plan`, or a function from a
                 configuration to one; see `oslo_models.parallel_class`.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
-                ``quantization_config=TorchAoConfig(...)``, ``cache_dir``, ``revision``, ``token``,
-                ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
+                ``quantization_config=TorchAoConfig(...)`` or ``BitsAndBytesConfig(...)``, ``cache_dir``, ``revision``,
+                ``token``, ``local_files_only``, ``ignore_mismatched_sizes``, ...) and attributes of the configuration
                 (``pad_token_id``, ...).
 
         Returns:

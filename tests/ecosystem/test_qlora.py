@@ -154,3 +154,19 @@ def test_weights_that_stay_quantized(pool: Pool, tmp_path: Path, seed: int, tp: 
     model = GPT2LMHeadModel.from_pretrained(tmp_path, quantization_config=settings, dtype=dtype)
     model.save_pretrained(tmp_path / "quantised")
     pool.run(tp * pp, _use, tmp_path, tp, pp, dtype)
+
+
+@pytest.mark.parametrize("on_the_fly", [False, True])
+def test_deployed_with_weights_that_stay_quantized(forked: None, tmp_path: Path, seed: int, on_the_fly: bool) -> None:
+    pytest.importorskip("bitsandbytes")
+    write_plain(tmp_path, seed, **BLOCKS)
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    model: Any = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
+    model.save_pretrained(tmp_path / "quantised")
+    ids = quantized.tokens(seed)
+    with torch.no_grad():
+        expected = model.train()(input_ids=ids).logits
+    directory, options = (tmp_path, {"quantization_config": settings}) if on_the_fly else (tmp_path / "quantised", {})
+    cls: Any = registry.find("LlamaForCausalLM")
+    with cls.from_pretrained_with_parallel(directory, 2, deploy=True, **options) as deployed:
+        assert (deployed(input_ids=ids).logits - expected).abs().max() < 1e-5
