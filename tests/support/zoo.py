@@ -124,6 +124,11 @@ _DETR: dict[str, Any] = {
 }
 _SPEECH: dict[str, Any] = {**_BART, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}
 
+_LINEAR: dict[str, Any] = {
+    **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 4},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
 MORE: dict[str, Mapping[str, Any]] = {
     "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
     "albert": {**_BERT, "embedding_size": 20, "inner_group_num": 2},
@@ -296,6 +301,12 @@ MORE: dict[str, Mapping[str, Any]] = {
     "xlm-roberta": _BERT,
     "xlnet": {"d_model": 24, "n_layer": 2, "n_head": 6, "d_inner": 35},
     "youtu": _LATENT,
+    "phimoe": {**_KV, **_MIXTURE, "num_local_experts": 5},
+    "lfm2": {**_KV, "layer_types": ["conv", "full_attention"], "conv_bias": True},
+    "lfm2_moe": {**_KV, **_MIXTURE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "qwen3_next": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
+    "qwen3_5_text": {**_LLAMA, **_LINEAR, "head_dim": 8},
+    "qwen3_5_moe_text": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -331,6 +342,11 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
 LEFT_OUT: dict[str, set[str]] = {
     # of images too
     "gemma3_text": {"Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification", "Gemma3Model"},
+    "qwen3_5_text": {
+        *("Qwen3_5ForConditionalGeneration", "Qwen3_5ForSequenceClassification", "Qwen3_5ForTokenClassification"),
+        *("Qwen3_5Model", "Qwen3_5VisionModel"),
+    },
+    "qwen3_5_moe_text": {"Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeModel", "Qwen3_5MoeVisionModel"},
 }
 """Classes that transformers has in the module of a model type and the zoo does not."""
 
