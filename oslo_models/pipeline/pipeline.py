@@ -187,6 +187,8 @@ class Pipeline:
             outcome: tuple[dict[int, Tensor], Any] = result or ({number: hidden}, None)
             outgoing, output = outcome
             past = output.get("past_key_values") if hasattr(output, "get") else past
+            if failure is None:
+                self._count_positions(past, rows, length)
             if outgoing:
                 self._send_hidden(stack, outgoing[number], failure)
             if self.stage.is_last and output is not None:
@@ -194,6 +196,14 @@ class Pipeline:
         return CausalLMOutputWithPast(
             logits=self._broadcast_from(logits, self.stage.count - 1, failure), past_key_values=past
         )
+
+    def _count_positions(self, cache: Any, rows: int, length: int) -> None:
+        """Let the cache of a stage without attention know its length: keys of width zero, in a layer of their own."""
+        start, stop = self.stage.ranges[self.stage.index]
+        types = getattr(self.model.config, "layer_types", None) or ()
+        if len(types) > stop - start and cache is not None:
+            empty = torch.empty(rows, 1, length, 0, dtype=self.model.dtype, device=self.mesh.device)
+            cache.update(empty, empty, stop - start)
 
     # Tensors are sent with one more element: whether a stage has raised. Then all stages raise, and none waits for it.
 
