@@ -41,8 +41,9 @@ from oslo_models.layers.linear import (
     RowParallelLinear,
 )
 from oslo_models.layers.multihead_attention import HeadParallelAttention
-from oslo_models.layers.norm import HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
+from oslo_models.layers.norm import GroupParallelNorm, HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
 from oslo_models.layers.shared_experts import SharedExpertsModule
+from oslo_models.layers.state_space import StateSpaceModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.modeling.quantizing import shard_of
 from oslo_models.sharding.derived import (
@@ -60,6 +61,7 @@ from oslo_models.sharding.plan import (
     Entries,
     Experts,
     GlobalMinMax,
+    GroupWidthNorm,
     HeadNorm,
     HeadNorms,
     Latent,
@@ -69,6 +71,7 @@ from oslo_models.sharding.plan import (
     Replicated,
     ReplicatedDropout,
     RowParallel,
+    StateSpace,
     VocabParallel,
     WidthNorm,
     entry_of,
@@ -85,6 +88,8 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (HeadNorm, nn.Module): HeadParallelNorm,
     (HeadNorms, nn.Module): HeadParallelNorms,
     (WidthNorm, nn.Module): WidthParallelNorm,
+    (GroupWidthNorm, nn.Module): GroupParallelNorm,
+    (StateSpace, nn.Module): StateSpaceModule,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
     (Experts, nn.Module): ParallelExperts,
     (Latent, nn.Linear): LatentLinear,
@@ -162,6 +167,13 @@ def apply_plan(
         elif isinstance(entry, Experts):
             module.set_experts(shards)  # type: ignore[operator]
             _join_shared_experts(model.get_submodule(key.rpartition(".")[0]), entry, tp)
+        elif isinstance(entry, GroupWidthNorm):
+            module.set_groups(entry.groups)  # type: ignore[operator]
+        elif isinstance(entry, StateSpace):
+            module.convolution = entry.convolution  # type: ignore[assignment]
+            within = f"{key}.{entry.convolution}."
+            module.shared = {name.removeprefix(within): each for name, each in layouts.items() if name.startswith(within)}
+            _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, Latent):
             module.rotary = entry.rotary  # type: ignore[assignment]
         elif isinstance(entry, EinsumHeads):

@@ -11,11 +11,14 @@ from oslo_models.sharding.plan import (
     ColumnParallel,
     Entries,
     Experts,
+    GroupWidthNorm,
     LocalModule,
+    LocalValue,
     Norm,
     Plan,
     Replicated,
     RowParallel,
+    StateSpace,
 )
 
 QUERY_KEY_VALUE = ("query", "key", "value")
@@ -77,6 +80,35 @@ def mixture_of_experts(mlp: str = "mlp", router: str = "gate", shared: str = "")
     """
     routed: Entries = {f"{mlp}.{router}": Replicated(), f"{mlp}.experts": Experts(shared=shared)}
     return {**routed, **gated_mlp(f"{mlp}.{shared}")} if shared else routed
+
+
+def state_space(mixer: str, heads: GroupedHeads, state: int, normed: bool = True) -> Entries:
+    """A Mamba-2 mixer: gate, input, the B and C that a group of heads shares, and time steps in one projection.
+
+    Args:
+        mixer: its name inside the block.
+        heads: its heads, with its groups in place of key-value heads.
+        state: the width of B and C.
+        normed: whether it has a gated norm.
+    """
+    shared, scalar = replace(heads, head_dim=state).key_value, replace(heads, head_dim=1).query
+    parts = (heads.query, shared, shared)
+    local: dict[str, LocalValue] = {
+        "num_heads": heads.query.local_count,
+        "n_groups": shared.local_count,
+        "intermediate_size": heads.query.local_extent,
+        "conv_dim": lambda n, rank: sum(part.local_extent(n, rank) for part in parts),
+    }
+    norm: Entries = {f"{mixer}.norm": GroupWidthNorm(heads.query, heads.kv_heads)} if normed else {}
+    return {
+        mixer: StateSpace(local),
+        f"{mixer}.in_proj": ColumnParallel(heads.query, *parts, scalar),
+        f"{mixer}.conv1d.weight": ColumnParallel(*parts),  # one filter per channel
+        f"{mixer}.conv1d.bias": ColumnParallel(*parts),
+        **{f"{mixer}.{name}": ColumnParallel(scalar) for name in ("A_log", "D", "dt_bias")},
+        **norm,
+        f"{mixer}.out_proj": RowParallel(heads.query),
+    }
 
 
 def replicated_attention(plan: Plan, additional: Collection[str] = ()) -> Plan:

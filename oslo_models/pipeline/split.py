@@ -286,5 +286,10 @@ def _restrict_layer_types(model: PreTrainedModel, local: Range) -> dict[str, Any
     own = list(full[slice(*local)])
     if not set(own) - _WITHOUT_LENGTH:
         own.append("full_attention")  # the cache gets a layer more, in which the pipeline counts the positions
+    kind = type(model.config)
+    name = getattr(kind, "attribute_map", {}).get("layer_types", "layer_types")
+    if isinstance(getattr(kind, name, None), property):  # which computes them, from numbers that stay
+        model.config.__class__ = type(kind.__name__, (kind,), {name: own, "__module__": kind.__module__})
+        return {"__class__": kind}
     model.config.layer_types = own
     return {"layer_types": full}

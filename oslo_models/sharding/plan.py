@@ -62,6 +62,19 @@ class HeadNorms(Norm):
 
 
 @dataclass(frozen=True)
+class GroupWidthNorm(HeadNorm):
+    """A root-mean-square normalisation of each group of heads, whose input may be gated: see `StateSpace`.
+
+    Where a group is on several ranks, the mean is taken over these.
+
+    Args:
+        groups: the number of groups.
+    """
+
+    groups: int = 1
+
+
+@dataclass(frozen=True)
 class ColumnParallel(Replicated):
     """Shard the outputs of a linear layer: ``y_local = x @ W_local``. Its input is replicated.
 
@@ -227,6 +240,20 @@ class LocalModule(Replicated):
     attributes: Mapping[str, LocalValue] = field(default_factory=dict)
     per_head: Mapping[str, EvenSplit] = field(default_factory=dict)
     width: EvenSplit | None = None
+
+
+@dataclass(frozen=True)
+class StateSpace(LocalModule):
+    """A state-space mixer, over its heads. What a group of heads shares is on every rank that has some of them.
+
+    Args:
+        attributes: as of `LocalModule`.
+        convolution: the name of its depthwise convolution, of which it uses the parameters.
+
+    Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor parallelism).
+    """
+
+    convolution: str = "conv1d"
 
 
 Entries = Mapping[str, Replicated]

@@ -128,6 +128,10 @@ _LINEAR: dict[str, Any] = {
     **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 4},
     "layer_types": ["linear_attention", "full_attention"],
 }
+_MAMBA: dict[str, Any] = {
+    **{"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_expand": 2},
+    **{"mamba_chunk_size": 4},
+}
 
 MORE: dict[str, Mapping[str, Any]] = {
     "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
@@ -301,6 +305,8 @@ MORE: dict[str, Mapping[str, Any]] = {
     "xlm-roberta": _BERT,
     "xlnet": {"d_model": 24, "n_layer": 2, "n_head": 6, "d_inner": 35},
     "youtu": _LATENT,
+    "bamba": {**_KV, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True},
+    "granitemoehybrid": {**_MOE_OF_GRANITE, **_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
     "phimoe": {**_KV, **_MIXTURE, "num_local_experts": 5},
     "lfm2": {**_KV, "layer_types": ["conv", "full_attention"], "conv_bias": True},
     "lfm2_moe": {**_KV, **_MIXTURE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -310,6 +316,7 @@ MORE: dict[str, Mapping[str, Any]] = {
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "bamba-one-group": ("bamba", {**_KV, **_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [0]}),
     # other configurations of the types of `MORE`, which divide in another way
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
     "deepseek_v3-full-query": ("deepseek_v3", {**_LATENT, "q_lora_rank": None}),
