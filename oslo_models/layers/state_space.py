@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.linear import SumReplicatedGrad
 from oslo_models.sharding.layout import Layout
 
@@ -37,7 +38,8 @@ class StateSpaceModule(nn.Module):
         # A kernel for training would apply the norm and the output projection too, and sum over no ranks.
         self.training = training and self.tp.size == 1
         try:
-            return super().forward(*args, **kwargs)
+            with without_override():
+                return super().forward(*args, **kwargs)
         finally:
             self.training = training
             for name in self.shared:

@@ -35,6 +35,7 @@ from oslo_models.layers.gathered import SummedEmbedding as SummedEmbeddingModule
 from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
+    InnerRowParallelLinear,
     KeyValueParallelLinear,
     LatentLinear,
     RowParallelConv1D,
@@ -64,6 +65,7 @@ from oslo_models.sharding.plan import (
     GroupWidthNorm,
     HeadNorm,
     HeadNorms,
+    InnerRowParallel,
     Latent,
     LocalModule,
     LocalValue,
@@ -83,6 +85,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (ColumnParallel, nn.Embedding): nn.Embedding,  # T5's relative bias, of which a rank needs the columns of its heads
     (RowParallel, nn.Linear): RowParallelLinear,
     (RowParallel, Conv1D): RowParallelConv1D,
+    (InnerRowParallel, nn.Linear): InnerRowParallelLinear,
     (VocabParallel, nn.Embedding): VocabParallelEmbedding,
     (VocabParallel, nn.Linear): VocabParallelHead,
     (HeadNorm, nn.Module): HeadParallelNorm,
@@ -154,6 +157,9 @@ def apply_plan(
     for key, entry in _named_entries(model, plan, prefix, head).items():
         module = _find(model, key)
         if module is None or isinstance(module, nn.Parameter):
+            continue
+        if isinstance(entry, StateSpace) and not hasattr(module, entry.convolution):
+            _set_local_attributes(module, entry.attributes, tp)  # a mixer of another kind, by the same name
             continue
         shards = {leaf: layouts[f"{key}.{leaf}"] for leaf, _ in module.named_parameters(recurse=False)}
         if type(entry) in {kind for kind, _ in _CLASSES}:

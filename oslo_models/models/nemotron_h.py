@@ -37,10 +37,11 @@ class NemotronHParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        attention = LlamaParallel.attention(config, LlamaParallel.heads(config))
+        query_heads = LlamaParallel.heads(config)
+        attention = LlamaParallel.attention(config, query_heads)
         heads = GroupedHeads(config.mamba_num_heads, config.n_groups, config.mamba_head_dim)
         mixers: Entries = {
-            **state_space("mixer", heads, config.ssm_state_size),
+            **state_space("mixer", heads, config.ssm_state_size, {"num_key_value_groups": query_heads.local_ratio}),
             **{name.replace("self_attn.", "mixer."): entry for name, entry in attention.items() if "." in name},
             "mixer.up_proj": ColumnParallel(),
             "mixer.down_proj": RowParallel(),
