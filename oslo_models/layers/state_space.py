@@ -21,20 +21,20 @@ class StateSpaceModule(nn.Module):
 
     Attributes:
         convolution: its name.
-        shared: the layouts of its parameters. Ranks with heads of one group hold the same filters of what the group
+        filters: the layouts of its parameters. Ranks with heads of one group hold the same filters of what the group
             shares, and each has only the gradient that comes from its own heads.
     """
 
     tp: Axis
     convolution: str
-    shared: Mapping[str, Layout]
+    filters: Mapping[str, Layout]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        filters = getattr(self, self.convolution)
-        attributes, training = vars(filters), self.training
-        for name, layout in self.shared.items():
+        convolution = getattr(self, self.convolution)
+        attributes, training = vars(convolution), self.training
+        for name, layout in self.filters.items():
             if layout.overlaps:  # hides the parameter of this name
-                attributes[name] = SumReplicatedGrad.apply(getattr(filters, name), self.tp, layout)
+                attributes[name] = SumReplicatedGrad.apply(getattr(convolution, name), self.tp, layout)
         # A kernel for training would apply the norm and the output projection too, and sum over no ranks.
         self.training = training and self.tp.size == 1
         try:
@@ -42,5 +42,5 @@ class StateSpaceModule(nn.Module):
                 return super().forward(*args, **kwargs)
         finally:
             self.training = training
-            for name in self.shared:
+            for name in self.filters:
                 attributes.pop(name, None)

@@ -177,8 +177,10 @@ def apply_plan(
             module.set_groups(entry.groups)  # type: ignore[operator]
         elif isinstance(entry, StateSpace):
             module.convolution = entry.convolution  # type: ignore[assignment]
-            within = f"{key}.{entry.convolution}."
-            module.shared = {name.removeprefix(within): each for name, each in layouts.items() if name.startswith(within)}
+            module.filters = {  # type: ignore[assignment]
+                leaf: layouts[f"{key}.{entry.convolution}.{leaf}"]
+                for leaf, _ in getattr(module, entry.convolution).named_parameters()
+            }
             _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, Latent):
             module.rotary = entry.rotary  # type: ignore[assignment]

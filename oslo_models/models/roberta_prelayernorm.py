@@ -37,7 +37,9 @@ class RobertaPreLayerNormForMaskedLM(RobertaPreLayerNormParallel, hf.RobertaPreL
     head_plan = LM_HEAD
 
 
-class RobertaPreLayerNormForSequenceClassification(RobertaPreLayerNormParallel, hf.RobertaPreLayerNormForSequenceClassification):
+class RobertaPreLayerNormForSequenceClassification(
+    RobertaPreLayerNormParallel, hf.RobertaPreLayerNormForSequenceClassification
+):
     head_plan = DENSE_CLASSIFIER
 
 
@@ -45,7 +47,9 @@ class RobertaPreLayerNormForMultipleChoice(RobertaPreLayerNormParallel, hf.Rober
     head_plan = CLASSIFIER
 
 
-class RobertaPreLayerNormForTokenClassification(RobertaPreLayerNormParallel, hf.RobertaPreLayerNormForTokenClassification):
+class RobertaPreLayerNormForTokenClassification(
+    RobertaPreLayerNormParallel, hf.RobertaPreLayerNormForTokenClassification
+):
     head_plan = CLASSIFIER
 
 

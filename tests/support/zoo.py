@@ -318,6 +318,12 @@ MORE: dict[str, Mapping[str, Any]] = {
     "roberta-prelayernorm": _BERT,
     "xlm-roberta-xl": {**_BERT, "type_vocab_size": 2},
     "modernbert-decoder": {**_BERT, **_WINDOW, "local_attention": 4},
+    "mamba": {"hidden_size": 24, "state_size": 5, "num_hidden_layers": 2, "conv_kernel": 3, "intermediate_size": 48},
+    "falcon_mamba": {"hidden_size": 24, "state_size": 5, "num_hidden_layers": 2, "conv_kernel": 3},
+    "mamba2": {
+        **{"hidden_size": 24, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 5, "num_hidden_layers": 2},
+        **{"conv_kernel": 3, "chunk_size": 4},
+    },
     "bamba": {**_KV, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True},
     "granitemoehybrid": {**_MOE_OF_GRANITE, **_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
     "phimoe": {**_KV, **_MIXTURE, "num_local_experts": 5},
@@ -374,6 +380,8 @@ SLOW_TESTS_ONLY = {
     # close relatives of types that the fast tests cover
     *("apertus", "biogpt", "bitnet", "cohere2_moe", "granite_swa", "granitemoe_swa", "granitemoeshared", "hy_v3"),
     *("hyperclovax", "jais2", "kolibri1", "laguna", "mellum", "minicpm3", "ministral3", "nanochat", "persimmon"),
+    *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "modernbert-decoder"),
+    *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
