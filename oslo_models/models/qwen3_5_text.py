@@ -14,7 +14,7 @@ from oslo_models.sharding.plan import ColumnParallel, Entries
 class Qwen3_5Parallel(Qwen3NextParallel):
     """Sharding plan of the Qwen3.5 family."""
 
-    mlp = LlamaParallel.mlp
+    mlp = {**LlamaParallel.mlp}
     optional = ()
 
     @classmethod

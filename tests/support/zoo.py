@@ -326,7 +326,8 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "bamba": {**_KV, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True},
     "granitemoehybrid": {**_MOE_OF_GRANITE, **_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
-    "phimoe": {**_KV, **_MIXTURE, "num_local_experts": 5},
+    # without noise, its router does not sample
+    "phimoe": {**_KV, **_MIXTURE, "num_local_experts": 5, "router_jitter_noise": 0.0},
     "lfm2": {**_KV, "layer_types": ["conv", "full_attention"], "conv_bias": True},
     "lfm2_moe": {**_KV, **_MIXTURE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "qwen3_next": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
