@@ -12,7 +12,7 @@ from oslo_models.models.qwen3_5_text import Qwen3_5Parallel
 class Qwen3_5MoeParallel(Qwen3_5Parallel):
     """Sharding plan of the Qwen3.5 MoE family."""
 
-    mlp = Qwen2MoeParallel.mixture
+    mlp = {**Qwen2MoeParallel.mixture}
 
 
 class Qwen3_5MoeTextModel(Qwen3_5MoeParallel, hf.Qwen3_5MoeTextModel):
