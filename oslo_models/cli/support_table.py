@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from oslo_models import registry
 from oslo_models.fusion.rules import fusion_candidates
-from oslo_models.sharding.plan import ColumnParallel, Plan, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, Plan, StateSpace, VocabParallel
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
 COLUMNS = ("model type", "classes", "tp", "pp", "fused", "kind of model, and what stays replicated")
@@ -76,11 +76,10 @@ def _tensor_parallel(plan: Plan) -> str:
     """What is sharded in the blocks, which limits the number of ranks."""
     if plan.max_ranks() is not None:
         return "heads"
-    return (
-        "MLP"
-        if any(isinstance(e, ColumnParallel) for block in plan.blocks.values() for e in block.values())
-        else "vocabulary"
-    )
+    entries = [entry for block in plan.blocks.values() for entry in block.values()]
+    if any(isinstance(entry, StateSpace) for entry in entries):
+        return "channels"
+    return "MLP" if any(isinstance(entry, ColumnParallel) for entry in entries) else "vocabulary"
 
 
 def _fused_operations(cls: Any) -> list[str]:
@@ -96,6 +95,8 @@ def _fused_operations(cls: Any) -> list[str]:
     for name in ("num_local_experts", "n_routed_experts", "n_shared_experts"):  # those of dots.llm1
         if getattr(config, name, 0) is None:
             setattr(config, name, 1)
+    if getattr(config, "layer_types", "") is None:  # the default of LFM2 MoE
+        config.layer_types = ["full_attention"]
     if getattr(config, "head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):

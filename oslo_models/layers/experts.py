@@ -50,7 +50,7 @@ class ParallelExperts(_ShardedModule):
             ValueError: on every rank, if grouped products cannot address the shards of some rank.
         """
         self._check_strides(layouts)
-        layout, rank = layouts["gate_up_proj"], self.tp.rank
+        layout, rank = layouts["down_proj"], self.tp.rank
         starts = [layout.first_of(other) for other in range(self.tp.size)]
         self.first, self.sharers = starts[rank], starts.count(starts[rank])
         self.over_ranks = self.sharers < self.tp.size
@@ -60,11 +60,13 @@ class ParallelExperts(_ShardedModule):
 
     def _check_strides(self, layouts: Mapping[str, Layout]) -> None:
         """``torch._grouped_mm`` wants rows of a multiple of 16 bytes, and takes no float64."""
-        dtype = self._parameters["gate_up_proj"].dtype  # type: ignore[union-attr]
+        dtype = self._parameters["down_proj"].dtype  # type: ignore[union-attr]
         if self.config._experts_implementation != "grouped_mm" or dtype == torch.float64:
             return
-        for name in ("gate_up_proj", "down_proj"):
-            layout, unit = layouts[name], 16 // dtype.itemsize
+        for name, layout in layouts.items():
+            if name.endswith("_bias"):
+                continue
+            unit = 16 // dtype.itemsize
             rows = [layout.local_shape(rank)[-1] for rank in range(self.tp.size)]
             if layout.shape[-1] % unit == 0 and any(row % unit for row in rows):
                 raise ValueError(

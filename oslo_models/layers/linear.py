@@ -161,6 +161,13 @@ class RowParallelLinear(_RowParallel, nn.Linear):
     product = staticmethod(F.linear)
 
 
+class InnerRowParallelLinear(RowParallelLinear):
+    """A row-parallel layer between sharded ones: the gradient of its output is summed over the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return copy_to(self.tp, super().forward(x))
+
+
 class RowParallelConv1D(_RowParallel, Conv1D):
     """GPT-2's layer, whose weight is ``[in, out]``, with sharded inputs."""
 

@@ -51,6 +51,45 @@ class WidthParallelNorm(HeadParallelNorm):
         return (super().forward(x) * scale).to(x.dtype)
 
 
+class GroupParallelNorm(HeadParallelNorm):
+    """An RMS norm of each group of features of a sharded activation, gated before or after. ``[..., local width]``.
+
+    As with `WidthParallelNorm`, one factor per token corrects the norm over that part of a group that is here.
+
+    Attributes:
+        group: the number of the group on this rank, if other ranks have parts of it too.
+        groups: the number of all groups.
+    """
+
+    group: int | None
+    groups: int
+    variance_epsilon: float
+
+    def set_groups(self, groups: int) -> None:
+        """Set how many groups all ranks have together. A rank has several of them, or a part of one."""
+        layout = self.layouts["weight"]
+        ((start, stop),) = layout.ranges[self.tp.rank]
+        full = layout.shape[0] // groups
+        self.groups, self.group = groups, start // full if self.tp.size > groups else None
+        if hasattr(self, "group_size"):
+            self.group_size = min(full, stop - start)
+        if hasattr(self, "n_groups"):
+            self.n_groups = max((stop - start) // full, 1)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        output: Tensor = super().forward(x, gate)
+        if self.group is None:
+            return output
+        gated = x if gate is None or getattr(self, "norm_before_gate", False) else x.float() * F.silu(gate.float())
+        squares, eps = gated.float().pow(2), self.variance_epsilon
+        sums = squares.new_zeros(*x.shape[:-1], self.groups)
+        sums[..., self.group] = squares.sum(-1)
+        sums = copy_to(self.tp, reduce_from(self.tp, sums))
+        mean = sums[..., self.group, None] * self.groups / self.layouts["weight"].shape[0]
+        scale = ((squares.mean(-1, keepdim=True) + eps) / (mean + eps)).sqrt()
+        return (output * scale).to(output.dtype)
+
+
 class HeadParallelNorms(nn.Module):
     """A separate layer norm for each head. Input and output ``[rows, local heads, positions, width]``.
 

@@ -35,14 +35,16 @@ from oslo_models.layers.gathered import SummedEmbedding as SummedEmbeddingModule
 from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
+    InnerRowParallelLinear,
     KeyValueParallelLinear,
     LatentLinear,
     RowParallelConv1D,
     RowParallelLinear,
 )
 from oslo_models.layers.multihead_attention import HeadParallelAttention
-from oslo_models.layers.norm import HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
+from oslo_models.layers.norm import GroupParallelNorm, HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
 from oslo_models.layers.shared_experts import SharedExpertsModule
+from oslo_models.layers.state_space import StateSpaceModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.modeling.quantizing import shard_of
 from oslo_models.sharding.derived import (
@@ -60,8 +62,10 @@ from oslo_models.sharding.plan import (
     Entries,
     Experts,
     GlobalMinMax,
+    GroupWidthNorm,
     HeadNorm,
     HeadNorms,
+    InnerRowParallel,
     Latent,
     LocalModule,
     LocalValue,
@@ -69,6 +73,7 @@ from oslo_models.sharding.plan import (
     Replicated,
     ReplicatedDropout,
     RowParallel,
+    StateSpace,
     VocabParallel,
     WidthNorm,
     entry_of,
@@ -80,11 +85,14 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (ColumnParallel, nn.Embedding): nn.Embedding,  # T5's relative bias, of which a rank needs the columns of its heads
     (RowParallel, nn.Linear): RowParallelLinear,
     (RowParallel, Conv1D): RowParallelConv1D,
+    (InnerRowParallel, nn.Linear): InnerRowParallelLinear,
     (VocabParallel, nn.Embedding): VocabParallelEmbedding,
     (VocabParallel, nn.Linear): VocabParallelHead,
     (HeadNorm, nn.Module): HeadParallelNorm,
     (HeadNorms, nn.Module): HeadParallelNorms,
     (WidthNorm, nn.Module): WidthParallelNorm,
+    (GroupWidthNorm, nn.Module): GroupParallelNorm,
+    (StateSpace, nn.Module): StateSpaceModule,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
     (Experts, nn.Module): ParallelExperts,
     (Latent, nn.Linear): LatentLinear,
@@ -150,6 +158,9 @@ def apply_plan(
         module = _find(model, key)
         if module is None or isinstance(module, nn.Parameter):
             continue
+        if isinstance(entry, StateSpace) and not hasattr(module, entry.convolution):
+            _set_local_attributes(module, entry.attributes, tp)  # a mixer of another kind, by the same name
+            continue
         shards = {leaf: layouts[f"{key}.{leaf}"] for leaf, _ in module.named_parameters(recurse=False)}
         if type(entry) in {kind for kind, _ in _CLASSES}:
             _swap_class(module, key, entry, shards, tp.rank)
@@ -162,6 +173,15 @@ def apply_plan(
         elif isinstance(entry, Experts):
             module.set_experts(shards)  # type: ignore[operator]
             _join_shared_experts(model.get_submodule(key.rpartition(".")[0]), entry, tp)
+        elif isinstance(entry, GroupWidthNorm):
+            module.set_groups(entry.groups)  # type: ignore[operator]
+        elif isinstance(entry, StateSpace):
+            module.convolution = entry.convolution  # type: ignore[assignment]
+            module.filters = {  # type: ignore[assignment]
+                leaf: layouts[f"{key}.{entry.convolution}.{leaf}"]
+                for leaf, _ in getattr(module, entry.convolution).named_parameters()
+            }
+            _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, Latent):
             module.rotary = entry.rotary  # type: ignore[assignment]
         elif isinstance(entry, EinsumHeads):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,16 @@ from oslo_models.sharding.plan import (
     ColumnParallel,
     Entries,
     Experts,
+    GroupWidthNorm,
+    HeadNorm,
+    InnerRowParallel,
     LocalModule,
+    LocalValue,
     Norm,
     Plan,
     Replicated,
     RowParallel,
+    StateSpace,
 )
 
 QUERY_KEY_VALUE = ("query", "key", "value")
@@ -77,6 +82,55 @@ def mixture_of_experts(mlp: str = "mlp", router: str = "gate", shared: str = "")
     """
     routed: Entries = {f"{mlp}.{router}": Replicated(), f"{mlp}.experts": Experts(shared=shared)}
     return {**routed, **gated_mlp(f"{mlp}.{shared}")} if shared else routed
+
+
+def state_space(
+    mixer: str, heads: GroupedHeads, state: int, attributes: Mapping[str, LocalValue] | None = None
+) -> Entries:
+    """A Mamba-2 mixer: gate, input, the B and C that a group of heads shares, and time steps in one projection.
+
+    Args:
+        mixer: its name inside the block.
+        heads: its heads, with its groups in place of key-value heads.
+        state: the width of B and C.
+        attributes: further ones, of mixers of other kinds by the same name.
+    """
+    shared, scalar = replace(heads, head_dim=state).key_value, replace(heads, head_dim=1).query
+    parts = (heads.query, shared, shared)
+    local: dict[str, LocalValue] = {
+        "num_heads": heads.query.local_count,
+        "n_groups": shared.local_count,
+        "intermediate_size": heads.query.local_extent,
+        "conv_dim": lambda n, rank: sum(part.local_extent(n, rank) for part in parts),
+    }
+    return {
+        mixer: StateSpace({**local, **(attributes or {})}),
+        f"{mixer}.in_proj": ColumnParallel(heads.query, *parts, scalar),
+        f"{mixer}.conv1d.weight": ColumnParallel(*parts),  # one filter per channel
+        f"{mixer}.conv1d.bias": ColumnParallel(*parts),
+        **{f"{mixer}.{name}": ColumnParallel(scalar) for name in ("A_log", "D", "dt_bias")},
+        f"{mixer}.norm": GroupWidthNorm(heads.query, heads.kv_heads),
+        f"{mixer}.out_proj": RowParallel(heads.query),
+    }
+
+
+def selective_scan(mixer: str, normed: bool = False) -> Entries:
+    """A Mamba mixer, over its channels: the time steps, B and C that all of them share come from all of them.
+
+    Args:
+        mixer: its name inside the block.
+        normed: whether there are norms of time steps, B and C.
+    """
+    norms = {f"{mixer}.{name}_layernorm": HeadNorm() for name in ("dt", "b", "c")} if normed else {}
+    of_channels = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
+    return {
+        mixer: StateSpace(),
+        f"{mixer}.in_proj": ColumnParallel(parts=2),
+        **{f"{mixer}.{name}": ColumnParallel() for name in of_channels},
+        f"{mixer}.x_proj": InnerRowParallel(),
+        **norms,
+        f"{mixer}.out_proj": RowParallel(),
+    }
 
 
 def replicated_attention(plan: Plan, additional: Collection[str] = ()) -> Plan:

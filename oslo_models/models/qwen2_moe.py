@@ -1,5 +1,7 @@
 """Qwen2 MoE: Qwen2 with a mixture of experts and a gated shared expert in some blocks."""
 
+from typing import ClassVar
+
 from transformers import Qwen2MoeConfig
 from transformers.models.qwen2_moe import modeling_qwen2_moe as hf
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoePreTrainedModel
@@ -7,18 +9,18 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoePreTrainedM
 from oslo_models.modeling.blocks import gated_mlp, mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD, QA_OUTPUTS, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.plan import Replicated
+from oslo_models.sharding.plan import Entries, Replicated
 
 
 class Qwen2MoeParallel(LlamaParallel):
     """Sharding plan of the Qwen2 MoE family."""
 
-    mixture = {
+    mixture: ClassVar[Entries] = {
         **mixture_of_experts(),
         **gated_mlp("mlp.shared_expert"),
         "mlp.shared_expert_gate": Replicated(),
     }
-    mlp = {**LlamaParallel.mlp, **mixture}
+    mlp: ClassVar[Entries] = {**LlamaParallel.mlp, **mixture}
     optional = tuple(mlp)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+from transformers.utils import ModelOutput
 
 from oslo_models.distributed.collectives import broadcast, receive, send
 from oslo_models.distributed.mesh import Axis
@@ -162,7 +163,7 @@ class Pipeline:
         return BaseModelOutput(last_hidden_state=hidden)
 
     @torch.no_grad()
-    def _generation_step(self, batch: dict[str, Any]) -> CausalLMOutputWithPast:
+    def _generation_step(self, batch: dict[str, Any]) -> ModelOutput:
         """Run one forward of generation; returns the logits of the last positions on every stage.
 
         The cache stays on the stage of its blocks.
@@ -173,7 +174,8 @@ class Pipeline:
         stack = self.stage.stacks[number]
         requested = batch.get("logits_to_keep")
         keep = requested if isinstance(requested, int) and requested > 0 else 1
-        past, failure = batch.get("past_key_values"), None
+        cache = "cache_params" if "cache_params" in self._signature.parameters else "past_key_values"
+        past, failure = batch.get(cache), None
         rows, length, width = self.runner.shape(batch, number)
         config = self.model.config
         vocab = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
@@ -186,14 +188,24 @@ class Pipeline:
                 result, failure = _catch(lambda: self.runner(batch, {} if arrived is None else {number: arrived}))
             outcome: tuple[dict[int, Tensor], Any] = result or ({number: hidden}, None)
             outgoing, output = outcome
-            past = output.get("past_key_values") if hasattr(output, "get") else past
+            past = output.get(cache) if hasattr(output, "get") else past
+            if failure is None:
+                self._count_positions(past, rows, length)
             if outgoing:
                 self._send_hidden(stack, outgoing[number], failure)
             if self.stage.is_last and output is not None:
                 logits = output.logits[:, -keep:]
-        return CausalLMOutputWithPast(
-            logits=self._broadcast_from(logits, self.stage.count - 1, failure), past_key_values=past
-        )
+        shared = self._broadcast_from(logits, self.stage.count - 1, failure)
+        kind = CausalLMOutputWithPast if cache == "past_key_values" else ModelOutput
+        return kind(**{"logits": shared, cache: past})
+
+    def _count_positions(self, cache: Any, rows: int, length: int) -> None:
+        """Let the cache of a stage without attention know its length: keys of width zero, in a layer of their own."""
+        start, stop = self.stage.ranges[self.stage.index]
+        types = getattr(self.model.config, "layer_types", None) or ()
+        if len(types) > stop - start and cache is not None:
+            empty = torch.empty(rows, 1, length, 0, dtype=self.model.dtype, device=self.mesh.device)
+            cache.update(empty, empty, stop - start)
 
     # Tensors are sent with one more element: whether a stage has raised. Then all stages raise, and none waits for it.
 

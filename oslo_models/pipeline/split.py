@@ -270,6 +270,10 @@ def _renumber_layers(model: nn.Module, plan: Plan, prefix: str) -> None:
                         setattr(module, attribute, getattr(module, attribute) - int(name) + position)
 
 
+_WITHOUT_LENGTH = {"conv", "linear_attention", "moe", "mlp"}
+"""The types of blocks whose part of a cache does not tell how many positions it has seen."""
+
+
 def _restrict_layer_types(model: PreTrainedModel, local: Range) -> dict[str, Any]:
     """Restrict ``config.layer_types`` to the local blocks, whose layer numbers now start at zero.
 
@@ -279,5 +283,13 @@ def _restrict_layer_types(model: PreTrainedModel, local: Range) -> dict[str, Any
     full = getattr(model.config, "layer_types", None)
     if full is None:
         return {}
-    model.config.layer_types = list(full[slice(*local)])
+    own = list(full[slice(*local)])
+    if not set(own) - _WITHOUT_LENGTH:
+        own.append("full_attention")  # the cache gets a layer more, in which the pipeline counts the positions
+    kind = type(model.config)
+    name = getattr(kind, "attribute_map", {}).get("layer_types", "layer_types")
+    if isinstance(getattr(kind, name, None), property):  # which computes them, from numbers that stay
+        model.config.__class__ = type(kind.__name__, (kind,), {name: own, "__module__": kind.__module__})
+        return {"__class__": kind}
+    model.config.layer_types = own
     return {"layer_types": full}

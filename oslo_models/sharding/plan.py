@@ -62,6 +62,19 @@ class HeadNorms(Norm):
 
 
 @dataclass(frozen=True)
+class GroupWidthNorm(HeadNorm):
+    """A root-mean-square normalisation of each group of heads, whose input may be gated: see `StateSpace`.
+
+    Where a group is on several ranks, the mean is taken over these.
+
+    Args:
+        groups: the number of groups.
+    """
+
+    groups: int = 1
+
+
+@dataclass(frozen=True)
 class ColumnParallel(Replicated):
     """Shard the outputs of a linear layer: ``y_local = x @ W_local``. Its input is replicated.
 
@@ -103,11 +116,19 @@ class RowParallel(ColumnParallel):
 
 
 @dataclass(frozen=True)
+class InnerRowParallel(RowParallel):
+    """A row-parallel layer between sharded ones: each rank uses the full output for its own part of what follows.
+
+    So the gradient of the output is summed over the ranks. Norms of it are a `HeadNorm`.
+    """
+
+
+@dataclass(frozen=True)
 class Experts(Replicated):
     """Stacked gated experts: a rank holds a slice of the width of every expert or, under expert parallelism, full ones.
 
     Their parameters are ``gate_up_proj [experts, 2 * width, hidden]`` and ``down_proj [experts, hidden, width]``, and
-    may be ``gate_up_proj_bias`` and ``down_proj_bias``.
+    may be ``gate_up_proj_bias`` and ``down_proj_bias``. Those without gates have ``up_proj [experts, width, hidden]``.
 
     Args:
         transposed: the last two dimensions of the projections are exchanged.
@@ -141,6 +162,8 @@ class Experts(Replicated):
             dim = 1 if self.transposed else 2
             return Layout.sharded(shape, dim, (_aligned(shape[dim], n),), n)
         dim = 2 if self.transposed and leaf == "gate_up_proj" else 1
+        if leaf == "up_proj":
+            return Layout.sharded(shape, 1, (_aligned(shape[1], n),), n)
         width = _aligned(shape[dim] // 2, n)
         splits = (EvenSplit(width.count, 2 * width.width),) if self.interleaved else (width, width)
         return Layout.sharded(shape, dim, splits, n)
@@ -227,6 +250,20 @@ class LocalModule(Replicated):
     attributes: Mapping[str, LocalValue] = field(default_factory=dict)
     per_head: Mapping[str, EvenSplit] = field(default_factory=dict)
     width: EvenSplit | None = None
+
+
+@dataclass(frozen=True)
+class StateSpace(LocalModule):
+    """A state-space mixer, over its heads. What a group of heads shares is on every rank that has some of them.
+
+    Args:
+        attributes: as of `LocalModule`.
+        convolution: the name of its depthwise convolution, of which it uses the parameters.
+
+    Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor parallelism).
+    """
+
+    convolution: str = "conv1d"
 
 
 Entries = Mapping[str, Replicated]

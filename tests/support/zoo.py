@@ -124,6 +124,15 @@ _DETR: dict[str, Any] = {
 }
 _SPEECH: dict[str, Any] = {**_BART, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None}
 
+_LINEAR: dict[str, Any] = {
+    **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 4},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA: dict[str, Any] = {
+    **{"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_expand": 2},
+    **{"mamba_chunk_size": 4},
+}
+
 MORE: dict[str, Mapping[str, Any]] = {
     "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
     "albert": {**_BERT, "embedding_size": 20, "inner_group_num": 2},
@@ -296,9 +305,38 @@ MORE: dict[str, Mapping[str, Any]] = {
     "xlm-roberta": _BERT,
     "xlnet": {"d_model": 24, "n_layer": 2, "n_head": 6, "d_inner": 35},
     "youtu": _LATENT,
+    "jamba": {
+        **{**_KV, "num_experts": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 5},
+        **{"mamba_d_conv": 3, "mamba_dt_rank": 4},
+    },
+    "nemotron_h": {
+        **{**_KV, **_MIXTURE, "head_dim": 4, "n_routed_experts": 5, "moe_shared_expert_intermediate_size": 13},
+        **{"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "moe_latent_size": 10},
+        **{"mamba_num_heads": 6, "mamba_head_dim": 4, "n_groups": 3, "ssm_state_size": 5, "conv_kernel": 3},
+        **{"chunk_size": 4, "num_hidden_layers": None},
+    },
+    "roberta-prelayernorm": _BERT,
+    "xlm-roberta-xl": {**_BERT, "type_vocab_size": 2},
+    "modernbert-decoder": {**_BERT, **_WINDOW, "local_attention": 4},
+    "mamba": {"hidden_size": 24, "state_size": 5, "num_hidden_layers": 2, "conv_kernel": 3, "intermediate_size": 48},
+    "falcon_mamba": {"hidden_size": 24, "state_size": 5, "num_hidden_layers": 2, "conv_kernel": 3},
+    "mamba2": {
+        **{"hidden_size": 24, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 5, "num_hidden_layers": 2},
+        **{"conv_kernel": 3, "chunk_size": 4},
+    },
+    "bamba": {**_KV, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True},
+    "granitemoehybrid": {**_MOE_OF_GRANITE, **_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    # without noise, its router does not sample
+    "phimoe": {**_KV, **_MIXTURE, "num_local_experts": 5, "router_jitter_noise": 0.0},
+    "lfm2": {**_KV, "layer_types": ["conv", "full_attention"], "conv_bias": True},
+    "lfm2_moe": {**_KV, **_MIXTURE, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "qwen3_next": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
+    "qwen3_5_text": {**_LLAMA, **_LINEAR, "head_dim": 8},
+    "qwen3_5_moe_text": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "bamba-one-group": ("bamba", {**_KV, **_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [0]}),
     # other configurations of the types of `MORE`, which divide in another way
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
     "deepseek_v3-full-query": ("deepseek_v3", {**_LATENT, "q_lora_rank": None}),
@@ -331,6 +369,11 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
 LEFT_OUT: dict[str, set[str]] = {
     # of images too
     "gemma3_text": {"Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification", "Gemma3Model"},
+    "qwen3_5_text": {
+        *("Qwen3_5ForConditionalGeneration", "Qwen3_5ForSequenceClassification", "Qwen3_5ForTokenClassification"),
+        *("Qwen3_5Model", "Qwen3_5VisionModel"),
+    },
+    "qwen3_5_moe_text": {"Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeModel", "Qwen3_5MoeVisionModel"},
 }
 """Classes that transformers has in the module of a model type and the zoo does not."""
 
@@ -338,6 +381,8 @@ SLOW_TESTS_ONLY = {
     # close relatives of types that the fast tests cover
     *("apertus", "biogpt", "bitnet", "cohere2_moe", "granite_swa", "granitemoe_swa", "granitemoeshared", "hy_v3"),
     *("hyperclovax", "jais2", "kolibri1", "laguna", "mellum", "minicpm3", "ministral3", "nanochat", "persimmon"),
+    *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "modernbert-decoder"),
+    *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""

@@ -1,0 +1,46 @@
+"""State-space mixers with a part of their heads on each rank.
+
+Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor parallelism).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.layers.linear import SumReplicatedGrad
+from oslo_models.sharding.layout import Layout
+
+
+class StateSpaceModule(nn.Module):
+    """Mixed in before a mixer's class, whose forward uses the parameters of its convolution itself.
+
+    Attributes:
+        convolution: its name.
+        filters: the layouts of its parameters. Ranks with heads of one group hold the same filters of what the group
+            shares, and each has only the gradient that comes from its own heads.
+    """
+
+    tp: Axis
+    convolution: str
+    filters: Mapping[str, Layout]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        convolution = getattr(self, self.convolution)
+        attributes, training = vars(convolution), self.training
+        for name, layout in self.filters.items():
+            if layout.overlaps:  # hides the parameter of this name
+                attributes[name] = SumReplicatedGrad.apply(getattr(convolution, name), self.tp, layout)
+        # A kernel for training would apply the norm and the output projection too, and sum over no ranks.
+        self.training = training and self.tp.size == 1
+        try:
+            with without_override():
+                return super().forward(*args, **kwargs)
+        finally:
+            self.training = training
+            for name in self.filters:
+                attributes.pop(name, None)
