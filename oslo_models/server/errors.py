@@ -11,7 +11,13 @@ from starlette.exceptions import HTTPException
 
 from oslo_models.deploy.errors import EngineError
 
-_CODES = {401: "invalid_api_key", 404: "not_found", 413: "request_too_large", 429: "rate_limit_exceeded"}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    503: "service_unavailable",
+}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -54,6 +60,13 @@ def problem(error: BaseException) -> tuple[int, dict[str, Any]]:
     else:
         message = f"internal error ({type(error).__name__}); the log of the server has this request's id"
     return status, body(status, message, param, code if isinstance(code, str) else None)
+
+
+def headers(error: BaseException) -> dict[str, str]:
+    """The headers of an answer beside those of its body."""
+    if isinstance(error, EngineError):
+        return {"Retry-After": "2"}
+    return getattr(error, "headers", None) or {}
 
 
 def body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

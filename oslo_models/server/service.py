@@ -96,6 +96,17 @@ class Service:
         state = {"healthy": healthy, "models": dict(zip(self.models_by_name, states, strict=True))}
         return JSONResponse(state, 200 if healthy else 503)
 
+    async def live(self) -> dict[str, str]:
+        """For a liveness probe: that this process answers."""
+        return {"status": "live"}
+
+    async def ready(self) -> Response:
+        """For a readiness probe: status 200 if all workers answer, else 503."""
+        states = await asyncio.gather(*(served.health() for served in self.models_by_name.values()))
+        if all(state["healthy"] for state in states):
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "workers have died or do not answer"}, 503)
+
     def find(self, name: str | None, generates: bool | None) -> ServedModel:
         """The model that a request is for.
 

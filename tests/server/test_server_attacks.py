@@ -351,10 +351,13 @@ def test_api_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
 
     def read(environment: dict[str, str], **given: Any) -> Any:
         options = SimpleNamespace(api_key=None, api_key_file=None)
-        return command.read_api_key(argparse.Namespace(**{**vars(options), **given}), environment)
+        keys = command.read_api_keys(argparse.Namespace(**{**vars(options), **given}), environment)
+        return [each for each in ("secret", "other", "secre", "") if keys.include(each)] if keys else None
 
-    assert read({}, api_key_file=file) == "secret" == read({command.KEY_VARIABLE: "secret"})
-    assert read({command.KEY_VARIABLE: "other"}, api_key="secret") == "secret" and read({}) is None
+    assert read({}, api_key_file=file) == ["secret"] == read({command.KEY_VARIABLE: "secret"})
+    assert read({command.KEY_VARIABLE: "other"}, api_key="secret") == ["secret"] and read({}) is None
+    file.write_text("other\n\nsecret\r\n")
+    assert read({}, api_key_file=file) == ["secret", "other"]
     for environment, given in (({}, {"api_key_file": empty}), ({command.KEY_VARIABLE: ""}, {}), ({}, {"api_key": ""})):
         with pytest.raises(ValueError, match="the API key is empty"):
             read(environment, **given)
