@@ -20,8 +20,8 @@ class RestartPolicy:
     Attributes:
         restarts: within ``window`` at most; one more death, and the server ends.
         window: seconds.
-        first_delay: seconds before the second restart within ``window``; they double with each further one. The first
-            one is made at once.
+        first_delay: seconds before the second restart within ``window``; they double with each further one, up to
+            ``longest_delay``. The first one is made at once.
         silence: seconds after which workers that live but do not answer are ended too.
         interval: seconds between two looks.
     """
@@ -29,6 +29,7 @@ class RestartPolicy:
     restarts: int = 3
     window: float = 600.0
     first_delay: float = 1.0
+    longest_delay: float = 60.0
     silence: float = 60.0
     interval: float = 1.0
 
@@ -36,7 +37,7 @@ class RestartPolicy:
         """Seconds to wait after so many restarts within the window; ``None``: there are too many."""
         if past >= self.restarts:
             return None
-        return self.first_delay * 2 ** (past - 1) if past else 0.0
+        return min(self.longest_delay, self.first_delay * 2 ** min(past - 1, 30)) if past else 0.0
 
 
 class Supervisor:
