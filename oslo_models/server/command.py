@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"{', '.join(args.models)} at {url}", flush=True)
         while (order := orders.next()) == RELOAD:
             _reload(keys, args)
+        supervisor.stop()  # workers that die now need not be started again
         lifecycle.draining = server.should_exit = True
         orders.wait_for_server(args.drain_seconds + _LAST_ANSWERS)
     if order is not None:

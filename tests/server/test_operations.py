@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -289,3 +290,43 @@ def test_drain_is_bounded(checkpoint: Path) -> None:
         assert time.monotonic() - began < 12
         for each in connected:
             each.close()
+
+
+@pytest.mark.zoo
+def test_server_over_two_hosts_of_torchrun(checkpoint: Path, tmp_path: Path) -> None:
+    """The command of docs/examples, with both hosts on this one."""
+    with socket.socket() as probe, socket.socket() as other:
+        probe.bind(("127.0.0.1", 0)), other.bind(("127.0.0.1", 0))
+        store, port = probe.getsockname()[1], other.getsockname()[1]
+    (tmp_path / "secret").write_text("0123456789abcdef0123456789abcdef\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    serve = ["serve", str(checkpoint), "--tensor-parallel-size=2", f"--port={port}", "--restart-workers=0"]
+    serve.append(f"--deploy-secret-file={tmp_path / 'secret'}")
+
+    def launch(rank: int) -> subprocess.Popen[bytes]:
+        launcher = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}"]
+        where = ["--master-addr=127.0.0.1", f"--master-port={store}", "-m", "oslo_models"]
+        with (tmp_path / f"log{rank}").open("w") as log:
+            command = [sys.executable, "-m", *launcher, *where, *serve]
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    launched = [launch(rank) for rank in range(2)]
+    try:
+        log = tmp_path / "log0"
+        wait_until(lambda: " at http" in log.read_text() or launched[0].poll() is not None, 120)
+        assert " at http" in log.read_text(), log.read_text() + (tmp_path / "log1").read_text()
+        url = f"http://127.0.0.1:{port}"
+        assert get(f"{url}/health/ready")[0] == 200
+        body = json.dumps({"prompt": "def", "max_tokens": 4, "temperature": 0}).encode()
+        assert read_answer(connect(url, post_bytes("/v1/completions", body)))[0] == 200
+        state = json.loads(get(f"{url}/health", host="localhost")[2])
+        pids = [rank["pid"] for rank in state["ranks"]]
+        assert len(pids) == 2
+        launched[0].send_signal(signal.SIGTERM)
+        for process in launched:
+            process.wait(60)
+        assert gone(pids, 10)
+    finally:
+        for process in launched:
+            process.kill()
+            process.wait()
