@@ -281,15 +281,17 @@ def _report(
     rows.append({**header, "workers": note, **ends})
     for row in rows:
         print(f"{row['fault']:45}", *(f"{key} {row[key]}" for key in row if key in _SHOWN))
+    grows = False
     quarter = max(1, len(soak.samples) // 4)
     for name in before:
         values = [sample[name] for sample in soak.samples if name in sample]
         first, last = statistics.median(values[:quarter]), statistics.median(values[-quarter:])
+        grows |= last - first > (30 if name.startswith("MB") else 5)
         print(f"{name}: idle {before[name]:.0f} -> {after[name]:.0f}; busy, first quarter {first:.0f}, last {last:.0f}")
     print(f"in flight at the end: {left}; exit code {code}; processes left {processes}; tracebacks logged {tracebacks}")
     if args.minutes >= 1:
         write(args.out, rows)
-    leaks = growth["threads"] > 5 or growth["descriptors"] > 5 or growth["MB of the server"] > 60 + 4 * args.minutes
+    leaks = grows or growth["descriptors"] > 5
     bad = any(soak.wrong.values()) or any(soak.hangs.values()) or code or processes or tracebacks or leaks
     return int(bool(bad) or left != "0 calls, 0 connections")
 

@@ -97,6 +97,7 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     app.add_api_route("/metrics", measured, methods=["GET"])
     app.add_api_route("/generate_text/{text}", service.generate_text, methods=["GET"])
     app.add_api_route("/v1/models", service.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
     app.add_api_route("/v1/completions", service.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
     endpoints = Endpoints(service)

@@ -75,17 +75,12 @@ class Service:
         return {"inputs": text, "outputs": served.tokenizer.decode(out_BL[0], skip_special_tokens=True)}
 
     async def models(self) -> dict[str, Any]:
-        entries = [
-            {
-                "id": served.name,
-                "object": "model",
-                "created": served.created,
-                "owned_by": "oslo-models",
-                "max_model_len": served.length,
-            }
-            for served in self.models_by_name.values()
-        ]
-        return {"object": "list", "data": entries}
+        return {"object": "list", "data": [_entry(served) for served in self.models_by_name.values()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One of them, whose name may have slashes."""
+        served = self.find(name, generates=None)
+        return _entry(served)
 
     async def health(self) -> Response:
         """Status 200 if all workers answer, else 503; the body has the state of each."""
@@ -193,6 +188,11 @@ class Service:
         if request.stream_options.get("include_usage"):
             yield event({**head, "choices": [], "usage": tally(prompts, tokens)})
         yield "data: [DONE]\n\n"
+
+
+def _entry(served: ServedModel) -> dict[str, Any]:
+    about = {"id": served.name, "object": "model", "created": served.created, "owned_by": "oslo-models"}
+    return {**about, "max_model_len": served.length}
 
 
 def _head(request: CompletionRequest | ChatRequest, served: ServedModel, kind: int) -> dict[str, Any]:

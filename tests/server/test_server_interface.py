@@ -232,6 +232,15 @@ def test_content_that_is_no_text_is_refused_and_empty_fields_are_not(app: Any) -
     assert post_json(app, "/v1/chat/completions", {"messages": [*CHAT, empty, *CHAT], "max_tokens": 2})[0] == 200
 
 
+def test_models_are_listed_and_found_by_name(words: Any, local: LocalModel) -> None:
+    with listening(application(local, words, "org/local", others=[(local, words, "/srv/other")])) as url:
+        models = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0).models
+        assert [each.id for each in models.list()] == ["org/local", "/srv/other"]
+        assert [models.retrieve(name).id for name in ("org/local", "/srv/other")] == ["org/local", "/srv/other"]
+        with pytest.raises(openai.NotFoundError, match="no model 'org'"):
+            models.retrieve("org")
+
+
 def test_slow_tokenizers_serve(client: openai.OpenAI) -> None:
     """ByT5: tokens are bytes, so that a character may need several."""
     torch.manual_seed(1)
