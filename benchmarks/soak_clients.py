@@ -42,6 +42,7 @@ def prepare(folder: Path, count: int, seed: int) -> list[Prompt]:
     """Save a model and its tokenizer, and compute the right answers for some prompts, all of them different."""
     from benchmarks.serving import _add_tokenizer
 
+    torch.set_num_threads(1)  # several would wait for each other on a busy machine
     torch.manual_seed(seed)
     sizes = {"vocab_size": 211, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
