@@ -22,7 +22,7 @@ pytest.importorskip("uvicorn")
 import uvicorn
 
 from oslo_models.cli.main import make_parser
-from oslo_models.server import command
+from oslo_models.server import command, errors
 from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits
 from oslo_models.server.guard import access_log, log
@@ -348,6 +348,10 @@ def test_metrics_count_requests_tokens_and_rejections() -> None:
         assert line in text.splitlines(), text
     for line in text.splitlines():
         assert line.startswith("# ") or float(line.rpartition(" ")[2]) >= 0
+
+
+def test_error_messages_with_half_a_surrogate_pair_can_be_sent() -> None:
+    assert json.dumps(errors.body(400, "no model 'a\ud800'"), ensure_ascii=False).encode()
 
 
 # Keys -----------------------------------------------------------------------------------------------------------------
