@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import signal
@@ -21,7 +22,11 @@ from benchmarks.records import RESULTS, append, number, stamp
 
 def main() -> int:
     """Run the cases of the command line; the exit code is 1 when one failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    if sys.argv[1:2] in (["load"], ["soak"]):
+        command = importlib.import_module(f"benchmarks.{sys.argv[1]}")
+        return int(command.main(sys.argv[2:]))
+    epilog = "`python -m benchmarks load --help` and `soak --help` are about HTTP servers"
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, epilog=epilog)
     parser.add_argument("--list", action="store_true", help="show the cases and exit")
     parser.add_argument("--only", metavar="NAME", action="append", default=[], help="run only this case (repeatable)")
     parser.add_argument("--repeat", metavar="N", type=int, default=3, help="runs of each peer, in turn (default: 3)")

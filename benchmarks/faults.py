@@ -8,7 +8,6 @@ nothing in shared memory. In a training script, every other rank has to name the
 from __future__ import annotations
 
 import argparse
-import csv
 import multiprocessing
 import os
 import random
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.fault_table import FIGURES, TABLE, write
 from benchmarks.faulty import CONFIG, LONG, Collected, ForkedExecutor, Trouble, application, server_address
 from benchmarks.training_faults import TRAINING_FAULTS, Training, WrongEndError
 from oslo_models import GPT2LMHeadModel
@@ -35,9 +35,6 @@ from oslo_models.deploy import EngineError
 from oslo_models.deploy import options as serving
 from oslo_models.deploy.process_executor import ProcessExecutor
 
-TABLE = Path(__file__).with_name("faults.csv")
-FIGURES = ("times", "hangs", "unnamed", "aborts", "median s", "max s", "processes left")
-FIELDS = ("date", "commit", "machine", "versions", "workers", "fault", *FIGURES)
 LIMIT = 60.0
 """Seconds after which something counts as a hang."""
 WHENS = ("load", "call", "idle")
@@ -355,13 +352,7 @@ def main() -> int:
             rows.append({**stamp, "workers": workers, **_row(stand, name, args.times)})
             print(f"{name:42}", *(f"{rows[-1].get(field, '')!s:>14}" for field in FIGURES), flush=True)
         stand.close()
-    kept = {row["fault"]: row for row in csv.DictReader(args.out.open())} if args.out.exists() else {}
-    known = kept | {row["fault"]: row for row in rows}
-    rows = [known[name] for name in ALL if name in known]
-    with args.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write(args.out, rows)
     after = _shared()
     print("/dev/shm is as it was" if after == before else f"/dev/shm: {before} became {after}")
     wrong = ("hangs", "unnamed", "aborts", "processes left")

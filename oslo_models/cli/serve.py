@@ -16,7 +16,10 @@ Load models over several processes and serve them:
   GET  /metrics                                counts and times, for Prometheus
   GET  /generate_text/TEXT                     as in OSLO's documents
   GET  /health                                 200 if all workers answer, else 503
-After SIGTERM it answers the running requests, for --drain-seconds at most, and exits.
+  GET  /health/live, /health/ready             for the probes of Kubernetes
+SIGTERM: the running requests are answered, for --drain-seconds at most; a second one ends the server at once.
+SIGHUP: --api-key-file is read again.
+Workers that die are started again, --restart-workers times within --restart-window seconds; then it exits with 1.
 Needs: pip install "oslo-models[serve]"
 
 examples:
@@ -62,11 +65,17 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--header-seconds", metavar="S", type=float, default=15.0, help=headers)
     drain = "seconds that running requests get after SIGTERM (default: %(default)s)"
     add("--drain-seconds", metavar="S", type=int, default=60, help=drain)
+    restarts = "how often the workers of a model may die and be started again; beyond it, exit (default: %(default)s)"
+    add("--restart-workers", metavar="N", type=int, default=3, help=restarts)
+    within = "seconds in which --restart-workers are counted (default: %(default)s)"
+    add("--restart-window", metavar="S", type=float, default=600.0, help=within)
+    secret = "has the secret by which the hosts of `torchrun` know each other"
+    add("--deploy-secret-file", metavar="FILE", help=secret)
 
 
 def _add_access(command: argparse.ArgumentParser) -> None:
     keys = command.add_mutually_exclusive_group()
-    keys.add_argument("--api-key-file", metavar="FILE", help="has the key required of clients")
+    keys.add_argument("--api-key-file", metavar="FILE", help="has the keys of which clients need one, one a line")
     keys.add_argument(
         "--api-key",
         metavar="KEY",

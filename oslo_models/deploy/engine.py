@@ -57,7 +57,7 @@ class Engine:
         self.limits, self._leader = limits, leader
         self.ranks, self._threads, self._make, self._start_executor = ranks, threads, make, start_executor
         self.devices: list[str] = []
-        self._lock, self._starting = threading.Lock(), threading.RLock()
+        self._lock, self._starting, self._ending = threading.Lock(), threading.RLock(), threading.RLock()
         self._calls: dict[int, PendingCall] = {}
         self._pongs: dict[int, tuple[float, Pong]] = {}
         self._receive_lock, self._receiver_needed = threading.Lock(), threading.Event()
@@ -83,6 +83,8 @@ class Engine:
             Exception: what a worker raised while it loaded.
         """
         with self._starting:
+            with self._ending:  # until the workers before, which the receiver thread may be ending, are gone
+                pass
             executor = self._loading = self._start_executor(self.ranks)
             if executor.host == LOOPBACK and not executor.port and self.ranks > 1:
                 self._directory = tempfile.TemporaryDirectory(prefix="oslo-models-", ignore_cleanup_errors=True)
@@ -139,13 +141,14 @@ class Engine:
 
     def _break(self, executor: Executor, why: str) -> None:
         """End the workers and let all pending calls raise."""
-        with self._lock:
-            if self._executor is not executor:
-                return
-            self._executor, self._broken = None, why
-            calls, self._calls = list(self._calls.values()), {}
-        executor.kill()  # before any caller is woken: one that looks for surviving processes finds none
-        self._remove_directory()
+        with self._ending:
+            with self._lock:
+                if self._executor is not executor:
+                    return
+                self._executor, self._broken = None, why
+                calls, self._calls = list(self._calls.values()), {}
+            executor.kill()  # before any caller is woken: one that looks for surviving processes finds none
+            self._remove_directory()
         for call in calls:
             call.events.put(("raise", EngineError(f"the deployed model cannot answer: {self._broken}")))
 

@@ -13,18 +13,19 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from oslo_models.deploy.errors import EngineError
 from oslo_models.server.endpoints import Endpoints
-from oslo_models.server.errors import problem
-from oslo_models.server.guard import Access, Guard, require_sendable
+from oslo_models.server.errors import headers, problem
+from oslo_models.server.guard import Access, ApiKeys, Guard, require_sendable
+from oslo_models.server.lifecycle import LIVE, READY
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.served_model import ServedModel
 from oslo_models.server.service import Service
 
-__all__ = ["Service", "application", "require_sendable"]
+__all__ = ["ApiKeys", "Service", "application", "require_sendable"]
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
     status, body = problem(error)
-    return JSONResponse(body, status, getattr(error, "headers", None))
+    return JSONResponse(body, status, headers(error))
 
 
 def application(
@@ -36,11 +37,12 @@ def application(
     max_queue_size: int = 64,
     max_length: int | None = None,
     max_body_size: int = 1 << 20,
-    api_key: str | None = None,
+    api_key: str | ApiKeys | None = None,
     allowed_hosts: Sequence[str] | None = None,
     body_timeout: float = 30.0,
     pooling: str = "mean",
     normalize: bool = True,
+    metrics: Metrics | None = None,
 ) -> FastAPI:
     """The ASGI application around deployed models, for ``uvicorn`` and others; one process, which is the models'.
 
@@ -52,18 +54,21 @@ def application(
         max_queue_size: calls that may run or wait; further requests are answered with status 429.
         max_length: tokens that a prompt and its answer may have together (default: the limit of the model).
         max_body_size: bytes of a request body; longer ones are answered with status 413.
-        api_key: required of requests as ``Authorization: Bearer ...``, except for ``/health``.
+        api_key: required of requests as ``Authorization: Bearer ...``, except for ``/health`` and its two probes;
+            one of several keys, which can be replaced later, as `ApiKeys`.
         allowed_hosts: accepted values of the ``Host`` header, without ports (default: all).
         body_timeout: seconds until a body has arrived.
         pooling: of models without a head, for ``/v1/embeddings``: ``"mean"`` of all tokens, or ``"cls"``, the first.
         normalize: their vectors to length 1.
+        metrics: to count into (default: new ones).
 
     Raises:
         ValueError: ``api_key`` is empty or cannot be sent in a header; or two models have the same name.
     """
+    if not isinstance(api_key, (ApiKeys, type(None))):
+        api_key = ApiKeys([api_key])
     access = Access(api_key, allowed_hosts, max_body_size, body_timeout)
-    require_sendable(api_key)
-    metrics = Metrics()
+    metrics = metrics or Metrics()
     named = [(model, tokenizer, name or model.config.name_or_path), *others]
     if len({each[2] for each in named}) < len(named):
         raise ValueError(f"two models have the same name: {[each[2] for each in named]}")
@@ -87,9 +92,12 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
     app.add_api_route("/health", service.health, methods=["GET"])
+    app.add_api_route(LIVE, service.live, methods=["GET"])
+    app.add_api_route(READY, service.ready, methods=["GET"])
     app.add_api_route("/metrics", measured, methods=["GET"])
     app.add_api_route("/generate_text/{text}", service.generate_text, methods=["GET"])
     app.add_api_route("/v1/models", service.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
     app.add_api_route("/v1/completions", service.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
     endpoints = Endpoints(service)

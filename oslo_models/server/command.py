@@ -6,10 +6,10 @@ import argparse
 import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +17,36 @@ import uvicorn
 from transformers import AutoConfig, AutoTokenizer
 
 from oslo_models import auto
+from oslo_models.deploy.torchrun_executor import is_launched, launched_rank
 from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits, protocol
-from oslo_models.server.guard import access_log, log, require_sendable
+from oslo_models.server.guard import ApiKeys, access_log, log
+from oslo_models.server.lifecycle import Lifecycle
+from oslo_models.server.metrics import Metrics
+from oslo_models.server.signals import RELOAD, Orders
+from oslo_models.server.supervisor import RestartPolicy, Supervisor
 
 KEY_VARIABLE = "OSLO_MODELS_API_KEY"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LAST_ANSWERS = 5.0
+"""Seconds after the drain in which cancelled requests are told so."""
 
 
-def read_api_key(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The key from ``--api-key``, ``--api-key-file`` or the environment; ``None`` if none of them is given.
+def read_api_keys(args: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> ApiKeys | None:
+    """The key of ``--api-key`` or the environment, or those in ``--api-key-file``; ``None`` if none of them is given.
 
     Raises:
-        ValueError: it is empty, or cannot be sent in a header.
+        ValueError: there is none in the file, or one is empty or cannot be sent in a header.
         OSError: the file cannot be read.
     """
     if args.api_key_file is not None:
-        key: str | None = Path(args.api_key_file).read_text().rstrip("\r\n")
-    else:
-        key = environment.get(KEY_VARIABLE) if args.api_key is None else args.api_key
-    require_sendable(key)
-    return key
+        return ApiKeys(_lines(args.api_key_file))
+    key = environment.get(KEY_VARIABLE) if args.api_key is None else args.api_key
+    return None if key is None else ApiKeys([key])
+
+
+def _lines(file: str) -> list[str]:
+    return [line for line in Path(file).read_text().splitlines() if line.strip()]
 
 
 def allowed_hosts(given: str | None, host: str) -> list[str] | None:
@@ -61,31 +70,63 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         OSError: the port is taken, or there is no such model.
         ValueError: an option is invalid.
+        SystemExit: with code 1 if workers died more often than they may, and 128 + the signal's number if one came
+            while the models were loaded.
     """
-    key = read_api_key(args)
+    keys = read_api_keys(args)
+    secret = None if args.deploy_secret_file is None else Path(args.deploy_secret_file).read_text().strip()
+    if is_launched() and launched_rank() > 0:
+        _load(args.models[0], args, secret)  # does not return: see `torchrun_executor`
     with (
         socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listener,
         contextlib.ExitStack() as on,
     ):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((args.host, args.port))  # before the model is loaded, so that an error shows at once
-        served = [(on.enter_context(_load(name, args)), _tokenizer(name, args), name) for name in args.models]
+        listener.listen(2048)
+        _log_to_stderr(args.access_log)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"listening on {url}, loading {', '.join(args.models)}", file=sys.stderr, flush=True)
+        orders = on.enter_context(Orders(args.api_key_file is not None))
+        lifecycle, metrics = Lifecycle(), Metrics()
+        server = on.enter_context(_listening(lifecycle, args, listener, orders))
+        served = [(on.enter_context(_load(name, args, secret)), _tokenizer(name, args), name) for name in args.models]
         (model, tokenizer, name), *others = served
         limits = {
             each: getattr(args, each)
             for each in ("max_queue_size", "max_length", "max_body_size", "pooling", "normalize")
         }
         hosts = allowed_hosts(args.allowed_hosts, args.host)
-        app = application(model, tokenizer, name, others=others, api_key=key, allowed_hosts=hosts, **limits)
-        _log_to_stderr(args.access_log)
-        server = uvicorn.Server(_config(app, args))
-        # uvicorn shuts down cleanly on SIGTERM and then raises it again, which would end the process as a failure
-        signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
-        listener.listen(2048)
-        host, port = listener.getsockname()[:2]
-        names = ", ".join(args.models)
-        print(f"{names} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-        server.run(sockets=[listener])
+        limits |= {"api_key": keys, "allowed_hosts": hosts, "metrics": metrics}
+        lifecycle.application = application(model, tokenizer, name, others=others, **limits)
+        supervisor = Supervisor(
+            {name: model for model, _, name in served},
+            RestartPolicy(args.restart_workers, args.restart_window),
+            lambda name: metrics.count("worker_restarts_total", model=name),
+            orders.give_up,
+        )
+        on.callback(supervisor.stop)
+        print(f"{', '.join(args.models)} at {url}", flush=True)
+        while (order := orders.next()) == RELOAD:
+            _reload(keys, args)
+        supervisor.stop()  # workers that die now need not be started again
+        lifecycle.draining = server.should_exit = True
+        orders.wait_for_server(args.drain_seconds + _LAST_ANSWERS)
+    if order is not None:
+        print(f"oslo-models serve: {order}", file=sys.stderr, flush=True)
+        raise SystemExit(1)
+
+
+def _reload(keys: ApiKeys | None, args: argparse.Namespace) -> None:
+    """Read the file of the keys again; the old ones stay if that fails."""
+    assert keys is not None
+    try:
+        keys.replace(_lines(args.api_key_file))
+    except (OSError, ValueError) as error:
+        log.error("the keys were not replaced: %s", error)
+    else:
+        log.warning("the keys were replaced by those in %s", args.api_key_file)
 
 
 def _config(app: Any, args: argparse.Namespace) -> uvicorn.Config:
@@ -94,6 +135,7 @@ def _config(app: Any, args: argparse.Namespace) -> uvicorn.Config:
         app,
         http=protocol(limits),
         ws="none",
+        lifespan="off",
         log_level="error",  # its warnings come from what clients send
         access_log=False,
         server_header=False,
@@ -101,6 +143,26 @@ def _config(app: Any, args: argparse.Namespace) -> uvicorn.Config:
         h11_max_incomplete_event_size=1 << 15,
         timeout_graceful_shutdown=args.drain_seconds,
     )
+
+
+@contextlib.contextmanager
+def _listening(app: Any, args: argparse.Namespace, listener: socket.socket, orders: Orders) -> Iterator[uvicorn.Server]:
+    """A server in a thread of its own, so that this one is free to load models and for signals."""
+    server = uvicorn.Server(_config(app, args))
+
+    def serve() -> None:
+        try:
+            server.run(sockets=[listener])
+        finally:
+            orders.server_ended()
+
+    thread = threading.Thread(target=serve, daemon=True, name="oslo-http")
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(5.0)
 
 
 def _log_to_stderr(access: bool) -> None:
@@ -122,7 +184,7 @@ def _embeds(config: Any, task: str) -> bool:
     return task == "embed" or (task == "auto" and (has_no_head or saved.endswith(("ForMaskedLM", "ForPreTraining"))))
 
 
-def _load(name: str, args: argparse.Namespace) -> Any:
+def _load(name: str, args: argparse.Namespace, secret: str | None) -> Any:
     """The deployed model."""
     config = AutoConfig.from_pretrained(name)
     kind: Any = auto.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto.AutoModelForCausalLM
@@ -132,6 +194,8 @@ def _load(name: str, args: argparse.Namespace) -> Any:
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if (length := args.max_batch_length or args.max_length) is not None:
         options["max_batch_length"] = length
+    if secret is not None:
+        options["deploy_secret"] = secret
     model = kind.from_pretrained_with_parallel(name, deploy=True, **options)
     if args.fuse:
         model.fuse()

@@ -47,12 +47,19 @@ class _LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self.own_limits.connections:
-            others = (each for each in list(self.connections) if isinstance(each, _LimitedConnection))
-            idle = [each for each in others if each.is_idle and each is not self]
-            (min(idle, key=lambda each: each._idle_since) if idle else self).abort()
         self._idle_since = self.loop.time()
+        self._make_room()
         self._expect("headers", self.own_limits.header_seconds)
+
+    def _make_room(self) -> None:
+        """Close a connection if there are too many, other than those whose end is still under way."""
+        if len(self.connections) <= self.own_limits.connections:
+            return
+        made = [each for each in self.connections if isinstance(each, _LimitedConnection)]
+        others = [each for each in made if each is not self and not each.transport.is_closing()]
+        if len(others) >= self.own_limits.connections:
+            idle = [each for each in others if each.is_idle]
+            (min(idle, key=lambda each: each._idle_since) if idle else self).abort()
 
     @property
     def is_idle(self) -> bool:

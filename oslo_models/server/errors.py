@@ -11,7 +11,13 @@ from starlette.exceptions import HTTPException
 
 from oslo_models.deploy.errors import EngineError
 
-_CODES = {401: "invalid_api_key", 404: "not_found", 413: "request_too_large", 429: "rate_limit_exceeded"}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    413: "request_too_large",
+    429: "rate_limit_exceeded",
+    503: "service_unavailable",
+}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -56,6 +62,13 @@ def problem(error: BaseException) -> tuple[int, dict[str, Any]]:
     return status, body(status, message, param, code if isinstance(code, str) else None)
 
 
+def headers(error: BaseException) -> dict[str, str]:
+    """The headers of an answer beside those of its body."""
+    if isinstance(error, EngineError):
+        return {"Retry-After": "2"}
+    return getattr(error, "headers", None) or {}
+
+
 def body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The body of an answer with this status."""
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
@@ -71,4 +84,4 @@ def _invalid_field(found: Any) -> tuple[str, str]:
         return path[0], f"{name} is not supported by this server"
     if found["type"] == "json_invalid":
         return "", "the body is not JSON"
-    return path[0] if path else "", f"{name}: {found['msg']}".removeprefix(": ")
+    return path[0] if path else "", f"{name}: {found['msg'].removeprefix('Value error, ')}".removeprefix(": ")

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.cli.serving.utils import parse_assistant_message
 
 from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.deploy.grammar import Grammar, MissingVocabulary, Vocabulary
 from oslo_models.server.answers import Answer
 from oslo_models.server.metrics import Metrics
+from oslo_models.server.response_items import ReasoningText, ToolCall
 from oslo_models.server.token_reader import GenerationJob, TokenReader, TokenSource
 
 
@@ -105,11 +105,8 @@ class AnswerGenerator:
         finally:
             cancellation.cancel()
         full.tokens, full.content = len(new), self.tokenizer.decode(new, skip_special_tokens=job.skip_special_tokens)
-        if job.chat:
-            parsed = parse_assistant_message(self.tokenizer, self.model, new, job.ids, full.content)
-            full.content, full.reasoning = parsed[0], parsed[1] or ""
-            full.tool_calls = list(enumerate(parsed[2] or []))[: 1 if job.single_tool else None]
-            full.finish = "tool_calls" if full.tool_calls else full.finish
+        if job.chat and (items := self._source.items(job)).parses:
+            _parse(full, [*items.feed(self.tokenizer.decode(new)), *items.finish()], job.single_tool)
         return full
 
     async def stream(self, job: GenerationJob) -> AsyncGenerator[Answer, None]:
@@ -137,6 +134,15 @@ class AnswerGenerator:
                 self.metrics.count("cancelled_calls_total")
             self._readers.discard(reader)
             cancellation.cancel()
+
+
+def _parse(full: Answer, items: list[Any], single_tool: bool) -> None:
+    """Put the items of an answer into it, in the place of its text."""
+    full.reasoning = "".join(item for item in items if isinstance(item, ReasoningText))
+    full.content = "".join(item for item in items if type(item) is str)
+    calls = [item for item in items if isinstance(item, ToolCall)]
+    full.tool_calls = list(enumerate(calls[: 1 if single_tool else None]))
+    full.finish = "tool_calls" if calls else full.finish
 
 
 def _close(queue: asyncio.Queue[Answer | None], result: asyncio.Future[torch.Tensor]) -> None:

@@ -18,15 +18,40 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from oslo_models.server import errors
 from oslo_models.server.errors import RequestError, problem
+from oslo_models.server.lifecycle import LIVE, READY
 
 access_log = logging.getLogger("oslo_models.server.access")
 log = logging.getLogger("oslo_models.server")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Ids of clients that are used as they are; others are replaced, since they are written to logs."""
-OPEN_PATHS = frozenset({"/health"})
+PROBES = frozenset({LIVE, READY})
+"""Paths that may be asked for by any host name: a probe calls the server by its address."""
+OPEN_PATHS = PROBES | {"/health"}
 """Paths that need no key."""
+
+
+class ApiKeys:
+    """Keys of which clients need one; they can be replaced while the server runs.
+
+    Raises:
+        ValueError: there is none, or one cannot be used.
+    """
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Sequence[str]) -> None:
+        """Accept these from now on. Raises as the constructor does, and then keeps those before."""
+        for key in keys or [""]:
+            require_sendable(key)
+        self._keys = [key.encode() for key in keys]
+
+    def include(self, given: str) -> bool:
+        """Whether this is one of them; the time that it takes does not tell how much of it is right."""
+        return sum(hmac.compare_digest(given.encode(), key) for key in self._keys) > 0
 
 
 @dataclass(frozen=True)
@@ -34,13 +59,13 @@ class Access:
     """Who may ask, and for how long and how much.
 
     Attributes:
-        api_key: required as ``Authorization: Bearer KEY`` except for `OPEN_PATHS`; ``None``: of nobody.
+        api_keys: one of them is required as ``Authorization: Bearer KEY`` except for `OPEN_PATHS`; ``None``: of nobody.
         allowed_hosts: values of the ``Host`` header, without ports; ``None``: all.
         body_bytes: of a request at most.
         body_seconds: until the body has arrived.
     """
 
-    api_key: str | None = None
+    api_keys: ApiKeys | None = None
     allowed_hosts: Sequence[str] | None = None
     body_bytes: int = 1 << 20
     body_seconds: float = 30.0
@@ -66,13 +91,9 @@ class Guard:
 
     Args:
         observe: called after each request with its route, status and seconds.
-
-    Raises:
-        ValueError: the key cannot be used.
     """
 
     def __init__(self, app: Any, access: Access, observe: Callable[[str, int, float], object]) -> None:
-        require_sendable(access.api_key)
         self.app, self.access, self._observe = app, access, observe
         self._hosts = None if access.allowed_hosts is None else {host.lower() for host in access.allowed_hosts}
 
@@ -107,12 +128,11 @@ class Guard:
     def _check(self, scope: Any, headers: dict[bytes, str]) -> None:
         """Raise for a request that this client may not make."""
         host = re.sub(r":\d*$", "", headers.get(b"host", "")).strip("[]").lower()
-        if self._hosts is not None and host not in self._hosts:
+        if self._hosts is not None and host not in self._hosts and scope["path"] not in PROBES:
             raise RequestError(400, "this server is not called so; it has --allowed-hosts for names like that", "host")
-        if self.access.api_key is not None and scope["path"] not in OPEN_PATHS:
+        if self.access.api_keys is not None and scope["path"] not in OPEN_PATHS:
             scheme, _, key = headers.get(b"authorization", "").partition(" ")
-            equal = hmac.compare_digest(key.strip().encode(), self.access.api_key.encode())
-            if scheme.lower() != "bearer" or not equal:
+            if not self.access.api_keys.include(key.strip()) or scheme.lower() != "bearer":
                 message = "a wrong API key, or none, in the header 'Authorization: Bearer KEY'"
                 raise RequestError(401, message, headers={"WWW-Authenticate": "Bearer"})
         length = headers.get(b"content-length", "0")
@@ -207,7 +227,7 @@ class _Answer:
         status, body = problem(error)
         data = json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Content-Length": str(len(data))}
-        headers |= getattr(error, "headers", None) or {}
+        headers |= errors.headers(error)
         pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         await self.send({"type": "http.response.start", "status": status, "headers": pairs})
         await self._send({"type": "http.response.body", "body": data})
@@ -216,4 +236,4 @@ class _Answer:
 def _route(scope: Any) -> str:
     """The route of a request and not its path, which may contain a prompt."""
     route = scope.get("route")
-    return getattr(route, "path", None) or ("/health" if scope["path"] in OPEN_PATHS else "-")
+    return getattr(route, "path", None) or (scope["path"] if scope["path"] in OPEN_PATHS else "-")

@@ -250,7 +250,9 @@ class ChatRequest(Generation):
         if taken := sorted(reserved & set(self.chat_template_kwargs)):
             raise ValueError(f"chat_template_kwargs cannot set {taken}; it has variables of the template")
         try:
-            messages = BaseHandler.get_processor_inputs_from_messages(self.messages, Modality.LLM)
+            given = [{key: value for key, value in message.items() if value is not None} for message in self.messages]
+            _require_text_parts(given)
+            messages = BaseHandler.get_processor_inputs_from_messages(given, Modality.LLM)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"messages: not those of a chat ({type(error).__name__}: {error})") from error
         options = {"add_generation_prompt": True, "return_dict": True, "tools": self.visible_tools}
@@ -268,6 +270,15 @@ class ChatRequest(Generation):
 
     def max_new_tokens(self, room: int) -> int:
         return self.max_completion_tokens or self.max_tokens or min(1024, room)
+
+
+def _require_text_parts(messages: list[dict[str, Any]]) -> None:
+    """Raise ``ValueError`` for parts of messages that transformers would leave out, such as images."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") not in (None, "text", "input_text", "output_text"):
+                raise ValueError(f"messages: content of type {part['type']!r} is not supported; this server takes text")
 
 
 def _texts(value: Any) -> list[str]:

@@ -75,17 +75,12 @@ class Service:
         return {"inputs": text, "outputs": served.tokenizer.decode(out_BL[0], skip_special_tokens=True)}
 
     async def models(self) -> dict[str, Any]:
-        entries = [
-            {
-                "id": served.name,
-                "object": "model",
-                "created": served.created,
-                "owned_by": "oslo-models",
-                "max_model_len": served.length,
-            }
-            for served in self.models_by_name.values()
-        ]
-        return {"object": "list", "data": entries}
+        return {"object": "list", "data": [_entry(served) for served in self.models_by_name.values()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """One of them, whose name may have slashes."""
+        served = self.find(name, generates=None)
+        return _entry(served)
 
     async def health(self) -> Response:
         """Status 200 if all workers answer, else 503; the body has the state of each."""
@@ -95,6 +90,17 @@ class Service:
             return JSONResponse(states[0], 200 if healthy else 503)
         state = {"healthy": healthy, "models": dict(zip(self.models_by_name, states, strict=True))}
         return JSONResponse(state, 200 if healthy else 503)
+
+    async def live(self) -> dict[str, str]:
+        """For a liveness probe: that this process answers."""
+        return {"status": "live"}
+
+    async def ready(self) -> Response:
+        """For a readiness probe: status 200 if all workers answer, else 503."""
+        states = await asyncio.gather(*(served.health() for served in self.models_by_name.values()))
+        if all(state["healthy"] for state in states):
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "workers have died or do not answer"}, 503)
 
     def find(self, name: str | None, generates: bool | None) -> ServedModel:
         """The model that a request is for.
@@ -182,6 +188,11 @@ class Service:
         if request.stream_options.get("include_usage"):
             yield event({**head, "choices": [], "usage": tally(prompts, tokens)})
         yield "data: [DONE]\n\n"
+
+
+def _entry(served: ServedModel) -> dict[str, Any]:
+    about = {"id": served.name, "object": "model", "created": served.created, "owned_by": "oslo-models"}
+    return {**about, "max_model_len": served.length}
 
 
 def _head(request: CompletionRequest | ChatRequest, served: ServedModel, kind: int) -> dict[str, Any]:

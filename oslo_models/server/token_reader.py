@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformers.cli.serving.utils import ReasoningText, ToolCall, build_response_parser, response_events_to_chunks
-
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.decoding import Decoding, Scored
 from oslo_models.server.answers import Answer, TokenScore
+from oslo_models.server.response_items import ReasoningText, ResponseItems, ToolCall
 from oslo_models.server.text import StopAutomaton, StopStrings, token_decoder
 
 if TYPE_CHECKING:
@@ -33,6 +32,10 @@ class TokenSource:
     tokenizer: Any
     ends: list[int]
     metrics: Metrics
+
+    def items(self, job: GenerationJob) -> ResponseItems:
+        """What parses the answer of a chat."""
+        return ResponseItems(self.model, self.tokenizer, job.ids, self.ends)
 
 
 _NO_STOPS = StopAutomaton(())
@@ -83,10 +86,8 @@ class TokenReader:
         deliver: Callable[[Answer], object],
     ) -> None:
         self._source, self._job, self._cancellation, self._deliver = source, job, cancellation, deliver
-        parses = job.chat and not job.forced_tool
-        self._parser = build_response_parser(source.tokenizer, source.model, job.ids) if parses else None
-        if self._parser is not None:
-            self._parser.initial_events.clear()  # text of the prompt
+        items = source.items(job) if job.chat and not job.forced_tool else None
+        self._parser = items if items is not None and items.parses else None
         skips = job.skip_special_tokens and self._parser is None
         self._decoder = token_decoder(source.tokenizer, skips)
         self._stops, self._seen = StopStrings(job.stops or _NO_STOPS), ""
@@ -128,7 +129,7 @@ class TokenReader:
         if not text or self.stopped:
             return
         self._seen += text
-        self._read_items([text] if self._parser is None else response_events_to_chunks(self._parser.feed(text)))
+        self._read_items([text] if self._parser is None else self._parser.feed(text))
 
     def _read_items(self, items: list[Any]) -> None:
         for item in items:
@@ -166,7 +167,7 @@ class TokenReader:
             return self._forced(text, finish)
         rest, reasoning, late = "", "", list[tuple[int, ToolCall]]()
         if self._parser is not None:
-            for item in self._final_items():
+            for item in self._parser.finish():
                 if isinstance(item, ToolCall) and not (self._job.single_tool and self._tools):
                     late.append((self._tools, item))
                     self._tools += 1
@@ -179,14 +180,6 @@ class TokenReader:
         rest += "" if self.stopped else self._stops.held
         finish = "tool_calls" if self._tools else "stop" if self.stopped else finish
         return self._piece(content=rest, reasoning=reasoning, tool_calls=late, tokens=self._tokens, finish=finish)
-
-    def _final_items(self) -> list[Any]:
-        assert self._parser is not None
-        try:
-            _, events = self._parser.finalize()
-        except (ValueError, RuntimeError):  # it ended within a tool call
-            return []
-        return response_events_to_chunks(events)
 
     def _forced(self, text: str, finish: str) -> Answer:
         """The tool call that the text is; the text itself if it was cut off."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -221,3 +222,24 @@ def test_deployment_on_ray_actors(stand: faults.Stand, seed: int) -> None:
             assert gone(pids)
         finally:
             ray.shutdown()
+
+
+def test_restart_waits_until_the_workers_before_have_ended(
+    stand: faults.Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread ends them, and with them their directory, while this one starts new workers."""
+    stand.answers()
+    executor = stand.model._engine._executor
+    kill, before = executor.kill, stand.pids
+
+    def slow() -> None:
+        time.sleep(0.5)
+        kill()
+
+    monkeypatch.setattr(executor, "kill", slow)
+    os.kill(before[0], signal.SIGKILL)
+    while stand.model._engine._executor is not None:
+        time.sleep(0.001)
+    stand.model.restart()
+    assert gone(before, 0.0)
+    stand.answers()

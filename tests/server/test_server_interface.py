@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits
 
 from support.corpora import tokenizer
-from support.http_server import call, listening, post_json
+from support.http_server import StubModel, call, listening, post_json
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}{% if tools %}tools: {{ tools | length }}
@@ -197,6 +198,47 @@ def test_chat_template_gets_its_variables_and_tools(client: openai.OpenAI, words
     assert mood == text_of(words, local, "[user] def?\nmood: good\n[assistant]", 6)
     assert content(tools=TOOLS) == text_of(words, local, "[user] def?\ntools: 2\n[assistant]", 6)
     assert content(tools=TOOLS, tool_choice="none") == content()
+
+
+@pytest.mark.parametrize("kind", ["stub", "qwen2"])
+def test_chat_answers_have_neither_the_prompt_nor_the_end_of_text(words: Any, kind: str) -> None:
+    """Nor do streams; also of a model for which transformers knows how reasoning and tool calls are written."""
+    new = [*words("def forward(")["input_ids"], 0]
+
+    def generate(input_ids: torch.Tensor, streamer: Any, **_: Any) -> torch.Tensor:
+        for value in [input_ids, *torch.tensor(new)[:, None]] if streamer else ():
+            streamer.put(value)
+        return torch.cat((input_ids, torch.tensor([new])), 1)
+
+    model = StubModel(generate)
+    model.config.model_type = kind
+    with listening(application(model, words)) as url:
+        create = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0).chat.completions.create
+        asked: dict[str, Any] = {"model": "stub", "messages": CHAT}
+        assert create(**asked).choices[0].message.content == "def forward("
+        pieces = [piece.choices[0].delta.content or "" for piece in create(**asked, stream=True)]
+        assert "".join(pieces) == "def forward("
+
+
+def test_content_that_is_no_text_is_refused_and_empty_fields_are_not(app: Any) -> None:
+    image = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "http://a/b.png"}}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": image}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}]}),
+    ):
+        status, answer = post_json(app, path, body)
+        assert status == 400 and re.search("is text|takes text", answer["error"]["message"]), answer
+    empty = {"role": "assistant", "content": "yes", "tool_calls": None, "refusal": None, "name": None}
+    assert post_json(app, "/v1/chat/completions", {"messages": [*CHAT, empty, *CHAT], "max_tokens": 2})[0] == 200
+
+
+def test_models_are_listed_and_found_by_name(words: Any, local: LocalModel) -> None:
+    with listening(application(local, words, "org/local", others=[(local, words, "/srv/other")])) as url:
+        models = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0).models
+        assert [each.id for each in models.list()] == ["org/local", "/srv/other"]
+        assert [models.retrieve(name).id for name in ("org/local", "/srv/other")] == ["org/local", "/srv/other"]
+        with pytest.raises(openai.NotFoundError, match="no model 'org'"):
+            models.retrieve("org")
 
 
 def test_slow_tokenizers_serve(client: openai.OpenAI) -> None:

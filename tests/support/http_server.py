@@ -60,6 +60,7 @@ def listening(app: Any, limits: ConnectionLimits | None = None, **options: Any) 
     """
     if limits is not None:
         options["http"] = protocol(limits)
+    options.setdefault("timeout_graceful_shutdown", 5)  # a test that fails must not wait for its clients for ever
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", **options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

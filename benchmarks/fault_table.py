@@ -1,0 +1,20 @@
+"""The rows of ``benchmarks/faults.csv``: what each fault did to a model, a training script or the server."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("faults.csv")
+FIGURES = ("times", "hangs", "unnamed", "aborts", "median s", "max s", "processes left")
+FIELDS = ("date", "commit", "machine", "versions", "workers", "fault", *FIGURES, "refused", "wrong", "growth")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows, each in the place of an earlier one of the same fault; the others stay."""
+    kept = {row["fault"]: row for row in csv.DictReader(path.open())} if path.exists() else {}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows((kept | {row["fault"]: row for row in rows}).values())

@@ -1,0 +1,332 @@
+"""Operating the server: probes, restarts of dead workers, new keys, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+pytest.importorskip("uvicorn")
+
+from oslo_models.server.app import ApiKeys, application
+from oslo_models.server.guard import Access
+from oslo_models.server.lifecycle import Lifecycle
+from oslo_models.server.supervisor import RestartPolicy, Supervisor
+
+from support import ROOT
+from support.corpora import tokenizer
+from support.faults import gone
+from support.http_server import StubModel, connect, listening, post_bytes, read_answer
+
+PATH = "/v1/completions"
+
+
+def get(url: str, *headers: str, host: str = "elsewhere.example") -> tuple[int, dict[str, str], bytes]:
+    address, _, path = url.removeprefix("http://").partition("/")
+    lines = [f"GET /{path} HTTP/1.1", f"Host: {host}", *headers]
+    with connect(f"http://{address}", "\r\n".join(lines).encode() + b"\r\n\r\n") as connected:
+        return read_answer(connected)
+
+
+# Probes ---------------------------------------------------------------------------------------------------------------
+
+
+def test_probes_tell_loading_serving_and_draining_apart() -> None:
+    """Without a key, and by any name of the host; everything else waits for the models."""
+    lifecycle, model = Lifecycle(), StubModel()
+    healthy = [True]
+    model.health = lambda timeout: {"healthy": healthy[0], "reason": None, "ranks": []}  # type: ignore[method-assign]
+    app = application(model, tokenizer(), api_key="secret", allowed_hosts=["localhost"])
+    with listening(lifecycle, lifespan="off") as url:
+        assert [get(f"{url}/health/{probe}")[0] for probe in ("live", "ready")] == [200, 503]
+        status, headers, body = read_answer(connect(url, post_bytes(PATH, b"{}")))
+        assert status == 503 and headers["retry-after"] and json.loads(body)["error"]["code"] == "service_unavailable"
+        lifecycle.application = app
+        assert [get(f"{url}/health/{probe}")[0] for probe in ("live", "ready")] == [200, 200]
+        assert get(f"{url}/health")[0] == 400  # it shows processes, so only to allowed names
+        assert get(f"{url}/health/lives", "Authorization: Bearer secret")[0] == 400
+        assert read_answer(connect(url, post_bytes(PATH, b"{}")))[0] == 401
+        healthy[0] = False
+        assert [get(f"{url}/health/{probe}")[0] for probe in ("live", "ready")] == [200, 503]
+        healthy[0], lifecycle.draining = True, True
+        assert [get(f"{url}/health/{probe}")[0] for probe in ("live", "ready")] == [200, 503]
+
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_replaced_while_the_server_runs() -> None:
+    keys = ApiKeys(["old", "older"])
+    access = Access(keys)
+    assert access.api_keys is keys and keys.include("old") and keys.include("older")
+    assert not any(map(keys.include, ("", "ol", "oldx", "older2", "old\nolder")))
+    keys.replace(["new"])
+    assert keys.include("new") and not keys.include("old")
+    for wrong in ([], ["new", ""], ["a b"], [" "]):
+        with pytest.raises(ValueError, match="the API key"):
+            keys.replace(wrong)
+        assert keys.include("new") and not any(map(keys.include, {"", *wrong} - {"new"}))
+
+
+# Restarts -------------------------------------------------------------------------------------------------------------
+
+
+class Dying(StubModel):
+    """Its workers die as often as it is told, and their starts fail as often."""
+
+    def __init__(self, deaths: int = 0, failures: int = 0, silent: bool = False) -> None:
+        super().__init__()
+        self.deaths, self.failures, self.silent = deaths, failures, silent
+        self.down, self.restarts = False, list[float]()
+
+    def health(self, timeout: float = 2.0) -> dict[str, Any]:
+        if self.deaths and not self.down:
+            self.deaths, self.down = self.deaths - 1, True
+        ranks = [{"pid": 1}] if self.silent or not self.down else []
+        return {"healthy": not self.down, "reason": "rank 0 died", "ranks": ranks}
+
+    def restart(self) -> None:
+        self.restarts.append(time.monotonic())
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("no memory")
+        self.down = False
+
+
+@contextmanager
+def supervised(model: Dying, **policy: Any) -> Iterator[SimpleNamespace]:
+    given_up, restarted = threading.Event(), list[str]()
+    reasons = list[str]()
+
+    def give_up(reason: str) -> None:
+        reasons.append(reason)
+        given_up.set()
+
+    settings = RestartPolicy(**{"interval": 0.01, "first_delay": 0.1, **policy})
+    supervisor = Supervisor({"m": model}, settings, restarted.append, give_up)
+    yield SimpleNamespace(given_up=given_up, restarted=restarted, reasons=reasons, supervisor=supervisor)
+    supervisor.stop()
+
+
+def wait_until(true: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("failures", [0, 2])
+def test_workers_are_restarted_with_growing_delays_and_then_given_up(failures: int) -> None:
+    """A start that fails counts as one."""
+    model = Dying(deaths=9, failures=failures)
+    with supervised(model, restarts=3) as seen:
+        assert seen.given_up.wait(10)
+    assert len(model.restarts) == 3 and seen.restarted == ["m"] * 3
+    assert "rank 0 died" in seen.reasons[0] and len(seen.reasons) == 1
+    first, second = (after - before for before, after in zip(model.restarts, model.restarts[1:], strict=False))
+    assert first >= 0.1 and second >= 0.2
+    with supervised(model := Dying(deaths=1), restarts=0) as seen:
+        assert seen.given_up.wait(10) and not model.restarts
+
+
+def test_restarts_before_the_window_do_not_count() -> None:
+    model = Dying(deaths=6)
+    with supervised(model, restarts=1, window=0.02, interval=0.05) as seen:
+        wait_until(lambda: len(model.restarts) == 6)
+        assert not seen.given_up.is_set()
+
+
+def test_silent_workers_are_restarted_late_and_stopping_ends_the_watch() -> None:
+    model = Dying(deaths=1, silent=True)
+    began = time.monotonic()
+    with supervised(model, silence=0.5):
+        wait_until(lambda: model.restarts)
+        assert model.restarts[0] - began >= 0.5
+    with supervised(model := Dying(deaths=9), restarts=9, first_delay=30) as seen:
+        wait_until(lambda: len(model.restarts) == 1)
+        seen.supervisor.stop()
+        time.sleep(0.1)
+        assert len(model.restarts) == 1 and not seen.given_up.is_set()
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer().save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"n_positions": 512, "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": len(tokenizer())}
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    return folder
+
+
+class Running:
+    """``oslo-models serve`` in a process, and what it prints."""
+
+    def __init__(self, folder: Path, *options: object) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+        command = [sys.executable, "-m", "oslo_models", "serve", folder, "--port", 0, *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen([str(each) for each in command], env=environment, **pipes)
+        self.lines = list[str]()
+        threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()  # type: ignore[arg-type]
+
+    def says(self, text: str, seconds: float = 90.0) -> str:
+        """The line with this text, when it has come."""
+        wait_until(lambda: self.process.poll() is not None or any(text in line for line in list(self.lines)), seconds)
+        return next(line for line in self.lines if text in line)
+
+    @property
+    def workers(self) -> list[int]:
+        listed = subprocess.run(["ps", "--ppid", str(self.process.pid), "-o", "pid="], capture_output=True, text=True)
+        return [int(pid) for pid in listed.stdout.split()]
+
+
+@contextmanager
+def serving(folder: Path, *options: object) -> Iterator[Running]:
+    running = Running(folder, *options)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+def ask(url: str, key: str, **body: Any) -> tuple[int, dict[str, str], bytes]:
+    data = json.dumps({"prompt": "def", "max_tokens": 4, "temperature": 0, **body}).encode()
+    with connect(url, post_bytes(PATH, data, f"Authorization: Bearer {key}")) as connected:
+        return read_answer(connected)
+
+
+def test_served_model_survives_a_worker_and_ends_with_one_when_they_die_too_often(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """A server's life: loading, new keys, a dead worker during a call, its replacement, and one death too many."""
+    (tmp_path / "keys").write_text("old\n")
+    options = ("--api-key-file", tmp_path / "keys", "--tensor-parallel-size", 2, "--restart-workers", 1)
+    with serving(checkpoint, *options) as running:
+        url = running.says("listening on ").split(" on ")[1].split(",")[0]
+        seen = {get(f"{url}/health/live")[0]}
+        ready = get(f"{url}/health/ready")
+        assert ready[0] == 503 and b"loading" in ready[2]
+        assert running.says(" at http")
+        assert seen == {200} and get(f"{url}/health/ready")[0] == 200
+        expected = ask(url, "old")
+        assert expected[0] == 200 and ask(url, "new")[0] == 401
+        (tmp_path / "keys").write_text("new\n")
+        running.process.send_signal(signal.SIGHUP)
+        running.says("the keys were replaced")
+        assert ask(url, "old")[0] == 401 and ask(url, "new")[0] == 200
+        (tmp_path / "keys").write_text("\n")
+        running.process.send_signal(signal.SIGHUP)
+        running.says("the keys were not replaced")
+        before, long = running.workers, json.dumps({"prompt": "def", "max_tokens": 500, "temperature": 0}).encode()
+        connected = connect(url, post_bytes(PATH, long, "Authorization: Bearer new"))
+        time.sleep(0.2)
+        os.kill(before[0], signal.SIGKILL)
+        status, headers, body = read_answer(connected)
+        assert status == 503 and int(headers["retry-after"]) > 0, (status, body)
+        assert json.loads(body)["error"]["code"] == "service_unavailable"
+        assert get(f"{url}/health/live")[0] == 200
+        running.says("were started again")
+        again = ask(url, "new")
+        texts = [json.loads(answer[2])["choices"][0]["text"] for answer in (expected, again)]
+        assert texts[0] == texts[1] and get(f"{url}/health/ready")[0] == 200
+        metrics = get(f"{url}/metrics", "Authorization: Bearer new", host="localhost")[2].decode()
+        assert f'oslo_models_worker_restarts_total{{model="{checkpoint}"}} 1' in metrics.splitlines()
+        after = running.workers
+        assert len(after) == 2 and not set(before) & set(after)
+        os.kill(after[1], signal.SIGKILL)
+        assert running.process.wait(30) == 1 and gone(after, 5)
+        assert any("was killed by SIGKILL" in line for line in running.lines[-3:]), running.lines
+
+
+@pytest.mark.zoo
+def test_signals_during_loading_and_a_second_one_end_the_server_at_once(checkpoint: Path) -> None:
+    with serving(checkpoint) as running:
+        running.says("listening on ")
+        wait_until(lambda: running.workers)
+        workers = running.workers
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(20) == 128 + signal.SIGTERM and gone(workers, 5), running.lines
+    with serving(checkpoint, "--drain-seconds", 300) as running:
+        url = running.says(" at http").split(" at ")[1].strip()
+        workers, half = running.workers, connect(url, post_bytes(PATH, b"{", length=50))
+        running.process.send_signal(signal.SIGTERM)
+        time.sleep(1.0)
+        assert running.process.poll() is None
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(10) == 128 + signal.SIGTERM and gone(workers, 5), running.lines
+        half.close()
+
+
+@pytest.mark.zoo
+def test_drain_is_bounded(checkpoint: Path) -> None:
+    with serving(checkpoint, "--drain-seconds", 1) as running:
+        url = running.says(" at http").split(" at ")[1].strip()
+        connected = [connect(url, post_bytes(PATH, b"{", length=50)), connect(url, b"GET / HT")]
+        body = json.dumps({"prompt": "def", "max_tokens": 500, "num_beams": 8, "n": 8, "temperature": 0}).encode()
+        connected.append(connect(url, post_bytes(PATH, body)))
+        time.sleep(0.3)
+        workers, began = running.workers, time.monotonic()
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(20) == 0 and gone(workers, 5), running.lines
+        assert time.monotonic() - began < 12
+        for each in connected:
+            each.close()
+
+
+@pytest.mark.zoo
+def test_server_over_two_hosts_of_torchrun(checkpoint: Path, tmp_path: Path) -> None:
+    """The command of docs/examples, with both hosts on this one."""
+    with socket.socket() as probe, socket.socket() as other:
+        probe.bind(("127.0.0.1", 0)), other.bind(("127.0.0.1", 0))
+        store, port = probe.getsockname()[1], other.getsockname()[1]
+    (tmp_path / "secret").write_text("0123456789abcdef0123456789abcdef\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    serve = ["serve", str(checkpoint), "--tensor-parallel-size=2", f"--port={port}", "--restart-workers=0"]
+    serve.append(f"--deploy-secret-file={tmp_path / 'secret'}")
+
+    def launch(rank: int) -> subprocess.Popen[bytes]:
+        launcher = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={rank}"]
+        where = ["--master-addr=127.0.0.1", f"--master-port={store}", "-m", "oslo_models"]
+        with (tmp_path / f"log{rank}").open("w") as log:
+            command = [sys.executable, "-m", *launcher, *where, *serve]
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    launched = [launch(rank) for rank in range(2)]
+    try:
+        log = tmp_path / "log0"
+        wait_until(lambda: " at http" in log.read_text() or launched[0].poll() is not None, 120)
+        assert " at http" in log.read_text(), log.read_text() + (tmp_path / "log1").read_text()
+        url = f"http://127.0.0.1:{port}"
+        assert get(f"{url}/health/ready")[0] == 200
+        body = json.dumps({"prompt": "def", "max_tokens": 4, "temperature": 0}).encode()
+        assert read_answer(connect(url, post_bytes("/v1/completions", body)))[0] == 200
+        state = json.loads(get(f"{url}/health", host="localhost")[2])
+        pids = [rank["pid"] for rank in state["ranks"]]
+        assert len(pids) == 2
+        launched[0].send_signal(signal.SIGTERM)
+        for process in launched:
+            process.wait(60)
+        assert gone(pids, 10)
+    finally:
+        for process in launched:
+            process.kill()
+            process.wait()
