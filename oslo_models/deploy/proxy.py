@@ -252,7 +252,8 @@ class Deployment(DeployedAdapters, RemoteModule):
 
 def _are_equal(config: Any, sent: Any) -> bool:
     """Whether two generation configurations are equal; transformers' comparison, for which it writes both as JSON,
-    takes longer than all else that a call does in this process, and is asked only if their values seem to differ."""
+    takes longer than all else that a call does in this process, and is asked only if their values seem to differ.
+    """
     try:
         if vars(config) == vars(sent):
             return True
