@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import compare
 from benchmarks.cases import CASES, Case
 from benchmarks.definitions import UNITS, Result
 from benchmarks.launch import MeasurementError, launch
@@ -21,7 +22,10 @@ from benchmarks.records import RESULTS, append, number, stamp
 
 def main() -> int:
     """Run the cases of the command line; the exit code is 1 when one failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    if sys.argv[1:2] == ["compare"]:
+        return compare.main(sys.argv[2:])
+    more = "`python -m benchmarks compare --help`: two commits against each other."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, epilog=more)
     parser.add_argument("--list", action="store_true", help="show the cases and exit")
     parser.add_argument("--only", metavar="NAME", action="append", default=[], help="run only this case (repeatable)")
     parser.add_argument("--repeat", metavar="N", type=int, default=3, help="runs of each peer, in turn (default: 3)")
