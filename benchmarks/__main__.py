@@ -22,6 +22,7 @@ from benchmarks.records import RESULTS, append, number, stamp
 
 def main() -> int:
     """Run the cases of the command line; the exit code is 1 when one failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes and checkpoints are removed
     if sys.argv[1:2] == ["compare"]:
         return compare.main(sys.argv[2:])
     more = "`python -m benchmarks compare --help`: two commits against each other."
@@ -41,7 +42,6 @@ def main() -> int:
     load = os.getloadavg()[0]
     if load > 0.5 and not args.smoke:
         print(f"the machine is not quiet (load {load:.1f}): timings will not be worth much", file=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes and checkpoints are removed
     header, failed = stamp(), 0
     with tempfile.TemporaryDirectory() as folder:
         for case in [CASES[name] for name in args.only or CASES]:
