@@ -22,10 +22,14 @@ from benchmarks.records import RESULTS, append, number, stamp
 
 def main() -> int:
     """Run the cases of the command line; the exit code is 1 when one failed."""
-    if sys.argv[1:2] in (["load"], ["soak"]):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes and checkpoints are removed
+    if sys.argv[1:2] in (["compare"], ["load"], ["soak"]):
         command = importlib.import_module(f"benchmarks.{sys.argv[1]}")
         return int(command.main(sys.argv[2:]))
-    epilog = "`python -m benchmarks load --help` and `soak --help` are about HTTP servers"
+    epilog = (
+        "`python -m benchmarks compare --help`: two commits against each other; `load --help` and `soak --help`: HTTP "
+        "servers."
+    )
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, epilog=epilog)
     parser.add_argument("--list", action="store_true", help="show the cases and exit")
     parser.add_argument("--only", metavar="NAME", action="append", default=[], help="run only this case (repeatable)")
@@ -42,7 +46,6 @@ def main() -> int:
     load = os.getloadavg()[0]
     if load > 0.5 and not args.smoke:
         print(f"the machine is not quiet (load {load:.1f}): timings will not be worth much", file=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes and checkpoints are removed
     header, failed = stamp(), 0
     with tempfile.TemporaryDirectory() as folder:
         for case in [CASES[name] for name in args.only or CASES]:

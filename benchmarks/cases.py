@@ -171,6 +171,9 @@ def _fused_cases() -> list[Case]:
             name, what = f"decode-{model}-b{batch}", f"{label}, generate {batch} x 16 tokens"
             cases.append(_fused(name, what, fusing.decoding, **sizes))
             cases.append(_fused(f"{name}-tp2", f"{what}, tp=2", fusing.decoding, OURS, **sizes))
+            for weights in ("bfloat16", "int8") if batch < 32 else ():
+                narrow = f"{what}, weights={weights!r}"
+                cases.append(_fused(f"{name}-{weights}", narrow, fusing.decoding, **sizes, weights=weights))
     return cases
 
 

@@ -207,19 +207,26 @@ def generation(
 
 
 def decoding(
-    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, prompt: int, new: int, timed: int
+    peer: Peer,
+    cls: str,
+    checkpoint: Path,
+    tiny: Path,
+    *,
+    batch: int,
+    prompt: int,
+    new: int,
+    timed: int,
+    weights: str | None = None,
 ) -> Result:
-    """Greedy generation by a loaded model."""
+    """Greedy generation by a loaded model and by another one that is fused with these weights."""
     import torch
 
-    model = peer.load(cls, checkpoint).eval()
-    ids = tokens(model, batch, prompt)
+    unfused, fused = peer.load(cls, checkpoint).eval(), peer.load(cls, checkpoint).eval()
+    fused.fuse(weights=weights)  # compiles and times the products, once per process
+    ids = tokens(unfused, batch, prompt)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-
-    def run(prepare: Callable[[], Any]) -> None:
-        prepare()
-        model.generate(input_ids=ids, **options)
-
-    model.fuse()  # compiles and times the products, once per process
-    runs = {"fused": lambda: run(model.fuse), "unfused": lambda: run(model.unfuse)}
+    runs = {
+        "fused": lambda: fused.generate(input_ids=ids, **options),
+        "unfused": lambda: unfused.generate(input_ids=ids, **options),
+    }
     return _compare("generation of a text", runs, timed)

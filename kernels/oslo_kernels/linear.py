@@ -30,7 +30,7 @@ WIDENED = 1 << 22
 """With more rows, 16-bit weights are converted to float32; this many at a time."""
 WEIGHTS_PER_THREAD = 1 << 17
 """Fewer weights are not worth another thread."""
-_ARGUMENTS = struct.Struct("10q").pack
+_ARGUMENTS = struct.Struct("11q").pack
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,18 @@ def _fits(parameter: Tensor, dtype: torch.dtype) -> bool:
 
 def _of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, inner: int, outer: int, io: bool) -> Tensor:
     x, out = x.contiguous(), x.new_empty((*x.shape[:-1], outer))
-    run, threaded = _library()
-    threads = min(torch.get_num_threads(), 1 + inner * outer // WEIGHTS_PER_THREAD) if threaded else 1
     pointers = x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-    run(_ARGUMENTS(*pointers, rows, inner, outer, _KINDS[x.dtype], io, threads))
+    run(pointers, rows, inner, outer, _KINDS[x.dtype], io)
     return out
+
+
+def run(
+    pointers: tuple[int, int, int, int], rows: int, inner: int, outer: int, kind: int, io: bool, scale: int = 0
+) -> None:
+    """Call the compiled function, whose source describes the arguments, with as many threads as it is worth."""
+    function, threaded = _library()
+    threads = min(torch.get_num_threads(), 1 + inner * outer // WEIGHTS_PER_THREAD) if threaded else 1
+    function(_ARGUMENTS(*pointers, rows, inner, outer, kind, io, threads, scale))
 
 
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: bool) -> Tensor:

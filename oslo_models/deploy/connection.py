@@ -51,6 +51,10 @@ class WorkerConnection:
         """Wait for a message for at most so many seconds, without sleeping; see `busy_poll`."""
         busy_poll(self._incoming, seconds)
 
+    def has_arrived(self) -> bool:
+        """Whether `recv_bytes` has something to read, if only the end of the connection."""
+        return bool(self._incoming.poll(0))
+
     def recv_bytes(self) -> bytes:
         """The next message.
 

@@ -90,7 +90,7 @@ class Deployment(DeployedAdapters, RemoteModule):
         _check_call(timeout, seed)
         check_generation(kwargs, self.generation_config)
         # once it was changed it is always sent: the workers have to know too if it is changed back
-        self._config_changed = self._config_changed or self.generation_config != self._sent_config
+        self._config_changed = self._config_changed or not _are_equal(self.generation_config, self._sent_config)
         changed = self.generation_config if self._config_changed else None
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
         options["cancellation"] = cancellation
@@ -248,6 +248,18 @@ class Deployment(DeployedAdapters, RemoteModule):
     def __repr__(self) -> str:
         where = ", ".join(dict.fromkeys(self._engine.devices))
         return f"{type(self).__name__}(deployed on {self._engine.ranks} processes: {where})"
+
+
+def _are_equal(config: Any, sent: Any) -> bool:
+    """Whether two generation configurations are equal; transformers' comparison, for which it writes both as JSON,
+    takes longer than all else that a call does in this process, and is asked only if their values seem to differ.
+    """
+    try:
+        if vars(config) == vars(sent):
+            return True
+    except (TypeError, ValueError, RuntimeError):  # None, or tensors, which have no truth value
+        pass
+    return bool(config == sent)
 
 
 def _check_call(timeout: Any, seed: Any) -> None:

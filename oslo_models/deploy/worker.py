@@ -53,12 +53,18 @@ class Worker:
     Args:
         spin: waits for at most so many seconds for a message, without sleeping.
         secret: of the deployment, from the process that started this one.
+        has_arrived: whether a message has arrived. Without it, the listener thread receives all messages of the running
+            batch, so that a call of one token switches threads four times more.
     """
 
     def __init__(
-        self, connection: Channel, spin: Callable[[float], object] | None = None, secret: str | None = None
+        self,
+        connection: Channel,
+        spin: Callable[[float], object] | None = None,
+        secret: str | None = None,
+        has_arrived: Callable[[], bool] | None = None,
     ) -> None:
-        self.connection, self.spin, self._secret = connection, spin, secret
+        self.connection, self.spin, self._secret, self._has_arrived = connection, spin, secret, has_arrived
         self._directory: str | None = None
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.busy_since: float | None = time.monotonic()
@@ -112,6 +118,24 @@ class Worker:
                 self._receive_lock.release()
         return self.inbox.get()
 
+    def get_nowait(self) -> Any:
+        """The next message for the main thread, which receives it itself unless the listener thread does.
+
+        Raises:
+            queue.Empty: none has arrived.
+        """
+        if self._has_arrived is not None and self.inbox.empty() and self._receive_lock.acquire(blocking=False):
+            try:
+                while self._has_arrived() and not self._receive():
+                    pass
+            finally:
+                self._receive_lock.release()
+        return self.inbox.get_nowait()
+
+    def get(self) -> Any:
+        """The next message for the main thread, once it has arrived."""
+        return self.inbox.get() if self._has_arrived is None else self._next()
+
     def run(self) -> None:
         """Load the model, then answer calls until the connection closes."""
         setup = self._next()
@@ -133,13 +157,14 @@ class Worker:
                 self._answer(request, self.runner)
 
     def _run_batch(self, first: Request, runner: ModelRunner) -> None:
-        """Compute the running batch until it is empty; the listener thread receives meanwhile."""
+        """Compute the running batch until it is empty; messages are received between its steps."""
         from oslo_models.deploy.running_batch.loop import Messages
 
         self._batch_runs = True
-        self._listener_needed.set()
+        if self._has_arrived is None:
+            self._listener_needed.set()
         try:
-            runner.batch.run(first, Messages(self.inbox, lambda message: self._answer(message, runner)))
+            runner.batch.run(first, Messages(self, lambda message: self._answer(message, runner)))
         finally:
             self._batch_runs = False
 
@@ -195,7 +220,7 @@ def main() -> None:
             setattr(sys, name, _Log(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application, which decides what it means
     connection = WorkerConnection(socket.socket(fileno=int(sys.argv[1])))
-    Worker(connection, connection.spin, os.environ.pop(SECRET_VARIABLE, None)).run()
+    Worker(connection, connection.spin, os.environ.pop(SECRET_VARIABLE, None), connection.has_arrived).run()
 
 
 if __name__ == "__main__":

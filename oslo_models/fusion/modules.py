@@ -52,7 +52,7 @@ class FusedLinear(FusedProduct, nn.Linear):
     """``nn.Linear`` whose products of few rows take only as long as reading the weights."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, self.faster)
+        return self.product(input, self.weight, self.bias)
 
 
 class FusedConv1D(FusedConv1DProduct, Conv1D):
@@ -62,7 +62,7 @@ class FusedConv1D(FusedConv1DProduct, Conv1D):
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        return conv1d(x, self.weight, self.bias, self.faster)
+        return self.product(x, self.weight, self.bias)
 
 
 # Norms and activations ------------------------------------------------------------------------------------------------

@@ -72,10 +72,14 @@ class FusionReport(tuple[ReportRow, ...]):
 
 
 class Fusion:
-    """The fusion of one model: its candidates, and how to undo the replacements."""
+    """The fusion of one model: its candidates, and how to undo the replacements.
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
+    Args:
+        weights: the type of the weights that linear layers compute with, if it is not that of the parameters.
+    """
+
+    def __init__(self, backend: str, weights: str | None = None) -> None:
+        self.backend, self.weights = backend, weights
         self.fusion_candidates: list[FusionCandidate] = []
         self._swapped: dict[str, tuple[nn.Module, type, tuple[str, ...]]] = {}
 

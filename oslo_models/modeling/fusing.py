@@ -13,6 +13,7 @@ from oslo_models import registry
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
 from oslo_models.fusion.decoding import Decoders, rounded_length
+from oslo_models.fusion.narrow_weights import check_narrow, narrow
 from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide
@@ -33,7 +34,13 @@ class FusableModel(PreTrainedModel):
     _decodes_in_graphs: bool = False
     _decoders: Decoders | None = None
 
-    def fuse(self, modules: list[type] | None = None, backend: str = "auto", measure: bool = True) -> Any:
+    def fuse(
+        self,
+        modules: list[type] | None = None,
+        backend: str = "auto",
+        measure: bool = True,
+        weights: str | None = None,
+    ) -> Any:
         """Swap modules of this model, in place, for faster ones that compute the same up to rounding.
 
         Only modules that become faster on this device are swapped; `fusion_report` lists them. On a CPU, linear layers
@@ -49,12 +56,16 @@ class FusableModel(PreTrainedModel):
             backend: ``"triton"``, ``"apex"`` (NVIDIA's), ``"torch"``, or ``"auto"``: the fastest one available.
             measure: whether linear layers on a CPU are timed; ``False`` fuses all that the kernel supports, slower ones
                 too.
+            weights: on a CPU, ``"bfloat16"`` or ``"int8"`` (one scale per output of the full weight): linear layers
+                compute with their weights in this type, beside the unchanged parameters, so that decoding reads fewer
+                bytes. Such a model computes without gradients only.
 
         Returns:
             The model itself.
 
         Raises:
-            ValueError: the model has no such class, or the backend is not available; the model is unchanged.
+            ValueError: the model has no such class, or the backend or ``weights`` is not available; the model is
+                unchanged.
         """
         if modules is not None and not (isinstance(modules, list) and all(isinstance(cls, type) for cls in modules)):
             raise ValueError(f"modules must be a list of classes such as [GPT2MLP], or None, got {modules!r}")
@@ -63,22 +74,30 @@ class FusableModel(PreTrainedModel):
         )
         names = None if modules is None else sorted(cls.__name__ for cls in modules)
         if self.mesh is not None:
-            require_equal(
-                self.mesh.model, {"modules": names, "backend": backend, "measure": measure}, "arguments of fuse"
-            )
+            given = {"modules": names, "backend": backend, "measure": measure, "weights": weights}
+            require_equal(self.mesh.model, given, "arguments of fuse")
         chosen = choose_backend(backend, self.device)
+        if weights is not None:
+            check_narrow(weights, self.device, self.dtype, chosen)
         found = list(self._fusion.fusion_candidates if self._fusion is not None else self._fusion_candidates(chosen))
         known = {cls for candidate in found for cls in candidate.classes} | set(type(self).__mro__)
         offered = self._layer_names({cls.__name__ for candidate in found for cls in candidate.classes})
         if unknown := [cls.__name__ for cls in modules or () if cls not in known and cls.__name__ not in offered]:
             raise ValueError(f"{type(self).__name__} has no {', '.join(unknown)} to fuse in; it has {sorted(offered)}")
         if self._fusion is None:
-            self._fusion = Fusion(chosen)
-        elif self._fusion.backend != chosen:
-            raise ValueError(f"the model is fused with backend={self._fusion.backend!r}: call unfuse() first")
+            self._fusion = Fusion(chosen, weights)
+        for name, before, now in (
+            ("backend", self._fusion.backend, chosen),
+            ("weights", self._fusion.weights, weights),
+        ):
+            if before != now:
+                raise ValueError(f"the model is fused with {name}={before!r}: call unfuse() first")
         selected = None if modules is None else self._with_own_classes(set(modules))
         if chosen == "torch" and self.device.type == "cpu":
-            found = decide(self, found, selected, None if self.mesh is None else self.mesh.tp, measure)
+            tp = None if self.mesh is None else self.mesh.tp
+            if weights is not None:
+                found = narrow(self, found, selected, tp, weights)
+            found = decide(self, found, selected, tp, measure)
         self._fusion.apply(self, found, selected)
         return self
 
@@ -114,6 +133,7 @@ class FusableModel(PreTrainedModel):
         """Tell fused heads whether the forward that begins may return lazy logits, because only its loss is needed."""
         heads = self._fusion.heads() if self._fusion is not None else ()
         lazy = torch.is_grad_enabled() if self.gather_logits is None else not self.gather_logits
+        lazy = lazy and self._fusion is not None and self._fusion.weights is None  # which compute the logits themselves
         for head in heads:
             head.lazy = lazy
         return lazy and bool(heads)

@@ -56,13 +56,30 @@ inline Floats load(const _Float16* from) {
 #endif
 }
 
+// Weights 2 * kWidth at a time: of bfloat16 the even ones, then the odd ones, which takes no conversion.
+template <typename T>
+inline void load_pair(const T* from, Floats& first, Floats& second) {
+    first = load(from);
+    second = load(from + kWidth);
+}
+
+inline void load_pair(const BFloat16* from, Floats& even, Floats& odd) {
+    typedef uint32_t Bits __attribute__((vector_size(32)));
+    Bits bits;
+    std::memcpy(&bits, from, sizeof bits);
+    const Bits low = bits << 16, high = bits & 0xffff0000u;
+    std::memcpy(&even, &low, sizeof even);
+    std::memcpy(&odd, &high, sizeof odd);
+}
+
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
 inline float total(Floats v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
 
+// Into the second-level cache: the first one cannot wait for as many lines at once, which halves the bandwidth.
 template <typename T>
 inline void prefetch(const T* address) {
-    __builtin_prefetch(address, 0, 3);
+    __builtin_prefetch(address, 0, 2);
 }
 
 struct Product {
@@ -70,6 +87,10 @@ struct Product {
     const void *w, *bias; // [outer, inner], or [inner, outer] of Conv1D; [outer] or null
     void* out;           // [rows, outer]
     int64_t rows, inner, outer;
+    // of weights of 8 bits only:
+    const int16_t* narrow = nullptr;     // [rows, inner]: x in
+    const float* narrow_units = nullptr; // [rows, groups of columns]
+    const float* scale = nullptr;        // [outer], the units of w
 };
 
 template <typename T>
@@ -80,7 +101,7 @@ inline float bias_of(const Product& p, int64_t n) {
 // Weights [outer, inner] ----------------------------------------------------------------------------------------------
 
 // R rows of x times C rows of w, with R * C sums in registers.
-template <typename T, int R, int C, bool kPrefetch>
+template <typename T, typename O, int R, int C, bool kPrefetch>
 inline __attribute__((always_inline)) void tile(const Product& p, int64_t row, int64_t n) {
     constexpr int kStep = 64 / sizeof(T); // a cache line
     const int64_t inner = p.inner;
@@ -91,12 +112,15 @@ inline __attribute__((always_inline)) void tile(const Product& p, int64_t row, i
     for (; k + kStep <= inner; k += kStep) {
         if (kPrefetch)
             for (int c = 0; c < C; ++c) prefetch(w + (C + c) * inner + k);
-        for (int i = 0; i < kStep; i += kWidth) {
-            Floats a[R];
-            for (int r = 0; r < R; ++r) a[r] = load(x + r * inner + k + i);
+        for (int i = 0; i < kStep; i += 2 * kWidth) {
+            Floats a[R][2];
+            for (int r = 0; r < R; ++r)
+                for (int h = 0; h < 2; ++h) a[r][h] = load(x + r * inner + k + i + h * kWidth);
             for (int c = 0; c < C; ++c) {
-                const Floats b = load(w + c * inner + k + i);
-                for (int r = 0; r < R; ++r) sums[c][r] += a[r] * b;
+                Floats b[2];
+                load_pair(w + c * inner + k + i, b[0], b[1]);
+                for (int h = 0; h < 2; ++h)
+                    for (int r = 0; r < R; ++r) sums[c][r] += a[r][h] * b[h];
             }
         }
     }
@@ -104,31 +128,150 @@ inline __attribute__((always_inline)) void tile(const Product& p, int64_t row, i
         for (int r = 0; r < R; ++r) {
             float sum = total(sums[c][r]);
             for (int64_t j = k; j < inner; ++j) sum += x[r * inner + j] * float(w[c * inner + j]);
-            static_cast<T*>(p.out)[(row + r) * p.outer + n + c] = T(sum + bias_of<T>(p, n + c));
+            static_cast<O*>(p.out)[(row + r) * p.outer + n + c] = O(sum + bias_of<O>(p, n + c));
         }
 }
 
-template <typename T, int R, int C>
+template <typename T, typename O, int R, int C>
 inline void all_rows(const Product& p, int64_t n) {
-    tile<T, R, C, true>(p, 0, n);
+    tile<T, O, R, C, true>(p, 0, n);
     int64_t row = R;
-    for (; row + R <= p.rows; row += R) tile<T, R, C, false>(p, row, n);
-    for (; row < p.rows; ++row) tile<T, 1, C, false>(p, row, n);
+    for (; row + R <= p.rows; row += R) tile<T, O, R, C, false>(p, row, n);
+    for (; row < p.rows; ++row) tile<T, O, 1, C, false>(p, row, n);
 }
 
-template <typename T, int R, int C>
+template <typename T, typename O, int R, int C>
 void by_rows(const Product& p, int64_t n, int64_t end) {
-    for (; n + C <= end; n += C) all_rows<T, R, C>(p, n);
-    if (n < end) all_rows<T, R, C>(p, end - C); // recomputes some columns, with the same result
+    for (; n + C <= end; n += C) all_rows<T, O, R, C>(p, n);
+    if (n < end) all_rows<T, O, R, C>(p, end - C); // recomputes some columns, with the same result
 }
 
-template <typename T>
+template <typename T, typename O = T>
 void outer_first(const Product& p, int64_t begin, int64_t end) {
     switch (p.rows) { // as many sums as fit into registers
-        case 1: return by_rows<T, 1, 8>(p, begin, end);
-        case 2: return by_rows<T, 2, 6>(p, begin, end);
-        case 3: return by_rows<T, 3, 4>(p, begin, end);
-        default: return by_rows<T, 4, 3>(p, begin, end);
+        case 1: return by_rows<T, O, 1, 8>(p, begin, end);
+        case 2: return by_rows<T, O, 2, 6>(p, begin, end);
+        case 3: return by_rows<T, O, 3, 4>(p, begin, end);
+        default: return by_rows<T, O, 4, 3>(p, begin, end);
+    }
+}
+
+// Weights [outer, inner] of 8 bits -----------------------------------------------------------------------------------
+
+// x is rounded to 16 bits, in units of the largest value of each group of columns, so that integers are multiplied,
+// which takes fewer instructions than converting the weights. An error of 2^-16 is far below that of the weights.
+constexpr int64_t kGroup = 512; // their sum fits into 32 bits
+
+#if defined(__AVX512BW__)
+typedef int32_t Ints __attribute__((vector_size(64)));
+inline Ints eights(const int8_t* from) {
+    return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline Ints add_products(Ints sum, Ints a, Ints b) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+    return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#endif
+}
+#elif defined(__AVX2__)
+typedef int32_t Ints __attribute__((vector_size(32)));
+inline Ints eights(const int8_t* from) {
+    return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline Ints add_products(Ints sum, Ints a, Ints b) { return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+#else
+typedef int32_t Ints __attribute__((vector_size(32)));
+typedef int16_t Shorts __attribute__((vector_size(32)));
+inline Ints eights(const int8_t* from) {
+    Shorts wide;
+    for (int i = 0; i < 16; ++i) wide[i] = from[i];
+    return (Ints)wide;
+}
+inline Ints add_products(Ints sum, Ints a, Ints b) {
+    const Shorts x = (Shorts)a, y = (Shorts)b;
+    for (int i = 0; i < 8; ++i) sum[i] += int32_t(x[2 * i]) * y[2 * i] + int32_t(x[2 * i + 1]) * y[2 * i + 1];
+    return sum;
+}
+#endif
+
+typedef float Sums __attribute__((vector_size(sizeof(Ints))));
+
+inline float total_of(Sums v) {
+    Floats parts[sizeof(Sums) / sizeof(Floats)];
+    std::memcpy(parts, &v, sizeof parts);
+    return sizeof(Sums) > sizeof(Floats) ? total(parts[0] + parts[sizeof(Sums) / sizeof(Floats) - 1]) : total(parts[0]);
+}
+
+template <int R, int C, bool kPrefetch>
+inline __attribute__((always_inline)) void tile_of_bytes(const Product& p, int64_t row, int64_t n) {
+    constexpr int kStep = sizeof(Ints) / 2;
+    const int64_t inner = p.inner, groups = (inner + kGroup - 1) / kGroup;
+    const int16_t* x = p.narrow + row * inner;
+    const int8_t* w = static_cast<const int8_t*>(p.w) + n * inner;
+    Sums sums[C][R] = {};
+    for (int64_t group = 0, k = 0; group < groups; ++group) {
+        const int64_t stop = k + kGroup < inner ? k + kGroup : inner;
+        Ints found[C][R] = {};
+        for (; k + kStep <= stop; k += kStep) {
+            Ints a[R];
+            for (int r = 0; r < R; ++r) std::memcpy(&a[r], x + r * inner + k, sizeof a[r]);
+            for (int c = 0; c < C; ++c) {
+                if (kPrefetch && k % 64 == 0) prefetch(w + (C + c) * inner + k);
+                const Ints b = eights(w + c * inner + k);
+                for (int r = 0; r < R; ++r) found[c][r] = add_products(found[c][r], a[r], b);
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            const float unit = p.narrow_units[(row + r) * groups + group];
+            for (int c = 0; c < C; ++c) {
+                int32_t rest = 0;
+                for (int64_t j = k; j < stop; ++j) rest += x[r * inner + j] * w[c * inner + j];
+                found[c][r][0] += rest;
+                sums[c][r] += __builtin_convertvector(found[c][r], Sums) * unit;
+            }
+        }
+        k = stop;
+    }
+    for (int c = 0; c < C; ++c)
+        for (int r = 0; r < R; ++r)
+            static_cast<float*>(p.out)[(row + r) * p.outer + n + c] =
+                __builtin_fmaf(total_of(sums[c][r]), p.scale[n + c], bias_of<float>(p, n + c)); // alike in every tile
+}
+
+template <int R, int C>
+void by_rows_of_bytes(const Product& p, int64_t begin, int64_t end) {
+    for (int64_t next = begin; next < end; next += C) {
+        const int64_t n = next + C <= end ? next : end - C; // recomputes some columns, with the same result
+        tile_of_bytes<R, C, true>(p, 0, n);
+        int64_t row = R;
+        for (; row + R <= p.rows; row += R) tile_of_bytes<R, C, false>(p, row, n);
+        for (; row < p.rows; ++row) tile_of_bytes<1, C, false>(p, row, n);
+    }
+}
+
+void of_bytes(const Product& p, int64_t begin, int64_t end) {
+    switch (p.rows) {
+        case 1: return by_rows_of_bytes<1, 8>(p, begin, end);
+        case 2: return by_rows_of_bytes<2, 8>(p, begin, end);
+        case 3: return by_rows_of_bytes<3, 6>(p, begin, end);
+        default: return by_rows_of_bytes<4, 4>(p, begin, end);
+    }
+}
+
+// x of one row in 16 bits, and its units. A group with a value that is not finite makes the row's sums NaN.
+void narrow(const float* x, int64_t inner, int16_t* to, float* units) {
+    for (int64_t begin = 0; begin < inner; begin += kGroup) {
+        const int64_t end = begin + kGroup < inner ? begin + kGroup : inner;
+        float most = 0, finite = 0;
+        for (int64_t k = begin; k < end; ++k) {
+            const float size = x[k] < 0 ? -x[k] : x[k];
+            most = size > most ? size : most;
+            finite += x[k] * 0;
+        }
+        const bool counts = finite == 0 && most > 1e-30f;
+        for (int64_t k = begin; k < end; ++k) to[k] = counts ? int16_t(__builtin_rintf(x[k] * (32767 / most))) : 0;
+        *units++ = most / 32767 + finite;
     }
 }
 
@@ -222,26 +365,55 @@ const float* widened(const void* x, int64_t count, std::vector<float>& buffer) {
     return buffer.data();
 }
 
+// x in the order of `load_pair` of bfloat16, up to the columns that do not fill a cache line of weights.
+const float* paired(const float* x, int64_t rows, int64_t inner, std::vector<float>& buffer) {
+    std::vector<float> sorted(rows * inner);
+    for (int64_t row = 0; row < rows; ++row) {
+        const float* from = x + row * inner;
+        float* to = sorted.data() + row * inner;
+        const int64_t full = inner / 32 * 32;
+        int64_t k = 0;
+        for (; k < full; k += 16)
+            for (int i = 0; i < kWidth; ++i) to[k + i] = from[k + 2 * i], to[k + kWidth + i] = from[k + 2 * i + 1];
+        for (; k < inner; ++k) to[k] = from[k];
+    }
+    buffer.swap(sorted);
+    return buffer.data();
+}
+
 } // namespace
 
 // Whether more than one thread can be used.
 extern "C" int oslo_linear_threads(void) { return GOMP_parallel && omp_get_thread_num && omp_get_num_threads; }
 
-// out = x w^T + bias, or x w + bias, with at least 8 columns; all tensors are dense and of one type. `a` holds x, w,
-// bias or 0, out, rows, inner, outer, the type (0 float32, 1 bfloat16, 2 float16), whether w is [inner, outer], and the
-// number of threads.
+// out = x w^T + bias, or x w + bias, with at least 8 columns; all tensors are dense. `a` holds x, w, bias or 0, out,
+// rows, inner, outer, the kind (all tensors are 0 float32, 1 bfloat16, 2 float16; or float32 but for w, which is
+// 3 bfloat16, 4 int8), whether w is [inner, outer] (not of kinds 3 and 4), the number of threads, and the scales of
+// w's rows or 0.
 extern "C" void oslo_linear(const int64_t* a) {
-    thread_local std::vector<float> buffer;
+    thread_local std::vector<float> wide, pairs, units;
+    thread_local std::vector<int16_t> narrowed;
     const auto pointer = [&](int i) { return reinterpret_cast<void*>(a[i]); };
-    Product p{static_cast<const float*>(pointer(0)), pointer(1), pointer(2), pointer(3), a[4], a[5], a[6]};
-    if (a[7] == 1) p.x = widened<BFloat16>(pointer(0), a[4] * a[5], buffer);
-    if (a[7] == 2) p.x = widened<_Float16>(pointer(0), a[4] * a[5], buffer);
-    static const Part parts[3][2] = {
+    const int64_t rows = a[4], inner = a[5], kind = a[7];
+    Product p{static_cast<const float*>(pointer(0)), pointer(1), pointer(2), pointer(3), rows, inner, a[6]};
+    if (kind == 1) p.x = widened<BFloat16>(pointer(0), rows * inner, wide);
+    if (kind == 2) p.x = widened<_Float16>(pointer(0), rows * inner, wide);
+    if (!a[8] && (kind == 1 || kind == 3)) p.x = paired(p.x, rows, inner, pairs);
+    if (kind == 4) {
+        const int64_t groups = (inner + kGroup - 1) / kGroup;
+        narrowed.resize(rows * inner), units.resize(rows * groups);
+        for (int64_t row = 0; row < rows; ++row)
+            narrow(p.x + row * inner, inner, narrowed.data() + row * inner, units.data() + row * groups);
+        p.narrow = narrowed.data(), p.narrow_units = units.data(), p.scale = static_cast<const float*>(pointer(10));
+    }
+    static const Part parts[5][2] = {
         {outer_first<float>, inner_first<float>},
         {outer_first<BFloat16>, inner_first<BFloat16>},
         {outer_first<_Float16>, inner_first<_Float16>},
+        {outer_first<BFloat16, float>, nullptr},
+        {of_bytes, nullptr},
     };
-    Work work{&p, parts[a[7]][a[8]]};
+    Work work{&p, parts[kind][a[8]]};
     if (a[9] > 1)
         GOMP_parallel(share, &work, static_cast<unsigned>(a[9]), 0);
     else

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from oslo_models.deploy.messages import Failure, Reply, Request, Stepped
 from oslo_models.deploy.running_batch.limits import BatchLimits
@@ -212,15 +212,23 @@ class RunningBatch:
         self.runner.clear()
 
 
+class Inbox(Protocol):
+    """The part of a queue that `Messages` needs."""
+
+    def get_nowait(self) -> Any: ...
+
+    def get(self) -> Any: ...
+
+
 class Messages:
     """The messages of the application that are for the main thread of a worker.
 
     Args:
-        inbox: where another thread puts them while the batch runs.
+        inbox: where they arrive while the batch runs.
         answer: carries out a call that cannot join.
     """
 
-    def __init__(self, inbox: queue.SimpleQueue[Any], answer: Callable[[Any], None]) -> None:
+    def __init__(self, inbox: Inbox, answer: Callable[[Any], None]) -> None:
         self._inbox, self.answer = inbox, answer
 
     def poll(self) -> Any:
