@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_part
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from oslo_kernels import cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
+from oslo_kernels import cross_entropy, dropout, gated, gelu, norm, rotary, softmax
 from oslo_kernels.operation import operation
 
 from support import ROOT, kernel_cases
@@ -79,15 +80,19 @@ def formulas() -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
     def layer(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return F.layer_norm(x + y, (6,), weight, bias, 1e-5), x + y
 
-    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return apply_rotary_pos_emb(x, x, cos, sin)[0]
+    def gemma(x: Tensor, y: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return rms(x + y, None, weight + 1), x + y
 
     return {
         "gelu": (gelu.bias_gelu, lambda x, b, a: F.gelu(x + b, approximate=a), (x, bias, "none")),
         "gelu by tanh": (gelu.bias_gelu, lambda x, b, a: F.gelu(x + b, approximate=a), (x, bias, "tanh")),
         "gelu without bias": (gelu.bias_gelu, lambda x, b, a: F.gelu(x), (x, None, "none")),
-        "swiglu": (swiglu.swiglu, lambda g, u: F.silu(g) * u, (x, y)),
+        "swiglu": (gated.gated, lambda g, u, kind: F.silu(g) * u, (x, y, "silu")),
+        "geglu": (gated.gated, lambda g, u, kind: F.gelu(g) * u, (x, y, "gelu")),
+        "geglu by tanh": (gated.gated, lambda g, u, kind: F.gelu(g, approximate="tanh") * u, (x, y, "gelu_tanh")),
+        "packed swiglu": (gated.gated_packed, lambda x, kind: F.silu(x[..., :3]) * x[..., 3:], (x, "silu")),
         "layer norm": (norm.add_norm, layer, (x, y, weight, bias, 1e-5, True)),
+        "gemma's norm": (norm.add_norm, gemma, (x, y, weight, None, 1e-5, False, 1.0, True)),
         "rms norm": (norm.add_norm, rms, (x, None, weight, None, 1e-5, False)),
         "softmax": (softmax.masked_softmax, lambda s, m, k: (s * k + m).softmax(-1), (scores, mask, 0.3)),
         "causal softmax": (
@@ -95,7 +100,8 @@ def formulas() -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
             lambda s, m, k, c: (s * k + causal).softmax(-1),
             (scores, None, 0.3, True),
         ),
-        "rotary": (rotary.rotary, turn, (double(2, 3, 4, 6), cos, sin)),
+        "rotary": (rotary.rotary, apply_rotary_pos_emb, (double(2, 3, 4, 6), double(2, 1, 4, 6), cos, sin)),
+        "partial rotary": (rotary.rotary, rotate_part, (double(2, 3, 4, 9), double(2, 1, 4, 9), cos, sin)),
         "dropout": (
             dropout.bias_dropout_residual,
             lambda x, b, r, p, s: r + (x + b) * dropout.keep_mask(x, p, s) / (1 - p),
@@ -131,8 +137,8 @@ def compare(operation: Any, plain: Any, args: tuple[Any, ...]) -> None:
 def test_backward_passes_are_not_differentiated_silently() -> None:
     """A second derivative would miss what goes through the saved tensors."""
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
-    (first,) = torch.autograd.grad(swiglu.swiglu(x, x.detach()).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="swiglu_backward"):
+    (first,) = torch.autograd.grad(gated.gated(x, x.detach()).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="gated_backward"):
         first.sum().backward()
 
 

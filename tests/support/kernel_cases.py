@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_kernels import cross_entropy, dropout, gelu, ngrams, norm, rotary, softmax, swiglu
+from oslo_kernels import cross_entropy, dropout, gated, gelu, long_norm, ngrams, norm, rotary, softmax
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(3, 5, 33), (2, 1500), (1, 1), (4, 64)]
@@ -45,8 +45,14 @@ def pointwise(dtype: torch.dtype) -> Iterator[Case]:
                     yield "gelu", gelu.bias_gelu_triton, gelu.reference, (x, given, kind)
                     args = (grad, x, given, kind)
                     yield "gelu backward", gelu.bias_gelu_backward_triton, gelu.bias_gelu_backward.plain, args
-            yield "swiglu", swiglu.swiglu_triton, swiglu.reference, (x, y)
-            yield "swiglu backward", swiglu.swiglu_backward_triton, swiglu.swiglu_backward.plain, (grad, x, y)
+            for kind in gated.ACTIVATIONS:
+                yield "gated", gated.gated_triton, gated.reference, (x, y, kind)
+                yield "gated backward", gated.gated_backward_triton, gated.gated_backward.plain, (grad, x, y, kind)
+            packed = make(*shape[:-1], 2 * shape[-1]).to(dtype)
+            for kind in ("silu", "gelu_tanh"):
+                yield "packed", gated.gated_packed_triton, gated.gated_packed.plain, (packed, kind)
+                args = (grad, packed, kind)
+                yield "packed backward", gated.gated_packed_backward_triton, gated.gated_packed_backward.plain, args
 
 
 def norms(dtype: torch.dtype) -> Iterator[Case]:
@@ -56,11 +62,26 @@ def norms(dtype: torch.dtype) -> Iterator[Case]:
             weight, bias = torch.randn(2, shape[-1]).to(dtype)
             for centered in (True, False):
                 for args in ((x, residual, weight, bias), (x, None, weight, None)):
-                    yield "norm", norm.add_norm_triton, norm.reference, (*args, 1e-5, centered)
+                    for more_args in ((), (1.0, True)):
+                        yield "norm", norm.add_norm_triton, norm.reference, (*args, 1e-5, centered, *more_args)
                 summed, statistics = norm.reference(x, residual, weight, bias, 1e-5, centered)[1:]
                 for grad_sum in (None, more):
                     args = (grad, grad_sum, summed, statistics, weight, centered)
-                    yield "norm backward", norm.add_norm_backward_triton, norm.add_norm_backward.plain, args
+                    for more_args in ((), (1.0, False)):
+                        plain = norm.add_norm_backward.plain
+                        yield "norm backward", norm.add_norm_backward_triton, plain, (*args, *more_args)
+    wide, mixed = spaced(3, norm.LONGEST + 9).to(dtype), torch.randn(3, norm.LONGEST + 9)
+    for x, residual in ((wide, mixed), (wide, None)):  # of one dtype with a residual and a weight of another
+        for centered in (True, False):
+            weight = torch.randn(x.shape[-1])
+            args = (x, residual, weight, weight, 1e-5, centered, 1.0, True)
+            yield "long norm", norm.add_norm_triton, norm.reference, args
+            summed, statistics = norm.reference(x, mixed, weight, None, 1e-5, centered)[1:]
+            args = (wide, residual, summed, statistics, weight, centered, 0.0, centered)
+            yield "long norm backward", norm.add_norm_backward_triton, norm.add_norm_backward.plain, args
+    x, residual, weight = spaced(4, 33).to(dtype), torch.randn(4, 33), torch.randn(33)
+    for given in (residual, None):
+        yield "mixed norm", norm.add_norm_triton, norm.reference, (x, given, weight, None, 1e-5, False)
 
 
 def attention(dtype: torch.dtype) -> Iterator[Case]:
@@ -79,10 +100,13 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
         args = (grad.to(dtype), weights, 0.3)
         yield "softmax backward", softmax.softmax_backward_triton, softmax.softmax_backward.plain, args
     for x in (torch.randn(2, 3, 4, 10), torch.randn(2, 4, 3, 10).transpose(1, 2), torch.randn(1, 40, 2, 256)):
-        for rows in {1, len(x)}:
-            cos, sin = torch.randn(2, rows, x.shape[2], x.shape[3]).to(dtype)
+        key = spaced(len(x), 2, x.shape[2], x.shape[3])
+        for rows, turned_width in {(1, x.shape[3]), (len(x), x.shape[3]), (len(x), 6)}:
+            cos, sin = torch.randn(2, rows, x.shape[2], turned_width).to(dtype)
             for backward in (False, True):
-                yield "rotary", rotary.rotary_triton, rotary.reference, (x.to(dtype), cos, sin, backward)
+                for tables in ((cos, sin), (cos.float(), sin.float()))[: 1 + (turned_width == 6)]:
+                    args = (x.to(dtype), key.to(dtype), *tables, backward)
+                    yield "rotary", rotary.rotary_triton, rotary.reference, args
 
 
 def losses(dtype: torch.dtype) -> Iterator[Case]:
