@@ -51,7 +51,8 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str = "si
 @operation("oslo::gated_packed")
 def gated_packed(packed: Tensor, activation: str = "silu") -> Tensor:
     """`gated` of a tensor ``[..., 2 * N]`` that has the gate in its first half: the gradient is one tensor, too."""
-    return reference(*packed.chunk(2, -1), activation)
+    gate, up = packed.chunk(2, -1)
+    return reference(gate, up, activation)
 
 
 @operation("oslo::gated_packed_backward")
@@ -103,10 +104,7 @@ def gated_kernel(gate_ptr, up_ptr, out_ptr, gate_stride, up_stride, N, KIND: tl.
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate_ptr + row * gate_stride + n, mask=n < N).to(tl.float32)
     u = tl.load(up_ptr + row * up_stride + n, mask=n < N).to(tl.float32)
-    if KIND == 0:
-        value = g * tl.sigmoid(g)
-    else:
-        value = gelu_value(g, KIND == 2)
+    value = g * tl.sigmoid(g) if KIND == 0 else gelu_value(g, KIND == 2)
     tl.store(out_ptr + row * N + n, value * u, mask=n < N)
 
 

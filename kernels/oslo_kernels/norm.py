@@ -266,7 +266,7 @@ def add_norm_backward_triton(
     more = dy if grad_sum is None else rows_of(grad_sum)
     dx, count = torch.empty_like(summed, memory_format=torch.contiguous_format), strips(len(matrix))
     partial = summed.new_empty((1 + bias, count, N), dtype=torch.float32)
-    flags = {"GRAD_SUM": grad_sum is not None, "CENTERED": centered}
+    flags: dict[str, Any] = {"GRAD_SUM": grad_sum is not None, "CENTERED": centered}
     strides = (dy.stride(0), more.stride(0), matrix.stride(0))
     tensors = (dy, more, matrix, statistics, weight.contiguous())
     if N > LONGEST:

@@ -43,7 +43,7 @@ class FusedRMSNorm(nn.Module):
         return normed if residual is None else (normed, summed)
 
     def is_supported(self, hidden_states: Tensor, residual: Tensor | None = None) -> bool:
-        """Whether the kernel gives the dtypes of transformers' norm, which casts to the weight's if that is narrower."""
+        """Whether the kernel gives the dtype of the norm of transformers, which may cast to a narrower one."""
         dtype = hidden_states.dtype if residual is None else torch.promote_types(hidden_states.dtype, residual.dtype)
         same_shape = residual is None or residual.shape == hidden_states.shape
         return same_shape and (self.keeps_dtype or torch.promote_types(dtype, self.weight.dtype) == self.weight.dtype)
@@ -106,7 +106,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 def add_and_norm_ahead(block: Any, x: Tensor, residual: Tensor) -> Tensor:
-    """``x + residual``; where the norm that follows the block can be computed in the same pass, it is kept with the sum.
+    """``x + residual``; where the norm that follows can be computed in the same pass, it is kept with the sum.
 
     The norm is left to its own call where other code has a part in it: hooks, a weight that is sharded between the
     calls of its module, activation checkpointing, which would keep it as well.

@@ -211,8 +211,10 @@ class FusedGPTNeoXAttention(FusedLlamaAttention):
     def output(self, attended: Tensor) -> Tensor:
         return self.dense(attended)
 
-    def attend(self, hidden_states: Tensor, *args: Any, layer_past: Any = None, **kwargs: Any) -> Any:
-        return super().attend(hidden_states, *args, past_key_values=layer_past, **kwargs)
+    def attend(  # type: ignore[override]
+        self, hidden_states: Tensor, position_embeddings: Any, layer_past: Any = None, **kwargs: Any
+    ) -> Any:
+        return super().attend(hidden_states, position_embeddings, past_key_values=layer_past, **kwargs)
 
 
 class FusedStarcoder2Attention(FusedMistralAttention):

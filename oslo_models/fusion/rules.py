@@ -176,13 +176,8 @@ _PRODUCTS: dict[Any, type] = {F.linear: fused.FusedProduct, linear.plain_conv1d:
 
 
 def _lm_head(s: Subject) -> Iterator[FusionCandidate]:
-    why_not = ""
-    if getattr(s.model.config, "final_logit_softcapping", None):
-        why_not = "logits are capped by tanh before the loss"
-    elif s.model.loss_needs_full_logits:
-        why_not = "the loss needs the logits of the full vocabulary"
-    if why_not:
-        yield s.candidate("head and cross entropy", None, why_not)
+    if s.model.loss_needs_full_logits:
+        yield s.candidate("head and cross entropy", None, "the loss needs the logits of the full vocabulary")
         yield from _linear(s)
         return
     cls: type = LazyVocabParallelHead

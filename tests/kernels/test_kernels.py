@@ -168,13 +168,26 @@ def test_operations_reach_their_kernel_without_the_dispatcher() -> None:
 def test_cross_entropy_operations_match_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "PART", 100)  # few rows at once
     torch.manual_seed(seed)
-    logits = torch.randn(20, 7, dtype=torch.float64)
-    highest, total, summed = cross_entropy.row_statistics(logits)
-    assert torch.equal(highest, logits.amax(-1)) and (summed - logits.sum(-1)).abs().max() < 1e-12
-    assert (highest + total.log() - logits.logsumexp(-1)).abs().max() < 1e-12
-    made = logits.clone()
-    cross_entropy.softmax_minus_(made, logits.logsumexp(-1), 0.1)
-    assert (made - logits.softmax(-1) + 0.1).abs().max() < 1e-12
+    rules = (
+        cross_entropy.Rule(),
+        cross_entropy.Rule(start=3, hit=0.9, rest=0.1 / 7, scale=0.5, ignore_index=4),
+        cross_entropy.Rule(scale=0.3, cap=2.0),
+    )
+    for rule in rules:
+        products = (3 * torch.randn(20, 7, dtype=torch.float64)).requires_grad_()
+        target = torch.randint(7, (20,)) + rule.start
+        target[:2] = rule.ignore_index
+        logits = products * rule.scale
+        logits = rule.cap * logits.tanh() if rule.cap else logits
+        given = (target - rule.start).where(target != rule.ignore_index, -100)
+        losses = F.cross_entropy(logits, given, reduction="none", label_smoothing=1 - rule.hit)
+        (grad,) = torch.autograd.grad(losses.sum(), products)
+        made = products.detach().clone()
+        statistics = cross_entropy.row_statistics(made, target, rule)
+        assert torch.equal(made, products)
+        found = cross_entropy.replace_by_gradient_(made, statistics, target, rule)
+        assert (found - losses).abs().max() < 1e-12 and (made - grad).abs().max() < 1e-12
+        assert (rule.losses(statistics, target) - losses).abs().max() < 1e-12
 
 
 def test_fully_masked_softmax_rows_match_transformers() -> None:

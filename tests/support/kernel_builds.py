@@ -22,8 +22,8 @@ from oslo_kernels import cross_entropy, dropout, gated, gelu, long_norm, ngrams,
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS = 128
 """Of 255; so many still leave room for four blocks of four warps on a multiprocessor."""
-FLOATS = {"eps", "offset", "scale", "p", "uniform"}
-FLOAT32 = {"statistics_ptr", "partial_ptr", "log_total_ptr"}
+FLOATS = {"eps", "offset", "scale", "p", "hit", "rest", "cap"}
+FLOAT32 = {"statistics_ptr", "partial_ptr", "loss_ptr"}
 
 SOFTMAX = {keys: {**softmax.blocks(keys)} for keys in (1024, softmax.LONGEST, 100000)}
 for made in SOFTMAX.values():
@@ -87,15 +87,15 @@ BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
     ),
     (softmax.softmax_backward_kernel, {"SINGLE": True, "BLOCK": 1024}, 2, 2, 1),
     (softmax.softmax_backward_kernel, {"SINGLE": False, "BLOCK": softmax.PIECE}, 8, 4, 1),
-    (cross_entropy.statistics_kernel, {"BLOCK": 4096}, 8, 2, 0),
-    (cross_entropy.softmax_minus_kernel, {"BLOCK": 4096}, 4, 4, 4),
+    *((cross_entropy.statistics_kernel, {"CAPPED": capped, "BLOCK": 4096}, 8, 2, 0) for capped in (False, True)),
+    *((cross_entropy.gradient_kernel, {"CAPPED": capped, "BLOCK": 4096}, 4, 4, 4) for capped in (False, True)),
     (ngrams.block_repeats_kernel, {"SIZE": 3, "BLOCK": 1024}, 4, 0, 0),
 ]
 
 
 def signature(name: str, half: str) -> str:
     """The type of a parameter, by its name."""
-    if name in ("ids_ptr", "source_ptr"):
+    if name in ("ids_ptr", "source_ptr", "target_ptr"):
         return "*i64"
     if name in FLOAT32:
         return "*fp32"
@@ -112,7 +112,10 @@ def build(kernel: Any, constants: dict[str, Any], warps: int, arch: int, half: s
         types["out_ptr"] = "*fp32"
     pointers = [name for name in names if types[name].startswith("*")]
     # as Triton finds at run time of even sizes; logits are padded to a width that is, whatever the vocabulary
-    even = [*pointers, *(name for name in names if types[name] == "i32" and name != "columns")]
+    even = [
+        *pointers,
+        *(name for name in names if types[name] == "i32" and name not in ("columns", "first", "ignored")),
+    ]
     source = ASTSource(
         fn=kernel,
         signature=types,
