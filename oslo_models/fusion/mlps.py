@@ -78,8 +78,10 @@ def _is_plain(layer: nn.Module) -> bool:
 
 def _gelu_of_linear(layer: Any, x: Tensor, approximate: str) -> Tensor:
     weight_io = layer.weight if isinstance(layer, Conv1D) else layer.weight.T
-    if isinstance(layer, (ColumnParallelLinear, ColumnParallelConv1D)):
-        x = layer.enter_region(x)
+    is_sharded = isinstance(layer, (ColumnParallelLinear, ColumnParallelConv1D))
+    if is_sharded and torch.is_grad_enabled():
+        return bias_gelu(layer.entered_product(x, None), layer.bias, approximate)
+    x = layer.enter_region(x) if is_sharded else x
     same_dtype = x.dtype == layer.weight.dtype == layer.bias.dtype != torch.float64
     casts = torch.is_autocast_enabled(x.device.type)  # which knows F.linear, but not this operation
     if x.is_cuda and approximate == "tanh" and same_dtype and not casts and not torch.is_grad_enabled():
