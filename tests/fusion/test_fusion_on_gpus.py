@@ -29,12 +29,12 @@ from oslo_models.fusion import apex, attention, decoding, linear_cross_entropy, 
 from oslo_models.fusion import modules as fused_layers
 from oslo_models.fusion.decoding import Decoder, Decoders, rounded_length
 from oslo_models.fusion.rules import fusion_candidates
-from oslo_models.fusion.swap import Fusion, choose_backend
+from oslo_models.fusion.swap import choose_backend
 from oslo_models.layers.cross_entropy import VocabShard
 
 from support import zoo
 from support.float64 import lifted_casts
-from support.fusion import GELU_NEW, LOGITS, fusion_reference, gpt2, relative_error
+from support.fusion import GELU_NEW, LOGITS, as_on_a_gpu, fusion_reference, gpt2, relative_error
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
@@ -71,13 +71,6 @@ KERNELS = {
     attention: ("masked_softmax",),
     rotary_attention: ("rotary",),
 }
-
-
-def as_on_a_gpu(model: Any, backend: str = "triton") -> Any:
-    """Swap what is swapped on a GPU; operations are in plain torch on the CPU."""
-    model._fusion = Fusion(backend)
-    model._fusion.apply(model, fusion_candidates(model, backend), None)
-    return model
 
 
 @contextmanager
