@@ -123,25 +123,25 @@ def _run(
     dtype = weight_vH.dtype
     sum_dtype = wide(dtype)
     size = _rows_at_once(len(target_N), weight_vH, shard)
-    grad_NH = torch.zeros_like(hidden_NH) if needs[0] else None
+    grad_NH = (torch.empty_like if rows is None else torch.zeros_like)(hidden_NH) if needs[0] else None
     grad_vH = torch.zeros_like(weight_vH, dtype=sum_dtype) if needs[1] else None
     grad_v = torch.zeros_like(bias_v, dtype=sum_dtype) if bias_v is not None and needs[2] else None
-    losses = [torch.zeros(1, dtype=sum_dtype, device=hidden_NH.device)]
+    losses = [hidden_NH.new_zeros(1, dtype=sum_dtype)]
     buffer = padded_logits(weight_vH, min(size, len(target_N)))
     for start in range(0, len(target_N), size):
-        target_C = target_N[start : start + size]
-        part = slice(start, start + size) if rows is None else rows[start : start + size]
-        hidden_CH = hidden_NH[part]
-        logits_Cv = buffer[: len(target_C)]
+        here = min(size, len(target_N) - start)
+        target_C, logits_Cv = target_N.narrow(0, start, here), buffer.narrow(0, 0, here)
+        index_C = None if rows is None else rows.narrow(0, start, here)
+        hidden_CH = hidden_NH.narrow(0, start, here) if index_C is None else hidden_NH[index_C]
         if bias_v is None:
             torch.mm(hidden_CH, weight_vH.T, out=logits_Cv)
         else:
             torch.addmm(bias_v, hidden_CH, weight_vH.T, out=logits_Cv)
         losses.append(_loss_and_gradient(logits_Cv, target_C, shard, rule, any(needs)))
-        if grad_NH is not None and rows is None:
-            torch.mm(logits_Cv, weight_vH, out=grad_NH[part])
+        if grad_NH is not None and index_C is None:
+            torch.mm(logits_Cv, weight_vH, out=grad_NH.narrow(0, start, here))
         elif grad_NH is not None:
-            grad_NH[part] = logits_Cv @ weight_vH
+            grad_NH[index_C] = logits_Cv @ weight_vH
         if grad_vH is not None:
             _add_product_(grad_vH, logits_Cv.T, hidden_CH)
         if grad_v is not None:

@@ -53,6 +53,10 @@ class FusedLlamaAttention(FusedEagerAttention):
     scaling: float
     attention_dropout: float
 
+    def is_supported(self) -> bool:
+        """Whether `attend` computes what the layer does."""
+        return True
+
     def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, ``[batch, length, heads * width]``."""
         return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
@@ -74,7 +78,8 @@ class FusedLlamaAttention(FusedEagerAttention):
         return self.o_proj(attended)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        if torch.compiler.is_compiling() or args:  # whose order is not the same in all layers
+        # the order of arguments is not the same in all layers
+        if torch.compiler.is_compiling() or args or not self.is_supported():
             return super().forward(hidden_states, *args, **kwargs)
         return self.attend(hidden_states, **kwargs)
 
@@ -252,6 +257,10 @@ class FusedPartialRotaryAttention(FusedLlamaAttention):
     qk_layernorm: bool
     q_layernorm: nn.Module
     k_layernorm: nn.Module
+    rotary_ndims: int
+
+    def is_supported(self) -> bool:
+        return self.rotary_ndims % 2 == 0  # otherwise the tables are wider than what is turned
 
     def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if self.qk_layernorm:
