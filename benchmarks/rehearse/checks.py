@@ -222,7 +222,7 @@ def autocast(bench: Bench) -> None:
 
 def strided(bench: Bench) -> None:
     """Operations on views give what they give on copies."""
-    from oslo_kernels import gelu, norm, rotary, softmax, swiglu
+    from oslo_kernels import gated, gelu, norm, rotary, softmax
 
     x, y = (torch.randn(6, 40, 24, device=bench.device).transpose(0, 1)[:, ::2] for _ in range(2))
     w = torch.randn(48, device=bench.device)[::2]
@@ -231,9 +231,9 @@ def strided(bench: Bench) -> None:
     runs = {
         "norm": (lambda x, y, w: norm.add_norm(x, y, w, w, 1e-5, True)[0], (x, y, w)),
         "gelu": (lambda x, w: gelu.bias_gelu(x, w, "tanh"), (x, w)),
-        "swiglu": (swiglu.swiglu, (x, y)),
+        "swiglu": (gated.gated, (x, y)),
         "softmax": (lambda s: softmax.masked_softmax(s, None, 0.3, True), (scores,)),
-        "rotary": (lambda q: rotary.rotary(q, table, table), (q,)),
+        "rotary": (lambda q: rotary.rotary(q, q[:, :1], table, table)[0], (q,)),
     }
     for name, (run, tensors) in runs.items():
         with bench.attempt(OURS, name):

@@ -51,10 +51,10 @@ def make(bench: Bench, *shape: int, grad: bool = True) -> Tensor:
     return torch.randn(*shape, device=bench.device, dtype=torch.bfloat16).requires_grad_(grad)
 
 
-def _norm(bench: Bench, rows: int, centered: bool, residual: bool) -> Operation:
+def _norm(bench: Bench, rows: int, centered: bool, residual: bool, width: int = 4096) -> Operation:
     from oslo_kernels import norm
 
-    width = min(4096, rows)
+    width = min(width, rows)
     x, w = make(bench, rows, width), make(bench, width)
     r, b = (make(bench, rows, width) if residual else None), (make(bench, width) if centered else None)
     n = x.nbytes
@@ -90,18 +90,29 @@ def _norm(bench: Bench, rows: int, centered: bool, residual: bool) -> Operation:
     return Operation(ours, eager, tensors, forward, backward, None if residual and centered else liger)
 
 
-def _swiglu(bench: Bench, rows: int) -> Operation:
-    from oslo_kernels import swiglu
+def _gated(bench: Bench, rows: int, activation: str, packed: bool) -> Operation:
+    from oslo_kernels import gated
 
-    gate, up = make(bench, rows, 8192), make(bench, rows, 8192)
+    def act(x: Tensor) -> Tensor:
+        return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
     def liger() -> Callable[..., Any]:
-        from liger_kernel.transformers.functional import liger_swiglu
+        from liger_kernel.transformers import functional
 
-        return liger_swiglu
+        return functional.liger_swiglu if activation == "silu" else functional.liger_geglu
 
+    if packed:
+        x = make(bench, rows // 2, 16384)
+        n = x.nbytes // 2
+        return Operation(
+            lambda x: gated.gated_packed(x, activation), lambda x: act(x[..., :8192]) * x[..., 8192:], (x,), 3 * n,
+            5 * n,
+        )  # fmt: skip
+    gate, up = make(bench, rows, 8192), make(bench, rows, 8192)
     n = gate.nbytes
-    return Operation(swiglu.swiglu, lambda g, u: F.silu(g) * u, (gate, up), 3 * n, 5 * n, liger)
+    return Operation(
+        lambda g, u: gated.gated(g, u, activation), lambda g, u: act(g) * u, (gate, up), 3 * n, 5 * n, liger
+    )
 
 
 def _gelu(bench: Bench, rows: int) -> Operation:
@@ -133,7 +144,7 @@ def _rotary(bench: Bench, rows: int) -> Operation:
 
     n = q.nbytes + k.nbytes
     return Operation(
-        lambda q, k: (rotary.rotary(q, cos, sin), rotary.rotary(k, cos, sin)),
+        lambda q, k: rotary.rotary(q, k, cos, sin),
         lambda q, k: apply_rotary_pos_emb(q, k, cos, sin), (q, k), 2 * n, 2 * n, liger,
     )  # fmt: skip
 
@@ -172,9 +183,12 @@ OPERATIONS: dict[str, tuple[Callable[..., Operation], dict[str, Any], int]] = {
     # builder, further arguments, rows for tensors of 256 MB
     "rmsnorm": (_norm, {"centered": False, "residual": False}, 32768),
     "add-rmsnorm": (_norm, {"centered": False, "residual": True}, 32768),
+    "add-rmsnorm-16384": (_norm, {"centered": False, "residual": True, "width": 16384}, 16384),
     "layernorm": (_norm, {"centered": True, "residual": False}, 32768),
     "add-layernorm": (_norm, {"centered": True, "residual": True}, 32768),
-    "swiglu": (_swiglu, {}, 16384),
+    "swiglu": (_gated, {"activation": "silu", "packed": False}, 16384),
+    "geglu": (_gated, {"activation": "gelu_tanh", "packed": False}, 16384),
+    "packed-swiglu": (_gated, {"activation": "silu", "packed": True}, 32768),
     "bias-gelu": (_gelu, {}, 16384),
     "rotary": (_rotary, {}, 32768),
     "masked-softmax": (_softmax, {"causal": False}, 16384),

@@ -1,17 +1,18 @@
 """The two passes over the logits of a chunked linear cross entropy: the statistics of each row, then its gradient.
 
-Between them the caller combines the statistics of rows that are sharded over several processes. Kernels accumulate in
-float32. Shapes: N rows, R rows of a part, v tokens of the vocabulary on this rank.
+Between them the caller combines the statistics of rows that are sharded over several processes. What a model does to
+its logits first, a factor and a soft cap by tanh, is part of both passes. Kernels accumulate in float32.
+Shapes: N rows, R rows of a part, v tokens of the vocabulary on this rank.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from oslo_kernels.language import jit, launch, power_of_two, tl, wide
+from oslo_kernels.language import jit, launch, power_of_two, tl, triton, wide
 
 PADDING = 64
 """On a GPU, rows of logits are padded to a multiple of this many."""
@@ -19,31 +20,116 @@ PART = 1 << 20
 """Logits that a CPU computes with at a time: few enough for its last-level cache, enough to keep all threads busy."""
 
 
-@torch.library.custom_op("oslo::row_statistics", mutates_args=())
-def row_statistics(logits_Nv: Tensor, padded: bool = False) -> Tensor:
-    """``[3, N]``: for each row the maximum, the sum of ``exp(logit - maximum)``, and the sum of the logits.
+@dataclass(frozen=True)
+class Rule:
+    """How the loss of a row is made of its logits.
 
-    Args:
+    Attributes:
+        start: the token of the first column.
+        ignore_index: the target of rows that do not count.
+        hit, rest: the loss is the logarithm of the total minus ``hit`` times the target's logit and ``rest`` times the
+            sum of all logits; ``rest`` is zero without label smoothing.
+        scale, cap: a logit is ``scale`` times the product, or ``cap * tanh(scale * product)`` if ``cap`` is not zero.
         padded: whether the logits are from `padded_logits`.
     """
+
+    start: int = 0
+    ignore_index: int = -100
+    hit: float = 1.0
+    rest: float = 0.0
+    scale: float = 1.0
+    cap: float = 0.0
+    padded: bool = False
+
+    def logits(self, products: Tensor) -> Tensor:
+        """The logits of these products, at least in float32; a new tensor unless nothing has to be done."""
+        made = products.to(wide(products.dtype))
+        if self.scale != 1.0:
+            made = made * self.scale
+        return self.cap * made.tanh() if self.cap else made
+
+    def local(self, target_N: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+        """The column of each target, ``[N, 1]``, and whether it is on another rank or ignored."""
+        ignored_N = target_N == self.ignore_index
+        elsewhere_N = ignored_N | (target_N < self.start) | (target_N >= self.start + columns)
+        return (target_N - self.start).masked_fill(elsewhere_N, 0).unsqueeze(-1), elsewhere_N
+
+    def losses(self, statistics_4N: Tensor, target_N: Tensor) -> Tensor:
+        """The loss of each row, from the statistics of the full rows."""
+        max_N, total_N, picked_N, sum_N = statistics_4N
+        loss_N = total_N.log() + max_N - self.hit * picked_N
+        loss_N = loss_N - self.rest * sum_N if self.rest else loss_N
+        return loss_N.masked_fill(target_N == self.ignore_index, 0.0)
+
+
+def row_statistics(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
+    """``[4, N]``: the maximum, the sum of ``exp(logit - maximum)``, the target's logit, and the sum of the logits.
+
+    The target's logit is zero where the target is ignored or on another rank.
+    """
+    return (row_statistics_triton if _has_kernel(logits_Nv) else row_statistics_plain)(logits_Nv, target_N, rule)
+
+
+def replace_by_gradient_(logits_Nv: Tensor, statistics_4N: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
+    """Replace products by the gradient of the summed loss, in place; what pads rows is overwritten.
+
+    Args:
+        statistics_4N: of the full rows.
+
+    Returns:
+        The loss of each row, ``[N]``.
+    """
+    run = replace_by_gradient_triton if _has_kernel(logits_Nv) else replace_by_gradient_plain
+    return run(logits_Nv, statistics_4N, target_N, rule)
+
+
+def _has_kernel(logits_Nv: Tensor) -> bool:
+    supported = wide(logits_Nv.dtype) == torch.float32 and logits_Nv.stride(-1) == 1 and logits_Nv.numel() > 0
+    return logits_Nv.is_cuda and triton is not None and supported
+
+
+def row_statistics_plain(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
+    """`row_statistics` in plain torch."""
     parts = []
-    for part_Rv in logits_Nv.split(_rows(logits_Nv)):
-        part_Rv = part_Rv.to(wide(logits_Nv.dtype))
-        highest_R1 = part_Rv.amax(-1, keepdim=True)
-        parts.append(torch.stack((highest_R1.squeeze(-1), (part_Rv - highest_R1).exp_().sum(-1), part_Rv.sum(-1))))
-    return torch.cat(parts, -1)
-
-
-@torch.library.custom_op("oslo::softmax_minus", mutates_args=("logits_Nv",))
-def softmax_minus_(logits_Nv: Tensor, log_total_N: Tensor, uniform: float, padded: bool = False) -> None:
-    """Replace logits by ``exp(logit - log_total) - uniform``, in place. What pads them is overwritten."""
+    index_N1, elsewhere_N = rule.local(target_N, logits_Nv.shape[1])
     rows = _rows(logits_Nv)
-    for part_Rv, log_total_R in zip(logits_Nv.split(rows), log_total_N.split(rows), strict=True):
-        grad_Rv = part_Rv.to(log_total_N.dtype).sub_(log_total_R.unsqueeze(-1)).exp_()
-        if uniform:
-            grad_Rv.sub_(uniform)
-        if grad_Rv.dtype != logits_Nv.dtype:  # otherwise the operations above worked in place
+    for part_Rv, index_R1 in zip(logits_Nv.split(rows), index_N1.split(rows), strict=True):
+        part_Rv = rule.logits(part_Rv)
+        highest_R1 = part_Rv.amax(-1, keepdim=True)
+        total_R = (part_Rv - highest_R1).exp_().sum(-1)
+        parts.append(
+            torch.stack((highest_R1.squeeze(-1), total_R, part_Rv.gather(-1, index_R1).squeeze(-1), part_Rv.sum(-1)))
+        )
+    statistics_4N = torch.cat(parts, -1)
+    statistics_4N[2].masked_fill_(elsewhere_N, 0.0)
+    return statistics_4N
+
+
+def replace_by_gradient_plain(logits_Nv: Tensor, statistics_4N: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
+    """`replace_by_gradient_` in plain torch."""
+    rows = _rows(logits_Nv)
+    log_total_N1 = (statistics_4N[1].log() + statistics_4N[0]).unsqueeze(-1)
+    index_N1, elsewhere_N = rule.local(target_N, logits_Nv.shape[1])
+    hits_N1 = torch.full_like(log_total_N1, -rule.hit).masked_fill_(elsewhere_N.unsqueeze(-1), 0.0)
+    ignored_N1 = (target_N == rule.ignore_index).unsqueeze(-1)
+    some_are_ignored = bool(ignored_N1.any())
+    per_row = (x.split(rows) for x in (logits_Nv, log_total_N1, index_N1, hits_N1, ignored_N1))
+    for part_Rv, log_total_R1, index_R1, hits_R1, ignored_R1 in zip(*per_row, strict=True):
+        made_Rv = rule.logits(part_Rv)
+        slope_Rv = rule.scale * (rule.cap - made_Rv.square() / rule.cap) if rule.cap else None
+        grad_Rv = made_Rv.sub_(log_total_R1).exp_()  # in place in the logits themselves where they are `part_Rv`
+        if rule.rest:
+            grad_Rv.sub_(rule.rest)
+        grad_Rv.scatter_add_(-1, index_R1, hits_R1)
+        if some_are_ignored:
+            grad_Rv.masked_fill_(ignored_R1, 0.0)
+        if slope_Rv is not None:
+            grad_Rv.mul_(slope_Rv)
+        elif rule.scale != 1.0:
+            grad_Rv.mul_(rule.scale)
+        if grad_Rv.data_ptr() != part_Rv.data_ptr():
             part_Rv.copy_(grad_Rv)
+    return rule.losses(statistics_4N, target_N)
 
 
 def _rows(logits_Nv: Tensor) -> int:
@@ -66,13 +152,19 @@ def _width(logits_Nv: Tensor, padded: bool) -> int:
     return -(-columns // PADDING) * PADDING if padded and logits_Nv.stride(0) % PADDING == 0 else columns
 
 
-@row_statistics.register_fake
-def _(logits_Nv: Tensor, padded: bool = False) -> Tensor:
-    return logits_Nv.new_empty((3, logits_Nv.shape[0]), dtype=wide(logits_Nv.dtype))
+@jit
+def _logit(x, scale, cap, CAPPED: tl.constexpr):
+    y = x * scale
+    if CAPPED:
+        y = cap * (1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0))  # tanh
+    return y
 
 
 @jit
-def statistics_kernel(logits_ptr, out_ptr, row_stride, rows, columns, width, BLOCK: tl.constexpr):
+def statistics_kernel(
+    logits_ptr, target_ptr, out_ptr, row_stride, rows, columns, width, first, ignored, scale, cap,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -82,6 +174,7 @@ def statistics_kernel(logits_ptr, out_ptr, row_stride, rows, columns, width, BLO
         inside = start + offsets < columns
         readable = start + offsets < width  # unlike the number of columns a multiple of a vector's length
         x = tl.load(logits_ptr + row * row_stride + start + offsets, mask=readable, other=0.0).to(tl.float32)
+        x = _logit(x, scale, cap, CAPPED)
         summed += tl.where(inside, x, 0.0)
         x = tl.where(inside, x, float("-inf"))
         higher = tl.maximum(highest, x)
@@ -90,43 +183,60 @@ def statistics_kernel(logits_ptr, out_ptr, row_stride, rows, columns, width, BLO
         highest = higher
     top = tl.max(highest, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
+    target = tl.load(target_ptr + row)
+    column = target - first
+    here = (target != ignored) & (column >= 0) & (column < columns)
+    picked = tl.load(logits_ptr + row * row_stride + column, mask=here, other=0.0).to(tl.float32)
     tl.store(out_ptr + row, top)
     tl.store(out_ptr + rows + row, tl.sum(total * tl.exp(highest - base), 0))
-    tl.store(out_ptr + 2 * rows + row, tl.sum(summed, 0))
+    tl.store(out_ptr + 2 * rows + row, tl.where(here, _logit(picked, scale, cap, CAPPED), 0.0))
+    tl.store(out_ptr + 3 * rows + row, tl.sum(summed, 0))
 
 
 @jit
-def softmax_minus_kernel(logits_ptr, log_total_ptr, row_stride, width, uniform, BLOCK: tl.constexpr):
+def gradient_kernel(
+    logits_ptr, statistics_ptr, target_ptr, loss_ptr, row_stride, rows, width, first, ignored, hit, rest, scale, cap,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    log_total = tl.load(log_total_ptr + row)
+    target = tl.load(target_ptr + row)
+    counts = target != ignored
+    log_total = tl.load(statistics_ptr + row) + tl.log(tl.load(statistics_ptr + rows + row))
+    if tl.program_id(1) == 0:
+        picked = tl.load(statistics_ptr + 2 * rows + row)
+        loss = log_total - hit * picked - rest * tl.load(statistics_ptr + 3 * rows + row)
+        tl.store(loss_ptr + row, tl.where(counts, loss, 0.0))
     pointers = logits_ptr + row * row_stride + offsets
-    x = tl.load(pointers, mask=offsets < width).to(tl.float32)
-    tl.store(pointers, tl.exp(x - log_total) - uniform, mask=offsets < width)
+    y = _logit(tl.load(pointers, mask=offsets < width).to(tl.float32), scale, cap, CAPPED)
+    grad = tl.exp(y - log_total) - rest - tl.where(offsets == target - first, hit, 0.0)
+    if CAPPED:
+        grad *= scale * (cap - y * y / cap)
+    else:
+        grad *= scale
+    tl.store(pointers, tl.where(counts, grad, 0.0), mask=offsets < width)
 
 
-@row_statistics.register_kernel("cuda")
-def row_statistics_triton(logits_Nv: Tensor, padded: bool = False) -> Tensor:
-    if wide(logits_Nv.dtype) != torch.float32 or logits_Nv.stride(-1) != 1:
-        return _plain(row_statistics)(logits_Nv)
+def row_statistics_triton(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
+    """`row_statistics` by a kernel."""
     rows, columns = logits_Nv.shape
-    out_3N = logits_Nv.new_empty((3, rows), dtype=torch.float32)
-    block = power_of_two(columns, 4096)
-    sizes = (logits_Nv.stride(0), rows, columns, _width(logits_Nv, padded))
-    launch(statistics_kernel, (rows,), logits_Nv, out_3N, *sizes, num_warps=8, BLOCK=block)
-    return out_3N
+    out_4N = logits_Nv.new_empty((4, rows), dtype=torch.float32)
+    sizes = (logits_Nv.stride(0), rows, columns, _width(logits_Nv, rule.padded))
+    numbers = (rule.start, rule.ignore_index, float(rule.scale), float(rule.cap))
+    flags = {"CAPPED": bool(rule.cap), "BLOCK": power_of_two(columns, 4096)}
+    given = (logits_Nv, target_N.contiguous(), out_4N)
+    launch(statistics_kernel, (rows,), *given, *sizes, *numbers, num_warps=8, **flags)
+    return out_4N
 
 
-@softmax_minus_.register_kernel("cuda")
-def softmax_minus_triton(logits_Nv: Tensor, log_total_N: Tensor, uniform: float, padded: bool = False) -> None:
-    if wide(logits_Nv.dtype) != torch.float32 or logits_Nv.stride(-1) != 1:
-        _plain(softmax_minus_)(logits_Nv, log_total_N, uniform)
-        return
-    rows, width = len(logits_Nv), _width(logits_Nv, padded)
+def replace_by_gradient_triton(logits_Nv: Tensor, statistics_4N: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
+    """`replace_by_gradient_` by a kernel."""
+    rows, width = len(logits_Nv), _width(logits_Nv, rule.padded)
+    loss_N = statistics_4N.new_empty(rows)
     block = power_of_two(width, 4096)
-    sizes = (logits_Nv.stride(0), width, float(uniform))
-    launch(softmax_minus_kernel, (rows, -(-width // block)), logits_Nv, log_total_N, *sizes, BLOCK=block)
-
-
-def _plain(operation: Any) -> Any:
-    return operation._init_fn
+    sizes = (logits_Nv.stride(0), rows, width, rule.start, rule.ignore_index)
+    numbers = (float(rule.hit), float(rule.rest), float(rule.scale), float(rule.cap))
+    flags = {"CAPPED": bool(rule.cap), "BLOCK": block}
+    given = (logits_Nv, statistics_4N.contiguous(), target_N.contiguous(), loss_N)
+    launch(gradient_kernel, (rows, -(-width // block)), *given, *sizes, *numbers, **flags)
+    return loss_N

@@ -65,17 +65,32 @@ bias_gelu.register_autograd(_backward, setup_context=_setup)
 
 
 @jit
+def gelu_value(x, TANH: tl.constexpr):
+    if TANH:
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(u)) / 2 = sigmoid(2 u)
+    else:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return y
+
+
+@jit
+def gelu_slope(x, TANH: tl.constexpr):
+    if TANH:
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        slope = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        slope = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return slope
+
+
+@jit
 def gelu_kernel(x_ptr, bias_ptr, out_ptr, stride, N, BIAS: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + n, mask=n < N).to(tl.float32)
     if BIAS:
         x += tl.load(bias_ptr + n, mask=n < N).to(tl.float32)
-    if TANH:
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # (1 + tanh(u)) / 2 = sigmoid(2 u)
-    else:
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    tl.store(out_ptr + row * N + n, y, mask=n < N)
+    tl.store(out_ptr + row * N + n, gelu_value(x, TANH), mask=n < N)
 
 
 @jit
@@ -93,12 +108,7 @@ def gelu_backward_kernel(
         x = tl.load(x_ptr + wide_row * stride + n, mask=n < N).to(tl.float32)
         if BIAS:
             x += bias
-        if TANH:
-            s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-            slope = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        else:
-            slope = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-        dx = tl.load(grad_ptr + wide_row * grad_stride + n, mask=n < N, other=0.0).to(tl.float32) * slope
+        dx = tl.load(grad_ptr + wide_row * grad_stride + n, mask=n < N, other=0.0).to(tl.float32) * gelu_slope(x, TANH)
         tl.store(grad_x_ptr + wide_row * N + n, dx, mask=n < N)
         total += dx
     if BIAS:

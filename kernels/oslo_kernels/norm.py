@@ -10,92 +10,142 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oslo_kernels import long_norm
 from oslo_kernels.language import jit, launch, power_of_two, rows_of, strips, tl, wide
 from oslo_kernels.operation import operation
 
 LONGEST = 1 << 13
-"""Longer rows do not fit into one program and are left to plain torch."""
+"""Longer rows do not fit into one program; `long_norm` has kernels that pass over a row in pieces."""
+
+
+def result_dtype(summed: torch.dtype, weight: torch.dtype, keeps_dtype: bool) -> torch.dtype:
+    """The dtype of the norm: that of the sum, or what torch makes of its product with the weight."""
+    return summed if keeps_dtype else torch.promote_types(summed, weight)
 
 
 def reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    offset: float = 0.0,
+    keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`add_norm` in plain torch."""
     summed = x if residual is None else x + residual
-    h = summed.to(wide(x.dtype))
+    h = summed.to(wide(summed.dtype))
     mean = h.mean(-1, keepdim=True) if centered else h.new_zeros((*h.shape[:-1], 1))
     scale = ((h - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = (h - mean) * scale * weight
+    y = (h - mean) * scale * (weight.to(h.dtype) + offset if offset else weight)
     y = y if bias is None else y + bias
     kept = x.new_empty(0) if residual is None else summed
-    return y.to(x.dtype), kept, torch.stack((rows_of(mean), rows_of(scale)))
+    dtype = result_dtype(summed.dtype, weight.dtype, keeps_dtype)
+    return y.to(dtype), kept, torch.stack((rows_of(mean), rows_of(scale)))
 
 
 @operation("oslo::add_norm")
 def add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    offset: float = 0.0,
+    keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``norm(x + residual) * weight + bias``.
+    """``norm(x + residual) * (weight + offset) + bias``. Dtypes may differ; it computes in float32 at least.
 
     Args:
         x: ``[..., N]``, as ``residual``; ``weight`` and ``bias`` are ``[N]``.
         centered: a LayerNorm; otherwise a root-mean-square norm.
+        offset: added to the weight, as Gemma does.
+        keeps_dtype: whether the norm has the dtype of the sum even if that of the weight is wider.
 
     Returns:
         The norm; the sum ``x + residual`` (empty without a residual); the mean (zero unless centered) and the scale of
         each row, ``[2, rows, 1]``.
     """
-    return reference(x, residual, weight, bias, eps, centered)
+    return reference(x, residual, weight, bias, eps, centered, offset, keeps_dtype)
 
 
 @operation("oslo::add_norm_backward")
 def add_norm_backward(
-    grad: Tensor, grad_sum: Tensor | None, summed: Tensor, statistics: Tensor, weight: Tensor, centered: bool
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    summed: Tensor,
+    statistics: Tensor,
+    weight: Tensor,
+    centered: bool,
+    offset: float = 0.0,
+    bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the sum (which ``x`` and ``residual`` share), of the weight and of the bias."""
+    """The gradients of the sum (which ``x`` and ``residual`` share), of the weight and of the bias (empty if none)."""
     dtype = wide(summed.dtype)
     mean, scale = statistics.to(dtype)
     normed = (rows_of(summed).to(dtype) - mean) * scale
     dy = rows_of(grad).to(dtype)
-    wdy = dy * weight
+    wdy = dy * (weight.to(dtype) + offset if offset else weight)
     dx = wdy - normed * (wdy * normed).mean(-1, keepdim=True)
     if centered:
         dx = dx - wdy.mean(-1, keepdim=True)
     dx = (dx * scale).view(summed.shape)
     dx = dx if grad_sum is None else dx + grad_sum
-    return dx.to(summed.dtype), (dy * normed).sum(0).to(weight.dtype), dy.sum(0).to(weight.dtype)
+    dbias = dy.sum(0).to(weight.dtype) if bias else weight.new_empty(0)
+    return dx.to(summed.dtype), (dy * normed).sum(0).to(weight.dtype), dbias
 
 
 @add_norm.register_fake
 def _(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    offset: float = 0.0,
+    keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.numel() // x.shape[-1]
-    summed = x.new_empty(0) if residual is None else torch.empty_like(x)
-    return torch.empty_like(x), summed, x.new_empty((2, rows, 1), dtype=wide(x.dtype))
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    summed = x.new_empty(0) if residual is None else torch.empty_like(x, dtype=dtype)
+    y = torch.empty_like(x, dtype=result_dtype(dtype, weight.dtype, keeps_dtype))
+    return y, summed, x.new_empty((2, rows, 1), dtype=wide(dtype))
 
 
 @add_norm_backward.register_fake
 def _(
-    grad: Tensor, grad_sum: Tensor | None, summed: Tensor, statistics: Tensor, weight: Tensor, centered: bool
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    summed: Tensor,
+    statistics: Tensor,
+    weight: Tensor,
+    centered: bool,
+    offset: float = 0.0,
+    bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(summed), torch.empty_like(weight), torch.empty_like(weight)
+    return torch.empty_like(summed), torch.empty_like(weight), torch.empty_like(weight) if bias else weight.new_empty(0)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    x, residual, weight, bias, _, ctx.centered = inputs
-    ctx.residual, ctx.bias = residual is not None, bias is not None
+    x, residual, weight, bias, _, ctx.centered, ctx.offset, _ = inputs
+    ctx.bias, ctx.dtypes = bias is not None, (x.dtype, None if residual is None else residual.dtype)
     ctx.save_for_backward(x if residual is None else output[1], output[2], weight)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     summed, statistics, weight = ctx.saved_tensors
+    of_x, of_residual = ctx.dtypes
     grad = torch.zeros_like(summed) if grad is None else grad
+    grad_sum = None if of_residual is None else grad_sum
     dx, dweight, dbias = add_norm_backward(
-        grad, grad_sum if ctx.residual else None, summed, statistics, weight, ctx.centered
+        grad, grad_sum, summed, statistics, weight, ctx.centered, ctx.offset, ctx.bias
     )
-    return dx, dx if ctx.residual else None, dweight, dbias if ctx.bias else None, None, None
+    more = (dweight, dbias if ctx.bias else None, None, None, None, None)
+    return dx.to(of_x), None if of_residual is None else dx.to(of_residual), *more
 
 
 add_norm.register_autograd(_backward, setup_context=_setup)
@@ -104,7 +154,7 @@ add_norm.register_autograd(_backward, setup_context=_setup)
 @jit
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, statistics_ptr, x_stride, residual_stride, rows, N, eps,
-    RESIDUAL: tl.constexpr, BIAS: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+    offset, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
@@ -123,7 +173,7 @@ def norm_kernel(
         tl.store(statistics_ptr + row, 0.0)
     scale = tl.rsqrt(tl.sum(h * h, 0) / N + eps)
     tl.store(statistics_ptr + rows + row, scale)
-    y = h * scale * tl.load(weight_ptr + n, mask=n < N).to(tl.float32)
+    y = h * scale * (tl.load(weight_ptr + n, mask=n < N).to(tl.float32) + offset)
     if BIAS:
         y += tl.load(bias_ptr + n, mask=n < N).to(tl.float32)
     tl.store(y_ptr + row * N + n, y, mask=n < N)
@@ -132,12 +182,12 @@ def norm_kernel(
 @jit
 def norm_backward_kernel(
     grad_ptr, grad_sum_ptr, sum_ptr, statistics_ptr, weight_ptr, dx_ptr, partial_ptr,
-    grad_stride, grad_sum_stride, sum_stride, rows, N, STRIPS,
-    GRAD_SUM: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+    grad_stride, grad_sum_stride, sum_stride, rows, N, STRIPS, offset,
+    GRAD_SUM: tl.constexpr, BIAS: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(0)
     n = tl.arange(0, BLOCK)
-    weight = tl.load(weight_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + n, mask=n < N, other=0.0).to(tl.float32) + offset
     total_weight = tl.zeros((BLOCK,), tl.float32)
     total_bias = tl.zeros((BLOCK,), tl.float32)
     for row in range(strip, rows, STRIPS):
@@ -156,9 +206,11 @@ def norm_backward_kernel(
             dx += tl.load(grad_sum_ptr + wide_row * grad_sum_stride + n, mask=n < N).to(tl.float32)
         tl.store(dx_ptr + wide_row * N + n, dx, mask=n < N)
         total_weight += dy * normed
-        total_bias += dy
+        if BIAS:
+            total_bias += dy
     tl.store(partial_ptr + tl.cast(strip, tl.int64) * N + n, total_weight, mask=n < N)
-    tl.store(partial_ptr + tl.cast(STRIPS + strip, tl.int64) * N + n, total_bias, mask=n < N)
+    if BIAS:
+        tl.store(partial_ptr + tl.cast(STRIPS + strip, tl.int64) * N + n, total_bias, mask=n < N)
 
 
 def warps(block: int, backward: bool = False) -> int:
@@ -168,39 +220,61 @@ def warps(block: int, backward: bool = False) -> int:
 
 @add_norm.register_kernel("cuda")
 def add_norm_triton(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    offset: float = 0.0,
+    keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    N = x.shape[-1]
-    if x.dtype == torch.float64 or N > LONGEST or not x.numel():
-        return reference(x, residual, weight, bias, eps, centered)
+    N, dtype = x.shape[-1], x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    if dtype == torch.float64 or not x.numel():
+        return reference(x, residual, weight, bias, eps, centered, offset, keeps_dtype)
     matrix = rows_of(x)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    summed = x.new_empty(0) if residual is None else torch.empty_like(y)
+    y = x.new_empty(x.shape, dtype=result_dtype(dtype, weight.dtype, keeps_dtype))
+    summed = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
     statistics = x.new_empty((2, len(matrix), 1), dtype=torch.float32)
     added, shift = matrix if residual is None else rows_of(residual), weight if bias is None else bias
-    block = power_of_two(N, LONGEST)
-    flags = {"RESIDUAL": residual is not None, "BIAS": bias is not None, "CENTERED": centered, "BLOCK": block}
-    sizes = (matrix.stride(0), added.stride(0), len(matrix), N, eps)
+    flags = {"RESIDUAL": residual is not None, "BIAS": bias is not None, "CENTERED": centered}
+    sizes = (matrix.stride(0), added.stride(0), len(matrix), N, eps, offset)
     tensors = (matrix, added, weight.contiguous(), shift.contiguous(), y, summed, statistics)
-    launch(norm_kernel, (len(matrix),), *tensors, *sizes, num_warps=warps(block), **flags)
+    if N > LONGEST:
+        launch(long_norm.norm_kernel, (len(matrix),), *tensors, *sizes, num_warps=8, BLOCK=long_norm.PIECE, **flags)
+    else:
+        block = power_of_two(N, LONGEST)
+        launch(norm_kernel, (len(matrix),), *tensors, *sizes, num_warps=warps(block), BLOCK=block, **flags)
     return y, summed, statistics
 
 
 @add_norm_backward.register_kernel("cuda")
 def add_norm_backward_triton(
-    grad: Tensor, grad_sum: Tensor | None, summed: Tensor, statistics: Tensor, weight: Tensor, centered: bool
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    summed: Tensor,
+    statistics: Tensor,
+    weight: Tensor,
+    centered: bool,
+    offset: float = 0.0,
+    bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     N = summed.shape[-1]
-    if summed.dtype == torch.float64 or N > LONGEST or not summed.numel():
-        return add_norm_backward.plain(grad, grad_sum, summed, statistics, weight, centered)
+    if summed.dtype == torch.float64 or not summed.numel():
+        return add_norm_backward.plain(grad, grad_sum, summed, statistics, weight, centered, offset, bias)
     matrix, dy = rows_of(summed), rows_of(grad)
     more = dy if grad_sum is None else rows_of(grad_sum)
     dx, count = torch.empty_like(summed, memory_format=torch.contiguous_format), strips(len(matrix))
-    partial = summed.new_empty((2, count, N), dtype=torch.float32)
-    block = power_of_two(N, LONGEST)
-    flags = {"GRAD_SUM": grad_sum is not None, "CENTERED": centered, "BLOCK": block}
-    sizes = (dy.stride(0), more.stride(0), matrix.stride(0), len(matrix), N, count)
-    tensors = (dy, more, matrix, statistics, weight.contiguous(), dx, partial)
-    launch(norm_backward_kernel, (count,), *tensors, *sizes, num_warps=warps(block, backward=True), **flags)
-    grads = partial.sum(1).to(weight.dtype)
-    return dx, grads[0].clone(), grads[1].clone()
+    partial = summed.new_empty((1 + bias, count, N), dtype=torch.float32)
+    flags: dict[str, Any] = {"GRAD_SUM": grad_sum is not None, "CENTERED": centered}
+    strides = (dy.stride(0), more.stride(0), matrix.stride(0))
+    tensors = (dy, more, matrix, statistics, weight.contiguous())
+    if N > LONGEST:
+        long_norm.backward(tensors, strides, dx, partial, offset, flags)
+    else:
+        block = power_of_two(N, LONGEST)
+        sizes = (*strides, len(matrix), N, count, offset)
+        flags |= {"BIAS": bias, "BLOCK": block}
+        launch(norm_backward_kernel, (count,), *tensors, dx, partial, *sizes, num_warps=warps(block, True), **flags)
+    grads = [part.sum(0).to(weight.dtype) for part in partial]
+    return dx, grads[0], grads[1] if bias else weight.new_empty(0)

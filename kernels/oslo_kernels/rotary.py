@@ -1,4 +1,4 @@
-"""Rotary position embedding in one pass, in the variant that pairs the first half of a head with the second.
+"""Rotary position embedding of queries and keys in one launch, in the variant that pairs the halves of a head.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
 """
@@ -14,80 +14,122 @@ from oslo_kernels.language import jit, launch, power_of_two, tl, wide
 from oslo_kernels.operation import operation
 
 
-def reference(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
-    """`rotary` in plain torch."""
-    h, c, s = (part.to(wide(x.dtype)) for part in (x, cos.unsqueeze(1), sin.unsqueeze(1)))
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+    rest = x[..., cos.shape[-1] :]
+    h, c, s = (part.to(wide(x.dtype)) for part in (x[..., : cos.shape[-1]], cos.unsqueeze(1), sin.unsqueeze(1)))
     one, two = (h * s if backward else h).chunk(2, -1)
     turned = torch.cat((two, -one) if backward else (-two, one), -1)
-    return (h * c + (turned if backward else turned * s)).to(x.dtype)
+    turned = (h * c + (turned if backward else turned * s)).to(x.dtype)
+    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned
+
+
+def reference(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
+    """`rotary` in plain torch."""
+    return _turned(query, cos, sin, backward), _turned(key, cos, sin, backward)
 
 
 @operation("oslo::rotary")
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
-    """``x * cos + rotate_half(x) * sin``, or with ``backward`` the gradient of ``x`` from that of the result.
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
+    """``x * cos + rotate_half(x) * sin`` of queries and keys, or with ``backward`` their gradients from the results'.
 
     Args:
-        x: ``[batch, heads, length, width]``; the last stride is 1, the others are arbitrary.
-        cos, sin: ``[batch or 1, length, width]``; without gradients.
+        query, key: ``[batch, heads, length, width]`` with heads of their own; strides are arbitrary but for the last,
+            which is 1.
+        cos, sin: ``[batch or 1, length, turned]``; without gradients. What follows the first ``turned`` elements of a
+            head stays as it is.
     """
-    return reference(x, cos, sin, backward)
+    return reference(query, key, cos, sin, backward)
 
 
 @rotary.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
-    return torch.empty_like(x)
+def _(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key)
 
 
-def _setup(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, cos, sin, ctx.backward = inputs
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, _, cos, sin, ctx.backward = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return rotary(grad, *ctx.saved_tensors, not ctx.backward), None, None, None
+def _backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> tuple[Tensor | None, ...]:
+    return *rotary(of_query, of_key, *ctx.saved_tensors, not ctx.backward), None, None, None
 
 
 rotary.register_autograd(_backward, setup_context=_setup)
 
 
 @jit
-def rotary_kernel(
-    x_ptr, cos_ptr, sin_ptr, y_ptr, x_batch, x_head, x_position, y_batch, y_head, y_position, table_batch,
-    length, heads, HALF: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+def _turn(
+    x_ptr, y_ptr, cos_ptr, sin_ptr, table, x_head, y_head, heads, first,
+    HALF: tl.constexpr, REST: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    batch = (tl.program_id(0) // length).to(tl.int64)
-    position = (tl.program_id(0) % length).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None].to(tl.int64)
+    head = (first * HEADS + tl.arange(0, HEADS))[:, None].to(tl.int64)
     d = tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (d < HALF)
-    table = table_batch * batch + position * (2 * HALF) + d
-    c1 = tl.load(cos_ptr + table, mask=d < HALF).to(tl.float32)
-    c2 = tl.load(cos_ptr + table + HALF, mask=d < HALF).to(tl.float32)
-    s1 = tl.load(sin_ptr + table, mask=d < HALF).to(tl.float32)
-    s2 = tl.load(sin_ptr + table + HALF, mask=d < HALF).to(tl.float32)
-    x = x_ptr + batch * x_batch + position * x_position + head * x_head + d
+    c1 = tl.load(cos_ptr + table + d, mask=d < HALF).to(tl.float32)
+    c2 = tl.load(cos_ptr + table + HALF + d, mask=d < HALF).to(tl.float32)
+    s1 = tl.load(sin_ptr + table + d, mask=d < HALF).to(tl.float32)
+    s2 = tl.load(sin_ptr + table + HALF + d, mask=d < HALF).to(tl.float32)
+    x = x_ptr + head * x_head + d
     x1 = tl.load(x, mask=inside).to(tl.float32)
     x2 = tl.load(x + HALF, mask=inside).to(tl.float32)
-    y = y_ptr + batch * y_batch + position * y_position + head * y_head + d
+    y = y_ptr + head * y_head + d
     if BACKWARD:
         tl.store(y, x1 * c1 + x2 * s2, mask=inside)
         tl.store(y + HALF, x2 * c2 - x1 * s1, mask=inside)
     else:
         tl.store(y, x1 * c1 - x2 * s1, mask=inside)
         tl.store(y + HALF, x2 * c2 + x1 * s2, mask=inside)
+    if REST > 0:
+        r = tl.arange(0, REST_BLOCK)[None, :]
+        there = (head < heads) & (r < REST)
+        rest = tl.load(x_ptr + head * x_head + 2 * HALF + r, mask=there)
+        tl.store(y_ptr + head * y_head + 2 * HALF + r, rest, mask=there)
+
+
+@jit
+def rotary_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    q_batch, q_head, q_position, k_batch, k_head, k_position,
+    q_out_batch, q_out_head, q_out_position, k_out_batch, k_out_head, k_out_position,
+    table_batch, length, q_heads, k_heads, q_programs, HALF: tl.constexpr, REST: tl.constexpr, BACKWARD: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    batch = (tl.program_id(0) // length).to(tl.int64)
+    position = (tl.program_id(0) % length).to(tl.int64)
+    program = tl.program_id(1)
+    table = table_batch * batch + position * (2 * HALF)
+    if program < q_programs:
+        q = q_ptr + batch * q_batch + position * q_position
+        out = q_out_ptr + batch * q_out_batch + position * q_out_position
+        _turn(q, out, cos_ptr, sin_ptr, table, q_head, q_out_head, q_heads, program,
+              HALF, REST, BACKWARD, HEADS, BLOCK, REST_BLOCK)  # fmt: skip
+    else:
+        k = k_ptr + batch * k_batch + position * k_position
+        out = k_out_ptr + batch * k_out_batch + position * k_out_position
+        _turn(k, out, cos_ptr, sin_ptr, table, k_head, k_out_head, k_heads, program - q_programs,
+              HALF, REST, BACKWARD, HEADS, BLOCK, REST_BLOCK)  # fmt: skip
 
 
 @rotary.register_kernel("cuda")
-def rotary_triton(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
-    batch, heads, length, width = x.shape
-    if x.dtype == torch.float64 or x.stride(-1) != 1 or width % 2 or not x.numel():
-        return reference(x, cos, sin, backward)
-    cos, sin, y = cos.contiguous(), sin.contiguous(), torch.empty_like(x)
+def rotary_triton(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, backward: bool = False
+) -> tuple[Tensor, Tensor]:
+    batch, q_heads, length, width = query.shape
+    k_heads, turned = key.shape[1], cos.shape[-1]
+    strided = query.stride(-1) != 1 or key.stride(-1) != 1
+    if query.dtype == torch.float64 or strided or turned % 2 or not (query.numel() and key.numel()):
+        return reference(query, key, cos, sin, backward)
+    cos, sin, out = cos.contiguous(), sin.contiguous(), (torch.empty_like(query), torch.empty_like(key))
     table_batch = cos.stride(0) if len(cos) > 1 else 0
-    block = power_of_two(width // 2, 1 << 20)
-    together = power_of_two(heads, max(1, 4096 // block))
-    strides = (*x.stride()[:3], *y.stride()[:3])
-    flags = {"HALF": width // 2, "BACKWARD": backward, "HEADS": together, "BLOCK": block}
-    grid = (batch * length, -(-heads // together))
-    launch(rotary_kernel, grid, x, cos, sin, y, *strides, table_batch, length, heads, **flags)
-    return y
+    block = power_of_two(turned // 2, 1 << 20)
+    together = power_of_two(max(q_heads, k_heads), max(1, 4096 // block))
+    strides = [stride for x in (query, key, *out) for stride in x.stride()[:3]]
+    q_programs, k_programs = -(-q_heads // together), -(-k_heads // together)
+    flags = {"HALF": turned // 2, "REST": width - turned, "BACKWARD": backward, "HEADS": together, "BLOCK": block}
+    flags["REST_BLOCK"] = power_of_two(width - turned, 1 << 20)
+    sizes = (table_batch, length, q_heads, k_heads, q_programs)
+    grid = (batch * length, q_programs + k_programs)
+    launch(rotary_kernel, grid, query, key, cos, sin, *out, *strides, *sizes, **flags)
+    return out

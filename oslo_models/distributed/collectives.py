@@ -42,6 +42,34 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tens
     return x
 
 
+@dataclass
+class PendingSum:
+    """A sum over the axis that was started; `wait` gives it."""
+
+    x: Tensor
+    axis: Axis
+    work: Any = None
+
+    def wait(self) -> Tensor:
+        """The sum. On a GPU, the current stream waits for it, not this process."""
+        if self.work is not None:
+            with waiting(self.axis, "a sum"):
+                if _is_queued(self.axis, self.x):
+                    _watch(self.axis, self.work, "a sum")
+                else:
+                    self.work.wait()
+        return self.x
+
+
+def start_all_reduce(axis: Axis, x: Tensor) -> PendingSum:
+    """Start to sum a temporary over the axis, in place; it must be kept as it is until `PendingSum.wait`."""
+    if axis.size == 1 or axis.threads is not None or (x.is_cpu and shared_memory_of(axis)):
+        return PendingSum(all_reduce(axis, x), axis)  # there is nothing to wait for
+    with waiting(axis, "a sum"):
+        work = dist.all_reduce(x, op=SUM, group=axis.group, async_op=True)
+    return PendingSum(x, axis, work)
+
+
 def all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """Concatenate the shards of all ranks along ``dim``.
 

@@ -38,6 +38,15 @@ RMS_NORMS = _names("""
     solar_open.SolarOpenRMSNorm t5.T5LayerNorm youtu.YoutuRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
+GEMMA_NORMS = _names("""
+    gemma.GemmaRMSNorm gemma2.Gemma2RMSNorm gemma3.Gemma3RMSNorm vaultgemma.VaultGemmaRMSNorm
+""")
+"""Copies of GemmaRMSNorm."""
+OLMO2_NORMS = _names("""
+    afmoe.AfmoeRMSNorm flex_olmo.FlexOlmoRMSNorm flint.FlintRMSNorm gpt_oss.GptOssRMSNorm olmo2.Olmo2RMSNorm
+    olmo3.Olmo3RMSNorm
+""")
+"""Copies of Olmo2RMSNorm."""
 
 # MLPs -----------------------------------------------------------------------------------------------------------------
 
@@ -54,6 +63,14 @@ GATED_MLPS = _names("""
     stablelm.StableLmMLP vaultgemma.VaultGemmaMLP youtu.YoutuMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
+PACKED_MLPS = _names("""
+    glm.GlmMLP glm4.Glm4MLP phi3.Phi3MLP
+""")
+"""Copies of Phi3MLP, with gate and up projection in one matrix."""
+NEOX_MLPS = _names("""
+    gpt_neox.GPTNeoXMLP persimmon.PersimmonMLP
+""")
+"""Copies of GPTNeoXMLP."""
 GPT2_MLPS = _names("""
     gpt2.GPT2MLP gpt_bigcode.GPTBigCodeMLP gpt_neo.GPTNeoMLP
 """)
@@ -89,6 +106,10 @@ LLAMA_BLOCKS = _names("""
     starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
+GEMMA2_BLOCKS = _names("""
+    gemma2.Gemma2DecoderLayer gemma3.Gemma3DecoderLayer
+""")
+"""Copies of Gemma2DecoderLayer."""
 BERT_OUTPUTS = _names("""
     bert.BertOutput bert.BertSelfOutput bert_generation.BertGenerationOutput
     bert_generation.BertGenerationSelfOutput big_bird.BigBirdOutput big_bird.BigBirdSelfOutput
@@ -147,6 +168,7 @@ ROTARY_ATTENTIONS = {
     """),
     "gemma2.Gemma2Attention": _names("gemma2.Gemma2Attention vaultgemma.VaultGemmaAttention"),
     "gemma3.Gemma3Attention": _names("gemma3.Gemma3Attention"),
+    "gpt_neox.GPTNeoXAttention": _names("gpt_neox.GPTNeoXAttention"),
     "hunyuan_v1_dense.HunYuanDenseV1Attention": _names("""
         hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention
     """),
@@ -156,7 +178,12 @@ ROTARY_ATTENTIONS = {
         llama.LlamaAttention qwen2_moe.Qwen2MoeAttention solar_open.SolarOpenAttention
     """),
     "mistral.MistralAttention": _names("mistral.MistralAttention mixtral.MixtralAttention"),
+    "olmo2.Olmo2Attention": _names("""
+        flex_olmo.FlexOlmoAttention minimax_m2.MiniMaxM2Attention olmo2.Olmo2Attention
+    """),
+    "olmo3.Olmo3Attention": _names("olmo3.Olmo3Attention"),
     "phi.PhiAttention": _names("phi.PhiAttention"),
+    "phi3.Phi3Attention": _names("phi3.Phi3Attention"),
     "qwen2.Qwen2Attention": _names("cwm.CwmAttention ministral.MinistralAttention qwen2.Qwen2Attention"),
     "qwen3.Qwen3Attention": _names("""
         dots1.Dots1Attention mellum.MellumAttention qwen3.Qwen3Attention qwen3_moe.Qwen3MoeAttention
@@ -170,9 +197,10 @@ ROTARY_ATTENTIONS = {
 ``apply_rotary_pos_emb``, or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
     afmoe.AfmoeAttention apertus.ApertusAttention bitnet.BitNetAttention deepseek_v3.DeepseekV3Attention
-    falcon.FalconAttention falcon.FalconFlashAttention2 flint.FlintAttention glm4_moe_lite.Glm4MoeLiteAttention
-    gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
-    hy_v3.HYV3Attention minicpm3.MiniCPM3Attention ministral3.Ministral3Attention nanochat.NanoChatAttention
-    olmoe.OlmoeAttention persimmon.PersimmonAttention youtu.YoutuAttention
+    falcon.FalconAttention falcon.FalconFlashAttention2 flint.FlintAttention glm4_moe.Glm4MoeAttention
+    glm4_moe_lite.Glm4MoeLiteAttention gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention
+    granitemoe_swa.GraniteMoeSWAAttention hy_v3.HYV3Attention laguna.LagunaAttention minicpm3.MiniCPM3Attention
+    ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention olmoe.OlmoeAttention
+    persimmon.PersimmonAttention youtu.YoutuAttention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

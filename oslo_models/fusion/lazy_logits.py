@@ -60,25 +60,33 @@ class LazyLogits(ShardedLogits):
     Attributes:
         logits_dtype: the dtype of the logits, which may be wider than that of the hidden states.
         bias: of the head, or added to the logits since.
+        scale, cap: the logits are ``scale`` times the head's output, or ``cap * tanh`` of that unless ``cap`` is zero.
         computed: the logits, once an operation has needed them.
     """
 
     head: LazyHead
     logits_dtype: torch.dtype
     bias: Tensor | None
+    scale: float
+    cap: float
     computed: Tensor | None
 
     @classmethod
-    def from_hidden(
-        cls, hidden: Tensor, head: LazyHead, dtype: torch.dtype | None = None, bias: Tensor | None = None
-    ) -> LazyLogits:
-        """Logits of this dtype and bias (default: those of ``head``)."""
+    def from_hidden(cls, hidden: Tensor, head: LazyHead) -> LazyLogits:
+        """The logits of these hidden states."""
         if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         logits = hidden.as_subclass(cls)
-        logits.head, logits.logits_dtype, logits.computed = head, dtype or hidden.dtype, None
-        logits.bias = head.bias if bias is None else bias
-        logits.tp, logits.vocab = head.tp, head.layouts["weight"]
+        logits.head, logits.logits_dtype, logits.bias = head, hidden.dtype, head.bias
+        logits.scale, logits.cap = 1.0, 0.0
+        logits.computed, logits.tp, logits.vocab = None, head.tp, head.layouts["weight"]
+        return logits
+
+    def changed(self, hidden: Tensor | None = None, **attributes: Any) -> LazyLogits:
+        """These logits with other attributes."""
+        logits: Any = LazyLogits.from_hidden(self.local() if hidden is None else hidden, self.head)
+        kept = {name: getattr(self, name) for name in ("logits_dtype", "bias", "scale", "cap")}
+        vars(logits).update({**kept, **attributes})
         return logits
 
     def _parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -88,21 +96,23 @@ class LazyLogits(ShardedLogits):
             return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _with_local(self, hidden: Tensor) -> LazyLogits:
-        return LazyLogits.from_hidden(hidden, self.head, self.logits_dtype, self.bias)
+        return self.changed(hidden)
 
     def _losses(self, target: Tensor, shard: VocabShard, reduction: str) -> Any:
         """The sum of the losses; losses per row (``reduction="none"``) need the logits."""
         if reduction == "none":
             return NotImplemented
         with without_override():
-            return linear_cross_entropy(self.local(), *self._parameters(), target, shard)
+            return linear_cross_entropy(self.local(), *self._parameters(), target, shard, self.scale, self.cap)
 
     def compute(self) -> Tensor:
         """The logits, sharded where the vocabulary is; computed once, so that changes in place persist."""
         if self.computed is None:
             hidden = copy_to(self.tp, self.local())
             with without_override():
-                self.computed = F.linear(hidden, *self._parameters()).to(self.logits_dtype)
+                logits = F.linear(hidden, *self._parameters()).to(self.logits_dtype)
+            logits = logits if self.scale == 1.0 else logits * self.scale
+            self.computed = self.cap * logits.tanh() if self.cap else logits
             if self.tp.size > 1:
                 self.computed = VocabParallelLogits.from_local(self.computed, self.tp, self.vocab)
         return self.computed
@@ -131,7 +141,7 @@ class LazyLogits(ShardedLogits):
 
 
 def _float(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    return LazyLogits.from_hidden(logits.local(), logits.head, torch.float32, logits.bias)
+    return logits.changed(logits_dtype=torch.float32)
 
 
 def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -139,15 +149,15 @@ def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     if kwargs or len(args) != 1:
         return NotImplemented
     if isinstance(args[0], torch.dtype) and torch.promote_types(args[0], logits.logits_dtype) == args[0]:
-        return LazyLogits.from_hidden(logits.local(), logits.head, args[0], logits.bias)
+        return logits.changed(logits_dtype=args[0])
     return logits if args[0] in (logits.logits_dtype, logits.local().device) else NotImplemented
 
 
 def _mul(logits: LazyLogits, factor: Any) -> Any:
-    """Multiplication by a number (Cohere, Granite), applied to the hidden states instead."""
-    if not isinstance(factor, (int, float)) or logits.bias is not None:
+    """Multiplication by a number (Cohere, Granite), before or after a cap (Gemma 2)."""
+    if not isinstance(factor, (int, float)) or not factor:
         return NotImplemented
-    return LazyLogits.from_hidden(logits.local() * factor, logits.head, logits.logits_dtype)
+    return logits.changed(cap=logits.cap * factor) if logits.cap else logits.changed(scale=logits.scale * factor)
 
 
 def _div(logits: LazyLogits, divisor: Any, **kwargs: Any) -> Any:
@@ -155,15 +165,20 @@ def _div(logits: LazyLogits, divisor: Any, **kwargs: Any) -> Any:
     return _mul(logits, 1 / divisor) if is_number else NotImplemented
 
 
+def _tanh(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """A soft cap (Gemma 2): one tanh, between two factors."""
+    return NotImplemented if args or kwargs or logits.cap else logits.changed(cap=1.0)
+
+
 def _add(logits: LazyLogits, other: Any) -> Any:
     """Adding one number per token of the vocabulary (LXMERT, BART) gives the head a bias."""
     size = logits.vocab_size
     if not isinstance(other, Tensor) or other.shape[-1:] != (size,) or other.numel() != size or logits.bias is not None:
         return NotImplemented
+    if logits.cap or logits.scale != 1.0:
+        return NotImplemented
     sizes = [stop - start for ((start, stop),) in logits.vocab.ranges]
-    return LazyLogits.from_hidden(
-        logits.local(), logits.head, logits.logits_dtype, scatter_to(logits.tp, other.flatten(), -1, sizes)
-    )
+    return logits.changed(bias=scatter_to(logits.tp, other.flatten(), -1, sizes))
 
 
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -175,6 +190,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _mul),
     **dict.fromkeys((Tensor.add, Tensor.__add__), _add),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _div),
+    **dict.fromkeys((Tensor.tanh, torch.tanh), _tanh),
     Tensor.contiguous: lambda logits, **kwargs: logits,
     _DTYPE: lambda logits: logits.logits_dtype,
 }

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oslo_kernels.cross_entropy import padded_logits, row_statistics, softmax_minus_
+from oslo_kernels.cross_entropy import Rule, padded_logits, replace_by_gradient_, row_statistics
 from oslo_kernels.language import wide
 from oslo_models.distributed.collectives import reduce_fresh
 from oslo_models.layers.cross_entropy import VocabShard
@@ -23,15 +23,21 @@ CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}
 CHUNKS, FAST_ROWS = 16, 256
 """On a CPU, a batch is split into this many chunks, or fewer if chunks would be too short for fast matrix products.
 
-On a GPU, chunks are as long as their memory allows: each launches some thirty kernels, and passes over the
-weight's gradient.
+On a GPU, chunks are as long as their memory allows: each launches five kernels (some more under tensor parallelism),
+and passes over the weight's gradient.
 """
 
 
 def linear_cross_entropy(
-    hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None, target_N: Tensor, shard: VocabShard
+    hidden_NH: Tensor,
+    weight_vH: Tensor,
+    bias_v: Tensor | None,
+    target_N: Tensor,
+    shard: VocabShard,
+    scale: float = 1.0,
+    cap: float = 0.0,
 ) -> Tensor:
-    """The cross entropy of ``hidden @ weight.T + bias``, summed over the rows that are not ignored, as a scalar.
+    """The cross entropy of the head's logits, summed over the rows that are not ignored, as a scalar.
 
     Gradients are computed in the forward pass, so it can be differentiated once. Half precision is summed in float32.
     Each chunk takes two all-reduces of O(rows) numbers, the backward pass one of ``hidden``'s gradient.
@@ -43,18 +49,26 @@ def linear_cross_entropy(
         bias_v: this rank's part of the head's bias.
         target_N: indices into the full vocabulary, the same on every rank.
         shard: this rank's shard of the vocabulary, and how targets count.
+        scale, cap: logits are ``scale * (hidden @ weight.T + bias)``, or ``cap * tanh`` of that unless ``cap`` is zero.
 
     Raises:
         IndexError: a target is neither in the vocabulary nor ``ignore_index``. On CUDA it is a device-side assertion,
             as with torch's cross entropy, which the next synchronisation reports.
     """
-    return _LinearCrossEntropy.apply(hidden_NH, weight_vH, bias_v, target_N, shard)
+    return _LinearCrossEntropy.apply(hidden_NH, weight_vH, bias_v, target_N, shard, scale, cap)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_vH: Tensor, bias_v: Tensor | None, target_N: Tensor, shard: VocabShard
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_vH: Tensor,
+        bias_v: Tensor | None,
+        target_N: Tensor,
+        shard: VocabShard,
+        scale: float,
+        cap: float,
     ) -> Tensor:
         rows = None
         known = ((target_N == shard.ignore_index) | ((target_N >= 0) & (target_N < shard.size))).all()
@@ -66,8 +80,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 raise IndexError(wrong)
             rows = (target_N != shard.ignore_index).nonzero().squeeze(-1)  # ignored rows cost nothing
             target_N = target_N[rows]
+        hit, rest = 1.0 - shard.smoothing, shard.smoothing / shard.size
+        rule = Rule(shard.local[0], shard.ignore_index, hit, rest, scale, cap, hidden_NH.is_cuda)
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            loss, ctx.grads = _run(hidden_NH, weight_vH, bias_v, target_N, rows, shard, ctx.needs_input_grad)
+            loss, ctx.grads = _run(hidden_NH, weight_vH, bias_v, target_N, rows, shard, rule, ctx.needs_input_grad)
         ctx.axis = shard.axis
         return loss
 
@@ -85,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 own.mul_(grad)
         if grads[0] is not None:
             grads[0] = reduce_fresh(ctx.axis, grads[0])
-        return (*grads, None, None)
+        return (*grads, None, None, None, None)
 
 
 def _run(
@@ -95,6 +111,7 @@ def _run(
     target_N: Tensor,
     rows: Tensor | None,
     shard: VocabShard,
+    rule: Rule,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The summed loss, and its gradients on this rank: of hidden states, weight and bias.
@@ -106,28 +123,30 @@ def _run(
     dtype = weight_vH.dtype
     sum_dtype = wide(dtype)
     size = _rows_at_once(len(target_N), weight_vH, shard)
-    grad_NH = torch.zeros_like(hidden_NH) if needs[0] else None
+    grad_NH = (torch.empty_like if rows is None else torch.zeros_like)(hidden_NH) if needs[0] else None
     grad_vH = torch.zeros_like(weight_vH, dtype=sum_dtype) if needs[1] else None
     grad_v = torch.zeros_like(bias_v, dtype=sum_dtype) if bias_v is not None and needs[2] else None
-    total = torch.zeros((), dtype=sum_dtype, device=hidden_NH.device)
+    losses = [hidden_NH.new_zeros(1, dtype=sum_dtype)]
     buffer = padded_logits(weight_vH, min(size, len(target_N)))
     for start in range(0, len(target_N), size):
-        target_C = target_N[start : start + size]
-        part = slice(start, start + size) if rows is None else rows[start : start + size]
-        hidden_CH = hidden_NH[part]
-        logits_Cv = buffer[: len(target_C)]
+        here = min(size, len(target_N) - start)
+        target_C, logits_Cv = target_N.narrow(0, start, here), buffer.narrow(0, 0, here)
+        index_C = None if rows is None else rows.narrow(0, start, here)
+        hidden_CH = hidden_NH.narrow(0, start, here) if index_C is None else hidden_NH[index_C]
         if bias_v is None:
             torch.mm(hidden_CH, weight_vH.T, out=logits_Cv)
         else:
             torch.addmm(bias_v, hidden_CH, weight_vH.T, out=logits_Cv)
-        total += _loss_and_gradient(logits_Cv, target_C, shard, any(needs))
-        if grad_NH is not None:
-            grad_NH[part] = logits_Cv @ weight_vH
+        losses.append(_loss_and_gradient(logits_Cv, target_C, shard, rule, any(needs)))
+        if grad_NH is not None and index_C is None:
+            torch.mm(logits_Cv, weight_vH, out=grad_NH.narrow(0, start, here))
+        elif grad_NH is not None:
+            grad_NH[index_C] = logits_Cv @ weight_vH
         if grad_vH is not None:
             _add_product_(grad_vH, logits_Cv.T, hidden_CH)
         if grad_v is not None:
             grad_v += logits_Cv.sum(0, dtype=sum_dtype)
-    return total, [grad if grad is None else grad.to(dtype) for grad in (grad_NH, grad_vH, grad_v)]
+    return torch.cat(losses).sum(), [grad if grad is None else grad.to(dtype) for grad in (grad_NH, grad_vH, grad_v)]
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -152,26 +171,18 @@ def _rows_at_once(rows: int, weight_vH: Tensor, shard: VocabShard) -> int:
     return max(1, min(most, fast))
 
 
-def _loss_and_gradient(logits_Cv: Tensor, target_C: Tensor, shard: VocabShard, differentiate: bool) -> Tensor:
-    """The summed loss of a chunk, whose logits are overwritten by their gradient."""
-    start, stop = shard.local
-    ignored_C = target_C == shard.ignore_index
-    elsewhere_C = ignored_C | (target_C < start) | (target_C >= stop)
-    index_C1 = (target_C - start).masked_fill(elsewhere_C, 0).unsqueeze(-1)
-    own_max_C, total_C, sum_C = row_statistics(logits_Cv, logits_Cv.is_cuda)
-    max_C = reduce_fresh(shard.axis, own_max_C.clone(), op=dist.ReduceOp.MAX)
-    picked_C = logits_Cv.gather(-1, index_C1).squeeze(-1).to(max_C.dtype).masked_fill(elsewhere_C, 0.0)
-    sums_3C = torch.stack((total_C * (own_max_C - max_C).exp(), picked_C, sum_C))
-    total_C, picked_C, sum_C = reduce_fresh(shard.axis, sums_3C)
-    log_total_C = total_C.log() + max_C
-    hit, rest = 1.0 - shard.smoothing, shard.smoothing / shard.size
-    loss_C = log_total_C - hit * picked_C
-    if rest:
-        loss_C -= rest * sum_C
-    if differentiate:
-        softmax_minus_(logits_Cv, log_total_C, rest, logits_Cv.is_cuda)
-        hits_C1 = torch.full_like(loss_C, -hit).masked_fill(elsewhere_C, 0.0).unsqueeze(-1)
-        logits_Cv.scatter_add_(-1, index_C1, hits_C1.to(logits_Cv.dtype))
-        if logits_Cv.is_cuda:
-            logits_Cv.masked_fill_(ignored_C.unsqueeze(-1), 0.0)
-    return loss_C.masked_fill(ignored_C, 0.0).sum()
+def _loss_and_gradient(
+    logits_Cv: Tensor, target_C: Tensor, shard: VocabShard, rule: Rule, differentiate: bool
+) -> Tensor:
+    """The losses of a chunk, whose logits are overwritten by their gradient."""
+    statistics_4C = row_statistics(logits_Cv, target_C, rule)
+    if shard.axis.size > 1:
+        own_max_C = statistics_4C[0].clone()
+        max_C = reduce_fresh(shard.axis, statistics_4C[0].clone(), op=dist.ReduceOp.MAX)
+        statistics_4C[0] = 0.0
+        statistics_4C[1] *= (own_max_C - max_C).exp()
+        statistics_4C = reduce_fresh(shard.axis, statistics_4C)
+        statistics_4C[0] = max_C
+    if not differentiate:
+        return rule.losses(statistics_4C, target_C)
+    return replace_by_gradient_(logits_Cv, statistics_4C, target_C, rule)

@@ -1,6 +1,6 @@
 """Layers of transformers that call the kernels of `oslo_kernels`; `rules` mixes them into the classes of layers.
 
-`attention` and `rotary_attention` have the attention layers.
+`norms` and `mlps` have these layers, `attention` and `rotary_attention` the attention layers.
 
 Under ``torch.compile``, and for inputs that its kernel does not support, a layer runs transformers' own code.
 """
@@ -16,12 +16,8 @@ from transformers.activations import NewGELUActivation
 from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels.dropout import bias_dropout_residual, new_seed
-from oslo_kernels.gelu import bias_gelu
 from oslo_kernels.linear import FasterRows, conv1d, linear
-from oslo_kernels.norm import add_norm
-from oslo_kernels.swiglu import swiglu
-from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.linear import ColumnParallelConv1D, ColumnParallelLinear
+from oslo_models.fusion.norms import FusedLayerNorm, FusedRMSNorm, add_and_norm_ahead
 
 # Linear layers --------------------------------------------------------------------------------------------------------
 
@@ -65,7 +61,7 @@ class FusedConv1D(FusedConv1DProduct, Conv1D):
         return self.product(x, self.weight, self.bias)
 
 
-# Norms and activations ------------------------------------------------------------------------------------------------
+# Activations ----------------------------------------------------------------------------------------------------------
 
 
 class TanhGELU(NewGELUActivation):
@@ -75,114 +71,48 @@ class TanhGELU(NewGELUActivation):
         return F.gelu(input, approximate="tanh")
 
 
-class FusedRMSNorm(nn.Module):
-    """The root-mean-square norm of Llama, of its copies and of T5, in one pass.
-
-    Given a residual, it returns the norm of ``hidden_states + residual``, and that sum.
-    """
-
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
-        dtypes = {x.dtype for x in (hidden_states, self.weight, residual) if x is not None}
-        if torch.compiler.is_compiling() or len(dtypes) > 1:
-            if residual is None:
-                return super().forward(hidden_states)
-            summed = hidden_states + residual
-            return super().forward(summed), summed
-        normed, summed, _ = add_norm(hidden_states, residual, self.weight, None, self.variance_epsilon, False)
-        return normed if residual is None else (normed, summed)
-
-
-class FusedLayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm``; given a residual, the norm of ``input + residual`` and that sum, in one pass."""
-
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
-        if residual is None:
-            return super().forward(input)
-        same_dtype = residual.dtype == self.weight.dtype == input.dtype
-        if torch.compiler.is_compiling() or not same_dtype or torch.is_autocast_enabled(input.device.type):
-            summed = input + residual
-            return super().forward(summed), summed
-        normed, summed, _ = add_norm(input, residual, self.weight, self.bias, self.eps, True)
-        return normed, summed
-
-
-# MLPs -----------------------------------------------------------------------------------------------------------------
-
-
-class FusedSwiGLU(nn.Module):
-    """The MLP of Llama and of its copies: SiLU and the product of gate and up projection in one pass."""
-
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return super().forward(x)
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-
-
-class FusedGELUMLP(nn.Module):
-    """An MLP of a linear layer, a GeLU and further layers: bias and GeLU in one pass or in the product's epilogue.
-
-    Attributes:
-        parts: the names of the linear layer, of the activation, and of the layers that follow.
-        approximate: the argument of ``F.gelu``.
-    """
-
-    parts: tuple[str, ...]
-    approximate: str
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        first, _, *rest = (getattr(self, name) for name in self.parts)
-        if torch.compiler.is_compiling() or not _is_plain(first):  # LoRA, FSDP or a hook may have changed the layer
-            return super().forward(hidden_states)
-        with without_override():
-            x = _gelu_of_linear(first, hidden_states, self.approximate)
-        for layer in rest:
-            x = layer(x)
-        return x
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-    plain = type(layer) in (nn.Linear, Conv1D, ColumnParallelLinear, ColumnParallelConv1D)
-    return plain and not hooked and layer.bias is not None
-
-
-def _gelu_of_linear(layer: Any, x: Tensor, approximate: str) -> Tensor:
-    weight_io = layer.weight if isinstance(layer, Conv1D) else layer.weight.T
-    if isinstance(layer, (ColumnParallelLinear, ColumnParallelConv1D)):
-        x = layer.enter_region(x)
-    same_dtype = x.dtype == layer.weight.dtype == layer.bias.dtype != torch.float64
-    casts = torch.is_autocast_enabled(x.device.type)  # which knows F.linear, but not this operation
-    if x.is_cuda and approximate == "tanh" and same_dtype and not casts and not torch.is_grad_enabled():
-        # the epilogue of cuBLASLt's product, which supports the tanh form only
-        out = torch._addmm_activation(layer.bias, x.reshape(-1, x.shape[-1]), weight_io, use_gelu=True)
-        return out.view(*x.shape[:-1], -1)
-    return bias_gelu(x @ weight_io, layer.bias, approximate)
-
-
 # Residuals ------------------------------------------------------------------------------------------------------------
 
 
 class FusedLlamaBlock(nn.Module):
-    """The block of Llama and of its copies: the first residual is added in the pass of the second norm."""
+    """The block of Llama and of its copies: each residual is added in the pass of the norm that follows.
+
+    Attributes:
+        following: the norm of the next block, or the last one of the model; empty where it is on another stage.
+    """
 
     input_layernorm: nn.Module
     self_attn: nn.Module
     post_attention_layernorm: nn.Module
     mlp: nn.Module
+    following: tuple[nn.Module, ...]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() or args or not isinstance(self.post_attention_layernorm, FusedRMSNorm):
             return super().forward(hidden_states, *args, **kwargs)
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         normed, summed = self.post_attention_layernorm(attended, hidden_states)
-        return summed + self.mlp(normed)
+        return add_and_norm_ahead(self, self.mlp(normed), summed)
+
+
+class FusedGemma2Block(nn.Module):
+    """The block of Gemma 2 and 3, whose outputs are normed before their residual is added."""
+
+    input_layernorm: nn.Module
+    self_attn: nn.Module
+    post_attention_layernorm: nn.Module
+    pre_feedforward_layernorm: nn.Module
+    mlp: nn.Module
+    post_feedforward_layernorm: nn.Module
+    following: tuple[nn.Module, ...]
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or args or not isinstance(self.pre_feedforward_layernorm, FusedRMSNorm):
+            return super().forward(hidden_states, *args, **kwargs)
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        attended = self.post_attention_layernorm(attended)
+        normed, summed = self.pre_feedforward_layernorm(attended, hidden_states)
+        return add_and_norm_ahead(self, self.post_feedforward_layernorm(self.mlp(normed)), summed)
 
 
 class FusedGPT2Block(nn.Module):

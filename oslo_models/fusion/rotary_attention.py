@@ -18,23 +18,28 @@ from oslo_models.fusion.attention import FusedEagerAttention, fused_eager_attent
 from oslo_models.fusion.known_layers import ROTARY_ATTENTIONS
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Llama's rotary position embedding of queries or keys in one pass, where the kernel supports the inputs.
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Llama's rotary position embedding of queries and keys in one launch, where the kernel supports the inputs.
 
     Args:
-        x: ``[batch, heads, length, width]``.
-        cos, sin: ``[batch or 1, length, width]``.
+        query, key: ``[batch, heads, length, width]``.
+        cos, sin: ``[batch or 1, length, turned]``; what follows the first ``turned`` elements of a head stays. They may
+            be wider (OLMo 2; under autocast); the results have the dtype of queries and keys.
     """
-    width = x.shape[-1]
+    turned = cos.shape[-1]
     constant = not (cos.requires_grad or sin.requires_grad)
-    if constant and cos.dim() == 3 and x.dtype == cos.dtype and cos.shape[-1] == width and width % 2 == 0:
-        return rotary(x, cos, sin)
-    turned = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), -1)
-    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+    if constant and cos.dim() == 3 and query.dtype == key.dtype and turned % 2 == 0:
+        return rotary(query, key, cos, sin)
+    made = []
+    for x in (query, key):
+        h, rest = x[..., :turned], x[..., turned:]
+        half = torch.cat((-h[..., turned // 2 :], h[..., : turned // 2]), -1)
+        made.append(torch.cat(((h * cos.unsqueeze(1) + half * sin.unsqueeze(1)).to(x.dtype), rest), -1))
+    return made[0], made[1]
 
 
 class FusedLlamaAttention(FusedEagerAttention):
-    """Llama's attention and that of its copies: one pass each for the positions of queries and of keys.
+    """Llama's attention and that of its copies: one launch for the positions of queries and keys.
 
     Layers that differ from Llama's override one of the methods. See `known_layers.ROTARY_ATTENTIONS`.
     """
@@ -48,13 +53,21 @@ class FusedLlamaAttention(FusedEagerAttention):
     scaling: float
     attention_dropout: float
 
+    def is_supported(self) -> bool:
+        """Whether `attend` computes what the layer does."""
+        return True
+
+    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, ``[batch, length, heads * width]``."""
+        return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, ``[batch, length, heads, width]``, after the norms of heads."""
         return query, key
 
     def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, ``[batch, heads, length, width]``, with their positions."""
-        return rotate(query, cos, sin), rotate(key, cos, sin)
+        return rotate(query, key, cos, sin)
 
     def options(self) -> dict[str, Any]:
         """What the attention function receives beside the arguments that all layers pass."""
@@ -65,7 +78,8 @@ class FusedLlamaAttention(FusedEagerAttention):
         return self.o_proj(attended)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        if torch.compiler.is_compiling() or args:  # whose order is not the same in all layers
+        # the order of arguments is not the same in all layers
+        if torch.compiler.is_compiling() or args or not self.is_supported():
             return super().forward(hidden_states, *args, **kwargs)
         return self.attend(hidden_states, **kwargs)
 
@@ -79,10 +93,7 @@ class FusedLlamaAttention(FusedEagerAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """The fused forward: the layer's output, and the weights if the attention function returns them."""
         shape = hidden_states.shape[:-1]
-        query, key, value = (
-            project(hidden_states).view(*shape, -1, self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = (x.view(*shape, -1, self.head_dim) for x in self.projected(hidden_states))
         query, key, value = (x.transpose(1, 2) for x in (*self.normed(query, key), value))
         query, key = self.positioned(query, key, *position_embeddings)
         if past_key_values is not None:
@@ -153,6 +164,64 @@ class FusedMistralAttention(FusedLlamaAttention):
         return {"sliding_window": getattr(self.config, "sliding_window", None)}
 
 
+class FusedOlmo2Attention(FusedLlamaAttention):
+    """`FusedLlamaAttention` with norms over all heads before the positions."""
+
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().projected(hidden_states)
+        return self.q_norm(query), self.k_norm(key), value
+
+
+class FusedOlmo3Attention(FusedOlmo2Attention):
+    """`FusedOlmo2Attention` with the layer's sliding window."""
+
+    sliding_window: int | None
+
+    def options(self) -> dict[str, Any]:
+        return {"sliding_window": self.sliding_window}
+
+
+class FusedPhi3Attention(FusedMistralAttention):
+    """`FusedMistralAttention` with one projection to queries, keys and values."""
+
+    qkv_proj: nn.Module
+    num_key_value_heads: int
+
+    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed, width = self.qkv_proj(hidden_states), self.num_key_value_heads * self.head_dim
+        query, key, value = packed.split([packed.shape[-1] - 2 * width, width, width], -1)
+        return query, key, value
+
+
+class FusedGPTNeoXAttention(FusedLlamaAttention):
+    """`FusedLlamaAttention` with query, key and value of each head adjacent, and other names."""
+
+    query_key_value: nn.Module
+    dense: nn.Module
+    head_size: int
+
+    @property
+    def head_dim(self) -> int:  # type: ignore[override]
+        """The width of a head."""
+        return self.head_size
+
+    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = self.query_key_value(hidden_states)
+        query, key, value = packed.view(*packed.shape[:-1], -1, 3 * self.head_size).chunk(3, -1)
+        return query, key, value
+
+    def output(self, attended: Tensor) -> Tensor:
+        return self.dense(attended)
+
+    def attend(  # type: ignore[override]
+        self, hidden_states: Tensor, position_embeddings: Any, layer_past: Any = None, **kwargs: Any
+    ) -> Any:
+        return super().attend(hidden_states, position_embeddings, past_key_values=layer_past, **kwargs)
+
+
 class FusedStarcoder2Attention(FusedMistralAttention):
     """`FusedMistralAttention` with dropout of the output."""
 
@@ -190,12 +259,13 @@ class FusedPartialRotaryAttention(FusedLlamaAttention):
     k_layernorm: nn.Module
     rotary_ndims: int
 
+    def is_supported(self) -> bool:
+        return self.rotary_ndims % 2 == 0  # otherwise the tables are wider than what is turned
+
     def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if self.qk_layernorm:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        n = self.rotary_ndims
-        turned = super().positioned(query[..., :n], key[..., :n], cos, sin)
-        return torch.cat((turned[0], query[..., n:]), -1), torch.cat((turned[1], key[..., n:]), -1)
+        return super().positioned(query, key, cos, sin)
 
 
 class FusedPhiAttention(FusedPartialRotaryAttention):
@@ -211,10 +281,14 @@ _BY_ORIGINAL: dict[str, type] = {
     "exaone4.Exaone4Attention": FusedExaone4Attention,
     "gemma2.Gemma2Attention": FusedGemma2Attention,
     "gemma3.Gemma3Attention": FusedQwen3Attention,
+    "gpt_neox.GPTNeoXAttention": FusedGPTNeoXAttention,
     "hunyuan_v1_dense.HunYuanDenseV1Attention": FusedHunYuanAttention,
     "llama.LlamaAttention": FusedLlamaAttention,
     "mistral.MistralAttention": FusedMistralAttention,
+    "olmo2.Olmo2Attention": FusedOlmo2Attention,
+    "olmo3.Olmo3Attention": FusedOlmo3Attention,
     "phi.PhiAttention": FusedPhiAttention,
+    "phi3.Phi3Attention": FusedPhi3Attention,
     "qwen2.Qwen2Attention": FusedQwen2Attention,
     "qwen3.Qwen3Attention": FusedQwen3Attention,
     "seed_oss.SeedOssAttention": FusedSeedOssAttention,

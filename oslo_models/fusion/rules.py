@@ -17,16 +17,21 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels import linear
 from oslo_models.distributed.mesh import Axis
-from oslo_models.fusion import apex, attention
+from oslo_models.fusion import apex, attention, mlps, norms
 from oslo_models.fusion import modules as fused
 from oslo_models.fusion.known_layers import (
     BERT_INTERMEDIATES,
     BERT_OUTPUTS,
     CALL_EAGER_ATTENTION,
     GATED_MLPS,
+    GEMMA2_BLOCKS,
+    GEMMA_NORMS,
     GPT2_MLPS,
     GPTJ_MLPS,
     LLAMA_BLOCKS,
+    NEOX_MLPS,
+    OLMO2_NORMS,
+    PACKED_MLPS,
     RMS_NORMS,
     ROTARY_LEFT_UNFUSED,
     T5_FEED_FORWARDS,
@@ -171,13 +176,8 @@ _PRODUCTS: dict[Any, type] = {F.linear: fused.FusedProduct, linear.plain_conv1d:
 
 
 def _lm_head(s: Subject) -> Iterator[FusionCandidate]:
-    why_not = ""
-    if getattr(s.model.config, "final_logit_softcapping", None):
-        why_not = "logits are capped by tanh before the loss"
-    elif s.model.loss_needs_full_logits:
-        why_not = "the loss needs the logits of the full vocabulary"
-    if why_not:
-        yield s.candidate("head and cross entropy", None, why_not)
+    if s.model.loss_needs_full_logits:
+        yield s.candidate("head and cross entropy", None, "the loss needs the logits of the full vocabulary")
         yield from _linear(s)
         return
     cls: type = LazyVocabParallelHead
@@ -207,6 +207,14 @@ def _fused_linear(s: Subject) -> type | None:
 # Activations and norms ------------------------------------------------------------------------------------------------
 
 
+_NORMS: dict[str, type] = {
+    **dict.fromkeys(RMS_NORMS, norms.FusedRMSNorm),
+    **dict.fromkeys(GEMMA_NORMS, norms.FusedGemmaNorm),
+    **dict.fromkeys(OLMO2_NORMS, norms.FusedOlmo2Norm),
+}
+"""The fused form of each root-mean-square norm."""
+
+
 def _gelu_new(s: Subject) -> Iterator[FusionCandidate]:
     yield s.candidate("gelu_new", fused.TanhGELU, "one operation instead of eight")
 
@@ -216,7 +224,10 @@ def _gelu(s: Subject) -> Iterator[FusionCandidate]:
 
 
 def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
-    yield s.on_gpu("root mean square norm", triton=fused.FusedRMSNorm, apex=apex.ApexRMSNorm)
+    if s.layer in RMS_NORMS:
+        yield s.on_gpu("root mean square norm", triton=norms.FusedRMSNorm, apex=apex.ApexRMSNorm)
+    else:
+        yield s.on_gpu("root mean square norm", triton=_NORMS[s.layer])
 
 
 def _is_fused_layer_norm(s: Subject) -> bool:
@@ -228,7 +239,7 @@ def _is_fused_layer_norm(s: Subject) -> bool:
 
 
 def _layer_norm(s: Subject) -> Iterator[FusionCandidate]:
-    cls = apex.ApexLayerNorm if s.backend == "apex" else fused.FusedLayerNorm
+    cls = apex.ApexLayerNorm if s.backend == "apex" else norms.FusedLayerNorm
     yield s.candidate("LayerNorm", cls, _one_pass(s.backend))
 
 
@@ -237,36 +248,55 @@ def _layer_norm(s: Subject) -> Iterator[FusionCandidate]:
 _MLPS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(GPT2_MLPS, ("c_fc", "act", "c_proj", "dropout")),
     **dict.fromkeys(GPTJ_MLPS, ("fc_in", "act", "fc_out", "dropout")),
+    **dict.fromkeys(NEOX_MLPS, ("dense_h_to_4h", "act", "dense_4h_to_h")),
     **dict.fromkeys(BERT_INTERMEDIATES, ("dense", "intermediate_act_fn")),
 }
 """MLPs that begin with a linear layer and an activation: the names of these two and of what follows."""
 
 
-def _is_swiglu(s: Subject) -> bool:
-    return s.layer in GATED_MLPS and isinstance(s.module.act_fn, (nn.SiLU, SiLUActivation))
+_GATED: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(GATED_MLPS, (mlps.FusedGatedMLP, "act_fn")),
+    **dict.fromkeys(PACKED_MLPS, (mlps.FusedPackedMLP, "activation_fn")),
+}
+"""MLPs with a gate: their fused form, and the name of their activation."""
 
 
-def _swiglu(s: Subject) -> Iterator[FusionCandidate]:
-    yield s.on_gpu("SwiGLU", triton=fused.FusedSwiGLU)
+def _gate_activation(s: Subject) -> str | None:
+    """The activation of a gated MLP, as `oslo_kernels.gated` calls it, if it has a kernel."""
+    activation = getattr(s.module, _GATED[s.layer][1]) if s.layer in _GATED else None
+    if isinstance(activation, (nn.SiLU, SiLUActivation)):
+        return "silu"
+    return {"tanh": "gelu_tanh", "none": "gelu"}.get(_form(activation) or "")
 
 
-def _gelu_form(s: Subject) -> str | None:
-    """How the activation of an MLP approximates GeLU, as ``F.gelu`` calls it, if it is one."""
-    activation = getattr(s.module, _MLPS[s.layer][1]) if s.layer in _MLPS else None
+def _gated(s: Subject) -> Iterator[FusionCandidate]:
+    activation = _gate_activation(s)
+    operation = "SwiGLU" if activation == "silu" else "GeGLU"
+    yield s.on_gpu(operation, attributes={"gate_activation": activation}, triton=_GATED[s.layer][0])
+
+
+def _form(activation: Any) -> str | None:
+    """How an activation approximates GeLU, as ``F.gelu`` calls it, if it is one."""
     if isinstance(activation, (NewGELUActivation, FastGELUActivation, GELUTanh)):
         return "tanh"
     return "none" if isinstance(activation, GELUActivation) else None
 
 
+def _gelu_form(s: Subject) -> str | None:
+    """The form of GeLU of an MLP that begins with a linear layer."""
+    return _form(getattr(s.module, _MLPS[s.layer][1])) if s.layer in _MLPS else None
+
+
 def _gelu_mlp(s: Subject) -> Iterator[FusionCandidate]:
     attributes = {"parts": _MLPS[s.layer], "approximate": _gelu_form(s)}
-    yield s.on_gpu("bias and GeLU", attributes=attributes, triton=fused.FusedGELUMLP)
+    yield s.on_gpu("bias and GeLU", attributes=attributes, triton=mlps.FusedGELUMLP)
 
 
 # Residuals ------------------------------------------------------------------------------------------------------------
 
 _BLOCKS: dict[str, tuple[type, str]] = {
     **dict.fromkeys(LLAMA_BLOCKS, (fused.FusedLlamaBlock, "")),
+    **dict.fromkeys(GEMMA2_BLOCKS, (fused.FusedGemma2Block, "")),
     "gpt2.GPT2Block": (fused.FusedGPT2Block, "ln_2"),
     "gpt_neo.GPTNeoBlock": (fused.FusedGPTNeoBlock, "ln_2"),
     **dict.fromkeys(BERT_OUTPUTS, (fused.FusedBertOutput, "LayerNorm")),
@@ -276,10 +306,25 @@ _BLOCKS: dict[str, tuple[type, str]] = {
 
 
 def _residual(s: Subject) -> Iterator[FusionCandidate]:
-    if s.layer in LLAMA_BLOCKS and layer_name(s.module.post_attention_layernorm) not in RMS_NORMS:
-        yield s.candidate("residual", None, "the norm after it has no kernel that adds the residual")
-        return
-    yield s.on_gpu("residual", triton=_BLOCKS[s.layer][0])
+    attributes = None
+    if s.layer in LLAMA_BLOCKS or s.layer in GEMMA2_BLOCKS:
+        norm = s.module.post_attention_layernorm if s.layer in LLAMA_BLOCKS else s.module.pre_feedforward_layernorm
+        if layer_name(norm) not in _NORMS:
+            yield s.candidate("residual", None, "the norm after it has no kernel that adds the residual")
+            return
+        attributes = {"following": _following_norm(s)}
+    yield s.on_gpu("residual", attributes=attributes, triton=_BLOCKS[s.layer][0])
+
+
+def _following_norm(s: Subject) -> tuple[nn.Module, ...]:
+    """The first norm of the next block, or the norm after the last block; empty where another stage has it."""
+    around, _, index = s.name.rpartition(".")
+    blocks = s.model.get_submodule(around)
+    if int(index) + 1 < len(blocks):
+        norm = getattr(blocks[int(index) + 1], "input_layernorm", None)
+    else:
+        norm = getattr(s.model.get_submodule(around.rpartition(".")[0]), "norm", None)
+    return (norm,) if isinstance(norm, nn.Module) and layer_name(norm) in _NORMS else ()
 
 
 def _bloom_mlp(s: Subject) -> Iterator[FusionCandidate]:
@@ -343,9 +388,9 @@ RULES: tuple[FusionRule, ...] = (
     FusionRule(lambda s: s.is_lm_head, _lm_head),
     FusionRule(lambda s: isinstance(s.module, NewGELUActivation), _gelu_new),
     FusionRule(lambda s: s.cls in (GELUActivation, GELUTanh), _gelu),
-    FusionRule(lambda s: s.layer in RMS_NORMS, _rms_norm),
+    FusionRule(lambda s: s.layer in _NORMS, _rms_norm),
     FusionRule(_is_fused_layer_norm, _layer_norm),
-    FusionRule(_is_swiglu, _swiglu),
+    FusionRule(lambda s: _gate_activation(s) is not None, _gated),
     FusionRule(lambda s: _gelu_form(s) is not None, _gelu_mlp),
     FusionRule(lambda s: s.layer in _BLOCKS, _residual),
     FusionRule(lambda s: s.layer == "bloom.BloomMLP" and s.backend == "triton", _bloom_mlp),

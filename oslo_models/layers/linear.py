@@ -20,6 +20,7 @@ from oslo_models.distributed.collectives import has_dispatch_mode, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import layer_context
+from oslo_models.layers.overlap import overlapped_product
 from oslo_models.sharding.layout import Layout
 
 
@@ -76,7 +77,14 @@ class _ColumnParallel(_ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         with layer_context(self.weight):
-            return self.product(self.enter_region(x), self.weight, self.bias)
+            return self.entered_product(x, self.bias)
+
+    def entered_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product of the replicated input with this bias; on GPUs its backward pass overlaps the sum over ranks."""
+        if self.stream is not None and self.training:
+            self.stream.enter()
+        output = overlapped_product(self, x, bias)
+        return self.product(copy_to(self.tp, x), self.weight, bias) if output is None else output
 
 
 class _RowParallel(_ShardedModule):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from transformers import PreTrainedConfig
 
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import ShardedParameter, local_tensor, mark
+from oslo_models.fusion.lazy_logits import LazyLogits
 from oslo_models.layers.linear import RowParallelLinear
 
 from support import zoo
 from support.float64 import lifted_casts
+from support.fusion import as_on_a_gpu
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
@@ -115,6 +118,33 @@ def test_compiled_training_matches_one_process(pool: Pool, variant: str, most: t
     expected = losses, full_gradients(model), full_parameters(model)
     for graphs, breaks in pool.run(2, check_training, config, weights, name, batches, expected):
         assert graphs <= most[0] and breaks <= most[1], (graphs, breaks)
+
+
+def check_fused_head(
+    config: PreTrainedConfig, weights: Any, name: str, batches: list[Any], expected: Any
+) -> tuple[int, int]:
+    losses, gradients, trained = expected
+    model = as_on_a_gpu(parallel_model(name, config, weights, 2))
+    model.base_model.compile(backend="eager")  # dynamo alone; what it makes of the body is tested above
+    logits = mock.patch.object(LazyLogits, "compute", side_effect=AssertionError("logits were made"))
+    with fresh_dynamo(), lifted_casts(), logits:
+        lines = differences("losses", torch.stack(take_steps(model, model, batches)), torch.stack(losses), TOLERANCE)
+        lines += shard_differences(model, "gradient", full_gradients(model), gradients, TOLERANCE)
+        lines += shard_differences(model, "trained", full_parameters(model), trained, TOLERANCE)
+        assert not lines, "\n".join(lines)
+        return counts()
+
+
+def test_fused_loss_of_a_compiled_body_matches_one_process(pool: Pool, seed: int) -> None:
+    """Logits with a soft cap, over a sharded vocabulary, are never made; the rest is one graph."""
+    name, config = zoo.lm_head("gemma2"), zoo.config("gemma2", use_cache=False)
+    model, batches = reference_model(name, config, seed), [zoo.batch(name, config, seed + i) for i in range(2)]
+    weights = full_parameters(model)
+    with lifted_casts():
+        losses = take_steps(model, model, batches)
+    expected = losses, full_gradients(model), full_parameters(model)
+    for graphs, breaks in pool.run(2, check_fused_head, config, weights, name, batches, expected):
+        assert (graphs, breaks) == (1, 0)
 
 
 class CastsAsT5(RowParallelLinear):

@@ -58,7 +58,7 @@ def check_steps(steps: list[Step], n: int) -> None:
     for step in steps:
         model = parallel_model(step.name, step.config, step.weights, n).fuse()
         names = list(model.state_dict())
-        needed = model.loss_needs_full_logits or getattr(step.config, "final_logit_softcapping", None)  # by tanh
+        needed = model.loss_needs_full_logits
         heads = (*type(model).head_plan.values(), *model.plan(model.config).head.values())
         sharded = any(isinstance(entry, VocabParallel) for entry in heads)
         assert any(row.fused and "head" in row.operation for row in model.fusion_report()) == (sharded and not needed)

@@ -25,16 +25,16 @@ from oslo_kernels.cross_entropy import padded_logits
 from oslo_models import registry
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import gather_objects
-from oslo_models.fusion import apex, attention, decoding, linear_cross_entropy, rotary_attention
+from oslo_models.fusion import apex, attention, decoding, linear_cross_entropy, mlps, norms, rotary_attention
 from oslo_models.fusion import modules as fused_layers
 from oslo_models.fusion.decoding import Decoder, Decoders, rounded_length
 from oslo_models.fusion.rules import fusion_candidates
-from oslo_models.fusion.swap import Fusion, choose_backend
+from oslo_models.fusion.swap import choose_backend
 from oslo_models.layers.cross_entropy import VocabShard
 
 from support import zoo
 from support.float64 import lifted_casts
-from support.fusion import GELU_NEW, LOGITS, fusion_reference, gpt2, relative_error
+from support.fusion import GELU_NEW, LOGITS, as_on_a_gpu, fusion_reference, gpt2, relative_error
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
@@ -50,25 +50,27 @@ from support.reference import (
 WOULD = {  # what is swapped there beside the head, and which kernels then run
     "bert": ({"bias and GeLU", "LayerNorm", "residual", "attention"}, {"add_norm", "bias_gelu"}),
     "bloom": ({"attention", "residual", "head and cross entropy"}, {"masked_softmax"}),
+    "gemma": ({"root mean square norm", "GeGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
+    "gemma2": ({"root mean square norm", "GeGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
+    "gemma3_text": ({"root mean square norm", "GeGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
     "gpt2": ({"bias and GeLU", "LayerNorm", "residual", "attention"}, {"add_norm", "bias_gelu"}),
     "gpt_neo": ({"bias and GeLU", "LayerNorm", "residual"}, {"add_norm", "bias_gelu"}),
+    "gpt_neox": ({"bias and GeLU", "attention"}, {"bias_gelu", "rotary"}),
     "gptj": ({"bias and GeLU"}, {"bias_gelu"}),
-    "llama": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "swiglu", "rotary"}),
-    "qwen2": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "swiglu", "rotary"}),
+    "llama": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
+    "qwen2": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
+    "olmo2": ({"root mean square norm", "SwiGLU", "attention"}, {"add_norm", "gated", "rotary"}),
+    "phi3": ({"root mean square norm", "SwiGLU", "attention"}, {"add_norm", "gated_packed", "rotary"}),
+    "qwen3": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
     "t5": ({"root mean square norm", "attention", "residual"}, {"add_norm"}),
 }
 KERNELS = {
-    fused_layers: ("add_norm", "bias_gelu", "swiglu", "bias_dropout_residual"),
+    fused_layers: ("bias_dropout_residual",),
+    mlps: ("bias_gelu", "gated", "gated_packed"),
+    norms: ("add_norm",),
     attention: ("masked_softmax",),
     rotary_attention: ("rotary",),
 }
-
-
-def as_on_a_gpu(model: Any, backend: str = "triton") -> Any:
-    """Swap what is swapped on a GPU; operations are in plain torch on the CPU."""
-    model._fusion = Fusion(backend)
-    model._fusion.apply(model, fusion_candidates(model, backend), None)
-    return model
 
 
 @contextmanager
@@ -388,7 +390,7 @@ def test_gelu_in_the_matmul_epilogue_on_a_gpu(dtype: torch.dtype, approximate: s
     with torch.no_grad():
         for rows in (x, x[:1, :1]):
             exact = F.gelu(F.linear(rows.double(), layer.weight.double(), layer.bias.double()), approximate=approximate)
-            found = fused_layers._gelu_of_linear(layer, rows, approximate)
+            found = mlps._gelu_of_linear(layer, rows, approximate)
             plain = F.gelu(layer(rows), approximate=approximate)
             assert found.dtype == dtype and (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
 
@@ -398,7 +400,7 @@ def test_gelu_in_the_matmul_epilogue_follows_autocast() -> None:
     with FakeTensorMode(), torch.no_grad():
         layer, x = nn.Linear(4, 8, device="meta"), torch.empty(2, 3, 4, device="cuda")
         layer.weight, layer.bias = (nn.Parameter(torch.empty(*size, device="cuda"), False) for size in ((8, 4), (8,)))
-        gelu = partial(fused_layers._gelu_of_linear, layer, x, "tanh")
+        gelu = partial(mlps._gelu_of_linear, layer, x, "tanh")
         with mock.patch.object(torch, "_addmm_activation", wraps=torch._addmm_activation) as epilogue:
             assert gelu().dtype == torch.float32 and epilogue.call_count == 1
             torch.set_autocast_enabled("cuda", True)
@@ -414,7 +416,7 @@ def test_report_names_residuals_that_are_not_fused(variant: str) -> None:
     """Their norms have no kernel, so the block would compute what transformers' does."""
     model = registry.find(zoo.lm_head(variant)).from_config_with_parallel(zoo.config(variant), seed=0)
     rows = [each for each in fusion_candidates(model, "triton") if each.operation == "residual"]
-    assert rows and all((each.cls is not None) == (variant == "llama") for each in rows)
+    assert rows and all((each.cls is not None) == (variant in ("gemma", "llama")) for each in rows)
 
 
 WRONG_LABEL = """

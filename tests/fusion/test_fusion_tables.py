@@ -11,11 +11,15 @@ import pytest
 import transformers
 from torch import nn
 from transformers.models.bert import modeling_bert as bert
+from transformers.models.gemma import modeling_gemma as gemma
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
+from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
 from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.opt import modeling_opt as opt
+from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.t5 import modeling_t5 as t5
 
 from oslo_models import registry
@@ -25,6 +29,11 @@ from oslo_models.fusion.rotary_attention import ROTARY_CLASSES
 COPIES = {
     "RMS_NORMS": (llama.LlamaRMSNorm, t5.T5LayerNorm),
     "GATED_MLPS": (llama.LlamaMLP,),
+    "GEMMA_NORMS": (gemma.GemmaRMSNorm,),
+    "OLMO2_NORMS": (olmo2.Olmo2RMSNorm,),
+    "PACKED_MLPS": (phi3.Phi3MLP,),
+    "NEOX_MLPS": (gpt_neox.GPTNeoXMLP,),
+    "GEMMA2_BLOCKS": (gemma2.Gemma2DecoderLayer,),
     "GPT2_MLPS": (gpt2.GPT2MLP,),
     "GPTJ_MLPS": (gptj.GPTJMLP,),
     "BERT_INTERMEDIATES": (bert.BertIntermediate,),
@@ -33,6 +42,8 @@ COPIES = {
     "T5_FEED_FORWARDS": (t5.T5LayerFF,),
 }
 CALL_EAGER_ATTENTION = [module.eager_attention_forward for module in (llama, bert, gpt2, opt, t5, gemma2)]
+ROTARY = [module.apply_rotary_pos_emb for module in (llama, olmo2, phi3, gpt_neox)]
+"""They turn all of a head or its first part, and cast the result or not; `rotary` stands for each of them."""
 NOT_FUSED = {"mt5.MT5LayerNorm", "umt5.UMT5LayerNorm"}
 """Copies that fusion has never replaced."""
 
@@ -84,7 +95,7 @@ def test_layers_with_eager_attention() -> None:
 
 @pytest.mark.parametrize("original", known_layers.ROTARY_ATTENTIONS)
 def test_copies_of_a_rotary_attention(original: str) -> None:
-    rotary = callers([llama.apply_rotary_pos_emb])
+    rotary = callers(ROTARY)
     copied = code(rotary[original].forward)
     copies = {name for name, cls in rotary.items() if code(cls.forward) == copied}
     assert copies == known_layers.ROTARY_ATTENTIONS[original]
@@ -93,7 +104,7 @@ def test_copies_of_a_rotary_attention(original: str) -> None:
 def test_layers_with_rotary_positions() -> None:
     """Each layer that calls Llama's function has a fused forward, or is known to have none."""
     fused = frozenset().union(*known_layers.ROTARY_ATTENTIONS.values())
-    assert callers([llama.apply_rotary_pos_emb]).keys() == fused | known_layers.ROTARY_LEFT_UNFUSED
+    assert callers(ROTARY).keys() == fused | known_layers.ROTARY_LEFT_UNFUSED
     assert not fused & known_layers.ROTARY_LEFT_UNFUSED
     assert set(ROTARY_CLASSES) == fused
 

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_part
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from oslo_kernels import cross_entropy, dropout, gelu, norm, rotary, softmax, swiglu
+from oslo_kernels import cross_entropy, dropout, gated, gelu, norm, rotary, softmax
 from oslo_kernels.operation import operation
 
 from support import ROOT, kernel_cases
@@ -79,15 +80,19 @@ def formulas() -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
     def layer(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return F.layer_norm(x + y, (6,), weight, bias, 1e-5), x + y
 
-    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return apply_rotary_pos_emb(x, x, cos, sin)[0]
+    def gemma(x: Tensor, y: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return rms(x + y, None, weight + 1), x + y
 
     return {
         "gelu": (gelu.bias_gelu, lambda x, b, a: F.gelu(x + b, approximate=a), (x, bias, "none")),
         "gelu by tanh": (gelu.bias_gelu, lambda x, b, a: F.gelu(x + b, approximate=a), (x, bias, "tanh")),
         "gelu without bias": (gelu.bias_gelu, lambda x, b, a: F.gelu(x), (x, None, "none")),
-        "swiglu": (swiglu.swiglu, lambda g, u: F.silu(g) * u, (x, y)),
+        "swiglu": (gated.gated, lambda g, u, kind: F.silu(g) * u, (x, y, "silu")),
+        "geglu": (gated.gated, lambda g, u, kind: F.gelu(g) * u, (x, y, "gelu")),
+        "geglu by tanh": (gated.gated, lambda g, u, kind: F.gelu(g, approximate="tanh") * u, (x, y, "gelu_tanh")),
+        "packed swiglu": (gated.gated_packed, lambda x, kind: F.silu(x[..., :3]) * x[..., 3:], (x, "silu")),
         "layer norm": (norm.add_norm, layer, (x, y, weight, bias, 1e-5, True)),
+        "gemma's norm": (norm.add_norm, gemma, (x, y, weight, None, 1e-5, False, 1.0, True)),
         "rms norm": (norm.add_norm, rms, (x, None, weight, None, 1e-5, False)),
         "softmax": (softmax.masked_softmax, lambda s, m, k: (s * k + m).softmax(-1), (scores, mask, 0.3)),
         "causal softmax": (
@@ -95,7 +100,8 @@ def formulas() -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
             lambda s, m, k, c: (s * k + causal).softmax(-1),
             (scores, None, 0.3, True),
         ),
-        "rotary": (rotary.rotary, turn, (double(2, 3, 4, 6), cos, sin)),
+        "rotary": (rotary.rotary, apply_rotary_pos_emb, (double(2, 3, 4, 6), double(2, 1, 4, 6), cos, sin)),
+        "partial rotary": (rotary.rotary, rotate_part, (double(2, 3, 4, 9), double(2, 1, 4, 9), cos, sin)),
         "dropout": (
             dropout.bias_dropout_residual,
             lambda x, b, r, p, s: r + (x + b) * dropout.keep_mask(x, p, s) / (1 - p),
@@ -131,8 +137,8 @@ def compare(operation: Any, plain: Any, args: tuple[Any, ...]) -> None:
 def test_backward_passes_are_not_differentiated_silently() -> None:
     """A second derivative would miss what goes through the saved tensors."""
     x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
-    (first,) = torch.autograd.grad(swiglu.swiglu(x, x.detach()).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="swiglu_backward"):
+    (first,) = torch.autograd.grad(gated.gated(x, x.detach()).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="gated_backward"):
         first.sum().backward()
 
 
@@ -162,13 +168,26 @@ def test_operations_reach_their_kernel_without_the_dispatcher() -> None:
 def test_cross_entropy_operations_match_torch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "PART", 100)  # few rows at once
     torch.manual_seed(seed)
-    logits = torch.randn(20, 7, dtype=torch.float64)
-    highest, total, summed = cross_entropy.row_statistics(logits)
-    assert torch.equal(highest, logits.amax(-1)) and (summed - logits.sum(-1)).abs().max() < 1e-12
-    assert (highest + total.log() - logits.logsumexp(-1)).abs().max() < 1e-12
-    made = logits.clone()
-    cross_entropy.softmax_minus_(made, logits.logsumexp(-1), 0.1)
-    assert (made - logits.softmax(-1) + 0.1).abs().max() < 1e-12
+    rules = (
+        cross_entropy.Rule(),
+        cross_entropy.Rule(start=3, hit=0.9, rest=0.1 / 7, scale=0.5, ignore_index=4),
+        cross_entropy.Rule(scale=0.3, cap=2.0),
+    )
+    for rule in rules:
+        products = (3 * torch.randn(20, 7, dtype=torch.float64)).requires_grad_()
+        target = torch.randint(7, (20,)) + rule.start
+        target[:2] = rule.ignore_index
+        logits = products * rule.scale
+        logits = rule.cap * logits.tanh() if rule.cap else logits
+        given = (target - rule.start).where(target != rule.ignore_index, -100)
+        losses = F.cross_entropy(logits, given, reduction="none", label_smoothing=1 - rule.hit)
+        (grad,) = torch.autograd.grad(losses.sum(), products)
+        made = products.detach().clone()
+        statistics = cross_entropy.row_statistics(made, target, rule)
+        assert torch.equal(made, products)
+        found = cross_entropy.replace_by_gradient_(made, statistics, target, rule)
+        assert (found - losses).abs().max() < 1e-12 and (made - grad).abs().max() < 1e-12
+        assert (rule.losses(statistics, target) - losses).abs().max() < 1e-12
 
 
 def test_fully_masked_softmax_rows_match_transformers() -> None:

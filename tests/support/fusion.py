@@ -10,6 +10,8 @@ from torch import Tensor
 
 from oslo_kernels import linear as kernel
 from oslo_models import GPT2LMHeadModel
+from oslo_models.fusion.rules import fusion_candidates
+from oslo_models.fusion.swap import Fusion
 
 from support import zoo
 from support.reference import Step, reference_step
@@ -34,6 +36,13 @@ def relative_error(own: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 def gpt2(seed: int = 0, **options: Any) -> Any:
     return GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2"), seed=seed, **options)
+
+
+def as_on_a_gpu(model: Any, backend: str = "triton") -> Any:
+    """Swap what is swapped on a GPU; operations are in plain torch on the CPU."""
+    model._fusion = Fusion(backend)
+    model._fusion.apply(model, fusion_candidates(model, backend), None)
+    return model
 
 
 def spy_on_few_rows() -> Any:

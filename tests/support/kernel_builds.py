@@ -17,13 +17,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from oslo_kernels import cross_entropy, dropout, gelu, ngrams, norm, rotary, softmax, swiglu
+from oslo_kernels import cross_entropy, dropout, gated, gelu, long_norm, ngrams, norm, rotary, softmax
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS = 128
 """Of 255; so many still leave room for four blocks of four warps on a multiprocessor."""
-FLOATS = {"eps", "scale", "p", "uniform"}
-FLOAT32 = {"statistics_ptr", "partial_ptr", "log_total_ptr"}
+FLOATS = {"eps", "offset", "scale", "p", "hit", "rest", "cap"}
+FLOAT32 = {"statistics_ptr", "partial_ptr", "loss_ptr"}
 
 SOFTMAX = {keys: {**softmax.blocks(keys)} for keys in (1024, softmax.LONGEST, 100000)}
 for made in SOFTMAX.values():
@@ -35,8 +35,8 @@ BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
     (gelu.gelu_kernel, {"BIAS": True, "TANH": True, "BLOCK": 1024}, 4, 2, 1),
     (gelu.gelu_backward_kernel, {"BIAS": True, "TANH": False, "BLOCK": 1024}, 4, 3, 1),
     (gelu.gelu_backward_kernel, {"BIAS": False, "TANH": True, "BLOCK": 1024}, 4, 2, 1),
-    (swiglu.swiglu_kernel, {"BLOCK": 1024}, 4, 2, 1),
-    (swiglu.swiglu_backward_kernel, {"BLOCK": 1024}, 4, 3, 2),
+    *((gated.gated_kernel, {"KIND": kind, "BLOCK": 1024}, 4, 2, 1) for kind in range(3)),
+    *((gated.gated_backward_kernel, {"KIND": kind, "BLOCK": 1024}, 4, 3, 2) for kind in range(3)),
     (dropout.dropout_kernel, {"BIAS": True, "RESIDUAL": True, "QUARTER": 1024}, 4, 12, 4),
     *(
         (norm.norm_kernel, {"RESIDUAL": True, "BIAS": True, "CENTERED": True, "BLOCK": block}, norm.warps(block), 4, 2)
@@ -44,11 +44,30 @@ BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
     ),
     (norm.norm_kernel, {"RESIDUAL": False, "BIAS": False, "CENTERED": False, "BLOCK": 4096}, 4, 2, 1),
     *(
-        (norm.norm_backward_kernel, {"GRAD_SUM": True, "CENTERED": True, "BLOCK": block}, norm.warps(block, True), 4, 1)
+        (
+            norm.norm_backward_kernel,
+            {"GRAD_SUM": True, "BIAS": True, "CENTERED": True, "BLOCK": block},
+            norm.warps(block, True),
+            4,
+            1,
+        )
         for block in (1024, norm.LONGEST)
     ),
-    (rotary.rotary_kernel, {"HALF": 64, "BACKWARD": False, "HEADS": 16, "BLOCK": 64}, 4, 2, 2),
-    (rotary.rotary_kernel, {"HALF": 64, "BACKWARD": True, "HEADS": 16, "BLOCK": 64}, 4, 2, 2),
+    (long_norm.norm_kernel, {"RESIDUAL": True, "BIAS": True, "CENTERED": True, "BLOCK": long_norm.PIECE}, 8, 8, 2),
+    (long_norm.norm_kernel, {"RESIDUAL": False, "BIAS": False, "CENTERED": False, "BLOCK": long_norm.PIECE}, 8, 3, 1),
+    (long_norm.row_backward_kernel, {"GRAD_SUM": True, "CENTERED": True, "BLOCK": long_norm.PIECE}, 8, 7, 1),
+    (long_norm.weight_backward_kernel, {"BIAS": True, "BLOCK": long_norm.COLUMNS}, 1, 2, 0),
+    # queries and keys have code of their own
+    *(
+        (
+            rotary.rotary_kernel,
+            {"HALF": 64, "REST": rest, "BACKWARD": back, "HEADS": 16, "BLOCK": 64, "REST_BLOCK": max(1, rest)},
+            4,
+            14 if rest else 12,
+            6 if rest else 4,
+        )
+        for rest, back in ((0, False), (0, True), (64, False))
+    ),
     *(
         (
             softmax.softmax_kernel,
@@ -68,15 +87,15 @@ BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
     ),
     (softmax.softmax_backward_kernel, {"SINGLE": True, "BLOCK": 1024}, 2, 2, 1),
     (softmax.softmax_backward_kernel, {"SINGLE": False, "BLOCK": softmax.PIECE}, 8, 4, 1),
-    (cross_entropy.statistics_kernel, {"BLOCK": 4096}, 8, 2, 0),
-    (cross_entropy.softmax_minus_kernel, {"BLOCK": 4096}, 4, 4, 4),
+    *((cross_entropy.statistics_kernel, {"CAPPED": capped, "BLOCK": 4096}, 8, 2, 0) for capped in (False, True)),
+    *((cross_entropy.gradient_kernel, {"CAPPED": capped, "BLOCK": 4096}, 4, 4, 4) for capped in (False, True)),
     (ngrams.block_repeats_kernel, {"SIZE": 3, "BLOCK": 1024}, 4, 0, 0),
 ]
 
 
 def signature(name: str, half: str) -> str:
     """The type of a parameter, by its name."""
-    if name in ("ids_ptr", "source_ptr"):
+    if name in ("ids_ptr", "source_ptr", "target_ptr"):
         return "*i64"
     if name in FLOAT32:
         return "*fp32"
@@ -93,7 +112,10 @@ def build(kernel: Any, constants: dict[str, Any], warps: int, arch: int, half: s
         types["out_ptr"] = "*fp32"
     pointers = [name for name in names if types[name].startswith("*")]
     # as Triton finds at run time of even sizes; logits are padded to a width that is, whatever the vocabulary
-    even = [*pointers, *(name for name in names if types[name] == "i32" and name != "columns")]
+    even = [
+        *pointers,
+        *(name for name in names if types[name] == "i32" and name not in ("columns", "first", "ignored")),
+    ]
     source = ASTSource(
         fn=kernel,
         signature=types,

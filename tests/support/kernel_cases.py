@@ -6,6 +6,7 @@ every fifth in half precision, in which only loads and stores differ.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_kernels import cross_entropy, dropout, gelu, ngrams, norm, rotary, softmax, swiglu
+from oslo_kernels import cross_entropy, dropout, gated, gelu, ngrams, norm, rotary, softmax
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(3, 5, 33), (2, 1500), (1, 1), (4, 64)]
@@ -45,8 +46,14 @@ def pointwise(dtype: torch.dtype) -> Iterator[Case]:
                     yield "gelu", gelu.bias_gelu_triton, gelu.reference, (x, given, kind)
                     args = (grad, x, given, kind)
                     yield "gelu backward", gelu.bias_gelu_backward_triton, gelu.bias_gelu_backward.plain, args
-            yield "swiglu", swiglu.swiglu_triton, swiglu.reference, (x, y)
-            yield "swiglu backward", swiglu.swiglu_backward_triton, swiglu.swiglu_backward.plain, (grad, x, y)
+            for kind in gated.ACTIVATIONS:
+                yield "gated", gated.gated_triton, gated.reference, (x, y, kind)
+                yield "gated backward", gated.gated_backward_triton, gated.gated_backward.plain, (grad, x, y, kind)
+            packed = make(*shape[:-1], 2 * shape[-1]).to(dtype)
+            for kind in ("silu", "gelu_tanh"):
+                yield "packed", gated.gated_packed_triton, gated.gated_packed.plain, (packed, kind)
+                args = (grad, packed, kind)
+                yield "packed backward", gated.gated_packed_backward_triton, gated.gated_packed_backward.plain, args
 
 
 def norms(dtype: torch.dtype) -> Iterator[Case]:
@@ -56,11 +63,26 @@ def norms(dtype: torch.dtype) -> Iterator[Case]:
             weight, bias = torch.randn(2, shape[-1]).to(dtype)
             for centered in (True, False):
                 for args in ((x, residual, weight, bias), (x, None, weight, None)):
-                    yield "norm", norm.add_norm_triton, norm.reference, (*args, 1e-5, centered)
+                    for more_args in ((), (1.0, True)):
+                        yield "norm", norm.add_norm_triton, norm.reference, (*args, 1e-5, centered, *more_args)
                 summed, statistics = norm.reference(x, residual, weight, bias, 1e-5, centered)[1:]
                 for grad_sum in (None, more):
                     args = (grad, grad_sum, summed, statistics, weight, centered)
-                    yield "norm backward", norm.add_norm_backward_triton, norm.add_norm_backward.plain, args
+                    for more_args in ((), (1.0, False)):
+                        plain = norm.add_norm_backward.plain
+                        yield "norm backward", norm.add_norm_backward_triton, plain, (*args, *more_args)
+    wide, mixed = spaced(3, norm.LONGEST + 9).to(dtype), torch.randn(3, norm.LONGEST + 9)
+    for x, residual in ((wide, mixed), (wide, None)):  # of one dtype with a residual and a weight of another
+        for centered in (True, False):
+            weight = torch.randn(x.shape[-1])
+            args = (x, residual, weight, weight, 1e-5, centered, 1.0, True)
+            yield "long norm", norm.add_norm_triton, norm.reference, args
+            summed, statistics = norm.reference(x, mixed, weight, None, 1e-5, centered)[1:]
+            args = (wide, residual, summed, statistics, weight, centered, 0.0, centered)
+            yield "long norm backward", norm.add_norm_backward_triton, norm.add_norm_backward.plain, args
+    x, residual, weight = spaced(4, 33).to(dtype), torch.randn(4, 33), torch.randn(33)
+    for given in (residual, None):
+        yield "mixed norm", norm.add_norm_triton, norm.reference, (x, given, weight, None, 1e-5, False)
 
 
 def attention(dtype: torch.dtype) -> Iterator[Case]:
@@ -79,42 +101,45 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
         args = (grad.to(dtype), weights, 0.3)
         yield "softmax backward", softmax.softmax_backward_triton, softmax.softmax_backward.plain, args
     for x in (torch.randn(2, 3, 4, 10), torch.randn(2, 4, 3, 10).transpose(1, 2), torch.randn(1, 40, 2, 256)):
-        for rows in {1, len(x)}:
-            cos, sin = torch.randn(2, rows, x.shape[2], x.shape[3]).to(dtype)
+        key = spaced(len(x), 2, x.shape[2], x.shape[3])
+        for rows, turned_width in {(1, x.shape[3]), (len(x), x.shape[3]), (len(x), 6)}:
+            cos, sin = torch.randn(2, rows, x.shape[2], turned_width).to(dtype)
             for backward in (False, True):
-                yield "rotary", rotary.rotary_triton, rotary.reference, (x.to(dtype), cos, sin, backward)
+                for tables in ((cos, sin), (cos.float(), sin.float()))[: 1 + (turned_width == 6)]:
+                    args = (x.to(dtype), key.to(dtype), *tables, backward)
+                    yield "rotary", rotary.rotary_triton, rotary.reference, args
 
 
 def losses(dtype: torch.dtype) -> Iterator[Case]:
-    def changed(operation: Callable[..., None]) -> Callable[..., Tensor]:
-        def run(logits: Tensor, *args: Any) -> Tensor:
-            operation(logits := copy_to(logits, logits.device), *args)
-            return logits
+    def changed(operation: Callable[..., Tensor]) -> Callable[..., Any]:
+        def run(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+            loss = operation(logits := copy_to(logits, logits.device), *args)
+            return logits, loss
 
         return run
 
+    fused, plain = cross_entropy.row_statistics_triton, cross_entropy.row_statistics_plain
+    gradients = [changed(getattr(cross_entropy, f"replace_by_gradient_{by}")) for by in ("triton", "plain")]
+    rules = (
+        cross_entropy.Rule(),
+        cross_entropy.Rule(start=4, ignore_index=5, hit=0.9, rest=0.125, scale=0.5),
+        cross_entropy.Rule(start=2, scale=0.25, cap=3.0, hit=0.75, rest=0.01),
+    )
     for logits in (5 * torch.randn(6, 37), spaced(2, 9001), torch.full((2, 5), float("-inf"))):
         logits = logits.to(dtype)
-        if logits.isfinite().all():
-            args = (logits, logits.float().logsumexp(-1), 0.125)
-            yield (
-                "softmax minus",
-                changed(cross_entropy.softmax_minus_triton),
-                changed(cross_entropy.softmax_minus_._init_fn),
-                args,
-            )
-            width = -(-logits.shape[1] // cross_entropy.PADDING) * cross_entropy.PADDING
-            wide = torch.full((len(logits), width), 1e4, dtype=dtype)[:, : logits.shape[1]]  # what pads is ignored
-            wide.copy_(logits)
-            args = (wide, *args[1:], True)
-            yield (
-                "softmax minus",
-                changed(cross_entropy.softmax_minus_triton),
-                changed(cross_entropy.softmax_minus_._init_fn),
-                args,
-            )
-            yield "statistics", cross_entropy.row_statistics_triton, cross_entropy.row_statistics._init_fn, (wide, True)
-        yield "statistics", cross_entropy.row_statistics_triton, cross_entropy.row_statistics._init_fn, (logits,)
+        width = -(-logits.shape[1] // cross_entropy.PADDING) * cross_entropy.PADDING
+        wide = torch.full((len(logits), width), 1e4, dtype=dtype)[:, : logits.shape[1]]  # what pads is ignored
+        wide.copy_(logits)
+        target = torch.randint(logits.shape[1], (len(logits),))
+        target[0] = -100
+        for rule in rules:
+            padded = dataclasses.replace(rule, padded=True)
+            yield "statistics", fused, plain, (logits, target, rule)
+            yield "statistics", fused, plain, (wide, target, padded)
+            if logits.isfinite().all():
+                statistics = plain(logits, target, rule)
+                yield "gradient of logits", *gradients, (logits, statistics, target, rule)
+                yield "gradient of logits", *gradients, (wide, statistics, target, padded)
 
 
 def blocking(dtype: torch.dtype) -> Iterator[Case]:
@@ -156,7 +181,7 @@ def differ(found: Any, expected: Any, dtype: torch.dtype) -> list[str]:
         elif own.numel():
             own, exact = (x.double().nan_to_num(posinf=0, neginf=0) for x in (own, exact))
             eps = max(2 * torch.finfo(dtype).eps, 32 * torch.finfo(torch.float32).eps)
-            limit = eps * (exact.abs() + exact.abs().max().clamp(min=1e-3))
+            limit = eps * (exact.abs() + exact.abs().max().clamp(min=0.1))
             if not ((own - exact).abs() <= limit).all():
                 lines.append(f"off by {(own - exact).abs().max():.2e}")
     return lines

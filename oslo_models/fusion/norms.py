@@ -1,0 +1,133 @@
+"""Norms of transformers that call `oslo_kernels.norm`, alone or together with the preceding residual addition.
+
+Under ``torch.compile``, and for inputs that the kernel does not support, a norm runs transformers' own code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oslo_kernels.norm import add_norm
+
+
+class FusedRMSNorm(nn.Module):
+    """The root-mean-square norm of Llama, of its copies and of T5, in one pass.
+
+    Given a residual, it returns the norm of ``hidden_states + residual``, and that sum.
+
+    Attributes:
+        offset: added to the weight.
+        keeps_dtype: whether the norm has the dtype of its input, even if that of the weight is wider.
+    """
+
+    weight: Tensor
+    variance_epsilon: float
+    offset = 0.0
+    keeps_dtype = False
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None and not torch.compiler.is_compiling():
+            known = getattr(hidden_states, "_oslo_norm", None)
+            if known is not None and known.norm is self and known.versions == self._versions(hidden_states):
+                return known.normed
+        if torch.compiler.is_compiling() or not self.is_supported(hidden_states, residual):
+            if residual is None:
+                return super().forward(hidden_states)
+            summed = hidden_states + residual
+            return super().forward(summed), summed
+        options = (self.variance_epsilon, False, self.offset, self.keeps_dtype)
+        normed, summed, _ = add_norm(hidden_states, residual, self.weight, None, *options)
+        return normed if residual is None else (normed, summed)
+
+    def is_supported(self, hidden_states: Tensor, residual: Tensor | None = None) -> bool:
+        """Whether the kernel gives the dtype of the norm of transformers, which may cast to a narrower one."""
+        dtype = hidden_states.dtype if residual is None else torch.promote_types(hidden_states.dtype, residual.dtype)
+        same_shape = residual is None or residual.shape == hidden_states.shape
+        return same_shape and (self.keeps_dtype or torch.promote_types(dtype, self.weight.dtype) == self.weight.dtype)
+
+    def remember(self, hidden_states: Tensor, normed: Tensor) -> None:
+        """Keep the norm of these hidden states with them, for the next call with them."""
+        hidden_states._oslo_norm = KnownNorm(self, self._versions(hidden_states), normed)  # type: ignore[attr-defined]
+
+    def _versions(self, hidden_states: Tensor) -> tuple[int, int]:
+        """What changes when the hidden states or the weight do."""
+        return hidden_states._version, self.weight._version
+
+
+class KnownNorm:
+    """A norm that was computed ahead of its call. Copies of the hidden states, on disk or not, go without it."""
+
+    def __init__(self, norm: Any = None, versions: Any = None, normed: Any = None) -> None:
+        self.norm, self.versions, self.normed = norm, versions, normed
+
+    def __reduce__(self) -> Any:
+        return KnownNorm, ()
+
+
+class FusedGemmaNorm(FusedRMSNorm):
+    """The norm of Gemma and of its copies, which adds one to the weight."""
+
+    eps: float
+    offset = 1.0
+    keeps_dtype = True
+
+    @property
+    def variance_epsilon(self) -> float:  # type: ignore[override]
+        """Gemma's name is ``eps``."""
+        return self.eps
+
+
+class FusedOlmo2Norm(FusedRMSNorm):
+    """The norm of OLMo 2 and of its copies, which multiplies by the weight in float32."""
+
+    keeps_dtype = True
+
+
+class FusedLayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm``; given a residual, the norm of ``input + residual`` and that sum, in one pass."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return super().forward(input)
+        if torch.compiler.is_compiling() or not self._is_supported(input, residual):
+            summed = input + residual
+            return super().forward(summed), summed
+        normed, summed, _ = add_norm(input, residual, self.weight, self.bias, self.eps, True)
+        return normed, summed
+
+    def _is_supported(self, input: Tensor, residual: Tensor) -> bool:
+        """Whether the kernel gives the dtype of torch's: under autocast always float32."""
+        dtype = torch.promote_types(input.dtype, residual.dtype)
+        right = dtype == torch.float32 or not torch.is_autocast_enabled(input.device.type)
+        return right and dtype == self.weight.dtype and input.shape == residual.shape
+
+
+def add_and_norm_ahead(block: Any, x: Tensor, residual: Tensor) -> Tensor:
+    """``x + residual``; where the norm that follows can be computed in the same pass, it is kept with the sum.
+
+    The norm is left to its own call where other code has a part in it: hooks, a weight that is sharded between the
+    calls of its module, activation checkpointing, which would keep it as well.
+
+    Args:
+        block: has the norm in ``following``.
+    """
+    norm = block.following[0] if block.following else None
+    if not isinstance(norm, FusedRMSNorm) or not _is_at_hand(norm, x) or not norm.is_supported(x, residual):
+        return x + residual
+    if block.training and getattr(block, "gradient_checkpointing", False):
+        return x + residual
+    normed, summed = norm(x, residual)
+    norm.remember(summed, normed)
+    return summed
+
+
+def _is_at_hand(norm: FusedRMSNorm, x: Tensor) -> bool:
+    weight = norm.weight
+    plain = type(weight) is nn.Parameter or bool(getattr(type(weight), "has_plain_storage", False))
+    whole = weight.shape == x.shape[-1:] and weight.device == x.device
+    hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
+    inference = torch.is_inference_mode_enabled() or weight.is_inference()
+    return plain and whole and not hooked and not inference

@@ -1,0 +1,89 @@
+"""How many kernels a GPU is given: counted on fake tensors, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oslo_kernels import cross_entropy, gated, language, long_norm, norm, rotary
+from oslo_models.distributed.mesh import Axis
+from oslo_models.fusion import linear_cross_entropy
+from oslo_models.layers.cross_entropy import VocabShard
+
+
+class Launches(TorchDispatchMode):
+    """Notes the operations that compute; views and allocations launch nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and not func.is_view and "empty" not in func.__name__:
+            self.names.append(func.__name__)
+        return out
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """What is launched, in order; kernels by their names."""
+    launches = Launches()
+
+    def note(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        launches.names.append(kernel.__name__)
+
+    with ExitStack() as stack:
+        for module in (cross_entropy, gated, long_norm, norm, rotary):
+            stack.enter_context(mock.patch.object(module, "launch", note))
+        stack.enter_context(mock.patch.object(cross_entropy, "triton", language))
+        stack.enter_context(launches)
+        yield launches.names
+
+
+def test_a_chunk_of_head_and_loss_launches_five_kernels() -> None:
+    shard = VocabShard(Axis("tp", 0, (0,), None), (0, 501), 501)
+    rule = cross_entropy.Rule(padded=True, cap=30.0, scale=0.5)
+    counts = []
+    for rows in (8, 16):
+        with FakeTensorMode(), mock.patch.object(linear_cross_entropy, "_rows_at_once", return_value=8):
+            hidden, weight = torch.empty(rows, 64, device="cuda"), torch.empty(501, 64, device="cuda")
+            target = torch.empty(rows, dtype=torch.long, device="cuda")
+            with counted() as launched:
+                linear_cross_entropy._run(hidden, weight, None, target, None, shard, rule, (True, True, False))
+        counts.append(list(launched))
+    assert len(counts[1]) - len(counts[0]) == 5, counts
+    kernels = [name for name in counts[1] if name.endswith("kernel")]
+    assert kernels == ["statistics_kernel", "gradient_kernel"] * 2
+
+
+@pytest.mark.parametrize("width", [64, norm.LONGEST + 64])
+def test_launches_of_operations(width: int) -> None:
+    with FakeTensorMode():
+        x, residual, weight = (torch.empty(*shape, device="cuda") for shape in ((8, width), (8, width), (width,)))
+        q, k = torch.empty(1, 4, 8, 64, device="cuda"), torch.empty(1, 2, 8, 64, device="cuda")
+        table, packed = torch.empty(1, 8, 32, device="cuda"), torch.empty(8, 128, device="cuda")
+        cases: dict[str, tuple[Callable[[], Any], int]] = {
+            "norm": (lambda: norm.add_norm_triton(x, residual, weight, None, 1e-5, False), 1),
+            "rotary": (lambda: rotary.rotary_triton(q, k, table, table), 1),
+            "packed": (lambda: gated.gated_packed_triton(packed), 1),
+            "packed backward": (lambda: gated.gated_packed_backward_triton(x.narrow(1, 0, 64), packed), 1),
+        }
+        statistics = torch.empty(2, 8, 1, device="cuda")
+        # a kernel, or two for long rows, and the sum of the weight's partial gradients
+        own = 1 + (width > norm.LONGEST)
+        cases["norm backward"] = (
+            lambda: norm.add_norm_backward_triton(x, residual, residual, statistics, weight, False, 0.0, False), 1 + own
+        )  # fmt: skip
+        for name, (run, expected) in cases.items():
+            with counted() as launched:
+                run()
+            assert len(launched) == expected, (name, launched)
