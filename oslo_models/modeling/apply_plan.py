@@ -150,6 +150,8 @@ def apply_plan(
         module = _find(model, key)
         if module is None or isinstance(module, nn.Parameter):
             continue
+        if tp.size == 1 and not isinstance(entry, Experts):  # only experts are sharded, over replicas
+            continue
         shards = {leaf: layouts[f"{key}.{leaf}"] for leaf, _ in module.named_parameters(recurse=False)}
         if type(entry) in {kind for kind, _ in _CLASSES}:
             _swap_class(module, key, entry, shards, tp.rank)
@@ -160,7 +162,7 @@ def apply_plan(
         if isinstance(entry, HeadNorms):
             module.heads = entry.heads  # type: ignore[assignment]
         elif isinstance(entry, Experts):
-            module.set_experts(shards)  # type: ignore[operator]
+            module.set_experts(shards, mesh)  # type: ignore[operator]
             _join_shared_experts(model.get_submodule(key.rpartition(".")[0]), entry, tp)
         elif isinstance(entry, Latent):
             module.rotary = entry.rotary  # type: ignore[assignment]
@@ -175,7 +177,7 @@ def apply_plan(
         module = model.get_submodule(owner)
         full = getattr(module, leaf)
         if layout.dim is not None:
-            local = shard_of(full.detach(), layout, tp.rank, name)
+            local = shard_of(full.detach(), layout, mesh.rank_in(layout), name)
             setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
             set_local_sizes(module)
     if stream is not None:

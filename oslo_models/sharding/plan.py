@@ -113,7 +113,7 @@ class Experts(Replicated):
         transposed: the last two dimensions of the projections are exchanged.
         interleaved: rows of gate and up projection alternate.
         groups: over how many groups of consecutive ranks the experts are divided (expert parallelism). The ranks of
-            a group share the width of its experts.
+            a group share the width of its experts. More groups than ranks are over as many ranks of several replicas.
         shared: the name beside them of a gated MLP whose output is added to theirs, if there is one.
     """
 
@@ -127,6 +127,7 @@ class Experts(Replicated):
             raise ValueError(f"expert_parallel_size={self.groups} is more than {shape[0]}, the number of experts")
         if self.groups == 1:
             return self._over_width(leaf, shape, n)
+        n = max(n, self.groups)
         share = n // self.groups  # ranks of a group
         width, experts = self._over_width(leaf, shape, share), even_ranges(shape[0], self.groups)
         own = tuple(experts[rank // share] for rank in range(n))
