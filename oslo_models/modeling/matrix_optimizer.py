@@ -55,7 +55,7 @@ def _distribute(params: list[ShardedParameter]) -> list[_Matrix]:
     for param in params:
         if param.sharding.mesh.is_over_replicas(param.sharding.layout):
             raise ValueError(
-                f"{param.sharding.name} is sharded over several replicas, and matrix_optimizer gathers matrices of one: "
+                f"{param.sharding.name} is sharded over several replicas, and matrix_optimizer gathers those of one: "
                 "optimize model.expert_parameters() by an optimizer that works element by element, such as AdamW"
             )
     loads, owners = [0] * tp.size, {}
