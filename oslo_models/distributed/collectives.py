@@ -81,8 +81,9 @@ def all_to_all(axis: Axis, x: Tensor, sent: Sequence[int], received: Sequence[in
         received: how many rows each rank sends to this one.
     """
     out = x.new_empty(sum(received), *x.shape[1:])
+    width = torch.Size(x.shape[1:]).numel()
     # As bytes: not all backends send all types.
-    as_bytes = [each.contiguous().view(len(each), -1).view(torch.uint8) for each in (out, x)]
+    as_bytes = [each.contiguous().view(len(each), width).view(torch.uint8) for each in (out, x)]
     _communicate(
         axis,
         "an exchange of tokens",

@@ -377,7 +377,7 @@ def _is_called_by_graph() -> bool:
 def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:
     """Functions that mix the elements of a matrix; those of a replicated one are all here."""
     shard = next((arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Shard)), None)
-    if shard is not None and shard.sharding.layout.dim is not None:
+    if shard is not None and shard.sharding.layout.dim is not None and shard.sharding.axis.size > 1:
         warnings.warn(
             f"{_name(func)} of a shard ({shard.sharding}) treats it as a matrix of its own. An optimizer that does so "
             "(Muon, Shampoo, SOAP, GaLore, Adafactor) makes other updates than on one process: construct it by "

@@ -245,7 +245,7 @@ def step_with_all_tokens_on_one_rank(folder: Path, given: pipelines.Case, ep: in
 @pytest.mark.parametrize("expert", [0, 2])
 def test_step_with_all_tokens_on_one_rank_matches(pool: Pool, tmp_path: Path, seed: int, expert: int) -> None:
     """The experts of the other rank, which receives none, have gradients of zero."""
-    given = saved_case(tmp_path, "mixtral", seed, 2, num_local_experts=4)
+    given = saved_case(tmp_path, "mixtral", seed, 2, num_local_experts=4, num_experts=4)
     model = reference_model(given.name, given.config, seed)
     route_to(model, expert)
     given.loss = pipelines.run_reference_step(model, given.batches[0])
@@ -299,7 +299,7 @@ def save_split_over_four(source: Path, folder: Path) -> None:
 
 
 def test_exchanged_files_of_experts_are_noticed(pool: Pool, tmp_path: Path, seed: int) -> None:
-    saved_case(tmp_path / "hub", "mixtral", seed, 2, num_local_experts=4)
+    saved_case(tmp_path / "hub", "mixtral", seed, 2, num_local_experts=4, num_experts=4)
     pool.run(4, save_split_over_four, tmp_path / "hub", tmp_path / "split")
     one, other = (tmp_path / "split" / f"pytorch_model_tp=0_pp=0_dp={replica}.bin" for replica in (1, 2))
     assert one.stat().st_size == other.stat().st_size
