@@ -91,10 +91,9 @@ AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 @pytest.mark.parametrize(
     ("model_type", "sizes", "replicas", "implementation"),
     [
-        ("mixtral", (1, 1, 2), 2, "eager"),
+        ("mixtral", (1, 1, 2), 4, "eager"),
         ("mixtral", (2, 1, 4), 2, "batched_mm"),
         ("glm4_moe", (2, 1, 4), 2, "eager"),
-        pytest.param("mixtral", (1, 1, 2), 4, "eager", marks=pytest.mark.zoo),
         pytest.param("mixtral", (1, 1, 4), 4, "grouped_mm", marks=pytest.mark.zoo),
         pytest.param("mixtral", (1, 2, 2), 2, "eager", marks=pytest.mark.zoo),
         pytest.param("gpt_oss", (1, 1, 2), 2, "eager", marks=pytest.mark.zoo),
