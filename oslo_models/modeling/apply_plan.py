@@ -54,6 +54,7 @@ from oslo_models.sharding.derived import (
     SummedEmbedding,
 )
 from oslo_models.sharding.layout import EvenSplit, Layout
+from oslo_models.sharding.local_config import LocalConfig
 from oslo_models.sharding.plan import (
     ColumnParallel,
     EinsumHeads,
@@ -245,19 +246,6 @@ def _slice_per_head_arguments(
     if name in kwargs:
         return args, {**kwargs, name: own}
     return (*args[:position], own, *args[position + 1 :]), kwargs
-
-
-class LocalConfig:
-    """A configuration with some numbers replaced by those of one rank; the rest is read from the model's."""
-
-    def __init__(self, full: Any, **local: int) -> None:
-        self._full = full
-        vars(self).update(local)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_full" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._full, name)
 
 
 def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[str, Layout], rank: int) -> None:

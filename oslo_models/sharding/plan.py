@@ -261,7 +261,8 @@ class Plan:
             attention weights are gathered.
         single_rank_reason: why no layer can be sharded, if none can.
         embedding_dropouts: the dropouts between the embeddings and the first block.
-        disabled_after_first_stage: attributes by which the base model (or, ``"decoder.dropout"``, a module of it)
+        disabled_after_first_stage: attributes by which the base model (or, ``"decoder.dropout"``, a module of it, or
+            ``"config.mup_enabled"``, its configuration)
             changes the embedded tokens, or arguments by which it has them changed, with the values that disable this.
         copied_from_first_block: names among the entries of a block that only the first block has, and of which the
             first block of every pipeline stage needs a copy.

@@ -27,6 +27,9 @@ def check_step(step: Step, folder: Path, tp: int, options: dict[str, Any]) -> No
     model = cls.from_pretrained_with_parallel(folder, tp, gather_logits=True, **options).train()
     lines = step_differences(model, step)
     assert not lines, "\n".join(lines)
+    norm = torch.nn.utils.get_total_norm([grad for grad in step.gradients.values() if grad is not None])
+    norms = model.clip_grad_norm_(1e9), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert all(abs(float(own) - norm) < 1e-9 for own in norms), (norms, norm)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
@@ -159,6 +162,12 @@ def test_auxiliary_loss_on_stages_without_routers_matches(pool: Pool, seed: int)
     """The first and the last block are dense, so the first and the last stage have no router."""
     given = case_with_auxiliary_loss("qwen3_moe", seed, 2, mlp_only_layers=[0, 3])
     pool.run(3, step_on_stages, given, 1, 3, {"micro_batch_size": 2, "blocks_per_stage": [1, 2, 1]})
+
+
+def test_scaled_embeddings_are_scaled_on_the_first_stage_only(pool: Pool, seed: int) -> None:
+    config = zoo.config("afmoe", mup_enabled=True)
+    given = pipelines.case("AfmoeForCausalLM", config, seed)
+    pool.run(2, step_on_stages, given, 1, 2, {"micro_batch_size": 2})
 
 
 def router_logits_on_stages(given: pipelines.Case, expected: list[Any]) -> None:
