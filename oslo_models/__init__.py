@@ -34,9 +34,9 @@ _OWN = {
     "Config": "oslo_models.compat.tensor_parallel.config",
     "TensorParallel": "oslo_models.compat.tensor_parallel.api",
     "TensorParallelPreTrainedModel": "oslo_models.compat.tensor_parallel.api",
-    "convert_state_dict": "oslo_models.compat.tensor_parallel.api",
-    "infer_sharded_device_map": "oslo_models.compat.tensor_parallel.api",
-    "save_tensor_parallel": "oslo_models.compat.tensor_parallel.api",
+    "convert_state_dict": "oslo_models.compat.tensor_parallel.state",
+    "infer_sharded_device_map": "oslo_models.compat.tensor_parallel.state",
+    "save_tensor_parallel": "oslo_models.compat.tensor_parallel.state",
     "tensor_parallel": "oslo_models.compat.tensor_parallel.api",
 }
 

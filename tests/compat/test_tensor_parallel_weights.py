@@ -11,7 +11,7 @@ pytest.importorskip("accelerate")
 import accelerate
 
 import oslo_models
-from oslo_models.compat.tensor_parallel import api, wrapper
+from oslo_models.compat.tensor_parallel import parts, wrapper
 from oslo_models.compat.tensor_parallel.zero3 import held_once
 from oslo_models.sharding.layout import Layout
 
@@ -70,7 +70,7 @@ def test_shared_rows_are_split_among_those_that_need_them() -> None:
 
 def test_shards_move_to_their_devices_with_the_first_call(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     moves: list[str] = []
-    for module in (api, wrapper):
+    for module in (parts, wrapper):
         monkeypatch.setattr(module, "move_part", lambda part, device: moves.append(str(device)) or part)
     model = transformers_model("gpt2", seed).eval()
     other, inputs = tensor_parallel_model(model, delay_init=True, output_device_index=1), torch.tensor([[5, 6, 7]])

@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
 from oslo_models.compat.oslo2 import initialize
 from oslo_models.compat.tensor_parallel.adapters import AdaptableThreads, shard_with_adapters
@@ -26,20 +24,20 @@ from oslo_models.compat.tensor_parallel.any_model import (
 )
 from oslo_models.compat.tensor_parallel.autograd import ThreadShards
 from oslo_models.compat.tensor_parallel.config import Config
-from oslo_models.compat.tensor_parallel.wrapper import ThreadedModule, move_part
+from oslo_models.compat.tensor_parallel.devices import Device, device_of_outputs, devices_of_ranks
+from oslo_models.compat.tensor_parallel.parts import has_numpy, make_part
+from oslo_models.compat.tensor_parallel.state import merge_state, shard_state
+from oslo_models.compat.tensor_parallel.wrapper import ThreadedModule
 from oslo_models.compat.tensor_parallel.zero3 import shard_shared
 from oslo_models.config.arguments import Arguments
-from oslo_models.distributed.devices import require_gpus, visible_gpus
-from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
+from oslo_models.distributed.mesh import start_process_group, world_axis
 from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.modeling.full_model import plain_view
 from oslo_models.modeling.original_class import original_class
-from oslo_models.modeling.quantizing import check_not_quantized, copy_to_device, refuse_layers_of_libraries
+from oslo_models.modeling.quantizing import refuse_layers_of_libraries
 from oslo_models.registry import did_you_mean
-from oslo_models.sharding.layout import Layout
 from oslo_models.sharding.plan import Plan
 
-Device = torch.device | str | int
 _OPTIONS = ("device_ids", "tensor_parallel_config", "distributed", "sharded", "output_device", "delay_init", "inputs")
 
 
@@ -105,53 +103,43 @@ def tensor_parallel(
             raise ValueError("with distributed=True each process has the device of its rank: leave out device_ids")
         if sharded or sharded_param_names:
             raise ValueError("sharded=True is for threads: with distributed=True, FSDP2 shards the rest")
-        start_process_group()
-        if rules is not None:
-            return initialize_ruled(model, rules, inputs)
-        sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
-        return initialize(model, {"model_parallelism": sizes}, plan=plan or default_plan(model), inputs=inputs)
+        return _over_processes(model, rules, plan, gather_logits, inputs)
     if os.environ.get("TENSOR_PARALLEL_USE_NATIVE"):
         warnings.warn(
             "TENSOR_PARALLEL_USE_NATIVE is set and changes nothing: the devices of one process always exchange tensors "
             "by torch's own copies and sums, not by NCCL",
             stacklevel=2,
         )
-    devices = _devices(device_ids)
-    output = _output_device(devices, output_device, output_device_index)
+    devices = devices_of_ranks(device_ids)
+    output = device_of_outputs(devices, output_device, output_device_index)
     arguments = Arguments(tensor_parallel_size=len(devices), gather_logits=gather_logits, plan=plan)
     arguments.check({})
     if getattr(model, "peft_config", None):
-        return shard_with_adapters(
-            model,
-            lambda full: tensor_parallel(
-                full,
-                device_ids,
-                tensor_parallel_config,
-                sharded=sharded,
-                sharded_param_names=sharded_param_names,
-                output_device=output,
-                delay_init=delay_init,
-                gather_logits=gather_logits,
-                plan=plan,
-                inputs=inputs,
-            ),
+        same = functools.partial(
+            tensor_parallel,
+            device_ids=device_ids,
+            tensor_parallel_config=rules,
+            sharded=sharded,
+            sharded_param_names=sharded_param_names,
+            output_device=output,
+            delay_init=delay_init,
+            gather_logits=gather_logits,
+            plan=plan,
+            inputs=inputs,
         )
+        return shard_with_adapters(model, same)
     cls, is_tried = class_for(model, plan if rules is None else rules, inputs, len(devices))
     original, model = model, plain_view(model)
-    if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
-        raise ValueError(
-            f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint has them all: make it "
-            "under accelerate.init_empty_weights(), which leaves them out"
-        )
+    _check_buffers(model)
     refuse_layers_of_libraries(model)
     config = None
     if isinstance(model, PreTrainedModel):
         if rules is None:
             arguments.check_config(cls, model.config)
         config = copy.deepcopy(model.config)  # shared by all parts
-    threads = ThreadGroup(devices, _has_numpy(model))
+    threads = ThreadGroup(devices, has_numpy(model))
     places = [torch.device("cpu")] * len(devices) if delay_init else devices
-    parts = [_part(model, cls, config, threads, rank, places[rank]) for rank in range(threads.size)]
+    parts = [make_part(model, cls, config, threads, rank, places[rank]) for rank in range(threads.size)]
     for part in parts:
         part.gather_logits = gather_logits
     if sharded is None:  # the plans of the zoo say which layers use which parameters
@@ -166,62 +154,22 @@ def tensor_parallel(
     return sharded_model
 
 
-def _device(device: Device) -> torch.device:
-    """The device, with its index."""
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    is_current = found == torch.device("cuda") and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if is_current else found
+def _over_processes(model: Any, rules: Config | None, plan: Any, gather_logits: bool | None, inputs: Any) -> Any:
+    """As `tensor_parallel` with ``distributed=True``: this rank's part of the model. A collective."""
+    start_process_group()
+    if rules is not None:
+        return initialize_ruled(model, rules, inputs)
+    sizes = {"tensor_parallel_size": world_axis().size, "gather_logits": gather_logits}
+    return initialize(model, {"model_parallelism": sizes}, plan=plan or default_plan(model), inputs=inputs)
 
 
-def _output_device(devices: Sequence[torch.device], device: Device | None, index: int | None) -> torch.device:
-    if device is not None and index is not None:
-        raise ValueError(f"output_device={device!r} and output_device_index={index!r}: pass one of them")
-    if index is None:
-        output = devices[0] if device is None else _device(device)
-        require_gpus("output_device", [output], "leave it out for the first of device_ids")
-        return output
-    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(devices):
-        raise ValueError(f"output_device_index must be from 0 to {len(devices) - 1}, got {index!r}")
-    return devices[index]
-
-
-def _devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
-    """The device of each rank."""
-    devices = [_device(device) for device in (range(torch.cuda.device_count()) if device_ids is None else device_ids)]
-    if not devices:
-        raise ValueError(f'there is no GPU: {visible_gpus()}; pass device_ids, such as ["cpu", "cpu"]')
-    if {device.type for device in devices} not in ({"cpu"}, {"cuda"}):
-        raise ValueError(f"device_ids must be GPUs only or CPUs only, got {[*map(str, devices)]}")
-    if devices[0].type == "cuda" and len(set(devices)) < len(devices):
-        raise ValueError(f"device_ids names a GPU twice, which would hold two shares: {[*map(str, devices)]}")
-    require_gpus("device_ids", devices, 'pass CPUs, such as ["cpu", "cpu"], or devices that are there')
-    return devices
-
-
-def _has_numpy(model: nn.Module) -> bool:
-    """Whether transformers' code of the model may draw from numpy's generator: few import it at all."""
-    return any("np" in vars(sys.modules[type(module).__module__]) for module in model.modules())
-
-
-@torch.no_grad()
-def _part(
-    model: Any, cls: type, config: PreTrainedConfig | None, threads: ThreadGroup, rank: int, device: torch.device
-) -> Any:
-    """The part of one rank, on a device, created without a copy of the full model."""
-    shared = {} if config is None else {id(model.config): config}
-    part: Any = copy.deepcopy(model, {**shared, **{id(param): param for param in model.parameters()}})
-    part.__class__ = cls
-    before = dict(part.named_parameters(remove_duplicate=False))
-    part._shard(ParallelMesh.of_thread(threads, rank), None)
-    made: dict[int, nn.Parameter] = {}
-    for name, param in list(part.named_parameters(remove_duplicate=False)):
-        full = before[name]
-        if id(full) not in made:  # tied parameters are one object
-            own = param.detach() if param.is_meta else copy_to_device(param, device, copy=param is full)
-            made[id(full)] = nn.Parameter(own, full.requires_grad)
-        owner, _, leaf = name.rpartition(".")
-        part.get_submodule(owner)._parameters[leaf] = made[id(full)]
-    return move_part(part, device)
+def _check_buffers(model: nn.Module) -> None:
+    """Raise ``ValueError`` if buffers have no values: those that no checkpoint has would stay without."""
+    if empty := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        raise ValueError(
+            f"buffers of the model are on the meta device, such as {empty[0]}, and no checkpoint has them all: make it "
+            "under accelerate.init_empty_weights(), which leaves them out"
+        )
 
 
 def _join_parts(
@@ -241,8 +189,8 @@ def _join_parts(
     sharded.parts, sharded.threads, sharded.output_device = nn.ModuleList(parts), threads, output_device
     if threads.devices[0].type == "cuda":  # tells transformers' Trainer not to move it
         sharded.hf_device_map = {f"parts.{rank}": device.index for rank, device in enumerate(threads.devices)}
-    sharded.register_state_dict_post_hook(_merge_state)
-    sharded.register_load_state_dict_pre_hook(_shard_state)
+    sharded.register_state_dict_post_hook(merge_state)
+    sharded.register_load_state_dict_pre_hook(shard_state)
     return sharded.train(model.training)
 
 
@@ -335,94 +283,3 @@ class TensorParallelModel(TensorParallel, AdaptableThreads):
 
 TensorParallelPreTrainedModel = TensorParallelModel
 """Its name in tensor_parallel."""
-
-
-@contextmanager
-def save_tensor_parallel(model: nn.Module) -> Iterator[nn.Module]:
-    """For compatibility with the original: models are always saved in full here."""
-    yield model
-
-
-def _merge_state(model: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Merge the state of the parts into that of the full model, in host memory; tied tensors share memory."""
-    parts = [_pop_prefixed(state, f"{prefix}parts.{rank}.") for rank in range(len(model.parts))]
-    check_not_quantized(parts[0], "full weights are not put together from such shards: the original model has them")
-    params = dict(model.parts[0].named_parameters(remove_duplicate=False))
-    made: dict[int, Tensor] = {}
-    for name, first in parts[0].items():
-        layout, key = model.parts[0].layouts.get(name), id(params.get(name, first))
-        if layout is None or layout.dim is None:
-            state[prefix + name] = first.cpu()
-            continue
-        if key not in made:
-            made[key] = first.new_empty(layout.shape, device="cpu")
-            for rank, part in enumerate(parts):
-                layout.write_shard(made[key], part[name], rank)
-        state[prefix + name] = made[key]
-
-
-def _shard_state(model: Any, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """Shard the state of a full model for the parts; that of `convert_state_dict` is sharded already."""
-    layouts, given = model.parts[0].layouts, _pop_prefixed(state, prefix)
-    fits = [name for name, tensor in given.items() if name in layouts and layouts[name].shape == tensor.shape]
-    fitting = {name: given.pop(name) for name in fits}
-    for name in [name for name in given if not name.startswith("parts.")]:  # torch reports unexpected names
-        tensor = given.pop(name)
-        given |= {f"parts.{rank}.{name}": tensor for rank in range(len(model.parts))}
-    for name, tensor in {**given, **_shards_of(fitting, layouts, len(model.parts))}.items():
-        if metadata.get("assign_to_params_buffers"):  # it becomes the parameter
-            tensor = tensor.to(model.devices[int(name.split(".")[1])], copy=True)
-        state[prefix + name] = tensor
-
-
-def convert_state_dict(
-    input_state_dict: Mapping[str, Tensor],
-    tensor_parallel_config: Mapping[str, Layout] | Config,
-    world_size: int,
-    for_pretrained: bool = False,
-) -> dict[str, Tensor]:
-    """The shards of all ranks, named as in a model that `tensor_parallel` returns.
-
-    For models too large to be read at once: file by file, each shard goes to the device that
-    `infer_sharded_device_map` names.
-
-    Args:
-        input_state_dict: weights of the full model, or some of them.
-        tensor_parallel_config: ``model.tensor_parallel_config``, or the rules of a model.
-        world_size: the number of devices over which the model is sharded.
-        for_pretrained: accepted for compatibility, without effect.
-
-    Raises:
-        ValueError: a weight has another shape, or the model is sharded over another number of devices.
-    """
-    layouts = tensor_parallel_config
-    if isinstance(layouts, Config):
-        placed = layouts.layouts(input_state_dict, world_size)
-        layouts = {name: layout for name, (layout, _) in placed.items()}
-    shards = _shards_of(input_state_dict, layouts, world_size)
-    return {name: tensor.clone() for name, tensor in shards.items()}  # views would keep the full weights in memory
-
-
-def _shards_of(state: Mapping[str, Tensor], layouts: Mapping[str, Layout], ranks: int) -> dict[str, Tensor]:
-    shards = {}
-    for name, tensor in state.items():
-        layout = layouts.get(name)
-        if layout is not None and layout.dim is not None:
-            if len(layout.ranges) != ranks:
-                raise ValueError(f"world_size={ranks}, but the model is sharded over {len(layout.ranges)} devices")
-            if tuple(tensor.shape) != layout.shape:
-                raise ValueError(f"{name} has the shape {list(tensor.shape)} instead of {list(layout.shape)}")
-        for rank in range(ranks):
-            shards[f"parts.{rank}.{name}"] = tensor if layout is None else layout.shard(tensor, rank)
-    return shards
-
-
-def infer_sharded_device_map(model: Any) -> dict[str, torch.device]:
-    """The device of each part of a model that `tensor_parallel` returned, by the name of the part."""
-    return {f"parts.{rank}": device for rank, device in enumerate(model.devices)}
-
-
-def _pop_prefixed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Remove the entries with this prefix from the state; returned without it."""
-    names = [name for name in state if name.startswith(prefix)]
-    return {name.removeprefix(prefix): state.pop(name) for name in names}
