@@ -45,7 +45,7 @@ def place_boundaries(
         if stage.index != stack_of(key, prefix, stage.stacks, 0).first:
             owner, _, name = (prefix + key).rpartition(".")
             if key.startswith("config."):
-                base = model.get_submodule(prefix.rstrip("."))
+                base: Any = model.get_submodule(prefix.rstrip("."))
                 base.config = LocalConfig(base.config, **{name: value})
                 continue
             module = model.get_submodule(owner)
