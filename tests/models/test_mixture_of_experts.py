@@ -27,9 +27,6 @@ def check_step(step: Step, folder: Path, tp: int, options: dict[str, Any]) -> No
     model = cls.from_pretrained_with_parallel(folder, tp, gather_logits=True, **options).train()
     lines = step_differences(model, step)
     assert not lines, "\n".join(lines)
-    norm = torch.nn.utils.get_total_norm([grad for grad in step.gradients.values() if grad is not None])
-    norms = model.clip_grad_norm_(1e9), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    assert all(abs(float(own) - norm) < 1e-9 for own in norms), (norms, norm)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
@@ -80,7 +77,7 @@ def test_biases_and_interleaved_projections_match_with_expert_parallelism(
     ("name", "sizes", "message"),
     [
         ("MixtralForCausalLM", (4, 3), r"expert_parallel_size=3 must divide tensor_parallel_size=4"),
-        ("MixtralForCausalLM", (2, 4), r"expert_parallel_size=4 must divide tensor_parallel_size=2"),
+        ("MixtralForCausalLM", (2, 3), r"expert_parallel_size=3 must divide .*=2, .* or be a multiple of it"),
         (
             "LlamaForCausalLM",
             (2, 2),
