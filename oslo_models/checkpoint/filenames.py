@@ -10,7 +10,7 @@ MERGED = ("model.safetensors", "pytorch_model.bin")
 OPTIMIZER = "optimizer"
 """The variant under which the state of an optimizer is saved."""
 
-_SPLIT = re.compile(r"pytorch_model_tp([=_])(\d+)_pp\1(\d+)\.(?:bin|safetensors)")
+_SPLIT = re.compile(r"pytorch_model_tp([=_])(\d+)_pp\1(\d+)(?:_dp\1(\d+))?\.(?:bin|safetensors)")
 _OPTIMIZER = re.compile(r"optimizer_tp=\d+_pp=\d+_dp=\d+\.bin")
 
 
@@ -34,15 +34,22 @@ def index_name(name: str, variant: str | None) -> str:
     return with_variant(f"{name}.index.json", variant)
 
 
-def split_name(tp_rank: int, pp_rank: int, safe: bool, separator: str = "=") -> str:
-    """The file of one rank: ``pytorch_model_tp=0_pp=0.bin``."""
-    return f"pytorch_model_tp{separator}{tp_rank}_pp{separator}{pp_rank}.{'safetensors' if safe else 'bin'}"
+def split_name(tp_rank: int, pp_rank: int, safe: bool, separator: str = "=", replica: int = 0) -> str:
+    """The file of one rank: ``pytorch_model_tp=0_pp=0.bin``.
+
+    Args:
+        replica: another one than the first has a file of its own, ``pytorch_model_tp=0_pp=0_dp=1.bin``, with experts
+            that the first does not hold.
+    """
+    of_replica = f"_dp{separator}{replica}" if replica else ""
+    suffix = "safetensors" if safe else "bin"
+    return f"pytorch_model_tp{separator}{tp_rank}_pp{separator}{pp_rank}{of_replica}.{suffix}"
 
 
-def split_position(name: str) -> tuple[int, int] | None:
-    """``(tp_rank, pp_rank)`` of a split file, in either spelling; ``None`` for other names."""
+def split_position(name: str) -> tuple[int, int, int] | None:
+    """``(tp_rank, pp_rank, replica)`` of a split file, in either spelling; ``None`` for other names."""
     match = _SPLIT.fullmatch(name)
-    return (int(match[2]), int(match[3])) if match else None
+    return (int(match[2]), int(match[3]), int(match[4] or 0)) if match else None
 
 
 def optimizer_name(tp_rank: int, pp_rank: int, dp_rank: int) -> str:

@@ -19,7 +19,8 @@ _BLOCK = 8 << 20
 def gather_full_tensor(
     tensor: Tensor | None, layout: Layout, dtype: torch.dtype, stage: int, mesh: ParallelMesh
 ) -> Tensor | None:
-    """Gather a tensor on the CPU of world rank 0. A collective of the first data-parallel replica.
+    """Gather a tensor on the CPU of world rank 0. A collective of the first data-parallel replica, and of
+    those that hold other experts.
 
     Shards are sent in blocks, so that no rank needs more memory than the full tensor on rank 0 and one block.
 
@@ -32,14 +33,19 @@ def gather_full_tensor(
     Returns:
         The full tensor on world rank 0, ``None`` on other ranks.
     """
-    if mesh.dp.rank != 0:
+    device, tp, rank_in_layout = _transfer_device(mesh), mesh.tp, mesh.rank_in(layout)
+    if mesh.is_over_replicas(layout):
+        axis, first = mesh.world, stage * mesh.dp.size * tp.size
+        senders = [first + rank for rank in range(mesh.experts.size)]
+    elif mesh.dp.rank != 0:
         return None
-    axis, device, tp = mesh.model, _transfer_device(mesh), mesh.tp
-    senders = [stage * tp.size + rank for rank in range(1 if layout.dim is None else tp.size)]
+    else:
+        axis = mesh.model
+        senders = [stage * tp.size + rank for rank in range(1 if layout.dim is None else tp.size)]
     if axis.rank != 0:
         if axis.rank in senders:
             assert tensor is not None
-            for block in _blocks(tensor, [here for _, here in layout.shard_indices(tp.rank)]):
+            for block in _blocks(tensor, [here for _, here in layout.shard_indices(rank_in_layout)]):
                 data = block.to(device).contiguous().view(-1)
                 send(axis, data.view(torch.uint8), 0, slow=True)
         return None

@@ -14,7 +14,7 @@ from oslo_models.checkpoint.reader import CheckpointReader
 from oslo_models.checkpoint.weights_file import WeightsFile
 
 Grid = dict[tuple[int, int], str]
-"""Names of split files by ``(tp_rank, pp_rank)``."""
+"""Names of split files by ``(rank, pp_rank)``, where the ranks of the tp axis of each replica follow each other."""
 
 
 def open_files(directory: Path, variant: str | None) -> CheckpointReader:
@@ -69,13 +69,20 @@ def _names_in_manifest(directory: Path, paths: Mapping[str, Path], records: Mapp
 def _grid(names: Iterable[str]) -> Grid:
     """The split files by rank. Of several files for one rank, names with ``=`` and then safetensors take precedence."""
     ordered = sorted(names, key=lambda name: ("_tp=" in name, name.endswith(".safetensors")))
-    grid = {position: name for name in ordered if (position := split_position(name))}  # the last one takes precedence
+    found = {position: name for name in ordered if (position := split_position(name))}  # the last one takes precedence
+    tp = 1 + max((tp_rank for tp_rank, _, _ in found), default=0)
+    grid = {(replica * tp + tp_rank, pp_rank): name for (tp_rank, pp_rank, replica), name in found.items()}
     return dict(sorted(grid.items()))
 
 
 def _complete_grid(directory: Path, names: Iterable[str]) -> Grid:
     """The split files by rank. Raises ``FileNotFoundError`` if some are missing."""
     grid = _grid(names)
+    if of_replicas := [name for name in grid.values() if (split_position(name) or (0,))[-1]]:
+        raise FileNotFoundError(
+            f"{directory} holds experts over replicas ({of_replicas[0]}), which nothing but {MANIFEST} describes, and "
+            "that is missing: copy it there, or save the model again where it can be loaded"
+        )
     tp, pp = (max((position[axis] for position in grid), default=-1) + 1 for axis in (0, 1))
     missing = [f"tp={t} pp={p}" for t in range(tp) for p in range(pp) if (t, p) not in grid]
     if missing:

@@ -13,8 +13,8 @@ from typing import Any
 from oslo_models.checkpoint.checksum import file_checksum
 from oslo_models.checkpoint.filenames import CheckpointError
 
-FORMAT_VERSION = 2
-"""The latest version, in which tensors may have ``first_ranges``. A manifest without any is of version 1."""
+FORMAT_VERSION = 3
+"""The latest version, with files of several replicas. In version 2, tensors may have ``first_ranges``, in 1 not."""
 
 
 def sync_and_record(path: Path) -> dict[str, int]:
@@ -33,7 +33,8 @@ def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
         name: import_module(name).__version__ for name in ("oslo_models", "torch", "transformers", "safetensors")
     }
     has_first_ranges = any("first_ranges" in entry for entry in content.get("tensors", {}).values())
-    manifest = {"format_version": FORMAT_VERSION if has_first_ranges else 1, "versions": versions, **content}
+    version = FORMAT_VERSION if content.get("expert_replicas", 1) > 1 else 2 if has_first_ranges else 1
+    manifest = {"format_version": version, "versions": versions, **content}
     manifest["checksum"] = _content_checksum(manifest)
     path.write_text(json.dumps(manifest, indent=1) + "\n")
 

@@ -75,7 +75,7 @@ def save_optimizer(
         records = dict(gather_objects(world, (name, record)))
         with agree(world, f"writing the manifest of {target}"):
             if world.rank == 0:
-                sizes = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
+                sizes = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size, "ep": mesh.expert_parallel_size}
                 what = {"kind": "optimizer", "variant": OPTIMIZER, "optimizer": kind}
                 manifest = {**what, **sizes, "model": _model_checksum(target), "files": records}
                 write_manifest(staging / with_variant(MANIFEST, OPTIMIZER), manifest)
@@ -257,6 +257,13 @@ def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: O
     """Raise an error unless the saved state is for this kind of optimizer, these sizes and the model beside it."""
     own = {"tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size}
     saved = {axis: manifest[axis] for axis in own}
+    experts = manifest.get("ep", mesh.expert_parallel_size)  # older versions did not record it
+    if experts != mesh.expert_parallel_size:
+        raise ValueError(
+            f"the optimizer state in {directory} was saved with expert_parallel_size={experts}, and this run has "
+            f"{mesh.expert_parallel_size}: optimizer states are not resharded, so go on with the size of before, or "
+            "load only the model and begin with a new optimizer"
+        )
     if saved != own:
         raise ValueError(
             f"the optimizer state in {directory} was saved with tensor_parallel_size={saved['tp']}, "

@@ -70,7 +70,7 @@ class CheckpointReader:
     Attributes:
         directory: where it is.
         files: its weights files, by name.
-        grid: the names of split files by ``(tp_rank, pp_rank)``; empty when the checkpoint is merged.
+        grid: the names of split files by ``(rank, pp_rank)``; empty when the checkpoint is merged.
         manifest: the content of its manifest; ``None`` without one.
         tensors: all tensors, by name.
     """

@@ -63,7 +63,7 @@ def gather_infos(
         sources.setdefault(tied.get(name, name), name)
     with agree(mesh.world, doing):
         for name, tensor in tensors.items():
-            if name not in layouts or tuple(tensor.shape) != layouts[name].local_shape(mesh.tp.rank):
+            if name not in layouts or tuple(tensor.shape) != layouts[name].local_shape(mesh.rank_in(layouts[name])):
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, which is not a part of {layouts.get(name)}")
             source = sources[tied.get(name, name)]
             is_alias = source != name and _same_memory(tensor, tensors[source])

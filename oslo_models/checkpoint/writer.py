@@ -156,11 +156,12 @@ def _plan_split(
     """One file with the shards of this rank."""
     aliases = {name: info.alias_of for name, info in infos.items() if info.alias_of is not None}
     meta = {
-        name: _on_meta(info.layout.local_shape(mesh.tp.rank), info.dtype)
+        name: _on_meta(info.layout.local_shape(mesh.rank_in(info.layout)), info.dtype)
         for name, info in infos.items()
-        if name not in aliases
+        if name not in aliases and (mesh.dp.rank == 0 or mesh.is_over_replicas(info.layout))
     }
-    file = _File(split_name(mesh.tp.rank, mesh.pp.rank, safe, separator), meta, {} if safe else aliases)
+    aliases = {alias: source for alias, source in aliases.items() if source in meta and not safe}
+    file = _File(split_name(mesh.tp.rank, mesh.pp.rank, safe, separator, mesh.dp.rank), meta, aliases)
     entries: dict[str, dict[str, Any]] = {}
     for stage in stages:
         for name, info in stage.items():
@@ -169,8 +170,11 @@ def _plan_split(
                 if info.layout.first_ranges:
                     sharding["first_ranges"] = info.layout.first_ranges
                 entries.setdefault(name, {**_describe(info), **sharding})["stages"].append(info.stage)
-    kind = {"kind": "split", "tp": mesh.tp.size, "pp": mesh.pp.size}
-    return _SavePlan(infos, [file], mesh.dp.rank == 0, {}, entries, kind)
+    kind: dict[str, Any] = {"kind": "split", "tp": mesh.tp.size, "pp": mesh.pp.size}
+    replicas = mesh.experts.size // mesh.tp.size
+    if replicas > 1:
+        kind["expert_replicas"] = replicas
+    return _SavePlan(infos, [file], mesh.dp.rank < replicas, {}, entries, kind)
 
 
 def _plan_merged(

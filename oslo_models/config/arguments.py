@@ -71,13 +71,21 @@ class Arguments:
         """
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "micro_batch_size", "expert_parallel_size"):
             check_size(name, getattr(self, name))
-        if self.tensor_parallel_size % self.expert_parallel_size:
+        if self.tensor_parallel_size % self.expert_parallel_size and (
+            self.expert_parallel_size % self.tensor_parallel_size
+        ):
             raise ValueError(
                 f"expert_parallel_size={self.expert_parallel_size} must divide tensor_parallel_size="
-                f"{self.tensor_parallel_size}: 1 (each rank has a part of every expert) to "
-                f"{self.tensor_parallel_size} (each rank has some of the experts as a whole)"
+                f"{self.tensor_parallel_size}, from 1 (each rank has a part of every expert) to "
+                f"{self.tensor_parallel_size} (each rank has some of the experts as a whole), or be a multiple of it "
+                "(experts over several replicas)"
             )
         deployment = kwargs.get("deployment")
+        if (self.deploy or deployment) and self.expert_parallel_size > self.tensor_parallel_size:
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} is over several replicas, and a deployed model has "
+                f"one: use a divisor of tensor_parallel_size={self.tensor_parallel_size}"
+            )
         flags = {"deploy": self.deploy, "deployment": deployment, "gather_logits": self.gather_logits}
         for name, flag in flags.items():
             if not isinstance(flag, (bool, type(None))):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_models.distributed.collectives import all_gather, all_reduce, has_dispatch_mode, reduce_fresh
+from oslo_models.distributed.collectives import all_gather, all_reduce, all_to_all, has_dispatch_mode, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 
 
@@ -60,6 +60,49 @@ class _ScatterTo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return all_gather(ctx.axis, grad, ctx.dim, ctx.sizes), None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, sent: Sequence[int], received: Sequence[int], *tensors: Tensor) -> Any:
+        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        return tuple(all_to_all(axis, x, sent, received) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        # Gradients that nobody needs are zeros here: all ranks exchange the same tensors in the same order.
+        return None, None, None, *(all_to_all(ctx.axis, grad, ctx.received, ctx.sent) for grad in grads)
+
+
+class _AverageGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, count: int) -> Tensor:
+        ctx.axis, ctx.count = axis, count
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_fresh(ctx.axis, grad / ctx.count), None, None
+
+
+def exchange(axis: Axis, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, ...]:
+    """Send rows of several tensors to the ranks of the axis forward (`all_to_all`), and their gradients back backward.
+
+    Args:
+        tensors: ``[sum(sent), ...]`` each.
+        sent: how many rows are for each rank.
+        received: how many rows each rank sends to this one.
+
+    Returns:
+        ``[sum(received), ...]`` each.
+    """
+    exchanged: tuple[Tensor, ...] = _Exchange.apply(axis, sent, received, *tensors)
+    return exchanged
+
+
+def average_grad(axis: Axis, x: Tensor, count: int) -> Tensor:
+    """Identity forward; sum of the gradient over the axis, divided by ``count``, backward."""
+    return _AverageGrad.apply(x, axis, count) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def copy_to(axis: Axis, x: Tensor) -> Tensor:

@@ -100,6 +100,29 @@ def all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     return torch.cat([shard.narrow(dim, 0, size) for shard, size in zip(shards, sizes, strict=True)], dim)
 
 
+def all_to_all(axis: Axis, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Send the rows of ``x`` to the ranks of the axis; returns those that they send, in the order of the ranks.
+
+    Args:
+        x: ``[sum(sent), ...]``, in the order of the ranks that they are for.
+        sent: how many rows are for each rank.
+        received: how many rows each rank sends to this one.
+    """
+    out = x.new_empty(sum(received), *x.shape[1:])
+    width = torch.Size(x.shape[1:]).numel()
+    # As bytes: not all backends send all types.
+    as_bytes = [each.contiguous().view(len(each), width).view(torch.uint8) for each in (out, x)]
+    _communicate(
+        axis,
+        "an exchange of tokens",
+        dist.all_to_all_single,
+        *as_bytes,
+        output_split_sizes=list(received),
+        input_split_sizes=list(sent),
+    )
+    return out
+
+
 def _communicate(axis: Axis, what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Call a collective of torch. On a GPU it is only queued, so it is watched from then on."""
     with waiting(axis, what):

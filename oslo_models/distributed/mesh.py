@@ -25,6 +25,7 @@ from oslo_models.distributed.device_collectives import DEVICE_TIMEOUT, MARGIN
 from oslo_models.distributed.store_barrier import SLOW_TIMEOUT, store_barrier
 from oslo_models.distributed.thread_group import ThreadGroup
 from oslo_models.distributed.watchdog import TIMEOUT, Watchdog, waiting, watchdog_of_world
+from oslo_models.sharding.layout import Layout
 
 NOT_PICKLABLE = (
     "a parallel model cannot be pickled: its process groups exist on these ranks only. Instead of the model, save its "
@@ -101,7 +102,10 @@ class ParallelMesh:
         world, model: all ranks; the ranks of one data-parallel replica.
         pp_back: the pp axis with a second process group, for gradients sent to earlier stages: with NCCL, the two
             directions could deadlock in one group.
-        expert_parallel_size: the number of groups of ranks of the tp axis over which experts are divided.
+        expert_parallel_size: over how many ranks, or groups of ranks of the tp axis, experts are divided.
+        experts: the ranks over which experts are sharded: the tp axis or, where ``expert_parallel_size`` is a multiple
+            of its size, the tp axes of several successive replicas.
+        expert_replicas: the ranks that hold the same experts as this one; the dp axis, or a part of it.
         device: the device of this rank.
         destroyed: whether `destroy` was called.
         device_mesh: torch's mesh with dimensions ``("pp", "dp", "tp")``, for FSDP2 and others; ``None`` without a
@@ -119,7 +123,8 @@ class ParallelMesh:
 
         Args:
             timeout: seconds to wait for other ranks in one collective; see `RankFailedError`.
-            expert_parallel_size: over how many groups of ranks of the tp axis experts are divided.
+            expert_parallel_size: over how many groups of ranks of the tp axis experts are divided, a divisor of its
+                size, or over how many ranks of several replicas, a multiple of it.
 
         Raises:
             ValueError: the sizes do not fit the number of processes.
@@ -145,12 +150,14 @@ class ParallelMesh:
                 f"pipeline_parallel_size={pp} = {tp * pp}: {world_size % (tp * pp)} processes would be left over; "
                 f"start {world_size // (tp * pp) * (tp * pp)} or {(world_size // (tp * pp) + 1) * tp * pp} processes"
             )
+        dp = world_size // (tp * pp)
+        replicas = _replicas_of_experts(tp, dp, expert_parallel_size)
         if not dist.is_initialized():
             self.device_mesh: DeviceMesh | None = None
             self.pp, self.dp, self.tp, self.model = (Axis(name, 0, (0,), None) for name in ("pp", "dp", "tp", "model"))
-            self.pp_back = self.pp
+            self.pp_back, self.experts, self.expert_replicas = self.pp, self.tp, self.dp
             return
-        ranks = torch.arange(world_size).view(pp, world_size // (tp * pp), tp)
+        ranks = torch.arange(world_size).view(pp, dp, tp)
         # We create the groups, not torch's mesh, for two reasons. Their timeout is ours; only the dp groups, which
         # DDP and FSDP use, have torch's. And none of them is the world's group, where messages of two models would mix.
         self.pp, self.dp, self.tp = (
@@ -163,6 +170,12 @@ class ParallelMesh:
         )
         self.pp_back = self.stages(tuple(range(pp)), "pp_back") if pp > 1 else self.pp
         self.model = self._model_axis()
+        self.experts, self.expert_replicas = self.tp, self.dp
+        if replicas > 1:
+            grouped = ranks.view(pp, dp // replicas, replicas, tp)
+            self.experts = self._new_axis("ep", list(grouped.flatten(2).flatten(0, 1)))
+            same = grouped.movedim(1, -1).flatten(0, 2)
+            self.expert_replicas = self._new_axis("expert dp", list(same))
         atexit.register(_drop_groups, weakref.ref(self))
 
     @classmethod
@@ -173,7 +186,26 @@ class ParallelMesh:
         mesh.tp = mesh.model = mesh.world = Axis("tp", rank, tuple(range(threads.size)), None, threads=threads)
         mesh.dp, mesh.pp = (Axis(name, 0, (0,), None) for name in ("dp", "pp"))
         mesh.pp_back, mesh.expert_parallel_size = mesh.pp, 1
+        mesh.experts, mesh.expert_replicas = mesh.tp, mesh.dp
         return mesh
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank holds a part of the model only."""
+        return self.model.size > 1 or self.has_experts_over_replicas
+
+    @property
+    def has_experts_over_replicas(self) -> bool:
+        """Whether a replica holds some of the experts only."""
+        return self.experts.size > self.tp.size
+
+    def rank_in(self, layout: Layout) -> int:
+        """The position of this process among the ranks of a layout: those of the tp axis, or of the experts."""
+        return self.experts.rank if self.is_over_replicas(layout) else self.tp.rank
+
+    def is_over_replicas(self, layout: Layout) -> bool:
+        """Whether a layout shards its tensor over the ranks of several replicas."""
+        return layout.dim is not None and len(layout.ranges) > self.tp.size
 
     def _model_axis(self) -> Axis:
         """The ranks of one replica of the model; a new group only where no axis has exactly these ranks."""
@@ -227,6 +259,18 @@ class ParallelMesh:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis.name}={axis.rank}/{axis.size}" for axis in (self.pp, self.dp, self.tp))
         return f"ParallelMesh({sizes}, device={self.device})"
+
+
+def _replicas_of_experts(tp: int, dp: int, expert_parallel_size: int) -> int:
+    """Over how many replicas experts are divided. Raises ``ValueError`` if there are too few of them."""
+    replicas = max(expert_parallel_size // tp, 1)
+    if dp % replicas:
+        raise ValueError(
+            f"expert_parallel_size={expert_parallel_size} divides the experts over groups of {replicas} replicas of "
+            f"tensor_parallel_size={tp}, and there are {dp} replicas: use a divisor of {dp} times {tp}, or start more "
+            "processes"
+        )
+    return replicas
 
 
 def check_size(name: str, value: object, least: int = 1, source: str = "") -> None:

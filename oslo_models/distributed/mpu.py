@@ -33,7 +33,8 @@ class MPU:
     For each axis there are getters of its group, its size, the position of this rank and the global rank of its first
     member. Ranks of a tensor-parallel group hold shards of the same layers, those of a data-parallel group the same
     parameters for different batches, those of a pipeline-parallel group successive stages; the ranks of a
-    model-parallel group hold one replica of the model together.
+    model-parallel group hold one replica of the model together. The experts of a mixture are sharded over the
+    expert-model-parallel group, and the ranks of an expert-data-parallel group hold the same of them.
 
     A model has one as ``model.mpu``. ``MPU(tensor_parallel_size, pipeline_parallel_size)`` makes the groups without a
     model, and ``MPU(mesh)`` uses those of a mesh. Every rank has to call it, with the same sizes.
@@ -171,6 +172,13 @@ class MPU:
     get_pipeline_model_parallel_group = get_pipeline_parallel_group
     get_pipeline_model_parallel_world_size = get_pipeline_parallel_world_size
     get_pipeline_model_parallel_rank = get_pipeline_parallel_rank
+
+    get_expert_model_parallel_group = _from_mesh(lambda mesh: mesh.experts.group)
+    get_expert_model_parallel_world_size = _from_mesh(lambda mesh: mesh.experts.size)
+    get_expert_model_parallel_rank = _from_mesh(lambda mesh: mesh.experts.rank)
+    get_expert_data_parallel_group = _from_mesh(lambda mesh: mesh.expert_replicas.group)
+    get_expert_data_parallel_world_size = _from_mesh(lambda mesh: mesh.expert_replicas.size)
+    get_expert_data_parallel_rank = _from_mesh(lambda mesh: mesh.expert_replicas.rank)
 
     # Tensor-parallel collectives with a backward pass; see `autograd_collectives` ------------------------------------
 

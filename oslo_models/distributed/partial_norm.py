@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oslo_models.distributed.collectives import all_reduce
-from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.distributed.mesh import Axis, ParallelMesh
 
 
 class PartialNorm(Tensor):
@@ -68,10 +68,15 @@ class PartialNorm(Tensor):
         return self._reduced(local, self.mesh.tp)
 
     def _reduced(self, local: Tensor, axis: Any) -> Tensor:
-        local = local.detach().clone()
-        if self.order == float("inf"):
-            return all_reduce(axis, local, op=dist.ReduceOp.MAX)
-        return all_reduce(axis, local.pow_(self.order)).pow_(1.0 / self.order)
+        return norm_of_parts(axis, local, self.order)
+
+
+def norm_of_parts(axis: Axis, local: Tensor, order: float) -> Tensor:
+    """The norm of what all ranks of the axis hold, from those of their parts. A collective of them."""
+    local = local.detach().clone()
+    if order == float("inf"):
+        return all_reduce(axis, local, op=dist.ReduceOp.MAX)
+    return all_reduce(axis, local.pow_(order)).pow_(1.0 / order)
 
 
 def partial_norm(values: Tensor, mesh: ParallelMesh, order: float, of_gradient: bool) -> PartialNorm:

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from oslo_models.distributed import checkpoint_chunks
 from oslo_models.distributed.collectives import all_reduce
-from oslo_models.distributed.mesh import ParallelMesh
-from oslo_models.distributed.partial_norm import partial_norm
+from oslo_models.distributed.mesh import Axis, ParallelMesh
+from oslo_models.distributed.partial_norm import norm_of_parts, partial_norm
 from oslo_models.sharding.layout import Layout
 
 without_override = torch._C.DisableTorchFunctionSubclass
@@ -81,15 +81,21 @@ class Sharding:
         tp, dim = self.mesh.tp, self.layout.dim
         if dim is None:
             return f"{self.name}, replicated, tensor-parallel rank {tp.rank} of {tp.size}"
-        held = " and ".join(f"{start}:{stop}" for start, stop in self.layout.ranges[tp.rank])
+        rank = self.mesh.rank_in(self.layout)
+        held = " and ".join(f"{start}:{stop}" for start, stop in self.layout.ranges[rank])
         shape = tuple(self.layout.shape)
         if self.layout.first_ranges:
-            held = "{}:{} of dimension 0 and ".format(*self.layout.first_ranges[tp.rank]) + held
-        return f"{self.name}, {held} of dimension {dim} of {shape}, tensor-parallel rank {tp.rank} of {tp.size}"
+            held = "{}:{} of dimension 0 and ".format(*self.layout.first_ranges[rank]) + held
+        return f"{self.name}, {held} of dimension {dim} of {shape}, {self.axis.name} rank {rank} of {self.axis.size}"
+
+    @property
+    def axis(self) -> Axis:
+        """The ranks over which the tensor is sharded."""
+        return self.mesh.experts if self.mesh.is_over_replicas(self.layout) else self.mesh.tp
 
     def counted(self, local: Tensor) -> list[Tensor]:
         """The slices of a local tensor that this rank contributes to a norm in which each element counts once."""
-        owned = self.layout.owned_indices(self.mesh.tp.rank) if self.counts else []
+        owned = self.layout.owned_indices(self.axis.rank) if self.counts else []
         return [local[here] for _, here in owned]
 
 
@@ -124,14 +130,14 @@ class Shard(Tensor):
 
     def full_tensor(self) -> Tensor:
         """The full tensor, on every rank of the tensor-parallel group. A collective of them."""
-        layout, tp, local = self.sharding.layout, self.sharding.mesh.tp, local_tensor(self)
+        layout, axis, local = self.sharding.layout, self.sharding.axis, local_tensor(self)
         if layout.dim is None:
             return local.clone()
         full = local.new_zeros(layout.shape)
-        for there, here in layout.owned_indices(tp.rank):
+        for there, here in layout.owned_indices(axis.rank):
             full[there] = local[here]
         # Bytes are summed, not numbers: -0.0 + 0.0 is 0.0.
-        all_reduce(tp, full.view(torch.uint8) if full.dim() else full)
+        all_reduce(axis, full.view(torch.uint8) if full.dim() else full)
         return full
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -165,7 +171,7 @@ class Shard(Tensor):
         return checkpoint_chunks.values_of(index, local_tensor(self), *self._layout_and_rank())
 
     def _layout_and_rank(self) -> tuple[Layout, int]:
-        return self.sharding.layout, self.sharding.mesh.tp.rank
+        return self.sharding.layout, self.sharding.axis.rank
 
 
 class WeightView(Tensor):
@@ -247,7 +253,7 @@ def mark_parameter(param: nn.Parameter, sharding: Sharding) -> None:
     """Let a parameter know its sharding, in place; one whose class is of another library stays as it is."""
     if type(param) is not nn.Parameter and not isinstance(param, _Parameter):
         return
-    is_full = sharding.layout.dim is None or sharding.mesh.tp.size == 1
+    is_full = sharding.layout.dim is None or sharding.axis.size == 1
     mark(param, sharding, ReplicatedParameter if is_full else ShardedParameter)
 
 
@@ -284,6 +290,8 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     dtype = kwargs.get("dtype") or shard.dtype
     parts = [torch.linalg.vector_norm(part, order, dtype=dtype) for part in sharding.counted(local_tensor(shard))]
     norm = torch.linalg.vector_norm(torch.stack(parts), order) if parts else torch.zeros((), dtype=dtype).to(shard)
+    if sharding.mesh.is_over_replicas(sharding.layout):  # sums over the model lack the other replicas
+        norm = norm_of_parts(sharding.axis, norm, order) * (sharding.mesh.tp.rank == 0)
     return partial_norm(norm, sharding.mesh, order, isinstance(shard, GradientShard) or not sharding.counts)
 
 
@@ -311,6 +319,25 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
     if _is_weight(args[0]) and type(result) is Shard:
         result.is_weight = True
     return result
+
+
+def _type(func: Any, args: Any, kwargs: Any) -> Any:
+    """As a cast. A ``ZeroRedundancyOptimizer`` under construction asks each parameter for its type.
+
+    Raises:
+        ValueError: it would overwrite experts over replicas with others.
+    """
+    frame: Any = sys._getframe()
+    if len(args) == 1 and not kwargs and args[0].sharding.axis is not args[0].sharding.mesh.tp:
+        while frame is not None and type(frame.f_locals.get("self")).__name__ != "ZeroRedundancyOptimizer":
+            frame = frame.f_back
+        if frame is not None:
+            raise ValueError(
+                f"ZeroRedundancyOptimizer would overwrite the experts of one replica with others: "
+                f"{args[0].sharding.name} is sharded over {args[0].sharding.axis.size} ranks of several replicas. Give "
+                "model.expert_parameters() an optimizer of their own, and this one the other parameters"
+            )
+    return _cast(func, args, kwargs)
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -355,7 +382,7 @@ def _is_called_by_graph() -> bool:
 def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:
     """Functions that mix the elements of a matrix; those of a replicated one are all here."""
     shard = next((arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Shard)), None)
-    if shard is not None and shard.sharding.layout.dim is not None:
+    if shard is not None and shard.sharding.layout.dim is not None and shard.sharding.axis.size > 1:
         warnings.warn(
             f"{_name(func)} of a shard ({shard.sharding}) treats it as a matrix of its own. An optimizer that does so "
             "(Muon, Shampoo, SOAP, GaLore, Adafactor) makes other updates than on one process: construct it by "
@@ -393,7 +420,7 @@ def _set(func: Any, args: Any, kwargs: Any) -> Any:
     """``copy.set_(storage, offset, x.size(), x.stride())``, where ``x.size()`` is the full size; see `_size`."""
     target, *more = args
     if type(target) is Shard and len(more) > 2 and tuple(more[2]) == tuple(target.sharding.layout.shape):
-        more[2] = target.sharding.layout.local_shape(target.sharding.mesh.tp.rank)
+        more[2] = target.sharding.layout.local_shape(target.sharding.axis.rank)
     with without_override():
         return func(target, *more, **kwargs)
 
@@ -428,6 +455,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     **{getattr(torch, name): _derived for name in _ARITHMETIC},
     **{getattr(Tensor, name): _cast for name in _CASTS},
     **dict.fromkeys((torch.clone, torch.detach), _cast),
+    Tensor.type: _type,
     **dict.fromkeys(_VIEWS, _view),
     **{getattr(Tensor, f"__{name}__"): _derived for name in _OPERATORS},
     **dict.fromkeys(_NORMS, _norm),

@@ -1,11 +1,14 @@
 """Mixtures of experts over the tp axis: a part of the width of every expert, or some of the experts, on each rank.
 
+Over several replicas, which have different tokens, tokens are sent to the ranks with their experts and back.
+
 Sources: Shoeybi et al., "Megatron-LM", 2019, section 3, applied to each expert; Lepikhin et al., "GShard", 2020, for
-experts on different ranks. The tokens are replicated here, so no rank sends any.
+experts on different ranks.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
+from oslo_models.distributed.autograd_collectives import average_grad, copy_to, exchange, reduce_from
+from oslo_models.distributed.collectives import all_to_all
+from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.linear import SumReplicatedGrad, _ShardedModule
-from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.layout import Layout, even_ranges
 
 
 class ParallelExperts(_ShardedModule):
@@ -26,12 +31,16 @@ class ParallelExperts(_ShardedModule):
     sums, over the width or over the experts, and so are the gradients of hidden states and of router weights.
 
     Attributes:
+        mesh: the mesh of the model.
+        starts: the number of the first expert on each rank of ``mesh.experts``.
         first: the number of the first expert on this rank.
         over_ranks: whether this rank holds some of the experts only.
         sharers: how many ranks share the width of the experts on this rank.
         returns_partial_sums: whether the caller sums the outputs over the ranks, with others (`SharedExpertsModule`).
     """
 
+    mesh: ParallelMesh
+    starts: list[int]
     first: int
     over_ranks: bool
     sharers: int
@@ -40,20 +49,23 @@ class ParallelExperts(_ShardedModule):
     config: Any
     layouts: Mapping[str, Layout]
 
-    def set_experts(self, layouts: Mapping[str, Layout]) -> None:
+    def set_experts(self, layouts: Mapping[str, Layout], mesh: ParallelMesh) -> None:
         """Set which experts this rank holds, once ``tp`` is set and before the parameters are sharded.
 
         Args:
             layouts: those of the parameters.
+            mesh: the mesh of the model.
 
         Raises:
             ValueError: on every rank, if grouped products cannot address the shards of some rank.
         """
+        self.mesh = mesh
         self._check_strides(layouts)
-        layout, rank = layouts["down_proj"], self.tp.rank
-        starts = [layout.first_of(other) for other in range(self.tp.size)]
-        self.first, self.sharers = starts[rank], starts.count(starts[rank])
-        self.over_ranks = self.sharers < self.tp.size
+        layout = layouts["down_proj"]
+        rank = mesh.rank_in(layout)
+        self.starts = [layout.first_of(other) for other in range(mesh.experts.size)]
+        self.first, self.sharers = self.starts[rank], self.starts.count(self.starts[rank])
+        self.over_ranks = self.sharers < mesh.experts.size
         if self.over_ranks:
             self.num_experts = layout.local_shape(rank)[0]
             self._is_expert_parallel = True  # transformers' name: there may be ids of experts that are not here
@@ -67,7 +79,7 @@ class ParallelExperts(_ShardedModule):
             if name.endswith("_bias"):
                 continue
             unit = 16 // dtype.itemsize
-            rows = [layout.local_shape(rank)[-1] for rank in range(self.tp.size)]
+            rows = [layout.local_shape(rank)[-1] for rank in range(self.mesh.experts.size)]
             if layout.shape[-1] % unit == 0 and any(row % unit for row in rows):
                 raise ValueError(
                     f"tensor_parallel_size={self.tp.size} shards the experts' {name} {layout.shape} to rows of {rows} "
@@ -89,13 +101,75 @@ class ParallelExperts(_ShardedModule):
         with without_override():
             hidden_states = self.enter_region(hidden_states)
             weights = copy_to(self.tp, top_k_weights)
-            if self.over_ranks:
+            if self.over_ranks and not self.mesh.has_experts_over_replicas:
                 top_k_index, weights = self._own(top_k_index, weights)
             # No dropout is in experts: the region ends before the product, as `leave_region` wants it.
             hidden_states = self.leave_region(hidden_states)
-            with self._own_share_of_bias():
-                output = super().forward(hidden_states, top_k_index, weights, *args)
+            with self._own_share_of_bias(), self._averaged_over_replicas():
+                compute = self._exchanged if self.mesh.has_experts_over_replicas else super().forward
+                output = compute(hidden_states, top_k_index, weights, *args)
                 return output if self.returns_partial_sums else reduce_from(self.tp, output)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        """As of any module.
+
+        Raises:
+            ValueError: called by ``fully_shard``, which would treat different experts as copies.
+        """
+        caller = sys._getframe(1)
+        if self.mesh.has_experts_over_replicas and caller.f_code.co_name == "_get_managed_states":
+            ignored = caller.f_locals.get("ignored_params") or ()
+            if not all(param in ignored for param in self._parameters.values() if param is not None):
+                raise ValueError(
+                    "fully_shard would treat the experts of these replicas as copies, and "
+                    f"expert_parallel_size={self.mesh.expert_parallel_size} gives each of them some experts: leave "
+                    "them out by fully_shard(..., ignored_params=set(model.expert_parameters())); backward averages "
+                    "their gradients"
+                )
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def _exchanged(self, hidden_states: Tensor, index: Tensor, weights: Tensor, *args: Any) -> Tensor:
+        """The outputs of this rank's share of the tokens, computed where their experts are; zero for other tokens.
+
+        A token is sent once to each rank that has some of its experts, which returns the sum of their outputs.
+        """
+        axis = self.mesh.experts
+        start, stop = even_ranges(len(hidden_states), self.tp.size)[self.tp.rank]
+        first_ids = torch.tensor(self.starts, device=index.device)
+        owners = torch.bucketize(index[start:stop], first_ids, right=True) - 1
+        is_for = torch.zeros(stop - start, axis.size, dtype=torch.bool, device=index.device)
+        is_for.scatter_(1, owners, True)
+        ranks, tokens = is_for.T.nonzero(as_tuple=True)  # in the order of the ranks
+        tokens = tokens + start
+        counts = torch.bincount(ranks, minlength=axis.size)
+        ones = [1] * axis.size
+        received = all_to_all(axis, counts, ones, ones).tolist()
+        sent = counts.tolist()
+        theirs = all_to_all(axis, index[tokens], sent, received)
+        x, their_weights = exchange(axis, (hidden_states[tokens], weights[tokens]), sent, received)
+        theirs, their_weights = self._own(theirs, their_weights)
+        if not len(x):  # nobody sent a token: the experts compute one that counts nothing, and so have gradients
+            x, their_weights = (torch.cat((each, each.new_zeros(1, each.shape[1]))) for each in (x, their_weights))
+            theirs = theirs.new_zeros(1, theirs.shape[1])
+        computed = super().forward(x, theirs, their_weights, *args)[: sum(received)]
+        (returned,) = exchange(axis, (computed,), received, sent)
+        return returned.new_zeros(hidden_states.shape).index_add(0, tokens, returned)
+
+    @contextmanager
+    def _averaged_over_replicas(self) -> Iterator[None]:
+        """While active, gradients of experts over replicas become those of the mean of the losses of all replicas.
+
+        The ranks that a rank exchanges tokens with are summed over already; those with the same experts are here.
+        """
+        names = [*self.layouts] if self.mesh.has_experts_over_replicas and torch.is_grad_enabled() else []
+        for name in names:
+            param = getattr(self, name)
+            self.__dict__[name] = average_grad(self.mesh.expert_replicas, param, self.mesh.dp.size)
+        try:
+            yield
+        finally:
+            for name in names:
+                self.__dict__.pop(name, None)
 
     def _own(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The choices of experts on this rank; others become an expert that is not here, with a weight of zero."""

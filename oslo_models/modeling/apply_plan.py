@@ -56,6 +56,7 @@ from oslo_models.sharding.derived import (
     SummedEmbedding,
 )
 from oslo_models.sharding.layout import EvenSplit, Layout
+from oslo_models.sharding.local_config import LocalConfig
 from oslo_models.sharding.plan import (
     ColumnParallel,
     EinsumHeads,
@@ -158,6 +159,8 @@ def apply_plan(
         module = _find(model, key)
         if module is None or isinstance(module, nn.Parameter):
             continue
+        if tp.size == 1 and not isinstance(entry, Experts):  # only experts are sharded, over replicas
+            continue
         if isinstance(entry, StateSpace) and not hasattr(module, entry.convolution):
             _set_local_attributes(module, entry.attributes, tp)  # a mixer of another kind, by the same name
             continue
@@ -171,7 +174,7 @@ def apply_plan(
         if isinstance(entry, HeadNorms):
             module.heads = entry.heads  # type: ignore[assignment]
         elif isinstance(entry, Experts):
-            module.set_experts(shards)  # type: ignore[operator]
+            module.set_experts(shards, mesh)  # type: ignore[operator]
             _join_shared_experts(model.get_submodule(key.rpartition(".")[0]), entry, tp)
         elif isinstance(entry, GroupWidthNorm):
             module.set_groups(entry.groups)  # type: ignore[operator]
@@ -195,7 +198,7 @@ def apply_plan(
         module = model.get_submodule(owner)
         full = getattr(module, leaf)
         if layout.dim is not None:
-            local = shard_of(full.detach(), layout, tp.rank, name)
+            local = shard_of(full.detach(), layout, mesh.rank_in(layout), name)
             setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
             set_local_sizes(module)
     if stream is not None:
@@ -263,19 +266,6 @@ def _slice_per_head_arguments(
     if name in kwargs:
         return args, {**kwargs, name: own}
     return (*args[:position], own, *args[position + 1 :]), kwargs
-
-
-class LocalConfig:
-    """A configuration with some numbers replaced by those of one rank; the rest is read from the model's."""
-
-    def __init__(self, full: Any, **local: int) -> None:
-        self._full = full
-        vars(self).update(local)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_full" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._full, name)
 
 
 def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[str, Layout], rank: int) -> None:

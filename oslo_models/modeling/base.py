@@ -121,7 +121,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         plan, prefix, head = plan_over(self, mesh), self._prefix(), self.head_entries(self.config)
         self.layouts = layouts_of(self, plan, prefix, head, mesh.tp.size)
         self._note_full_parameters(self.layouts)
-        if mesh.tp.size > 1:
+        if mesh.tp.size > 1 or mesh.has_experts_over_replicas:
             apply_plan(self, plan, prefix, head, mesh, self.layouts)
         if mesh.pp.size > 1:
             pp = mesh.pp
@@ -204,6 +204,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 logits are then computed beside a loss, as with ``gather_logits=True``.
             expert_parallel_size: in a mixture of experts, over how many groups of the tensor-parallel ranks the experts
                 are divided; a divisor of ``tensor_parallel_size``. The ranks of a group share the width of its experts.
+                A multiple of it divides the experts over the ranks of several data-parallel replicas, which have to
+                call the model equally often.
             plan: how to shard the model, in place of the plan of this class: a `Plan`, or a function from a
                 configuration to one; see `oslo_models.parallel_class`.
             **kwargs: arguments of transformers' ``from_pretrained`` (``dtype``, ``attn_implementation``,
@@ -304,7 +306,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         tied = self.all_tied_weights_keys
         root = self.stage.canonical_name if self.stage is not None else lambda name: tied.get(name, name)
         stacks = expert_parameters(self, self.plan(self.config), self._prefix())
-        with SeededByName(self, self.layouts, self._init_seed, self.mesh.tp.rank, root, stacks):
+        with SeededByName(self, self.layouts, self._init_seed, self.mesh.rank_in, root, stacks):
             super().initialize_weights()
             self._initialize_constructed()
         initialize_computed(self, self._init_seed)
@@ -375,4 +377,4 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     def is_model_parallelized(self) -> bool:
         """Whether this rank holds only a part of the model."""
-        return self.is_tensor_parallelized() or self.is_pipeline_parallelized()
+        return self.mesh is not None and self.mesh.is_sharded

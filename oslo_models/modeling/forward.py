@@ -201,6 +201,8 @@ def with_synchronized_rng(generate: Any) -> Any:
         model.fuse_ngram_blocking(fused_no_repeat_ngram_blocking)
         if model.mesh is None or model._generates:
             return generate(model, *args, **kwargs)
+        if model.mesh.has_experts_over_replicas and kwargs.get("synced_gpus") is None:
+            kwargs["synced_gpus"] = True  # a replica that has finished still computes the tokens of others
         model._at("generate", steps=1)
         synchronize(model.mesh.model, model.mesh.device)
         args, kwargs = _on_device(model.mesh.device, args, kwargs)

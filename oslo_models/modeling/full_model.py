@@ -66,7 +66,7 @@ def make_full(model: Any) -> None:
     """What `ParallelizedModel.deparallelize` does."""
     mesh: ParallelMesh | None = model.mesh
     cls = vars(model).get("_full_class", type(model))
-    if mesh is not None and mesh.model.size > 1:
+    if mesh is not None and mesh.is_sharded:
         mesh.world.set_phase(f"gathering a {type(model).__name__}")
         with agree(mesh.world, "checking the model"):
             if adapters := list(getattr(model, "peft_config", ())):

@@ -24,6 +24,7 @@ class SeededByName(TorchDispatchMode):
     it: ``trunc_normal_`` redraws until no element is out of bounds. Of stacked experts, one is drawn at a time.
 
     Args:
+        rank_in: the position of this process among the ranks of a layout.
         stacks: the names of parameters that stack experts.
         root: maps a parameter name to its name in the full model, or to that of the parameter that it is tied to.
     """
@@ -33,7 +34,7 @@ class SeededByName(TorchDispatchMode):
         model: nn.Module,
         layouts: Mapping[str, Layout],
         seed: int,
-        rank: int,
+        rank_in: Callable[[Layout], int],
         root: Callable[[str], str],
         stacks: Collection[str] = (),
     ) -> None:
@@ -43,7 +44,7 @@ class SeededByName(TorchDispatchMode):
             for name, param in model.named_parameters()
         }
         self._stacks = {id(param) for name, param in model.named_parameters() if name in stacks}
-        self._seed, self._rank = seed, rank
+        self._seed, self._rank_in = seed, rank_in
         self._latest: tuple[str, Layout] | None = None
         self._shape: torch.Size | None = None
         self._redraws = 0
@@ -66,7 +67,7 @@ class SeededByName(TorchDispatchMode):
         fill = partial(func, **kwargs)
         if id(target) not in self._stacks:
             return self._fill(target, name, layout, fill, args[1:])
-        first, own = layout.first_of(self._rank), Layout(layout.shape[1:])
+        first, own = layout.first_of(self._rank_in(layout)), Layout(layout.shape[1:])
         if layout.dim:
             own = Layout(layout.shape[1:], layout.dim - 1, layout.ranges)
         for index, expert in enumerate(target.unbind(), first):
@@ -83,7 +84,7 @@ class SeededByName(TorchDispatchMode):
             fill(full, *args)
         finally:
             generator.set_state(before)
-        return target.copy_(layout.shard(full, self._rank))
+        return target.copy_(layout.shard(full, self._rank_in(layout)))
 
 
 @torch.no_grad()

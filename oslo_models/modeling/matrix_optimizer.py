@@ -52,6 +52,12 @@ def _distribute(params: list[ShardedParameter]) -> list[_Matrix]:
     if not params:
         return []
     tp = params[0].sharding.mesh.tp
+    for param in params:
+        if param.sharding.mesh.is_over_replicas(param.sharding.layout):
+            raise ValueError(
+                f"{param.sharding.name} is sharded over several replicas, and matrix_optimizer gathers those of one: "
+                "optimize model.expert_parameters() by an optimizer that works element by element, such as AdamW"
+            )
     loads, owners = [0] * tp.size, {}
     for param in sorted(params, key=lambda param: -_elements(param)):
         owners[id(param)] = owner = loads.index(min(loads))

@@ -86,7 +86,7 @@ class SavableModel(PreTrainedModel):
                     f"the model has the adapters {adapters}: merge them (`merge_and_unload()` of the PeftModel) to "
                     "save it with them, or save them alone with `save_pretrained`"
                 )
-            merging = merging or mesh.model.size == 1
+            merging = merging or not mesh.is_sharded
             options = SaveOptions.of(kwargs, merging, save_function, safe_serialization)
             check_not_quantized(
                 self.state_dict() if state_dict is None else state_dict,

@@ -114,7 +114,6 @@ def as_saved(
         return str(saved)
 
     stacks = expert_pieces(model, {name: layout.shape for name, layout in layouts.items()})
-    rank = 0 if model.mesh is None else model.mesh.tp.rank
     places: dict[str, _Place] = {}
     sharded = {}
     for name in tensors:
@@ -123,6 +122,7 @@ def as_saved(
             places[saved], sharded[saved] = _Place(name), layouts[name]
             continue
         parts = 1 + max(piece.part for piece in stacks[name])
+        rank = 0 if model.mesh is None else model.mesh.rank_in(layouts[name])
         first = layouts[name].first_of(rank)
         for piece in stacks[name]:
             sharded[piece.name] = layout = _of_piece(layouts[name], piece.expert, parts)

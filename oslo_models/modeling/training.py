@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from oslo_models.checkpoint import optimizer as optimizers
@@ -52,7 +51,7 @@ class TrainableModel(PreTrainedModel):
             ValueError: called by the constructor of a ``DistributedDataParallel`` whose group contains ranks with other
                 shards, which it would overwrite with those of its first rank.
         """
-        if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.model.size > 1:
+        if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.is_sharded:
             _require_replicas(self, self.mesh, prefix)
         return super().named_modules(memo, prefix, remove_duplicate)
 
@@ -63,11 +62,29 @@ class TrainableModel(PreTrainedModel):
 
         Raises:
             ValueError: called by ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``, which would
-                return shards as if they were full: torch gathers ``DTensor`` only.
+                return shards as if they were full: torch gathers ``DTensor`` only. Called by DeepSpeed's engine, for a
+            model whose experts are sharded over replicas.
         """
-        if not recurse and self.mesh is not None and self.mesh.model.size > 1:
+        if not recurse and self.mesh is not None and self.mesh.is_sharded:
             _refuse_full_state_dict(self)
+        if recurse and self.mesh is not None and self.mesh.has_experts_over_replicas:
+            _refuse_deepspeed()
         return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of experts that are sharded over data-parallel replicas; none if no experts are.
+
+        Their gradients are averaged over all replicas by ``backward``, and must not be averaged again. Wrappers that
+        treat all replicas alike have to leave them out: ``fully_shard(..., ignored_params=...)``.
+        """
+        return map(self.get_parameter, self._experts_over_replicas())
+
+    def _experts_over_replicas(self) -> list[str]:
+        """The names of `expert_parameters`."""
+        mesh = self.mesh
+        if mesh is None or not mesh.has_experts_over_replicas:
+            return []
+        return [name for name, layout in self.layouts.items() if mesh.is_over_replicas(layout)]
 
     def set_micro_batch_size(self, micro_batch_size: int) -> None:
         """Set the number of rows per micro-batch (pipeline parallelism only)."""
@@ -103,17 +120,26 @@ class TrainableModel(PreTrainedModel):
         grads = {name: param.grad for name, param in self.named_parameters() if param.grad is not None}
         local = [grad.to_local() if isinstance(grad, DTensor) else local_tensor(grad) for grad in grads.values()]
         device = local[0].device if local else None
-        norms = [torch.zeros((), dtype=torch.float64, device=device)]
-        counted = [part for name, grad in grads.items() for part in self._counted(name, grad)]
-        for parts in _by_dtype(counted):  # on a GPU, one launch for all instead of one for each
-            norms.extend(torch._foreach_norm(parts, norm_type, dtype=torch.float64))
         highest = norm_type == float("inf")
-        total = torch.stack(norms).amax() if highest else (torch.stack(norms) ** norm_type).sum()
+
+        def sum_of(names: Iterable[str]) -> Tensor:
+            """The sum of the powers of what this rank contributes to the norm, or their maximum."""
+            norms = [torch.zeros((), dtype=torch.float64, device=device)]
+            for parts in _by_dtype([part for name in names for part in self._counted(name, grads[name])]):
+                norms.extend(torch._foreach_norm(parts, norm_type, dtype=torch.float64))  # on a GPU, one launch
+            return torch.stack(norms).amax() if highest else (torch.stack(norms) ** norm_type).sum()
+
+        over_replicas = grads.keys() & set(self._experts_over_replicas())
+        total = sum_of(grads.keys() - over_replicas)
         if self.mesh is not None:
             op = dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM
-            all_reduce(self.mesh.model, total, op=op)
             if any(isinstance(grad, DTensor) for grad in grads.values()):
                 all_reduce(self.mesh.dp, total, op=op)
+            if self.mesh.has_experts_over_replicas:
+                of_experts = all_reduce(self.mesh.experts, sum_of(over_replicas), op=op)
+                if self.mesh.tp.rank == 0:  # they count once in the model
+                    total = torch.maximum(total, of_experts) if highest else total + of_experts
+            all_reduce(self.mesh.model, total, op=op)
         norm = total if highest else total ** (1.0 / norm_type)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parts in _by_dtype(local):
@@ -153,16 +179,20 @@ class TrainableModel(PreTrainedModel):
         DeepSpeed counts a parameter in full or not at all: partly shared key-value heads are counted repeatedly.
         """
         assert self.mesh is not None
+        if over_replicas := self._experts_over_replicas():
+            self._ddp_params_and_buffers_to_ignore = over_replicas  # as DistributedDataParallel calls it
         full_names = {} if self.stage is None else self.stage.full_names
         named: Iterable[tuple[str, Any]] = self.named_parameters()
         for name, param in named:
             if name not in self.layouts:  # in a layer that was wrapped after it was marked, or the wrapper's own
                 continue
             counts = self.stage is None or self.stage.is_first_holder(name)
-            if self.mesh.model.size > 1:
+            if self.mesh.is_sharded:
                 mark_parameter(param, Sharding(full_names.get(name, name), self.layouts[name], self.mesh, counts))
             param.ds_pipe_replicated = not counts
-            param.model_parallel = counts and bool(self.layouts[name].owned_indices(self.mesh.tp.rank))
+            param.model_parallel = counts and bool(
+                self.layouts[name].owned_indices(self.mesh.rank_in(self.layouts[name]))
+            )
 
     def _counted(self, name: str, grad: Tensor) -> list[Tensor]:
         """The slices of a gradient that this rank contributes to a norm in which each element counts once."""
@@ -170,7 +200,7 @@ class TrainableModel(PreTrainedModel):
             return [grad]
         if self.stage is not None and not self.stage.is_first_holder(name):
             return []
-        layout, rank = self.layouts[name], self.mesh.tp.rank
+        layout, rank = self.layouts[name], self.mesh.rank_in(self.layouts[name])
         if isinstance(grad, DTensor):
             sharded = any(placement.is_shard() for placement in grad.placements)
             if sharded and not layout.overlaps:  # each replica's shard counts in full or not at all
@@ -243,9 +273,10 @@ def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) ->
     Its constructor does not pass its process group to the module, but it calls ``named_modules`` before it broadcasts
     parameters: at that moment it is on the call stack, with its group.
     """
-    ddp = _ddp_under_construction()
-    if ddp is None or mesh.device_mesh is None:
+    ddp = _under_construction("DistributedDataParallel")
+    if not hasattr(ddp, "parameters_to_ignore") or mesh.device_mesh is None:  # or it has not set its group
         return
+    _require_unaveraged_experts(model, prefix, ddp)
     ranks = dist.get_process_group_ranks(ddp.process_group)
     ignored = ddp.parameters_to_ignore
     names = (f"{prefix}.{name}" if prefix else name for name in model.layouts)
@@ -262,14 +293,35 @@ def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) ->
     )
 
 
-def _ddp_under_construction() -> Any:
-    """The ``DistributedDataParallel`` whose constructor is on the call stack and has set its group, if there is one."""
+def _require_unaveraged_experts(model: TrainableModel, prefix: str, ddp: Any) -> None:
+    """Raise ``ValueError`` if a ``DistributedDataParallel`` would treat different experts as copies."""
+    names = [f"{prefix}.{name}" if prefix else name for name in model._experts_over_replicas()]
+    if missing := [name for name in names if name not in ddp.parameters_to_ignore]:
+        raise ValueError(
+            f"DistributedDataParallel would overwrite experts of one replica with others ({missing[0]}): "
+            f"expert_parallel_size={model.mesh and model.mesh.expert_parallel_size} gives each of them some experts. "
+            "Wrap model.gpu_modules() itself, or name them in the _ddp_params_and_buffers_to_ignore of the module "
+            "around it: backward averages their gradients without DistributedDataParallel"
+        )
+
+
+def _refuse_deepspeed() -> None:
+    """Raise ``ValueError`` if a ``DeepSpeedEngine`` is being constructed around experts over replicas."""
+    if _under_construction("DeepSpeedEngine") is not None:
+        raise ValueError(
+            "DeepSpeed would broadcast and average the experts of this model, which are different ones on each "
+            "replica: use an expert_parallel_size that divides tensor_parallel_size, or DistributedDataParallel"
+        )
+
+
+def _under_construction(cls: str) -> Any:
+    """The object of a class of this name, or of one derived from it, whose constructor is on the call stack."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code.co_name == "__init__":
             owner = frame.f_locals.get("self")
-            if isinstance(owner, DistributedDataParallel) and hasattr(owner, "parameters_to_ignore"):
+            if any(base.__name__ == cls for base in type(owner).__mro__):
                 return owner
     return None
 

@@ -69,7 +69,6 @@ class WeightMapping:
     Attributes:
         model: the full model, without memory.
         state: its ``state_dict``.
-        rank: the tensor-parallel rank.
         layouts: the layout of each parameter of the full model over the tensor-parallel ranks.
         names: for each name in this rank's ``state_dict`` the name in the full model; they differ where a pipeline
             stage numbers its blocks from zero.
@@ -89,7 +88,6 @@ class WeightMapping:
             if mesh.pp.size > 1:
                 local = cls._from_config(copy.deepcopy(config), mesh=mesh, blocks_per_stage=blocks_per_stage, **options)
         self.state = model.state_dict()
-        self.rank = mesh.tp.rank
         self._layouts: dict[int, dict[str, Layout]] = {}
         self._mesh = mesh
         self.layouts = self._layouts_over(mesh.tp.size)
@@ -183,13 +181,13 @@ class WeightMapping:
     ) -> checkpoint.LazySlice | None:
         """This rank's slice of a tensor, padded where only the vocabulary grew; ``None`` if its shape differs."""
         shape = reader.tensors[source].shape
-        new_vocab = getattr(self.model.config, "vocab_size", None)
+        new_vocab, rank = getattr(self.model.config, "vocab_size", None), self._mesh.rank_in(layout)
         if shape == layout.shape:
-            return reader.slice(source, layout, self.rank)
+            return reader.slice(source, layout, rank)
         if (old_vocab, *layout.shape[1:]) == shape and layout.shape[0] == new_vocab and layout.dim == 0:
-            return ResizedSlice(reader, source, layout, self.rank)
+            return ResizedSlice(reader, source, layout, rank)
         if (*layout.shape[:-1], old_vocab) == shape and layout.shape[-1] == new_vocab and layout.dim is None:
-            return PaddedSlice(reader, source, layout, self.rank)
+            return PaddedSlice(reader, source, layout, rank)
         return None
 
     def _shape_error(

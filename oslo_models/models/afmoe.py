@@ -32,8 +32,7 @@ class AfmoeParallel(Qwen3Parallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        reason = "with mup_enabled=True, each stage would multiply its input as if it were an embedding"
-        return replace(super().plan(config), single_stage_reason=reason if config.mup_enabled else "")
+        return replace(super().plan(config), disabled_after_first_stage={"config.mup_enabled": False})
 
 
 class AfmoeModel(AfmoeParallel, hf.AfmoeModel):

@@ -16,6 +16,7 @@ from oslo_models.pipeline.placeholders import (
     zeros_without_memory,
 )
 from oslo_models.pipeline.stage import Stage, stack_of
+from oslo_models.sharding.local_config import LocalConfig
 from oslo_models.sharding.plan import Entries, Norm, Plan, Replicated, ReplicatedEmbedding, VocabParallel
 
 
@@ -43,6 +44,10 @@ def place_boundaries(
     for key, value in plan.disabled_after_first_stage.items():
         if stage.index != stack_of(key, prefix, stage.stacks, 0).first:
             owner, _, name = (prefix + key).rpartition(".")
+            if key.startswith("config."):
+                base: Any = model.get_submodule(prefix.rstrip("."))
+                base.config = LocalConfig(base.config, **{name: value})
+                continue
             module = model.get_submodule(owner)
             if hasattr(module, name):
                 setattr(module, name, value)

@@ -134,7 +134,7 @@ class Experts(Replicated):
         transposed: the last two dimensions of the projections are exchanged.
         interleaved: rows of gate and up projection alternate.
         groups: over how many groups of consecutive ranks the experts are divided (expert parallelism). The ranks of
-            a group share the width of its experts.
+            a group share the width of its experts. More groups than ranks are over as many ranks of several replicas.
         shared: the name beside them of a gated MLP whose output is added to theirs, if there is one.
     """
 
@@ -148,6 +148,7 @@ class Experts(Replicated):
             raise ValueError(f"expert_parallel_size={self.groups} is more than {shape[0]}, the number of experts")
         if self.groups == 1:
             return self._over_width(leaf, shape, n)
+        n = max(n, self.groups)
         share = n // self.groups  # ranks of a group
         width, experts = self._over_width(leaf, shape, share), even_ranges(shape[0], self.groups)
         own = tuple(experts[rank // share] for rank in range(n))
@@ -297,7 +298,8 @@ class Plan:
             attention weights are gathered.
         single_rank_reason: why no layer can be sharded, if none can.
         embedding_dropouts: the dropouts between the embeddings and the first block.
-        disabled_after_first_stage: attributes by which the base model (or, ``"decoder.dropout"``, a module of it)
+        disabled_after_first_stage: attributes by which the base model (or, ``"decoder.dropout"``, a module of it, or
+            ``"config.mup_enabled"``, its configuration)
             changes the embedded tokens, or arguments by which it has them changed, with the values that disable this.
         copied_from_first_block: names among the entries of a block that only the first block has, and of which the
             first block of every pipeline stage needs a copy.

@@ -77,7 +77,7 @@ def test_biases_and_interleaved_projections_match_with_expert_parallelism(
     ("name", "sizes", "message"),
     [
         ("MixtralForCausalLM", (4, 3), r"expert_parallel_size=3 must divide tensor_parallel_size=4"),
-        ("MixtralForCausalLM", (2, 4), r"expert_parallel_size=4 must divide tensor_parallel_size=2"),
+        ("MixtralForCausalLM", (2, 3), r"expert_parallel_size=3 must divide .*=2, .* or be a multiple of it"),
         (
             "LlamaForCausalLM",
             (2, 2),
@@ -159,6 +159,12 @@ def test_auxiliary_loss_on_stages_without_routers_matches(pool: Pool, seed: int)
     """The first and the last block are dense, so the first and the last stage have no router."""
     given = case_with_auxiliary_loss("qwen3_moe", seed, 2, mlp_only_layers=[0, 3])
     pool.run(3, step_on_stages, given, 1, 3, {"micro_batch_size": 2, "blocks_per_stage": [1, 2, 1]})
+
+
+def test_scaled_embeddings_are_scaled_on_the_first_stage_only(pool: Pool, seed: int) -> None:
+    config = zoo.config("afmoe", mup_enabled=True)
+    given = pipelines.case("AfmoeForCausalLM", config, seed)
+    pool.run(2, step_on_stages, given, 1, 2, {"micro_batch_size": 2})
 
 
 def router_logits_on_stages(given: pipelines.Case, expected: list[Any]) -> None:

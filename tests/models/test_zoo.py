@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from oslo_models import AfmoeModel, IBertModel, LagunaModel, registry
+from oslo_models import IBertModel, LagunaModel, registry
 from oslo_models.cli import support_table as support
 from oslo_models.modeling.apply_plan import layouts_of
 from oslo_models.sharding.plan import HeadNorm, Latent
@@ -210,12 +210,6 @@ def test_laguna_with_other_numbers_of_heads_in_some_blocks_allows_one_rank_only(
     config = zoo.config("laguna", num_attention_heads_per_layer=[6, 4])
     with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that LagunaModel allows: num_att"):
         LagunaModel.plan(config).check_ranks("LagunaModel", "LagunaConfig", 2)
-
-
-def test_afmoe_with_scaled_embeddings_allows_one_stage_only() -> None:
-    AfmoeModel.plan(zoo.config("afmoe")).check_stages("AfmoeModel", 2)
-    with pytest.raises(ValueError, match=r"pipeline_parallel_size=2 is more than 1, .* with mup_enabled=True"):
-        AfmoeModel.plan(zoo.config("afmoe", mup_enabled=True)).check_stages("AfmoeModel", 2)
 
 
 @pytest.mark.parametrize("name", ["Wav2Vec2ForSequenceClassification", "WhisperForAudioClassification"])

@@ -71,7 +71,7 @@ class AdaptableModel(PreTrainedModel):
         """
         if "peft" in sys.modules and (caller := sys._getframe(1)).f_code.co_name == "inject_adapter":
             self._rng_before_adapters = default_generator(torch.get_default_device()).get_state()
-            if self.mesh is not None and self.mesh.model.size > 1:
+            if self.mesh is not None and self.mesh.is_sharded:
                 from oslo_models.modeling.adapters.support import check_combination
 
                 check_combination(caller)
@@ -83,7 +83,7 @@ class AdaptableModel(PreTrainedModel):
 
     def get_submodule(self, target: str) -> nn.Module:
         """As of any module. ``peft`` asks for BERT's embeddings when it begins to make a prompt encoder."""
-        if target == "embeddings.word_embeddings" and self.mesh is not None and self.mesh.model.size > 1:
+        if target == "embeddings.word_embeddings" and self.mesh is not None and self.mesh.is_sharded:
             caller = sys._getframe(1)
             if caller.f_code.co_name == "_setup_prompt_encoder":
                 from oslo_models.modeling.adapters.peft_model import become_sharded

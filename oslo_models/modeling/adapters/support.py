@@ -115,6 +115,11 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
                 f"target_parameters of a sharded model are those of stacked experts, and {path} is a "
                 f"{type(base).__name__}: name it in target_modules"
             )
+        if layout is not None and base.mesh.has_experts_over_replicas:
+            raise ValueError(
+                f"adapters of the experts in {path}, which are sharded over several replicas, are not supported: load "
+                f"the model with expert_parallel_size={base.tp.size}, or adapt other layers"
+            )
         if layout is not None and layout.first_ranges:
             raise ValueError(
                 f"adapters of the experts in {path}: each is shared by some of the ranks, of which adapters are not "

@@ -1,0 +1,308 @@
+"""Experts over data-parallel replicas: tokens are sent to the ranks that hold their experts, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from oslo_models import registry
+from oslo_models.checkpoint import CheckpointError
+
+from support import pipelines, zoo
+from support.float64 import lifted_casts
+from support.pool import Pool
+from support.reference import differences, reference_model
+
+TOLERANCE = 1e-10
+
+
+def average_gradients(model: Any) -> None:
+    """Of what every replica has, as DistributedDataParallel does after backward."""
+    experts = {id(param) for param in model.expert_parameters()}
+    for param in model.parameters():
+        if param.grad is not None and id(param) not in experts:
+            dist.all_reduce(param.grad.div_(model.mesh.dp.size), group=model.mesh.dp.group)
+
+
+def own_differences(model: Any, what: str, own: dict[str, Any], full: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, part in own.items():
+        layout = pipelines.model_layout(model, name)
+        expected = None if full[name] is None else layout.shard(full[name], model.mesh.rank_in(layout))
+        lines += differences(f"{what} {name}", pipelines.to_full_tensor(part), expected, TOLERANCE)
+    return lines
+
+
+def load(folder: Path, given: pipelines.Case, sizes: tuple[int, int, int], **options: Any) -> Any:
+    tp, pp, ep = sizes
+    cls: Any = registry.find(given.name)
+    return cls.from_pretrained_with_parallel(folder, tp, pp, expert_parallel_size=ep, **options).train()
+
+
+def take_steps(
+    folder: Path, given: pipelines.Case, sizes: tuple[int, int, int], options: dict[str, Any], steps: int
+) -> None:
+    """The loss, the gradients and their norm of a step; the parameters after some steps of optimizers."""
+    for optimizer in given.trained:
+        model = load(folder, given, sizes, **options)
+        stepper = getattr(torch.optim, optimizer)(model.gpu_parameters(), lr=0.01)
+        for step in range(steps if optimizer == "AdamW" else 1):
+            stepper.zero_grad()
+            batch = given.batches[step][model.mesh.dp.rank]
+            with lifted_casts():
+                loss = model.train_batch(**batch)
+            average_gradients(model)
+            if step == 0:
+                expected = given.loss[model.mesh.dp.rank]
+                assert model.mesh.pp.rank < model.mesh.pp.size - 1 or (loss - expected).abs() < TOLERANCE
+                gradients = pipelines.gradients_on_stage(model)
+                assert not (lines := own_differences(model, "gradient of", gradients, given.gradients)), lines
+                norms = [
+                    model.clip_grad_norm_(1e9).item(),
+                    float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)),
+                ]
+                assert all(abs(norm - given.norm) < 1e-9 for norm in norms), (norms, given.norm)
+            stepper.step()
+        own = {name: param.detach() for name, param in pipelines.stage_parameters(model).items()}
+        lines = own_differences(model, f"{optimizer}: parameter", own, given.trained[optimizer])
+        assert not lines, lines
+
+
+def saved_case(
+    folder: Path, model_type: str, seed: int, replicas: int, optimizers: tuple[str, ...] = (), **changes: Any
+) -> pipelines.Case:
+    name, config = zoo.main_head(model_type), zoo.config(model_type, num_hidden_layers=2, **changes)
+    model = reference_model(name, config, seed)
+    model._weight_conversions = None  # experts one by one, as on the hub
+    model.save_pretrained(folder)
+    return pipelines.case(name, config, seed, replicas, optimizers)
+
+
+AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "replicas", "implementation"),
+    [
+        ("mixtral", (1, 1, 2), 4, "eager"),
+        ("mixtral", (2, 1, 4), 2, "batched_mm"),
+        ("glm4_moe", (2, 1, 4), 2, "eager"),
+        pytest.param("mixtral", (1, 1, 4), 4, "grouped_mm", marks=pytest.mark.zoo),
+        pytest.param("mixtral", (1, 2, 2), 2, "eager", marks=pytest.mark.zoo),
+        pytest.param("gpt_oss", (1, 1, 2), 2, "eager", marks=pytest.mark.zoo),
+        pytest.param("gpt_oss", (2, 1, 4), 2, "grouped_mm", marks=pytest.mark.zoo),
+        pytest.param("qwen2_moe", (2, 1, 4), 2, "grouped_mm", marks=pytest.mark.zoo),
+        pytest.param("deepseek_v3", (1, 1, 2), 2, "batched_mm", marks=pytest.mark.zoo),
+    ],
+)
+def test_training_matches_one_process(
+    pool: Pool,
+    tmp_path: Path,
+    seed: int,
+    model_type: str,
+    sizes: tuple[int, int, int],
+    replicas: int,
+    implementation: str,
+) -> None:
+    changes = AUXILIARY if model_type == "mixtral" else {}
+    given = saved_case(tmp_path, model_type, seed, replicas, ("SGD", "AdamW"), **changes)
+    options = {"experts_implementation": implementation, "micro_batch_size": pipelines.ROWS}
+    pool.run(sizes[0] * sizes[1] * replicas, take_steps, tmp_path, given, sizes, options, pipelines.STEPS["AdamW"])
+
+
+def wrap(model: Any, wrapper: str) -> Any:
+    if wrapper == "DDP":
+        return DistributedDataParallel(model.gpu_modules(), process_group=model.mpu.get_data_parallel_group())
+    mesh, experts = model.mesh.device_mesh["dp"], set(model.expert_parameters())
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, ignored_params=experts)
+    return fully_shard(model, mesh=mesh, ignored_params=experts)
+
+
+def step_in_wrapper(folder: Path, given: pipelines.Case, sizes: tuple[int, int, int], wrapper: str) -> None:
+    """A step of SGD after two backward passes, whose gradients add up."""
+    model = load(folder, given, sizes, experts_implementation="eager")
+    wrapped = wrap(model, wrapper)
+    stepper = torch.optim.SGD(model.gpu_parameters(), lr=0.01)
+    with lifted_casts():
+        for _ in range(2):
+            (wrapped(**given.batches[0][model.mesh.dp.rank]).loss / 2).backward()
+    norm = model.clip_grad_norm_(1e9).item()
+    assert abs(norm - given.norm) < 1e-9, (norm, given.norm)
+    stepper.step()
+    own = {name: param.detach() for name, param in model.named_parameters()}
+    lines = own_differences(model, "parameter", own, given.trained["SGD"])
+    assert not lines, lines
+
+
+@pytest.mark.parametrize(("wrapper", "sizes"), [("DDP", (1, 1, 2)), ("FSDP2", (1, 1, 2))])
+def test_training_in_wrappers_of_torch_matches_one_process(
+    pool: Pool, tmp_path: Path, seed: int, wrapper: str, sizes: tuple[int, int, int]
+) -> None:
+    given = saved_case(tmp_path, "mixtral", seed, 2, ("SGD",))
+    pool.run(2, step_in_wrapper, tmp_path, given, sizes, wrapper)
+
+
+def refuse_wrappers() -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    model = cls.from_config_with_parallel(zoo.config("mixtral"), expert_parallel_size=2, seed=0)
+    around = torch.nn.Sequential(model)
+    with pytest.raises(ValueError, match=r"DistributedDataParallel would overwrite experts .*0\.model\.layers"):
+        DistributedDataParallel(around)
+    with pytest.raises(ValueError, match=r"leave them out by fully_shard\(\.\.\., ignored_params"):
+        fully_shard(model, mesh=model.mesh.device_mesh["dp"])
+    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer would overwrite the experts"):
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="sharded over several replicas, and matrix_optimizer"):
+        model.matrix_optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r"expert_parallel_size=3 divides the experts over groups of 3 replicas"):
+        cls.from_config_with_parallel(zoo.config("mixtral"), expert_parallel_size=3)
+    with pytest.raises(ValueError, match="over several replicas, and a deployed model has one"):
+        cls.from_config_with_parallel(zoo.config("mixtral"), expert_parallel_size=2, deploy=True)
+
+
+def test_what_would_treat_experts_as_copies_is_refused_by_name(pool: Pool) -> None:
+    pool.run(2, refuse_wrappers)
+
+
+def save_and_load_again(folder: Path, config: Any) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    model = cls.from_pretrained_with_parallel(folder / "hub", 1, 1, expert_parallel_size=4)
+    for index, (tp, pp, ep) in enumerate([(2, 1, 4), (1, 2, 2), (2, 2, 1), (1, 1, 2)]):
+        target = folder / str(index)
+        model.save_pretrained_with_parallel(target)
+        model = cls.from_pretrained_with_parallel(target, tp, pp, expert_parallel_size=ep)
+        assert all(model.mesh.rank_in(layout) >= 0 for layout in model.layouts.values())
+    model.save_pretrained_with_parallel(folder / "merged", save_with_merging=True)
+
+
+def test_checkpoints_survive_changes_of_sizes_byte_for_byte(pool: Pool, tmp_path: Path) -> None:
+    zoo.original("MixtralForCausalLM")(zoo.config("mixtral", num_hidden_layers=2)).save_pretrained(tmp_path / "hub")
+    pool.run(4, save_and_load_again, tmp_path, None)
+    assert len(list((tmp_path / "0").glob("pytorch_model_tp=0_pp=0_dp=*.bin"))) == 3
+    name = "model.safetensors"
+    assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "hub" / name).read_bytes()
+
+
+def generate(folder: Path, prompts: list[torch.Tensor], lengths: list[int], expected: list[torch.Tensor]) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    model = cls.from_pretrained_with_parallel(folder, expert_parallel_size=2, experts_implementation="eager")
+    rank = model.mesh.dp.rank
+    for options in ({}, {"num_beams": 2}, {"use_cache": False}):
+        with lifted_casts():
+            own = model.generate(prompts[rank], max_new_tokens=lengths[rank], min_new_tokens=lengths[rank], **options)
+        assert own.equal(expected[rank][tuple(options)]), (options, own, expected[rank])
+
+
+def test_replicas_generate_texts_of_different_lengths(pool: Pool, tmp_path: Path, seed: int) -> None:
+    given = saved_case(tmp_path, "mixtral", seed, 2)
+    model = reference_model(given.name, given.config, seed).eval()
+    prompts, lengths = [torch.randint(3, 60, (2, 3)), torch.randint(3, 60, (1, 6))], [2, 7]
+    expected = []
+    with lifted_casts():
+        for prompt, length in zip(prompts, lengths, strict=True):
+            expected.append({})
+            for options in ({}, {"num_beams": 2}, {"use_cache": False}):
+                more = {"max_new_tokens": length, "min_new_tokens": length, **options}
+                expected[-1][tuple(options)] = model.generate(prompt, **more)
+    pool.run(2, generate, tmp_path, prompts, lengths, expected)
+
+
+def route_to(model: Any, expert: int) -> None:
+    """Let all tokens choose two successive experts, whatever the router says."""
+
+    def choose(module: Any, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        *others, index = output
+        return *others, torch.stack([torch.full_like(index[:, 0], expert + choice) for choice in range(2)], -1)
+
+    for block in model.model.layers:
+        block.mlp.gate.register_forward_hook(choose)
+
+
+def step_with_all_tokens_on_one_rank(folder: Path, given: pipelines.Case, ep: int, expert: int) -> None:
+    model = load(folder, given, (1, 1, ep), experts_implementation="eager")
+    route_to(model, expert)
+    with lifted_casts():
+        loss = model.train_batch(**given.batches[0][model.mesh.dp.rank])
+    assert (loss - given.loss[model.mesh.dp.rank]).abs() < TOLERANCE
+    average_gradients(model)
+    gradients = pipelines.gradients_on_stage(model)
+    own_experts = [gradients[name] for name in model._experts_over_replicas()]
+    has_tokens = model.mesh.experts.rank == expert // 2
+    assert all(grad is not None and bool(grad.any()) == has_tokens for grad in own_experts)
+    lines = own_differences(model, "gradient of", gradients, given.gradients)
+    assert not lines, lines
+
+
+@pytest.mark.parametrize("expert", [0, 2])
+def test_step_with_all_tokens_on_one_rank_matches(pool: Pool, tmp_path: Path, seed: int, expert: int) -> None:
+    """The experts of the other rank, which receives none, have gradients of zero."""
+    given = saved_case(tmp_path, "mixtral", seed, 2, num_local_experts=4, num_experts=4)
+    model = reference_model(given.name, given.config, seed)
+    route_to(model, expert)
+    given.loss = pipelines.run_reference_step(model, given.batches[0])
+    given.gradients = pipelines.full_gradients(model)
+    pool.run(2, step_with_all_tokens_on_one_rank, tmp_path, given, 2, expert)
+
+
+def step_with_nan_in_a_router(folder: Path) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    model = cls.from_pretrained_with_parallel(folder, expert_parallel_size=2, experts_implementation="eager")
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight[0] = float("nan")
+    ids = torch.full((1, 3 + model.mesh.dp.rank), 5)
+    assert model.train_batch(input_ids=ids, labels=ids).isnan()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_nan_in_a_router_is_a_loss_of_nan_on_all_replicas(pool: Pool, tmp_path: Path, seed: int) -> None:
+    saved_case(tmp_path, "mixtral", seed, 2)
+    pool.run(2, step_with_nan_in_a_router, tmp_path)
+
+
+def refuse_missing_experts(folder: Path) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    with pytest.raises(CheckpointError, match=r"pytorch_model_tp=0_pp=0_dp=1\.bin: expected a file of .* found none"):
+        cls.from_pretrained_with_parallel(folder, expert_parallel_size=2)
+
+
+def save_split(source: Path, folder: Path) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    cls.from_pretrained_with_parallel(source, expert_parallel_size=2).save_pretrained_with_parallel(folder)
+
+
+def test_split_checkpoint_without_the_experts_of_a_replica_is_refused(pool: Pool, tmp_path: Path, seed: int) -> None:
+    saved_case(tmp_path / "hub", "mixtral", seed, 2)
+    pool.run(2, save_split, tmp_path / "hub", tmp_path / "split")
+    (tmp_path / "split" / "pytorch_model_tp=0_pp=0_dp=1.bin").unlink()
+    pool.run(2, refuse_missing_experts, tmp_path / "split")
+
+
+def exchange_files_of_experts(folder: Path) -> None:
+    """Of the same size, and named in the manifest: only checksums tell."""
+    cls: Any = registry.find("MixtralForCausalLM")
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        cls.from_pretrained_with_parallel(folder, expert_parallel_size=4)
+
+
+def save_split_over_four(source: Path, folder: Path) -> None:
+    cls: Any = registry.find("MixtralForCausalLM")
+    cls.from_pretrained_with_parallel(source, expert_parallel_size=4).save_pretrained_with_parallel(folder)
+
+
+def test_exchanged_files_of_experts_are_noticed(pool: Pool, tmp_path: Path, seed: int) -> None:
+    saved_case(tmp_path / "hub", "mixtral", seed, 2, num_local_experts=4, num_experts=4)
+    pool.run(4, save_split_over_four, tmp_path / "hub", tmp_path / "split")
+    one, other = (tmp_path / "split" / f"pytorch_model_tp=0_pp=0_dp={replica}.bin" for replica in (1, 2))
+    assert one.stat().st_size == other.stat().st_size
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    pool.run(4, exchange_files_of_experts, tmp_path / "split")
