@@ -44,8 +44,10 @@ test: $(READY) $(QUANTIZATION)
 		-m "quantization and not zoo" $(ARGS) || test $$? -eq 5
 
 # the slow tests: the other classes and sizes of each architecture, and Ray
-test-zoo: $(READY)
-	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile -m zoo $(ARGS)
+test-zoo: $(READY) $(QUANTIZATION)
+	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile -m "zoo and not quantization" $(ARGS)
+	PYTHONPATH=$(QUANTIZATION) $(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile \
+		-m "quantization and zoo" $(ARGS) || test $$? -eq 5
 
 check: lint types imports docs
 
