@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oslo_models.deploy.messages import Request
 from oslo_models.deploy.running_batch.limits import BatchLimits
-from oslo_models.deploy.running_batch.row import Call, prepare
+from oslo_models.deploy.running_batch.row import Call, plain_tokens, prepare
 from oslo_models.deploy.running_batch.scheduler import Scheduler
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
@@ -79,9 +79,12 @@ def together(
         rows = list(scheduler.rows)
         assert len(rows) <= limits.rows and len(steps[-1].chunk) <= limits.chunk
         decoded, prompt = runner.run(steps[-1])
-        logits = [*(() if decoded is None else decoded), *(() if prompt is None else prompt)]
-        for row, logits_V in zip(rows, logits, strict=True):
-            row.take(logits_V)
+        joined = rows[-1:] if steps[-1].joins else []
+        for some, logits_BV in ((rows[: len(steps[-1].tokens)], decoded), (joined, prompt)):
+            assert (logits_BV is None) == (not some)
+            tokens = [] if logits_BV is None else plain_tokens(some, logits_BV)
+            for index, row in enumerate(some):
+                row.take_token(tokens[index]) if row.is_plain else row.take(logits_BV[index])
         for number in [number for number, call in calls.items() if call.ended]:
             results[number] = calls.pop(number).result()
     assert max(len(step.tokens) for step in steps) > 1

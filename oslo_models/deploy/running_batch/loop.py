@@ -7,10 +7,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from oslo_models.deploy.messages import Failure, Reply, Request, Stepped
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
-from oslo_models.deploy.running_batch.row import Call, Row, prepare
+from oslo_models.deploy.running_batch.row import Call, Row, plain_tokens, prepare
 from oslo_models.deploy.running_batch.scheduler import Scheduler
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
@@ -132,29 +134,32 @@ class RunningBatch:
         if step.begins and self._calls[step.number].streams:
             streamed.append((step.number, self._calls[step.number].rows[0].ids_BL.tolist()))
         try:
-            decoded_BV, prompt_V = self.runner.run(step)
+            decoded_BV, prompt_BV = self.runner.run(step)
         except Exception as error:  # noqa: BLE001  everything is reported
             self._give_up(error)
             return
-        rows = list(self._scheduler.rows)
-        logits = [*([] if decoded_BV is None else decoded_BV), *([] if prompt_V is None else prompt_V)]
-        for row, logits_V in zip(rows, logits, strict=True):
-            self._take(row, logits_V, streamed)
-        if logits:
+        rows = self._scheduler.rows
+        joined = rows[-1:] if step.joins else []
+        for some, logits_BV in ((rows[: len(step.tokens)], decoded_BV), (joined, prompt_BV)):
+            if logits_BV is not None:
+                self._take_all(some, logits_BV, streamed)
+        if step.tokens or joined:
             self._count_token()
         self._finish({row.number for row in rows if row.ended}, streamed)
 
-    def _take(self, row: Row, logits_V: Any, streamed: list[tuple[int, Any]]) -> None:
-        """Let a row take its token; what it raises ends its call only."""
-        try:
-            value = row.take(logits_V)
-        except Exception as error:  # noqa: BLE001  everything is reported
-            row.new.append(0)
-            if row.number in self._calls:
-                self._fail(row.number, error)
-            return
-        if row.number in self._calls and self._calls[row.number].streams:
-            streamed.append((row.number, value))
+    def _take_all(self, rows: list[Row], logits_BV: Tensor, streamed: list[tuple[int, Any]]) -> None:
+        """Let each row take its token; what one raises ends its call only."""
+        tokens = plain_tokens(rows, logits_BV)
+        for index, row in enumerate(rows):
+            try:
+                value = row.take_token(tokens[index]) if row.is_plain else row.take(logits_BV[index])
+            except Exception as error:  # noqa: BLE001  everything is reported
+                row.new.append(0)
+                if row.number in self._calls:
+                    self._fail(row.number, error)
+                continue
+            if row.number in self._calls and self._calls[row.number].streams:
+                streamed.append((row.number, value))
 
     def _finish(self, numbers: set[int], streamed: list[tuple[int, Any]]) -> None:
         """Send the tokens of the step and the results of the calls that have ended."""

@@ -1,16 +1,20 @@
 """What is generated for the rows of the running batch: settings, tokens and ends, as in transformers' `generate`.
 
 Legend:
+    B: rows.
     L: tokens.
     V: vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from oslo_models.deploy.decoding import Decoding
 
@@ -21,22 +25,32 @@ class Row:
     Args:
         ids_BL: [1, L], with padding if the call has some; processors see it, as in `generate`.
         prompt: the tokens without padding.
-        scores: keeps log-probabilities; ``None`` if none are asked for.
+        settings: processors, criteria and configuration of `generate`; last, what makes a streamer's log-probabilities
+            of scores and a token, or ``None`` if none are asked for.
 
     Attributes:
         number: of the call.
         new: the tokens that were generated.
         ended: no more are to come.
+        is_plain: its tokens are the most probable ones, and nothing else is asked for.
     """
 
     def __init__(self, number: int, ids_BL: Tensor, prompt: list[int], seed: int, settings: Any) -> None:
-        self.number, self.ids_BL, self.prompt, self.seed = number, ids_BL, prompt, seed
-        self._processors, self._criteria, self._config, self._scored = settings
+        self.number, self.prompt, self.seed = number, prompt, seed
+        self._processors, criteria, self._config, self._scored = settings
+        self._buffer_BL, self._length = ids_BL, ids_BL.shape[1]
+        self._ends = _Ends(criteria)
         self.new: list[int] = []
         self.ended = False
         self._generator: torch.Generator | None = None
         if self._config.do_sample:
             self._generator = torch.Generator(ids_BL.device).manual_seed(seed)
+        self.is_plain = not self._processors and self._generator is None and self._scored is None
+
+    @property
+    def ids_BL(self) -> Tensor:  # noqa: N802  the name says its shape
+        """The prompt and the new tokens, [1, L]."""
+        return self._buffer_BL[:, : self._length]
 
     @property
     def pad(self) -> int:
@@ -51,14 +65,51 @@ class Row:
         scored = None if self._scored is None else logits_BV[0].log_softmax(-1)
         scores_BV = self._processors(self.ids_BL, logits_BV)
         if self._generator is not None:
-            token_BL = torch.multinomial(scores_BV.softmax(-1), 1, generator=self._generator)
+            token = int(torch.multinomial(scores_BV.softmax(-1), 1, generator=self._generator))
         else:
-            token_BL = scores_BV.argmax(-1, keepdim=True)
-        self.ids_BL = torch.cat((self.ids_BL, token_BL), 1)
-        token = int(token_BL)
-        self.new.append(token)
-        self.ended = bool(self._criteria(self.ids_BL, None).all())
+            token = int(scores_BV.argmax(-1))
+        self.take_token(token)
         return token if scored is None else self._scored(scored, token)
+
+    def take_token(self, token: int) -> int:
+        """Append a token that is chosen already; returns it."""
+        if self._length == self._buffer_BL.shape[1]:
+            held_BL = self._buffer_BL
+            self._buffer_BL = held_BL.new_empty(1, 2 * self._length + 16)
+            self._buffer_BL[:, : self._length] = held_BL
+        self._buffer_BL[0, self._length] = token
+        self._length += 1
+        self.new.append(token)
+        self.ended = self._ends(self.ids_BL, token)
+        return token
+
+
+class _Ends:
+    """transformers' stopping criteria for one row; those that most calls have without tensors."""
+
+    def __init__(self, criteria: Any) -> None:
+        self._length, self._tokens, others = float("inf"), set[int](), []
+        for each in criteria:
+            if type(each) is MaxLengthCriteria:
+                self._length = min(self._length, each.max_length)
+            elif type(each) is EosTokenCriteria:
+                self._tokens.update(each.eos_token_id.flatten().tolist())
+            else:
+                others.append(each)
+        self._others = StoppingCriteriaList(others)
+
+    def __call__(self, ids_BL: Tensor, token: int) -> bool:
+        """Whether the row ends with its newest token."""
+        by_others = bool(self._others) and bool(self._others(ids_BL, None).all())
+        return by_others or token in self._tokens or ids_BL.shape[1] >= self._length
+
+
+def plain_tokens(rows: Sequence[Row], logits_BV: Tensor) -> list[int]:
+    """The most probable token of each row at once; empty if no row is plain."""
+    if not any(row.is_plain for row in rows):
+        return []
+    tokens: list[int] = logits_BV.to(torch.float32).argmax(-1).tolist()
+    return tokens
 
 
 class Call:

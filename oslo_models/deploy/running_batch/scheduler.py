@@ -23,8 +23,9 @@ class Generated(Protocol):
 class Scheduler:
     """First come, first served: prompts are computed one after the other, a chunk in each step, beside all rows.
 
-    A row joins when its prompt is computed and leaves in the step after its last token. Nothing is preempted: each row
-    that joins fits to its end.
+    Short prompts that wait together follow each other in steps without the rows, up to a chunk in all: their first
+    tokens come sooner, and rows still wait for no more than a chunk. A row joins when its prompt is computed and leaves
+    in the step after its last token. Nothing is preempted: each row that joins fits to its end.
 
     Args:
         slots: rows at most.
@@ -42,6 +43,7 @@ class Scheduler:
     prompt: Any = None
     waiting: deque[Any] = field(default_factory=deque)
     _done: int = 0
+    _since_rows: int = 0  # tokens of prompts that were computed since the rows got a token
 
     @property
     def is_idle(self) -> bool:
@@ -70,13 +72,16 @@ class Scheduler:
             consumed: see `Step`.
         """
         leaving = self._free_slots()
-        tokens = [row.new[-1] for row in self.rows]
         begins = self.prompt is None and bool(self.waiting) and len(self.rows) < self.slots
         if begins:
             self.prompt, self._done = self.waiting.popleft(), 0
         if self.prompt is None:
-            return Step(consumed, idle=self.is_idle, leaving=leaving, tokens=tokens)
+            self._since_rows = 0
+            return Step(consumed, idle=self.is_idle, leaving=leaving, tokens=self._tokens())
         chunk = self.prompt.prompt[self._done : self._done + self.chunk]
+        rows_wait = 0 < self._since_rows <= self.chunk - len(chunk)
+        tokens = [] if rows_wait else self._tokens()
+        self._since_rows = len(chunk) + (self._since_rows if rows_wait else 0)
         self._done += len(chunk)
         joins = self._done == len(self.prompt.prompt)
         number = self.prompt.number
@@ -84,6 +89,9 @@ class Scheduler:
             self.rows.append(self.prompt)
             self.prompt = None
         return Step(consumed, leaving=leaving, tokens=tokens, chunk=chunk, begins=begins, joins=joins, number=number)
+
+    def _tokens(self) -> list[int]:
+        return [row.new[-1] for row in self.rows]
 
     def _free_slots(self) -> list[int]:
         leaving = []

@@ -32,6 +32,7 @@ class StepRunner:
 
     def __init__(self, model: Any, limits: BatchLimits) -> None:
         self.model = model
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.rows = SlotCache(limits.rows, limits.length)
         self.prompt = SlotCache(1, limits.length)
         self.numbers: list[int] = []
@@ -59,8 +60,8 @@ class StepRunner:
             self.numbers.pop()
         with self.model.generating():
             decoded_BV = self._decode(step.tokens) if step.tokens else None
-            prompt_V = self._prefill(step) if step.chunk else None
-        return decoded_BV, prompt_V
+            prompt_BV = self._prefill(step) if step.chunk else None
+        return decoded_BV, prompt_BV
 
     def _decode(self, tokens: Sequence[int]) -> Tensor:
         rows = self.rows
@@ -94,7 +95,7 @@ class StepRunner:
         mask_BL = cache.mask(ids_BL.shape[1])
         given: dict[str, Any] = {"use_cache": True, "past_key_values": cache, **options}
         given["attention_mask"] = None if mask_BL is None else mask_BL.to(device)
-        if "position_ids" in inspect.signature(model.forward).parameters:
+        if self._takes_positions:
             given["position_ids"] = position_ids_BL.to(device)
         if model._supports_logits_to_keep():
             given["logits_to_keep"] = 1
