@@ -335,8 +335,6 @@ FOUR_HEADS = {**SIZES, "hidden_size": 48, "num_attention_heads": 4}
 IMAGE = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40, "image_size": 16}
 ARCHITECTURES: dict[str, Any] = {
     "diffllama": lambda: language_model("DiffLlama", num_key_value_heads=4, **FOUR_HEADS),
-    "roberta-prelayernorm": lambda: (hf.RobertaPreLayerNormForMaskedLM, hf.RobertaPreLayerNormConfig(**ENCODER)),
-    "xlm-roberta-xl": lambda: (hf.XLMRobertaXLForMaskedLM, hf.XLMRobertaXLConfig(**ENCODER)),
     "esm": lambda: (hf.EsmForMaskedLM, hf.EsmConfig(mask_token_id=4, pad_token_id=1, **ENCODER)),
     "lfm2": lambda: language_model("Lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2, **FOUR_HEADS),
     "roc_bert": lambda: (
