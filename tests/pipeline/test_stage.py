@@ -274,7 +274,7 @@ def test_partition_is_equal_on_ranks_with_uneven_shards(variant: str, vocab: int
             plan, prefix = model.plan(config), model._prefix()
             layouts = layouts_of(model, plan, prefix, model.head_plan, 4)
             tp = Axis("tp", tp_rank, (0, 1, 2, 3), None)
-            mesh: Any = SimpleNamespace(tp=tp, device=torch.device("cpu"), rank_in=lambda _: tp.rank)
+            mesh: Any = SimpleNamespace(tp=tp, device=torch.device("cpu"), rank_in=lambda _, rank=tp_rank: rank)
             apply_plan(model, plan, prefix, model.head_plan, mesh, layouts)
             found.add(split_stage(model, plan, prefix, model.head_plan, layouts, 0, count).ranges)
         assert len(found) == 1, found
