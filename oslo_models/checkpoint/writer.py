@@ -6,7 +6,8 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,13 @@ class _File:
         name: its name.
         meta: its tensors, on the meta device.
         aliases: further names of some of them.
+        elsewhere: tensors of this rank that another replica writes; FSDP may need all replicas to gather them.
     """
 
     name: str
     meta: Mapping[str, Tensor]
     aliases: Mapping[str, str]
+    elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -158,10 +161,16 @@ def _plan_split(
     meta = {
         name: _on_meta(info.layout.local_shape(mesh.rank_in(info.layout)), info.dtype)
         for name, info in infos.items()
-        if name not in aliases and (mesh.dp.rank == 0 or mesh.is_over_replicas(info.layout))
+        if name not in aliases
     }
+    elsewhere = {
+        name: tensor
+        for name, tensor in meta.items()
+        if mesh.dp.rank > 0 and not mesh.is_over_replicas(infos[name].layout)
+    }
+    meta = {name: tensor for name, tensor in meta.items() if name not in elsewhere}
     aliases = {alias: source for alias, source in aliases.items() if source in meta and not safe}
-    file = _File(split_name(mesh.tp.rank, mesh.pp.rank, safe, separator, mesh.dp.rank), meta, aliases)
+    file = _File(split_name(mesh.tp.rank, mesh.pp.rank, safe, separator, mesh.dp.rank), meta, aliases, elsewhere)
     entries: dict[str, dict[str, Any]] = {}
     for stage in stages:
         for name, info in stage.items():
@@ -233,7 +242,8 @@ def _write(
                 write_weights(path, file.meta, tensors, file.aliases, save_function, use_spool_file)
                 return {path.name: sync_and_record(path)}
         finally:
-            for _ in tensors:  # ranks that do not write, or failed, still take part in the collectives of `fetch`
+            # ranks that do not write, or failed, still take part in the collectives of `fetch`
+            for _ in chain(tensors, map(fetch, write_order(file.elsewhere))):
                 pass
 
 

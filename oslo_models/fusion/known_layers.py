@@ -24,22 +24,24 @@ def _names(text: str) -> frozenset[str]:
 # Norms ----------------------------------------------------------------------------------------------------------------
 
 RMS_NORMS = _names("""
-    apertus.ApertusRMSNorm arcee.ArceeRMSNorm bitnet.BitNetRMSNorm cohere2_moe.Cohere2MoeRMSNorm cwm.CwmRMSNorm
-    deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm dots1.Dots1RMSNorm ernie4_5.Ernie4_5RMSNorm
-    ernie4_5_moe.Ernie4_5_MoeRMSNorm exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm glm.GlmRMSNorm
-    glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm glm4_moe_lite.Glm4MoeLiteRMSNorm granite.GraniteRMSNorm
-    granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm granitemoe_swa.GraniteMoeSWARMSNorm
-    granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm
-    hunyuan_v1_moe.HunYuanMoEV1RMSNorm hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm kolibri1.Kolibri1RMSNorm
-    laguna.LagunaRMSNorm llama.LlamaRMSNorm mellum.MellumRMSNorm minicpm3.MiniCPM3RMSNorm
-    minimax_m2.MiniMaxM2RMSNorm ministral.MinistralRMSNorm ministral3.Ministral3RMSNorm mistral.MistralRMSNorm
-    mixtral.MixtralRMSNorm olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm
-    qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm
-    solar_open.SolarOpenRMSNorm t5.T5LayerNorm youtu.YoutuRMSNorm
+    apertus.ApertusRMSNorm arcee.ArceeRMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm cohere2_moe.Cohere2MoeRMSNorm
+    cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm dots1.Dots1RMSNorm
+    ernie4_5.Ernie4_5RMSNorm ernie4_5_moe.Ernie4_5_MoeRMSNorm exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm
+    falcon_mamba.FalconMambaRMSNorm glm.GlmRMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm
+    glm4_moe_lite.Glm4MoeLiteRMSNorm granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm
+    granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
+    granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
+    hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm
+    lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm llama.LlamaRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm
+    mellum.MellumRMSNorm minicpm3.MiniCPM3RMSNorm minimax_m2.MiniMaxM2RMSNorm ministral.MinistralRMSNorm
+    ministral3.Ministral3RMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm
+    qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm
+    smollm3.SmolLM3RMSNorm solar_open.SolarOpenRMSNorm t5.T5LayerNorm youtu.YoutuRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
 GEMMA_NORMS = _names("""
-    gemma.GemmaRMSNorm gemma2.Gemma2RMSNorm gemma3.Gemma3RMSNorm vaultgemma.VaultGemmaRMSNorm
+    gemma.GemmaRMSNorm gemma2.Gemma2RMSNorm gemma3.Gemma3RMSNorm qwen3_5.Qwen3_5RMSNorm qwen3_5_moe.Qwen3_5MoeRMSNorm
+    qwen3_next.Qwen3NextRMSNorm vaultgemma.VaultGemmaRMSNorm
 """)
 """Copies of GemmaRMSNorm."""
 OLMO2_NORMS = _names("""
@@ -51,15 +53,15 @@ OLMO2_NORMS = _names("""
 # MLPs -----------------------------------------------------------------------------------------------------------------
 
 GATED_MLPS = _names("""
-    afmoe.AfmoeMLP cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cwm.CwmMLP
-    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP dots1.Dots1MLP ernie4_5.Ernie4_5MLP
-    ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP
-    gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP
-    granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP hunyuan_v1_dense.HunYuanDenseV1MLP
-    hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP kolibri1.Kolibri1MLP laguna.LagunaMLP
-    llama.LlamaMLP mellum.MellumMLP minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP
-    mistral.MistralMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmoe.OlmoeMLP qwen2.Qwen2MLP
-    qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_moe.Qwen3MoeMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP
+    afmoe.AfmoeMLP bamba.BambaMLP cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cwm.CwmMLP
+    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP dots1.Dots1MLP ernie4_5.Ernie4_5MLP ernie4_5_moe.Ernie4_5_MoeMLP
+    exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP gemma.GemmaMLP gemma2.Gemma2MLP
+    gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP granite.GraniteMLP granite_swa.GraniteSWAMLP
+    helium.HeliumMLP hunyuan_v1_dense.HunYuanDenseV1MLP hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP
+    hyperclovax.HyperCLOVAXMLP jamba.JambaMLP kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP mellum.MellumMLP
+    minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP olmo.OlmoMLP olmo2.Olmo2MLP
+    olmo3.Olmo3MLP olmoe.OlmoeMLP qwen2.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP
+    qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP
     stablelm.StableLmMLP vaultgemma.VaultGemmaMLP youtu.YoutuMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
@@ -86,7 +88,7 @@ BERT_INTERMEDIATES = _names("""
     layoutlm.LayoutLMIntermediate longformer.LongformerIntermediate luke.LukeIntermediate lxmert.LxmertIntermediate
     megatron_bert.MegatronBertIntermediate mobilebert.MobileBertIntermediate mpnet.MPNetIntermediate
     rembert.RemBertIntermediate roberta.RobertaIntermediate roformer.RoFormerIntermediate tapas.TapasIntermediate
-    visual_bert.VisualBertIntermediate xlm_roberta.XLMRobertaIntermediate
+    visual_bert.VisualBertIntermediate xlm_roberta.XLMRobertaIntermediate xlm_roberta_xl.XLMRobertaXLIntermediate
 """)
 """Copies of BertIntermediate: a linear layer and its activation."""
 
@@ -132,8 +134,8 @@ T5_FEED_FORWARDS = _names("""
 # Attention ------------------------------------------------------------------------------------------------------------
 
 CALL_EAGER_ATTENTION = _names("""
-    afmoe.AfmoeAttention albert.AlbertAttention apertus.ApertusAttention arcee.ArceeAttention bart.BartAttention
-    bert.BertCrossAttention bert.BertSelfAttention bert_generation.BertGenerationCrossAttention
+    afmoe.AfmoeAttention albert.AlbertAttention apertus.ApertusAttention arcee.ArceeAttention bamba.BambaAttention
+    bart.BartAttention bert.BertCrossAttention bert.BertSelfAttention bert_generation.BertGenerationCrossAttention
     bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention bitnet.BitNetAttention
     blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention camembert.CamembertCrossAttention
     camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention cohere2.Cohere2Attention
@@ -141,24 +143,29 @@ CALL_EAGER_ATTENTION = _names("""
     data2vec.Data2VecTextSelfAttention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention
     detr.DetrCrossAttention detr.DetrSelfAttention distilbert.DistilBertSelfAttention dots1.Dots1Attention
     electra.ElectraCrossAttention electra.ElectraSelfAttention ernie.ErnieCrossAttention ernie.ErnieSelfAttention
-    ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention exaone4.Exaone4Attention
-    exaone_moe.ExaoneMoeAttention flex_olmo.FlexOlmoAttention gemma.GemmaAttention gemma2.Gemma2Attention
-    gemma3.Gemma3Attention glm.GlmAttention glm4.Glm4Attention glm4_moe.Glm4MoeAttention
-    glm4_moe_lite.Glm4MoeLiteAttention gpt2.GPT2Attention gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention
-    granitemoe.GraniteMoeAttention granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention
+    ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention
+    flex_olmo.FlexOlmoAttention gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention glm.GlmAttention
+    glm4.Glm4Attention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention gpt2.GPT2Attention
+    gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention granitemoe.GraniteMoeAttention
+    granitemoehybrid.GraniteMoeHybridAttention granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention
     hubert.HubertAttention hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention
-    hy_v3.HYV3Attention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention kolibri1.Kolibri1Attention
-    laguna.LagunaAttention llama.LlamaAttention m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention
-    mellum.MellumAttention minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention
-    ministral3.Ministral3Attention mistral.MistralAttention mixtral.MixtralAttention
-    mobilebert.MobileBertSelfAttention mt5.MT5Attention nanochat.NanoChatAttention nemotron.NemotronAttention
-    olmo.OlmoAttention olmo2.Olmo2Attention olmo3.Olmo3Attention olmoe.OlmoeAttention opt.OPTAttention
-    pegasus.PegasusAttention phi.PhiAttention phi3.Phi3Attention plbart.PLBartAttention qwen2.Qwen2Attention
-    qwen2_moe.Qwen2MoeAttention qwen3.Qwen3Attention qwen3_moe.Qwen3MoeAttention roberta.RobertaCrossAttention
-    roberta.RobertaSelfAttention seed_oss.SeedOssAttention smollm3.SmolLM3Attention solar_open.SolarOpenAttention
-    speech_to_text.Speech2TextAttention stablelm.StableLmAttention starcoder2.Starcoder2Attention t5.T5Attention
-    umt5.UMT5Attention vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
-    xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention youtu.YoutuAttention
+    hy_v3.HYV3Attention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention jamba.JambaAttention
+    kolibri1.Kolibri1Attention laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention llama.LlamaAttention
+    m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention mellum.MellumAttention
+    minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention ministral3.Ministral3Attention
+    mistral.MistralAttention mixtral.MixtralAttention mobilebert.MobileBertSelfAttention mt5.MT5Attention
+    nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention olmo.OlmoAttention
+    olmo2.Olmo2Attention olmo3.Olmo3Attention olmoe.OlmoeAttention opt.OPTAttention pegasus.PegasusAttention
+    phi.PhiAttention phi3.Phi3Attention phimoe.PhimoeAttention plbart.PLBartAttention qwen2.Qwen2Attention
+    qwen2_moe.Qwen2MoeAttention qwen3.Qwen3Attention qwen3_5.Qwen3_5Attention qwen3_5.Qwen3_5VisionAttention
+    qwen3_5_moe.Qwen3_5MoeAttention qwen3_5_moe.Qwen3_5MoeVisionAttention qwen3_moe.Qwen3MoeAttention
+    qwen3_next.Qwen3NextAttention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
+    roberta_prelayernorm.RobertaPreLayerNormCrossAttention roberta_prelayernorm.RobertaPreLayerNormSelfAttention
+    seed_oss.SeedOssAttention smollm3.SmolLM3Attention solar_open.SolarOpenAttention speech_to_text.Speech2TextAttention
+    stablelm.StableLmAttention starcoder2.Starcoder2Attention t5.T5Attention umt5.UMT5Attention
+    vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
+    xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
+    xlm_roberta_xl.XLMRobertaXLSelfAttention youtu.YoutuAttention
 """)
 """Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5
 or Gemma 2."""
@@ -173,9 +180,10 @@ ROTARY_ATTENTIONS = {
         hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention
     """),
     "llama.LlamaAttention": _names("""
-        arcee.ArceeAttention gemma.GemmaAttention granite.GraniteAttention granitemoe.GraniteMoeAttention
-        granitemoeshared.GraniteMoeSharedAttention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention
-        llama.LlamaAttention qwen2_moe.Qwen2MoeAttention solar_open.SolarOpenAttention
+        arcee.ArceeAttention bamba.BambaAttention gemma.GemmaAttention granite.GraniteAttention
+        granitemoe.GraniteMoeAttention granitemoeshared.GraniteMoeSharedAttention hyperclovax.HyperCLOVAXAttention
+        jais2.Jais2Attention llama.LlamaAttention phimoe.PhimoeAttention qwen2_moe.Qwen2MoeAttention
+        solar_open.SolarOpenAttention
     """),
     "mistral.MistralAttention": _names("mistral.MistralAttention mixtral.MixtralAttention"),
     "olmo2.Olmo2Attention": _names("""
@@ -199,8 +207,10 @@ ROTARY_LEFT_UNFUSED = _names("""
     afmoe.AfmoeAttention apertus.ApertusAttention bitnet.BitNetAttention deepseek_v3.DeepseekV3Attention
     falcon.FalconAttention falcon.FalconFlashAttention2 flint.FlintAttention glm4_moe.Glm4MoeAttention
     glm4_moe_lite.Glm4MoeLiteAttention gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention
-    granitemoe_swa.GraniteMoeSWAAttention hy_v3.HYV3Attention laguna.LagunaAttention minicpm3.MiniCPM3Attention
+    granitemoe_swa.GraniteMoeSWAAttention granitemoehybrid.GraniteMoeHybridAttention hy_v3.HYV3Attention
+    laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention minicpm3.MiniCPM3Attention
     ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention olmoe.OlmoeAttention
-    persimmon.PersimmonAttention youtu.YoutuAttention
+    persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention
+    youtu.YoutuAttention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

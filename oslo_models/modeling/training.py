@@ -77,14 +77,7 @@ class TrainableModel(PreTrainedModel):
         Their gradients are averaged over all replicas by ``backward``, and must not be averaged again. Wrappers that
         treat all replicas alike have to leave them out: ``fully_shard(..., ignored_params=...)``.
         """
-        return map(self.get_parameter, self._experts_over_replicas())
-
-    def _experts_over_replicas(self) -> list[str]:
-        """The names of `expert_parameters`."""
-        mesh = self.mesh
-        if mesh is None or not mesh.has_experts_over_replicas:
-            return []
-        return [name for name, layout in self.layouts.items() if mesh.is_over_replicas(layout)]
+        return map(self.get_parameter, _experts_over_replicas(self))
 
     def set_micro_batch_size(self, micro_batch_size: int) -> None:
         """Set the number of rows per micro-batch (pipeline parallelism only)."""
@@ -129,7 +122,7 @@ class TrainableModel(PreTrainedModel):
                 norms.extend(torch._foreach_norm(parts, norm_type, dtype=torch.float64))  # on a GPU, one launch
             return torch.stack(norms).amax() if highest else (torch.stack(norms) ** norm_type).sum()
 
-        over_replicas = grads.keys() & set(self._experts_over_replicas())
+        over_replicas = grads.keys() & set(_experts_over_replicas(self))
         total = sum_of(grads.keys() - over_replicas)
         if self.mesh is not None:
             op = dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM
@@ -179,7 +172,7 @@ class TrainableModel(PreTrainedModel):
         DeepSpeed counts a parameter in full or not at all: partly shared key-value heads are counted repeatedly.
         """
         assert self.mesh is not None
-        if over_replicas := self._experts_over_replicas():
+        if over_replicas := _experts_over_replicas(self):
             self._ddp_params_and_buffers_to_ignore = over_replicas  # as DistributedDataParallel calls it
         full_names = {} if self.stage is None else self.stage.full_names
         named: Iterable[tuple[str, Any]] = self.named_parameters()
@@ -295,7 +288,7 @@ def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) ->
 
 def _require_unaveraged_experts(model: TrainableModel, prefix: str, ddp: Any) -> None:
     """Raise ``ValueError`` if a ``DistributedDataParallel`` would treat different experts as copies."""
-    names = [f"{prefix}.{name}" if prefix else name for name in model._experts_over_replicas()]
+    names = [f"{prefix}.{name}" if prefix else name for name in _experts_over_replicas(model)]
     if missing := [name for name in names if name not in ddp.parameters_to_ignore]:
         raise ValueError(
             f"DistributedDataParallel would overwrite experts of one replica with others ({missing[0]}): "
@@ -332,3 +325,11 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
     return list(groups.values())
+
+
+def _experts_over_replicas(model: Any) -> list[str]:
+    """The names of `ParallelTraining.expert_parameters`; none of a module of another kind."""
+    mesh = model.mesh
+    if mesh is None or not mesh.has_experts_over_replicas:
+        return []
+    return [name for name, layout in model.layouts.items() if mesh.is_over_replicas(layout)]

@@ -386,6 +386,6 @@ def test_open_names_damage_on_every_rank(tmp_path: Path, pool: Pool, damage: Cal
 def test_later_format_versions_are_rejected(tmp_path: Path) -> None:
     save("split", tmp_path)
     manifest = json.loads((tmp_path / MANIFEST).read_text())
-    (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "format_version": 3}))
-    with pytest.raises(CheckpointError, match=r"format version 3 .* reads versions 1 to 2"):
+    (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "format_version": 4}))
+    with pytest.raises(CheckpointError, match=r"format version 4 .* reads versions 1 to 3"):
         open_checkpoint(tmp_path)

@@ -335,10 +335,7 @@ FOUR_HEADS = {**SIZES, "hidden_size": 48, "num_attention_heads": 4}
 IMAGE = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40, "image_size": 16}
 ARCHITECTURES: dict[str, Any] = {
     "diffllama": lambda: language_model("DiffLlama", num_key_value_heads=4, **FOUR_HEADS),
-    "roberta-prelayernorm": lambda: (hf.RobertaPreLayerNormForMaskedLM, hf.RobertaPreLayerNormConfig(**ENCODER)),
-    "xlm-roberta-xl": lambda: (hf.XLMRobertaXLForMaskedLM, hf.XLMRobertaXLConfig(**ENCODER)),
     "esm": lambda: (hf.EsmForMaskedLM, hf.EsmConfig(mask_token_id=4, pad_token_id=1, **ENCODER)),
-    "lfm2": lambda: language_model("Lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2, **FOUR_HEADS),
     "roc_bert": lambda: (
         hf.RoCBertForMaskedLM,
         hf.RoCBertConfig(pronunciation_vocab_size=20, shape_vocab_size=20, **ENCODER),
@@ -359,7 +356,7 @@ ARCHITECTURES: dict[str, Any] = {
         hf.ConvNextConfig(hidden_sizes=[8, 12], depths=[1, 1], num_stages=2, image_size=16),
     ),
 }
-FAST = "xlm-roberta-xl"
+FAST = "esm"
 
 
 def lifted_call(model: Any, inputs: dict[str, Tensor]) -> Any:

@@ -273,7 +273,8 @@ def test_partition_is_equal_on_ranks_with_uneven_shards(variant: str, vocab: int
             model = on_meta(name, config)
             plan, prefix = model.plan(config), model._prefix()
             layouts = layouts_of(model, plan, prefix, model.head_plan, 4)
-            mesh: Any = SimpleNamespace(tp=Axis("tp", tp_rank, (0, 1, 2, 3), None), device=torch.device("cpu"))
+            tp = Axis("tp", tp_rank, (0, 1, 2, 3), None)
+            mesh: Any = SimpleNamespace(tp=tp, device=torch.device("cpu"), rank_in=lambda _, rank=tp_rank: rank)
             apply_plan(model, plan, prefix, model.head_plan, mesh, layouts)
             found.add(split_stage(model, plan, prefix, model.head_plan, layouts, 0, count).ranges)
         assert len(found) == 1, found
