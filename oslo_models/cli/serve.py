@@ -36,6 +36,8 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     """
     add = command.add_argument
     add("models", metavar="MODEL", nargs="+", help="a directory, or a name on the hub")
+    adapter = "a LoRA adapter that peft has saved, for requests whose `model` is NAME; can be given several times"
+    add("--adapter", metavar="NAME=PATH", action="append", default=[], help=adapter)
     add("--fuse", action="store_true", help="replace modules by fused ones where they are faster")
     add("--dtype", metavar="TYPE", help="of the weights, such as bfloat16 (default: as saved)")
     add("--tokenizer", metavar="NAME", help="a directory, or a name on the hub (default: MODEL)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ class DeployedAdapters:
 
     _engine: Any
     _adapter_calls: list[tuple[str, tuple[Any, ...]]]
+    _adapter_lock: threading.Lock
 
     def load_adapter(self, peft_model_id: str | Path, adapter_name: str = "default") -> None:
         """Load an adapter that ``peft`` has saved, and make it the active one.
@@ -53,14 +55,16 @@ class DeployedAdapters:
         return names
 
     def _change_adapters(self, method: str, *args: Any) -> None:
-        self._engine.call("adapters", (method, args))
         replaced = next((group for group in _OVERRIDING if method in group), ())
-        self._adapter_calls = [call for call in self._adapter_calls if call[0] not in replaced] + [(method, args)]
+        with self._adapter_lock:  # so that a restart in between repeats it too
+            self._engine.call("adapters", (method, args))
+            self._adapter_calls = [call for call in self._adapter_calls if call[0] not in replaced] + [(method, args)]
 
     def _repeat_adapter_calls(self) -> None:
         """Bring workers that were started again to the same adapters."""
-        for method, args in self._adapter_calls:
-            self._engine.call("adapters", (method, args))
+        with self._adapter_lock:
+            for method, args in self._adapter_calls:
+                self._engine.call("adapters", (method, args))
 
 
 def call_adapters(model: Any, method: str, args: tuple[Any, ...]) -> Any:

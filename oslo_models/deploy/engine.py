@@ -10,6 +10,7 @@ import random
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -64,6 +65,7 @@ class Engine:
         self._spin_seconds = SPIN_SECONDS if has_spare_core(ranks) else 0.0
         self._numbers, self._seeds, self._pid = itertools.count(1), random.Random(), os.getpid()
         self._broken: str | None = "it was not started"
+        self._restoring: int | None = None  # the thread that brings new workers to the state of the old ones
         self._executor: Executor | None = None  # set while calls can be made
         self._loading: Executor | None = None
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -118,11 +120,27 @@ class Engine:
                 raise
             raise EngineError("the workers were ended while the model was loaded") from None
 
-    def restart(self) -> None:
-        """End the workers and start new ones. Raises what `start` does."""
+    def restart(self, restore: Callable[[], object] = lambda: None) -> None:
+        """End the workers and start new ones.
+
+        Args:
+            restore: makes the calls that bring them to the state of the old ones. Until it has returned, calls of other
+                threads raise `EngineError`: they would be computed in another state.
+
+        Raises:
+            Exception: what `start` or ``restore`` raises; then there are no workers.
+        """
         with self._starting:
             self.close("it is being restarted")
-            self.start()
+            self._restoring = threading.get_ident()
+            try:
+                self.start()
+                restore()
+            except BaseException as error:
+                self.close(f"it could not be restored: {error!r}")
+                raise
+            finally:
+                self._restoring = None
 
     def close(self, why: str = "it was closed") -> None:
         """End the workers. Pending and later calls raise `EngineError`."""
@@ -200,6 +218,8 @@ class Engine:
         with self._lock:  # all ranks get all calls in the same order
             if self._executor is None:
                 raise EngineError(f"the deployed model cannot answer: {self._broken}; model.restart() starts it again")
+            if self._restoring not in (None, threading.get_ident()):
+                raise EngineError("the deployed model cannot answer yet: it is being restarted")
             self._calls[number] = call
             self._executor.broadcast(data)
         cancelled = ("raise", CallCancelled(f"{method} was cancelled"))
@@ -249,8 +269,8 @@ class Engine:
             (seconds spent in its current call, ``None`` when idle) and ``answered`` (whether it did in time).
         """
         executor, asked = self._executor, time.monotonic()
-        if executor is None:
-            return {"healthy": False, "reason": self._broken, "ranks": []}
+        if executor is None or self._restoring is not None:
+            return {"healthy": False, "reason": self._broken or "it is being restarted", "ranks": []}
         with self._lock:
             executor.broadcast(encode(Ping()))
         self._receiver_needed.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -57,7 +58,7 @@ class Deployment(DeployedAdapters, RemoteModule):
         self._make_skeleton, self.name_or_path = make_skeleton, config.name_or_path
         self._batch_bytes: dict[str, int] = {}
         self._fuse_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._adapter_calls = []
+        self._adapter_calls, self._adapter_lock = [], threading.Lock()
         self.training = False
         self._finalizer = weakref.finalize(self, engine.close)
         engine.start()
@@ -156,8 +157,15 @@ class Deployment(DeployedAdapters, RemoteModule):
         return self._engine.health(timeout)
 
     def restart(self) -> None:
-        """End the workers and start new ones, which load the model again."""
-        self._engine.restart()
+        """End the workers and start new ones, which load the model again, are fused and have its adapters.
+
+        Raises:
+            Exception: what a worker raised; then there are no workers.
+        """
+        self._engine.restart(self._restore)
+
+    def _restore(self) -> None:
+        """Bring workers that were started again to the state of those before."""
         for args, kwargs in self._fuse_calls:
             self._engine.call("fuse", args, kwargs)
         self._repeat_adapter_calls()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -43,6 +44,7 @@ def application(
     pooling: str = "mean",
     normalize: bool = True,
     metrics: Metrics | None = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> FastAPI:
     """The ASGI application around deployed models, for ``uvicorn`` and others; one process, which is the models'.
 
@@ -61,18 +63,23 @@ def application(
         pooling: of models without a head, for ``/v1/embeddings``: ``"mean"`` of all tokens, or ``"cls"``, the first.
         normalize: their vectors to length 1.
         metrics: to count into (default: new ones).
+        adapters: that ``model`` has loaded, for requests that name one as their model: their names there, by those that
+            clients use. From now on only the application may switch them.
 
     Raises:
-        ValueError: ``api_key`` is empty or cannot be sent in a header; or two models have the same name.
+        ValueError: ``api_key`` is empty or cannot be sent in a header; or two models or adapters have the same name.
     """
     if not isinstance(api_key, (ApiKeys, type(None))):
         api_key = ApiKeys([api_key])
     access = Access(api_key, allowed_hosts, max_body_size, body_timeout)
     metrics = metrics or Metrics()
     named = [(model, tokenizer, name or model.config.name_or_path), *others]
-    if len({each[2] for each in named}) < len(named):
-        raise ValueError(f"two models have the same name: {[each[2] for each in named]}")
-    served = [ServedModel(*each, max_length, max_queue_size, metrics, pooling, normalize) for each in named]
+    names = [*(each[2] for each in named), *(adapters or ())]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two models have the same name: {names}")
+    of_all = partial(ServedModel, length=max_length, places=max_queue_size, metrics=metrics)
+    of_all = partial(of_all, pooling=pooling, normalizes=normalize)
+    served = [of_all(*named[0], adapters=adapters), *(of_all(*each) for each in others)]
     service = Service(served, max_queue_size, metrics)
     app = FastAPI(title="oslo-models", docs_url=None, redoc_url=None)
 

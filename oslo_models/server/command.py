@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from oslo_models import auto
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank
+from oslo_models.server.adapters import check_adapters, load_adapters, parse_adapters
 from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits, protocol
 from oslo_models.server.guard import ApiKeys, access_log, log
@@ -75,6 +76,10 @@ def run(args: argparse.Namespace) -> None:
     """
     keys = read_api_keys(args)
     secret = None if args.deploy_secret_file is None else Path(args.deploy_secret_file).read_text().strip()
+    adapters = parse_adapters(args.adapter, args.models)
+    if adapters:
+        config = AutoConfig.from_pretrained(args.models[0])
+        check_adapters(_kind(config, args).class_for(config), config, adapters)
     if is_launched() and launched_rank() > 0:
         _load(args.models[0], args, secret)  # does not return: see `torchrun_executor`
     with (
@@ -93,12 +98,13 @@ def run(args: argparse.Namespace) -> None:
         server = on.enter_context(_listening(lifecycle, args, listener, orders))
         served = [(on.enter_context(_load(name, args, secret)), _tokenizer(name, args), name) for name in args.models]
         (model, tokenizer, name), *others = served
+        loaded = load_adapters(model, adapters)
         limits = {
             each: getattr(args, each)
             for each in ("max_queue_size", "max_length", "max_body_size", "pooling", "normalize")
         }
         hosts = allowed_hosts(args.allowed_hosts, args.host)
-        limits |= {"api_key": keys, "allowed_hosts": hosts, "metrics": metrics}
+        limits |= {"adapters": loaded, "api_key": keys, "allowed_hosts": hosts, "metrics": metrics}
         lifecycle.application = application(model, tokenizer, name, others=others, **limits)
         supervisor = Supervisor(
             {name: model for model, _, name in served},
@@ -184,12 +190,16 @@ def _embeds(config: Any, task: str) -> bool:
     return task == "embed" or (task == "auto" and (has_no_head or saved.endswith(("ForMaskedLM", "ForPreTraining"))))
 
 
+def _kind(config: Any, args: argparse.Namespace) -> Any:
+    """The auto class for a model."""
+    if _embeds(config, args.task):
+        return auto.AutoModel
+    return auto.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto.AutoModelForCausalLM
+
+
 def _load(name: str, args: argparse.Namespace, secret: str | None) -> Any:
     """The deployed model."""
-    config = AutoConfig.from_pretrained(name)
-    kind: Any = auto.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto.AutoModelForCausalLM
-    if _embeds(config, args.task):
-        kind = auto.AutoModel
+    kind = _kind(AutoConfig.from_pretrained(name), args)
     names = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "prefill_chunk_size", "dtype")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if (length := args.max_batch_length or args.max_length) is not None:

@@ -14,6 +14,7 @@ import torch
 
 from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.deploy.grammar import Grammar, MissingVocabulary, Vocabulary
+from oslo_models.server.adapter_turns import AdapterTurns
 from oslo_models.server.answers import Answer
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.response_items import ReasoningText, ToolCall
@@ -26,9 +27,13 @@ class AnswerGenerator:
     Args:
         model: a deployed model.
         threads: how many calls may be under way.
+        turns: of its adapters, if it has some.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, threads: int, metrics: Metrics) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, threads: int, metrics: Metrics, turns: AdapterTurns | None = None
+    ) -> None:
+        self._turns = turns
         self.model, self.tokenizer, self.metrics = model, tokenizer, metrics
         self._threads = ThreadPoolExecutor(threads, "oslo-serve")
         ends = model.generation_config.eos_token_id
@@ -56,7 +61,11 @@ class AnswerGenerator:
         return Grammar.compiled(*grammar, self.vocabulary)
 
     def _generate(self, job: GenerationJob, cancellation: Cancellation, streamer: Any) -> torch.Tensor:
-        """Make the call, in this thread."""
+        """Make the call, in this thread, when it is the turn of its adapter."""
+        with contextlib.nullcontext() if self._turns is None else self._turns.turn_of(job.adapter, cancellation):
+            return self._call(job, cancellation, streamer)
+
+    def _call(self, job: GenerationJob, cancellation: Cancellation, streamer: Any) -> torch.Tensor:
         ids_BL = torch.tensor([job.ids])
         inputs = {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL), "max_new_tokens": job.max_new_tokens}
         options = {**inputs, **job.settings, **self._padding, "streamer": streamer, "seed": job.seed}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from oslo_models.deploy.decoding import Decoding
+from oslo_models.server.adapter_turns import AdapterTurns
 from oslo_models.server.embeddings import Embedder
 from oslo_models.server.errors import RequestError
 from oslo_models.server.generation import AnswerGenerator
@@ -30,7 +33,19 @@ class ServedModel:
         length: tokens that a prompt and its answer may have together (default: the limit of the model).
         places: answers that may be asked for at once.
         pooling, normalizes: of a model that does not generate; see `Embedder`.
+        adapters: that the model has loaded: their names there, by those that clients use.
+
+    Attributes:
+        adapter: the name in the model of the adapter that it answers with; ``None``: none.
+        parent: the name of the model without it.
+        adapted: the same model with each of its adapters, which shares its threads and workers.
+
+    Raises:
+        ValueError: there are adapters, and the model does not generate.
     """
+
+    adapter: str | None = None
+    parent: str | None = None
 
     def __init__(
         self,
@@ -42,6 +57,7 @@ class ServedModel:
         metrics: Metrics,
         pooling: str = "mean",
         normalizes: bool = True,
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name, self.places = model, tokenizer, name, places
         own = getattr(model.config, "max_position_embeddings", None) or length or UNKNOWN_LENGTH
@@ -50,7 +66,10 @@ class ServedModel:
         self.generates = model.can_generate()
         if not self.generates:  # the positions of some begin after their padding token: the tokenizer knows the limit
             self.length = min(self.length, tokenizer.model_max_length)
-        self.generator = AnswerGenerator(model, tokenizer, places, metrics) if self.generates else None
+        if adapters and not self.generates:
+            raise ValueError(f"adapters are for models that generate text; {name} makes embeddings")
+        turns = AdapterTurns(model) if adapters else None
+        self.generator = AnswerGenerator(model, tokenizer, places, metrics, turns) if self.generates else None
         self.embedder = None if self.generates else Embedder(model, tokenizer, pooling, normalizes)
         # Threads of their own: health is reported while texts are tokenized, and while the model works.
         self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "oslo-tokenize")
@@ -59,6 +78,12 @@ class ServedModel:
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self._characters = self.length * longest
         """Characters that a text of ``length`` tokens has at most."""
+        self.adapted = [self._with_adapter(*each) for each in (adapters or {}).items()]
+
+    def _with_adapter(self, name: str, adapter: str) -> ServedModel:
+        adapted = copy.copy(self)
+        adapted.name, adapted.parent, adapted.adapter = name, self.name, adapter
+        return adapted
 
     async def health(self) -> dict[str, Any]:
         """The state of the workers; requests that come meanwhile share it."""
@@ -126,6 +151,7 @@ class ServedModel:
             for choice in range(request.n):
                 seed = None if request.seed is None else (request.seed + index * request.n + choice) % 2**32
                 job = GenerationJob(ids, new_tokens, settings, seed, stops, request.stop_token_ids, decoding)
+                job.adapter = self.adapter
                 job.skip_special_tokens = request.skip_special_tokens
                 if isinstance(request, ChatRequest):
                     job.chat = request.tool_choice != "none" or not request.tools

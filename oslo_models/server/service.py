@@ -30,12 +30,13 @@ class Service:
     """What the routes share: the models, and how many answers may be in flight.
 
     Args:
-        models: the first one answers requests that name none.
+        models: the first one answers requests that name none. Each brings its adapters.
         places: answers that may be computed or wait; further requests are answered with status 429.
     """
 
     def __init__(self, models: Sequence[ServedModel], places: int, metrics: Metrics) -> None:
-        self.models_by_name = {model.name: model for model in models}
+        self._models = models
+        self.models_by_name = {each.name: each for model in models for each in (model, *model.adapted)}
         self.default, self.places, self.taken, self.metrics = models[0], places, 0, metrics
         metrics.gauge("calls_in_flight", lambda: self.taken)
         generators = [model.generator for model in models if model.generator]
@@ -84,11 +85,11 @@ class Service:
 
     async def health(self) -> Response:
         """Status 200 if all workers answer, else 503; the body has the state of each."""
-        states = await asyncio.gather(*(served.health() for served in self.models_by_name.values()))
+        states = await asyncio.gather(*(served.health() for served in self._models))
         healthy = all(state["healthy"] for state in states)
         if len(states) == 1:
             return JSONResponse(states[0], 200 if healthy else 503)
-        state = {"healthy": healthy, "models": dict(zip(self.models_by_name, states, strict=True))}
+        state = {"healthy": healthy, "models": dict(zip([each.name for each in self._models], states, strict=True))}
         return JSONResponse(state, 200 if healthy else 503)
 
     async def live(self) -> dict[str, str]:
@@ -97,7 +98,7 @@ class Service:
 
     async def ready(self) -> Response:
         """For a readiness probe: status 200 if all workers answer, else 503."""
-        states = await asyncio.gather(*(served.health() for served in self.models_by_name.values()))
+        states = await asyncio.gather(*(served.health() for served in self._models))
         if all(state["healthy"] for state in states):
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "workers have died or do not answer"}, 503)
@@ -192,7 +193,8 @@ class Service:
 
 def _entry(served: ServedModel) -> dict[str, Any]:
     about = {"id": served.name, "object": "model", "created": served.created, "owned_by": "oslo-models"}
-    return {**about, "max_model_len": served.length}
+    parent = {} if served.parent is None else {"parent": served.parent}
+    return {**about, **parent, "max_model_len": served.length}
 
 
 def _head(request: CompletionRequest | ChatRequest, served: ServedModel, kind: int) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class GenerationJob:
         forced_tool: the text is a tool call in JSON.
         single_tool: tool calls after the first are dropped.
         skip_special_tokens: in the text.
+        adapter: its name in the model; ``None``: none.
     """
 
     ids: list[int]
@@ -69,6 +70,7 @@ class GenerationJob:
     forced_tool: bool = False
     single_tool: bool = False
     skip_special_tokens: bool = True
+    adapter: str | None = None
 
 
 class TokenReader:

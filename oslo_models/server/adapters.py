@@ -1,0 +1,95 @@
+"""The adapters of ``oslo-models serve --adapter NAME=PATH``: read, checked against the model, and loaded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def parse_adapters(given: Sequence[str], models: Sequence[str]) -> dict[str, Path]:
+    """The directories of adapters by their names.
+
+    Args:
+        given: as ``NAME=PATH``.
+        models: the names of the models of the server.
+
+    Raises:
+        ValueError: one is not of this form, a name is used twice, or there are several models.
+        FileNotFoundError: a directory has no adapter that ``peft`` has saved.
+    """
+    if given and len(models) > 1:
+        raise ValueError(f"--adapter is for a server of one model, not of {len(models)}: start a server for each")
+    found: dict[str, Path] = {}
+    for each in given:
+        name, separator, path = each.partition("=")
+        if not (name and separator and path):
+            raise ValueError(f"--adapter {each}: give it as NAME=PATH")
+        if name in found or name in models:
+            raise ValueError(f"--adapter {each}: the name {name!r} is taken; requests choose by it, so use another")
+        if not (Path(path) / "adapter_config.json").is_file():
+            raise FileNotFoundError(f"--adapter {each}: {path} is no directory with the adapter_config.json of peft")
+        found[name] = Path(path)
+    return found
+
+
+def check_adapters(kind: type[Any], config: Any, adapters: Mapping[str, Path]) -> None:
+    """Check that adapters fit a model, which is made without memory for that.
+
+    Args:
+        kind: the class of the model.
+
+    Raises:
+        ValueError: an adapter is for another model, or cannot be switched off exactly.
+        ImportError: ``peft`` is not installed.
+    """
+    for name, folder in adapters.items():
+        try:
+            _check_adapter(kind, config, folder)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"--adapter {name}={folder} does not fit this {config.model_type} model: {error}"
+            ) from error
+
+
+def _check_adapter(kind: type[Any], config: Any, folder: Path) -> None:
+    from peft import PeftConfig, PeftType, inject_adapter_in_model, load_peft_weights, set_peft_model_state_dict
+
+    adapter: Any = PeftConfig.from_pretrained(str(folder))
+    if adapter.peft_type != PeftType.LORA:
+        raise ValueError(
+            f"it is of the kind {adapter.peft_type.value}; LoRA can be chosen by request. Merge it instead"
+        )
+    weights = load_peft_weights(str(folder), device="cpu")
+    if others := sorted(name for name in weights if "lora_" not in name):
+        raise ValueError(
+            f"it has {others[0]}, which would stay in the model for requests of others (modules_to_save, bias=, saved "
+            "embeddings); train it without that, or merge it and serve the result"
+        )
+    with torch.device("meta"):
+        model = kind._from_config(copy.deepcopy(config))
+    inject_adapter_in_model(adapter, model, "checked", low_cpu_mem_usage=True)
+    result: Any = set_peft_model_state_dict(model, weights, adapter_name="checked", low_cpu_mem_usage=True)
+    missing = [name for name in result.missing_keys if "lora_" in name]
+    if missing or result.unexpected_keys:
+        found = [
+            *(f"{each} is missing" for each in missing),
+            *(f"{each} is too much" for each in result.unexpected_keys),
+        ]
+        raise ValueError(f"of its tensors, {found[0]} ({len(found)} differ)")
+
+
+def load_adapters(model: Any, adapters: Mapping[str, Path]) -> dict[str, str]:
+    """Load adapters into a deployed model.
+
+    Returns:
+        By the name of each the one that it has in the model: `peft` allows no dots there.
+    """
+    loaded = {}
+    for number, (name, folder) in enumerate(adapters.items()):
+        loaded[name] = f"served_{number}"
+        model.load_adapter(folder, loaded[name])
+    return loaded
