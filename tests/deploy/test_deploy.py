@@ -47,7 +47,7 @@ def test_deployed_model_answers_as_the_undeployed_one(model: Any, whole: Any, se
     for options in ({}, {"num_beams": 3}, {"logits_processor": [deployment.Never(5)]}):
         options = {"max_new_tokens": 12, "do_sample": False, **options}
         assert torch.equal(model.generate(**batch, **options), whole.generate(**batch, **options))
-    stopping = {"stopping_criteria": [deployment.After(9)]}
+    stopping = {"stopping_criteria": [deployment.After(9)], "min_new_tokens": 2}
     assert model.generate(**batch, **stopping).shape[1] == 9
     output = model(**batch, labels=batch["input_ids"])
     expected = whole(**batch, labels=batch["input_ids"])
@@ -73,11 +73,11 @@ def test_deployed_model_counts_and_is_neither_copied_nor_pickled(model: Any, who
 
 def test_generation_config_of_the_application_reaches_the_workers(model: Any, whole: Any, seed: int) -> None:
     config = model.generation_config
-    config.max_new_tokens, config.do_sample = 3, False
+    config.max_new_tokens, config.min_new_tokens, config.do_sample = 3, 3, False
     try:
         assert model.generate(**prompt(seed)).shape[1] == 10
     finally:
-        config.max_new_tokens = None
+        config.max_new_tokens = config.min_new_tokens = None
 
 
 def test_generate_samples_by_its_seed(model: Any, seed: int) -> None:

@@ -171,7 +171,7 @@ def router_logits_on_stages(given: pipelines.Case, expected: list[Any]) -> None:
     model = pipelines.case_on_stages(given, 1, 2, share_logits=True, micro_batch_size=pipelines.ROWS)
     with torch.no_grad(), lifted_casts():
         (output,) = model(**given.batches[0][0])
-        generated = model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+        generated = model.generate(torch.ones(1, 3, dtype=torch.long), min_new_tokens=2, max_new_tokens=2)
     assert generated.shape == (1, 5)
     if model.stage.is_last:
         assert all((a - b).abs().max() < 1e-10 for a, b in zip(output.router_logits, expected, strict=True))
