@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 import oslo_models
+from oslo_models.deploy import EngineError
 
 from support import deployment, zoo
 from support.reference import TOLERANCE, reference_model
@@ -41,6 +44,35 @@ def write(folder: Path, seed: int) -> Any:
         config = peft.LoraConfig(r=3, lora_alpha=40, target_modules=targets, init_lora_weights=False)
         peft.get_peft_model(copy.deepcopy(full), config).save_pretrained(folder / name)
     return full
+
+
+def restart_with(model: Any, before_adapters: Callable[[], object]) -> None:
+    """Restart, with something done when the new workers are there and have no adapters yet."""
+    repeat = model._repeat_adapter_calls
+
+    def restore() -> None:
+        before_adapters()
+        repeat()
+
+    model._repeat_adapter_calls = restore
+    try:
+        model.restart()
+    finally:
+        del model._repeat_adapter_calls
+
+
+def restart_refuses_calls_before_its_adapters_are_there(model: Any, batch: dict[str, Tensor]) -> None:
+    refused: list[bool] = []
+
+    def call_from_another_thread() -> None:
+        with ThreadPoolExecutor(1) as other:
+            error = other.submit(answers, model, batch).exception()
+            assert isinstance(error, EngineError) and "it is being restarted" in str(error), error
+            assert not other.submit(model.health).result()["healthy"]
+        refused.append(True)
+
+    restart_with(model, call_from_another_thread)
+    assert refused and model.health()["healthy"]
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.zoo)])
@@ -74,6 +106,11 @@ def test_deployed_model_computes_with_its_active_adapters(
         with pytest.raises(ValueError, match="Adapter with name none not found"):
             model.set_adapter("none")
         compare()
+        restart_refuses_calls_before_its_adapters_are_there(model, batch)
+        compare()
+        with pytest.raises(OSError, match="gone"):
+            restart_with(model, lambda: (_ for _ in ()).throw(OSError("gone")))
+        assert "could not be restored" in model.health()["reason"] and not model.health()["ranks"]
         model.restart()
         compare()
         local = model.cpu()
