@@ -23,6 +23,9 @@ class SeededByName(TorchDispatchMode):
     and in which order they are initialised makes no difference. Later draws in the shape of the parameter belong to
     it: ``trunc_normal_`` redraws until no element is out of bounds. Of stacked experts, one is drawn at a time.
 
+    Parameters that were loaded are not changed. transformers' functions of initialisation see to that themselves, but
+    not its plain arithmetic: with ``rescale_prenorm_residual`` its Mamba models divide a weight each time it is loaded.
+
     Args:
         rank_in: the position of this process among the ranks of a layout.
         stacks: the names of parameters that stack experts.
@@ -54,6 +57,8 @@ class SeededByName(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         target: Any = args[0] if args else None
+        if func._schema.is_mutable and getattr(target, "_is_hf_initialized", False):
+            return target
         if torch.Tag.nondeterministic_seeded not in func.tags or not func._schema.is_mutable:
             return func(*args, **kwargs)
         if id(target) in self._params:
