@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from oslo_models.distributed.autograd_collectives import average_grad, copy_to, exchange, reduce_from
+from oslo_models.distributed.callers import refuse_fsdp1
 from oslo_models.distributed.collectives import all_to_all
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.sharded_tensor import without_override
@@ -127,6 +129,18 @@ class ParallelExperts(_ShardedModule):
                     "their gradients"
                 )
         return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Module]]:
+        """As of any module.
+
+        Raises:
+            ValueError: called by the constructor of a ``FullyShardedDataParallel``.
+        """
+        if not torch.compiler.is_compiling() and self.mesh.is_sharded:
+            refuse_fsdp1(type(self).__name__)
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def _exchanged(self, hidden_states: Tensor, index: Tensor, weights: Tensor, *args: Any) -> Tensor:
         """The outputs of this rank's share of the tokens, computed where their experts are; zero for other tokens.

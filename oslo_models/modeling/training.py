@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from oslo_models.checkpoint import optimizer as optimizers
+from oslo_models.distributed.callers import object_under_construction, refuse_fsdp1, require_replicas_in_fully_shard
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh, check_size
 from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_parameter
@@ -49,9 +50,10 @@ class TrainableModel(PreTrainedModel):
 
         Raises:
             ValueError: called by the constructor of a ``DistributedDataParallel`` whose group contains ranks with other
-                shards, which it would overwrite with those of its first rank.
+                shards, which it would overwrite with those of its first rank; or of a ``FullyShardedDataParallel``.
         """
         if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.is_sharded:
+            refuse_fsdp1(type(self).__name__)
             _require_replicas(self, self.mesh, prefix)
         return super().named_modules(memo, prefix, remove_duplicate)
 
@@ -63,10 +65,11 @@ class TrainableModel(PreTrainedModel):
         Raises:
             ValueError: called by ``torch.distributed.checkpoint.state_dict`` with ``full_state_dict=True``, which would
                 return shards as if they were full: torch gathers ``DTensor`` only. Called by DeepSpeed's engine, for a
-            model whose experts are sharded over replicas.
+            model whose experts are sharded over replicas. Called by ``fully_shard`` over ranks with other shards.
         """
         if not recurse and self.mesh is not None and self.mesh.is_sharded:
             _refuse_full_state_dict(self)
+            require_replicas_in_fully_shard(type(self).__name__, self.mesh)
         if recurse and self.mesh is not None and self.mesh.has_experts_over_replicas:
             _refuse_deepspeed()
         return super().named_parameters(prefix, recurse, remove_duplicate)
@@ -266,7 +269,7 @@ def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) ->
     Its constructor does not pass its process group to the module, but it calls ``named_modules`` before it broadcasts
     parameters: at that moment it is on the call stack, with its group.
     """
-    ddp = _under_construction("DistributedDataParallel")
+    ddp = object_under_construction("DistributedDataParallel")
     if not hasattr(ddp, "parameters_to_ignore") or mesh.device_mesh is None:  # or it has not set its group
         return
     _require_unaveraged_experts(model, prefix, ddp)
@@ -300,23 +303,11 @@ def _require_unaveraged_experts(model: TrainableModel, prefix: str, ddp: Any) ->
 
 def _refuse_deepspeed() -> None:
     """Raise ``ValueError`` if a ``DeepSpeedEngine`` is being constructed around experts over replicas."""
-    if _under_construction("DeepSpeedEngine") is not None:
+    if object_under_construction("DeepSpeedEngine") is not None:
         raise ValueError(
             "DeepSpeed would broadcast and average the experts of this model, which are different ones on each "
             "replica: use an expert_parallel_size that divides tensor_parallel_size, or DistributedDataParallel"
         )
-
-
-def _under_construction(cls: str) -> Any:
-    """The object of a class of this name, or of one derived from it, whose constructor is on the call stack."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name == "__init__":
-            owner = frame.f_locals.get("self")
-            if any(base.__name__ == cls for base in type(owner).__mro__):
-                return owner
-    return None
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

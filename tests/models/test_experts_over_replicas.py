@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,34 +15,10 @@ from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError
 
 from support import pipelines, zoo
+from support.experts import TOLERANCE, average_gradients, load, own_differences, saved_case
 from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import differences, reference_model
-
-TOLERANCE = 1e-10
-
-
-def average_gradients(model: Any) -> None:
-    """Of what every replica has, as DistributedDataParallel does after backward."""
-    experts = {id(param) for param in model.expert_parameters()}
-    for param in model.parameters():
-        if param.grad is not None and id(param) not in experts:
-            dist.all_reduce(param.grad.div_(model.mesh.dp.size), group=model.mesh.dp.group)
-
-
-def own_differences(model: Any, what: str, own: dict[str, Any], full: dict[str, Any]) -> list[str]:
-    lines = []
-    for name, part in own.items():
-        layout = pipelines.model_layout(model, name)
-        expected = None if full[name] is None else layout.shard(full[name], model.mesh.rank_in(layout))
-        lines += differences(f"{what} {name}", pipelines.to_full_tensor(part), expected, TOLERANCE)
-    return lines
-
-
-def load(folder: Path, given: pipelines.Case, sizes: tuple[int, int, int], **options: Any) -> Any:
-    tp, pp, ep = sizes
-    cls: Any = registry.find(given.name)
-    return cls.from_pretrained_with_parallel(folder, tp, pp, expert_parallel_size=ep, **options).train()
+from support.reference import reference_model
 
 
 def take_steps(
@@ -73,16 +48,6 @@ def take_steps(
         own = {name: param.detach() for name, param in pipelines.stage_parameters(model).items()}
         lines = own_differences(model, f"{optimizer}: parameter", own, given.trained[optimizer])
         assert not lines, lines
-
-
-def saved_case(
-    folder: Path, model_type: str, seed: int, replicas: int, optimizers: tuple[str, ...] = (), **changes: Any
-) -> pipelines.Case:
-    name, config = zoo.main_head(model_type), zoo.config(model_type, num_hidden_layers=2, **changes)
-    model = reference_model(name, config, seed)
-    model._weight_conversions = None  # experts one by one, as on the hub
-    model.save_pretrained(folder)
-    return pipelines.case(name, config, seed, replicas, optimizers)
 
 
 AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -118,7 +83,7 @@ def test_training_matches_one_process(
 
 
 def wrap(model: Any, wrapper: str) -> Any:
-    if wrapper == "DDP":
+    if wrapper != "FSDP2":
         return DistributedDataParallel(model.gpu_modules(), process_group=model.mpu.get_data_parallel_group())
     mesh, experts = model.mesh.device_mesh["dp"], set(model.expert_parameters())
     for block in model.model.layers:
@@ -126,28 +91,50 @@ def wrap(model: Any, wrapper: str) -> Any:
     return fully_shard(model, mesh=mesh, ignored_params=experts)
 
 
+def optimizers(model: Any, wrapper: str) -> list[torch.optim.Optimizer]:
+    """Experts over replicas have one of their own where the states of the others are sharded."""
+    if wrapper != "ZeRO":
+        return [torch.optim.SGD(model.gpu_parameters(), lr=0.01)]
+    experts = set(model.expert_parameters())
+    rest = [param for param in model.parameters() if param not in experts]
+    group = model.mpu.get_data_parallel_group()
+    sharded: Any = ZeroRedundancyOptimizer(rest, torch.optim.SGD, process_group=group, lr=0.01)
+    return [sharded, *([torch.optim.SGD(experts, lr=0.01)] if experts else [])]
+
+
 def step_in_wrapper(folder: Path, given: pipelines.Case, sizes: tuple[int, int, int], wrapper: str) -> None:
     """A step of SGD after two backward passes, whose gradients add up."""
     model = load(folder, given, sizes, experts_implementation="eager")
     wrapped = wrap(model, wrapper)
-    stepper = torch.optim.SGD(model.gpu_parameters(), lr=0.01)
+    steppers = optimizers(model, wrapper)
     with lifted_casts():
         for _ in range(2):
             (wrapped(**given.batches[0][model.mesh.dp.rank]).loss / 2).backward()
     norm = model.clip_grad_norm_(1e9).item()
     assert abs(norm - given.norm) < 1e-9, (norm, given.norm)
-    stepper.step()
+    for stepper in steppers:
+        stepper.step()
     own = {name: param.detach() for name, param in model.named_parameters()}
     lines = own_differences(model, "parameter", own, given.trained["SGD"])
     assert not lines, lines
 
 
-@pytest.mark.parametrize(("wrapper", "sizes"), [("DDP", (1, 1, 2)), ("FSDP2", (1, 1, 2))])
+@pytest.mark.parametrize(
+    ("wrapper", "sizes"),
+    [
+        *((wrapper, (1, 1, 2)) for wrapper in ("DDP", "FSDP2", "ZeRO")),
+        *(
+            pytest.param(wrapper, sizes, marks=pytest.mark.zoo)
+            for wrapper in ("DDP", "FSDP2", "ZeRO")
+            for sizes in ((2, 1, 4), (4, 1, 2))
+        ),
+    ],
+)
 def test_training_in_wrappers_of_torch_matches_one_process(
     pool: Pool, tmp_path: Path, seed: int, wrapper: str, sizes: tuple[int, int, int]
 ) -> None:
     given = saved_case(tmp_path, "mixtral", seed, 2, ("SGD",))
-    pool.run(2, step_in_wrapper, tmp_path, given, sizes, wrapper)
+    pool.run(2 * sizes[0], step_in_wrapper, tmp_path, given, sizes, wrapper)
 
 
 def refuse_wrappers() -> None:
@@ -158,6 +145,9 @@ def refuse_wrappers() -> None:
         DistributedDataParallel(around)
     with pytest.raises(ValueError, match=r"leave them out by fully_shard\(\.\.\., ignored_params"):
         fully_shard(model, mesh=model.mesh.device_mesh["dp"])
+    for module in (around, model, model.model.layers[0]):
+        with pytest.raises(ValueError, match=r"FullyShardedDataParallel would take the shards of .*fully_shard\("):
+            FullyShardedDataParallel(module, device_id=torch.device("cpu"))
     with pytest.raises(ValueError, match="ZeroRedundancyOptimizer would overwrite the experts"):
         ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="sharded over several replicas, and matrix_optimizer"):
@@ -170,6 +160,19 @@ def refuse_wrappers() -> None:
 
 def test_what_would_treat_experts_as_copies_is_refused_by_name(pool: Pool) -> None:
     pool.run(2, refuse_wrappers)
+
+
+def refuse_wrappers_over_shards() -> None:
+    cls: Any = registry.find("LlamaForCausalLM")
+    model = cls.from_config_with_parallel(zoo.config("llama"), 2, seed=0)
+    with pytest.raises(ValueError, match="FullyShardedDataParallel would take the shards of this LlamaForCausalLM"):
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"fully_shard over ranks \[0, 1\] would mix .*\(tensor_parallel_size=2"):
+        fully_shard(model)
+
+
+def test_fsdp_over_ranks_with_other_shards_is_refused(pool: Pool) -> None:
+    pool.run(2, refuse_wrappers_over_shards)
 
 
 def save_and_load_again(folder: Path, config: Any) -> None:

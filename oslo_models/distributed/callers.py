@@ -1,0 +1,55 @@
+"""Whose call this is: wrappers of torch and DeepSpeed do not tell a model what they are about to do with it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from oslo_models.distributed.mesh import ParallelMesh
+
+
+def object_under_construction(cls: str) -> Any:
+    """The object of a class of this name, or of one derived from it, whose constructor is on the call stack."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == "__init__":
+            owner = frame.f_locals.get("self")
+            if any(base.__name__ == cls for base in type(owner).__mro__):
+                return owner
+    return None
+
+
+def refuse_fsdp1(model: str) -> None:
+    """Raise ``ValueError`` if torch's first ``FullyShardedDataParallel`` is being constructed around shards.
+
+    It takes each rank's shards for full parameters: over all ranks it mixes those of different ranks, over replicas
+    whose experts differ it mixes experts, and its ``clip_grad_norm_`` counts the shards of one rank only.
+    """
+    if object_under_construction("FullyShardedDataParallel") is not None:
+        raise ValueError(
+            f"FullyShardedDataParallel would take the shards of this {model} for full parameters: use its successor, "
+            'torch.distributed.fsdp.fully_shard(model, mesh=model.mesh.device_mesh["dp"]), with '
+            "ignored_params=set(model.expert_parameters()), or DistributedDataParallel"
+        )
+
+
+def require_replicas_in_fully_shard(model: str, mesh: ParallelMesh) -> None:
+    """Raise ``ValueError`` if ``fully_shard`` is collecting the parameters of a model for ranks with other shards.
+
+    Called for a model whose parameters are listed without those of its modules, as ``fully_shard`` does.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "_get_managed_states":
+        return
+    while frame.f_back is not None and frame.f_code.co_name != "fully_shard":
+        frame = frame.f_back
+    given = getattr(frame.f_locals.get("mesh"), "mesh", None)
+    ranks = [] if given is None else sorted(given.flatten().tolist())
+    if not set(ranks) <= set(mesh.dp.ranks):
+        raise ValueError(
+            f"fully_shard over ranks {ranks} would mix the shards of different ranks: ranks {list(mesh.model.ranks)} "
+            f"hold one {model} together (tensor_parallel_size={mesh.tp.size}, pipeline_parallel_size={mesh.pp.size}), "
+            f"and its replicas are on ranks {list(mesh.dp.ranks)}. Pass them: "
+            'fully_shard(model, mesh=model.mesh.device_mesh["dp"])'
+        )
