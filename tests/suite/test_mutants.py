@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,10 +29,8 @@ from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, Plan
 
-from support import ROOT
+from support.mutants import MutantPool, Patch, load_test
 from support.pool import Pool, WorkerError
-
-Patch = pytest.MonkeyPatch
 
 
 def row_without_sum(patch: Patch) -> None:
@@ -311,31 +307,6 @@ MUTANTS: dict[str, list[Caught]] = {
     ],
 }
 """By the file of the test: the mutant, the test that catches it, and the arguments of that."""
-
-
-def with_mutant(make: Callable[[Patch], None], function: Callable[..., Any], *args: Any) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        make(patch)
-        return function(*args)
-
-
-class MutantPool:
-    """A pool whose workers run everything with a mistake in the library."""
-
-    def __init__(self, pool: Pool, make: Callable[[Patch], None]) -> None:
-        self.pool, self.make = pool, make
-
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        return self.pool.run(world_size, with_mutant, self.make, function, *args, **kwargs)
-
-
-def load_test(file: str, name: str) -> Callable[..., None]:
-    """A test function, by its file below ``tests/``."""
-    path = ROOT / "tests" / file
-    if str(path.parent) not in sys.path:  # nothing of its folder was collected in this run
-        sys.path.insert(0, str(path.parent))
-    test: Callable[..., None] = getattr(importlib.import_module(path.stem), name)
-    return test
 
 
 @pytest.mark.parametrize(
