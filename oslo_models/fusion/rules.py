@@ -36,10 +36,12 @@ from oslo_models.fusion.known_layers import (
     ROTARY_LEFT_UNFUSED,
     T5_FEED_FORWARDS,
     layer_name,
+    layer_name_of,
 )
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
 from oslo_models.fusion.rotary_attention import ROTARY_CLASSES
 from oslo_models.fusion.swap import FusionCandidate
+from oslo_models.layers.norm import HeadParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.sharding.layout import EvenSplit, Layout
@@ -223,11 +225,19 @@ def _gelu(s: Subject) -> Iterator[FusionCandidate]:
     yield s.candidate("gelu", None, "is one operation of torch already")
 
 
+def _norm_layer(s: Subject) -> str:
+    """The layer of transformers that a norm is, or that each rank applies to its own heads."""
+    if s.cls.forward is not HeadParallelNorm.forward:
+        return s.layer
+    after = s.cls.__mro__[s.cls.__mro__.index(HeadParallelNorm) + 1 :]
+    return layer_name_of(after)
+
+
 def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
     if s.layer in RMS_NORMS:
         yield s.on_gpu("root mean square norm", triton=norms.FusedRMSNorm, apex=apex.ApexRMSNorm)
     else:
-        yield s.on_gpu("root mean square norm", triton=_NORMS[s.layer])
+        yield s.on_gpu("root mean square norm", triton=_NORMS[_norm_layer(s)])
 
 
 def _is_fused_layer_norm(s: Subject) -> bool:
@@ -388,7 +398,7 @@ RULES: tuple[FusionRule, ...] = (
     FusionRule(lambda s: s.is_lm_head, _lm_head),
     FusionRule(lambda s: isinstance(s.module, NewGELUActivation), _gelu_new),
     FusionRule(lambda s: s.cls in (GELUActivation, GELUTanh), _gelu),
-    FusionRule(lambda s: s.layer in _NORMS, _rms_norm),
+    FusionRule(lambda s: _norm_layer(s) in _NORMS, _rms_norm),
     FusionRule(_is_fused_layer_norm, _layer_norm),
     FusionRule(lambda s: _gate_activation(s) is not None, _gated),
     FusionRule(lambda s: _gelu_form(s) is not None, _gelu_mlp),

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
 
 from oslo_models import registry
-from oslo_models.fusion import apex, attention, known_layers, rotary_attention
+from oslo_models.fusion import apex, attention, known_layers, norms, rotary_attention
 from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.fusion.swap import Fusion
 
@@ -85,10 +85,13 @@ def attended(model: Any, batch: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
 def check_rotary(step: Step, n: int) -> None:
     """On every rank: loss, gradients, eager weights and decoding with a cache are those of transformers."""
     model = swapped(parallel_model(step.name, step.config, step.weights, n))
-    with spied(rotary_attention, "rotary") as rotary:
+    with spied(rotary_attention, "rotary") as rotary, spied(norms, "normed_rotary") as normed:
         lines = step_differences(model, step, without=LOGITS)
     layers = [m for m in model.modules() if isinstance(m, rotary_attention.FusedLlamaAttention)]
-    assert layers and (rotary.called or layers[0].rotary_ndims % 2)
+    if isinstance(layers[0], rotary_attention.FusedQwen3Attention):
+        assert normed.called and not rotary.called
+    else:
+        assert rotary.called or layers[0].rotary_ndims % 2
     model = parallel_model(step.name, step.config, step.weights, n, attn_implementation="eager").eval()
     batch = {key: step.batch[key] for key in ("input_ids", "attention_mask")}
     expected, tokens = attended(model, batch), decoded(model, batch)
