@@ -115,6 +115,10 @@ LLAMA_BLOCKS = _names("""
     starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
+PHI3_BLOCKS = _names("""
+    phi3.Phi3DecoderLayer
+""")
+"""Copies of Phi3DecoderLayer, which has dropout before its residuals."""
 GEMMA2_BLOCKS = _names("""
     gemma2.Gemma2DecoderLayer gemma3.Gemma3DecoderLayer
 """)

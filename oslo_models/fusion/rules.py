@@ -32,6 +32,7 @@ from oslo_models.fusion.known_layers import (
     NEOX_MLPS,
     OLMO2_NORMS,
     PACKED_MLPS,
+    PHI3_BLOCKS,
     RMS_NORMS,
     ROTARY_LEFT_UNFUSED,
     T5_FEED_FORWARDS,
@@ -306,6 +307,7 @@ def _gelu_mlp(s: Subject) -> Iterator[FusionCandidate]:
 
 _BLOCKS: dict[str, tuple[type, str]] = {
     **dict.fromkeys(LLAMA_BLOCKS, (fused.FusedLlamaBlock, "")),
+    **dict.fromkeys(PHI3_BLOCKS, (fused.FusedPhi3Block, "")),
     **dict.fromkeys(GEMMA2_BLOCKS, (fused.FusedGemma2Block, "")),
     "gpt2.GPT2Block": (fused.FusedGPT2Block, "ln_2"),
     "gpt_neo.GPTNeoBlock": (fused.FusedGPTNeoBlock, "ln_2"),
@@ -317,8 +319,8 @@ _BLOCKS: dict[str, tuple[type, str]] = {
 
 def _residual(s: Subject) -> Iterator[FusionCandidate]:
     attributes = None
-    if s.layer in LLAMA_BLOCKS or s.layer in GEMMA2_BLOCKS:
-        norm = s.module.post_attention_layernorm if s.layer in LLAMA_BLOCKS else s.module.pre_feedforward_layernorm
+    if s.layer in LLAMA_BLOCKS | PHI3_BLOCKS | GEMMA2_BLOCKS:
+        norm = s.module.pre_feedforward_layernorm if s.layer in GEMMA2_BLOCKS else s.module.post_attention_layernorm
         if layer_name(norm) not in _NORMS:
             yield s.candidate("residual", None, "the norm after it has no kernel that adds the residual")
             return

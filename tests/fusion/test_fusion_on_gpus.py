@@ -63,7 +63,7 @@ WOULD = {  # what is swapped there beside the head, and which kernels then run
     "llama": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
     "qwen2": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
     "olmo2": ({"root mean square norm", "SwiGLU", "attention"}, {"add_norm", "gated", "rotary"}),
-    "phi3": ({"root mean square norm", "SwiGLU", "attention"}, {"add_norm", "gated_packed", "rotary"}),
+    "phi3": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated_packed", "rotary"}),
     "qwen3": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "normed_rotary"}),
     "t5": ({"root mean square norm", "attention", "residual"}, {"add_norm"}),
 }
