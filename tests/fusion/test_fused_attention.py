@@ -186,6 +186,31 @@ def test_rows_that_the_rotary_kernel_does_not_support(seed: int) -> None:
         assert not rotary.called
 
 
+def test_norms_of_heads_with_hooks_run_by_themselves(seed: int) -> None:
+    """A hook sees what the norm gives, before the positions."""
+    name, config = zoo.lm_head("qwen3"), zoo.config("qwen3", num_hidden_layers=1)
+    model = registry.find(name).from_config_with_parallel(config, seed=seed, dtype=torch.float64)
+    batch = inputs_of(model, zoo.batch(name, config, seed))
+    norm, seen = model.model.layers[0].self_attn.k_norm, []
+
+    def note(module: Any, args: Any, output: Tensor) -> Tensor:
+        seen.append(output)
+        return 3 * output
+
+    hook = norm.register_forward_hook(note)
+    expected = outputs(model, batch)
+    with spied(norms, "normed_rotary") as both:
+        lines = [
+            d
+            for a, b in zip(outputs(swapped(model), batch), expected, strict=True)
+            for d in differences(*a, b[1], TOLERANCE)
+        ]
+        assert not both.called and len(seen) == 2 and not lines, lines
+        hook.remove()
+        outputs(model, batch)
+        assert both.called
+
+
 def test_masks_of_integers_take_torch(seed: int) -> None:
     """The kernel adds floating masks only."""
     scores = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

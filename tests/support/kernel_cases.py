@@ -49,6 +49,9 @@ def pointwise(dtype: torch.dtype) -> Iterator[Case]:
             for kind in gated.ACTIVATIONS:
                 yield "gated", gated.gated_triton, gated.reference, (x, y, kind)
                 yield "gated backward", gated.gated_backward_triton, gated.gated_backward.plain, (grad, x, y, kind)
+            dense = y.contiguous()  # rows at other distances than those of the gate
+            yield "gated", gated.gated_triton, gated.reference, (x, dense, "silu")
+            yield "gated backward", gated.gated_backward_triton, gated.gated_backward.plain, (grad, x, dense, "silu")
             packed = make(*shape[:-1], 2 * shape[-1]).to(dtype)
             for kind in ("silu", "gelu_tanh"):
                 yield "packed", gated.gated_packed_triton, gated.gated_packed.plain, (packed, kind)
@@ -174,10 +177,13 @@ def blocking(dtype: torch.dtype) -> Iterator[Case]:
                 yield "n-grams", fused, plain, (scores, ids, size, source)
 
 
+KINDS = (pointwise, norms, attention, normed_heads, losses, blocking)
+
+
 def cases(dtype: torch.dtype, every: int) -> Iterator[Case]:
     """Of each operation the first case, and one every so many."""
     seen: dict[str, int] = {}
-    for kind in (pointwise, norms, attention, normed_heads, losses, blocking):
+    for kind in KINDS:
         for case in kind(dtype):
             seen[case[0]] = seen.get(case[0], -1) + 1
             if seen[case[0]] % every == 0:
