@@ -200,11 +200,8 @@ def test_norms_of_heads_with_hooks_run_by_themselves(seed: int) -> None:
     hook = norm.register_forward_hook(note)
     expected = outputs(model, batch)
     with spied(norms, "normed_rotary") as both:
-        lines = [
-            d
-            for a, b in zip(outputs(swapped(model), batch), expected, strict=True)
-            for d in differences(*a, b[1], TOLERANCE)
-        ]
+        both_outputs = zip(outputs(swapped(model), batch), expected, strict=True)
+        lines = [line for own, plain in both_outputs for line in differences(*own, plain[1], TOLERANCE)]
         assert not both.called and len(seen) == 2 and not lines, lines
         hook.remove()
         outputs(model, batch)

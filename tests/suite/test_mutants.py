@@ -209,9 +209,11 @@ def sum_of_gradients_after_the_products(patch: Patch) -> None:
 
 def weight_gradients_of_one_layout(patch: Patch) -> None:
     right = overlap._weight_gradient
-    patch.setattr(
-        overlap, "_weight_gradient", lambda grad, x, transposed: right(grad, x, False).reshape(x.shape[-1], -1)
-    )
+
+    def gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
+        return right(grad, x, False).reshape(x.shape[-1], -1)
+
+    patch.setattr(overlap, "_weight_gradient", gradient)
 
 
 def layers_that_share_no_sum(patch: Patch) -> None:

@@ -40,7 +40,7 @@ MUTANTS: list[Mutant] = [
     ("rotary", "table_batch = cos.stride(0) if len(cos) > 1 else 0", "table_batch = cos.stride(0)", "rotary"),
     ("rotary", "tl.store(y_ptr + head * y_head + 2 * HALF + r, rest, mask=there)", "pass", "rotary"),
     ("normed_rotary", "/ (2 * HALF) + eps)", "/ (2 * BLOCK) + eps)", "normed rotary"),
-    ("normed_rotary", "k_weight_ptr, statistics + q_heads, table,", "k_weight_ptr, statistics, table,", "normed rotary"),
+    ("normed_rotary", "statistics + q_heads, table,", "statistics, table,", "normed rotary"),
     ("normed_rotary", "(wdy2 - n2 * mean) * scale", "(wdy2 + n2 * mean) * scale", "normed rotary backward"),
     ("normed_rotary", "total2 += tl.where(inside, dy2 * n2, 0.0)", "total2 += tl.where(inside, dy1 * n2, 0.0)",
      "normed rotary backward"),
