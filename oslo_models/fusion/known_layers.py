@@ -7,12 +7,19 @@ transformers and fails when a release changes a copy or adds one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 
 def layer_name(module: nn.Module) -> str:
     """The transformers class whose forward a layer has, such as ``"llama.LlamaRMSNorm"``; ``""`` for other layers."""
-    defining = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+    return layer_name_of(type(module).__mro__)
+
+
+def layer_name_of(classes: Iterable[type]) -> str:
+    """`layer_name` of the first of these classes that has a ``forward``."""
+    defining = next(cls for cls in classes if "forward" in cls.__dict__)
     package, _, model = defining.__module__.rpartition(".")[0].rpartition(".")
     return f"{model}.{defining.__name__}" if package == "transformers.models" else ""
 
@@ -108,6 +115,10 @@ LLAMA_BLOCKS = _names("""
     starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
+PHI3_BLOCKS = _names("""
+    phi3.Phi3DecoderLayer
+""")
+"""Copies of Phi3DecoderLayer, which has dropout before its residuals."""
 GEMMA2_BLOCKS = _names("""
     gemma2.Gemma2DecoderLayer gemma3.Gemma3DecoderLayer
 """)
