@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.cases import CASES, OWN
-from benchmarks.definitions import UNITS
+from benchmarks.definitions import UNITS, more_is_better
 from benchmarks.records import RESULTS, number
 
 ENOUGH_RUNS, FEW = 3, "\N{DAGGER}"
@@ -94,7 +94,7 @@ def _ratio(cells: dict[str, Row]) -> str:
     others = {peer: float(row["value"]) for peer, row in cells.items() if peer not in OWN}
     if ours is None or not others:
         return ""
-    best = max if ours["unit"].endswith("s/s") else min
+    best = max if more_is_better(ours["unit"]) else min
     name = best(others, key=others.__getitem__)
     return f"{number(float(ours['value']) / others[name])} x {name}" if others[name] else ""
 
