@@ -18,6 +18,7 @@ TITLES = {  # by the runner of a case
     "generate": "tokens per second, more is better",
     "serve": "tokens per second from deploy=True, two workers, more is better",
     "streams": "streams of an HTTP server, which begin one after the other",
+    "agreement": "deploy=True on one host, less is better",
     "train": "seconds per step, less is better",
     "train_lora": "seconds per step of LoRA by peft, less is better",
     "train_in_stages": "two pipeline stages, 8 micro-batches",
