@@ -181,7 +181,7 @@ def _on_device(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, An
     def moved(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if value.dim() > 0 and value.shape[0] == 0 and name != "logits_to_keep":  # of no position: no logits
+        if value.dim() > 0 and value.shape[0] == 0:
             raise ValueError(f"the batch is empty: {name} has shape {tuple(value.shape)}")
         return value if value.device == device else value.to(device)
 

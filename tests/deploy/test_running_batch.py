@@ -101,22 +101,18 @@ def test_schedule_is_fair_and_bounded(calls: list[tuple[int, int, int]], slots: 
             slotted[slot] = slotted[-1]
             slotted.pop()
         assert not any(row.ended for row in slotted)
-        since += len(step.chunk)
-        assert since <= 3 or not slotted
-        begun += [step.number] if step.begins else []
+        since = len(step.chunk) + (0 if step.tokens or not slotted else since)
+        assert step.tokens == [row.new[-1] for row in slotted] or (not step.tokens and since <= 3)
+        decoded = slotted[: len(step.tokens)]
         if step.chunk:
             assert len(step.chunk) <= 3 and step.begins == (not computed.get(step.number))
+            begun += [step.number] if step.begins else []
             computed[step.number] = [*computed.get(step.number, []), *step.chunk]
         if step.joins:
             slotted.append(scheduler.rows[-1])
-            assert computed.get(step.number, []) == slotted[-1].prompt[:-1]
+            assert computed[step.number] == slotted[-1].prompt
         assert slotted == scheduler.rows and len(slotted) <= slots
-        if not step.tokens:
-            assert not slotted or (step.joins and scheduler.waiting and len(slotted) < slots)
-            continue
-        assert step.tokens == [row.new[-1] if row.new else row.prompt[-1] for row in slotted]
-        since = 0
-        for row in slotted:
+        for row in decoded + (slotted[-1:] if step.joins else []):
             row.new.append(len(row.new))
             row.ended = len(row.new) == row.wanted
     assert sorted(begun) == list(range(len(calls)))

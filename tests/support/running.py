@@ -78,11 +78,12 @@ def together(
         assert Step.decode(steps[-1].encode()) == steps[-1]
         rows = list(scheduler.rows)
         assert len(rows) <= limits.rows and len(steps[-1].chunk) <= limits.chunk
-        logits_BV = runner.run(steps[-1])
-        assert (logits_BV is None) == (not steps[-1].tokens)
-        if logits_BV is not None:
-            tokens = plain_tokens(rows, logits_BV)
-            for index, row in enumerate(rows):
+        decoded, prompt = runner.run(steps[-1])
+        joined = rows[-1:] if steps[-1].joins else []
+        for some, logits_BV in ((rows[: len(steps[-1].tokens)], decoded), (joined, prompt)):
+            assert (logits_BV is None) == (not some)
+            tokens = [] if logits_BV is None else plain_tokens(some, logits_BV)
+            for index, row in enumerate(some):
                 row.take_token(tokens[index]) if row.is_plain else row.take(logits_BV[index])
         for number in [number for number, call in calls.items() if call.ended]:
             results[number] = calls.pop(number).result()

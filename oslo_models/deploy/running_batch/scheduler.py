@@ -23,11 +23,9 @@ class Generated(Protocol):
 class Scheduler:
     """First come, first served: prompts are computed one after the other, a chunk in each step, beside all rows.
 
-    The last token of a prompt is left to the rows: the new row joins before it, and the product with the vocabulary,
-    which takes about as long for one row as for all, is computed for all at once. Short prompts that wait together
-    follow each other in steps without the rows, up to a chunk in all: they share that product, and rows still wait for
-    no more than a chunk. A row leaves in the step after its last token. Nothing is preempted: each row that joins fits
-    to its end.
+    Short prompts that wait together follow each other in steps without the rows, up to a chunk in all: their first
+    tokens come sooner, and rows still wait for no more than a chunk. A row joins when its prompt is computed and leaves
+    in the step after its last token. Nothing is preempted: each row that joins fits to its end.
 
     Args:
         slots: rows at most.
@@ -80,28 +78,20 @@ class Scheduler:
         if self.prompt is None:
             self._since_rows = 0
             return Step(consumed, idle=self.is_idle, leaving=leaving, tokens=self._tokens())
-        ahead = self.prompt.prompt[:-1]
-        chunk = ahead[self._done : self._done + self.chunk]
+        chunk = self.prompt.prompt[self._done : self._done + self.chunk]
+        rows_wait = 0 < self._since_rows <= self.chunk - len(chunk)
+        tokens = [] if rows_wait else self._tokens()
+        self._since_rows = len(chunk) + (self._since_rows if rows_wait else 0)
         self._done += len(chunk)
-        self._since_rows += len(chunk)
-        joins = self._done == len(ahead)
+        joins = self._done == len(self.prompt.prompt)
         number = self.prompt.number
         if joins:
             self.rows.append(self.prompt)
             self.prompt = None
-        tokens = [] if joins and self._another_fits() else self._tokens()
-        if tokens:
-            self._since_rows = 0
         return Step(consumed, leaving=leaving, tokens=tokens, chunk=chunk, begins=begins, joins=joins, number=number)
 
-    def _another_fits(self) -> bool:
-        """Whether the prompt that waits longest can still be computed before the rows get a token."""
-        if not self.waiting or len(self.rows) == self.slots:
-            return False
-        return self._since_rows + len(self.waiting[0].prompt) - 1 <= self.chunk
-
     def _tokens(self) -> list[int]:
-        return [row.new[-1] if row.new else row.prompt[-1] for row in self.rows]
+        return [row.new[-1] for row in self.rows]
 
     def _free_slots(self) -> list[int]:
         leaving = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Step:
-    """One step: rows leave, a chunk of one prompt is computed, its row joins, every row gets its next token.
+    """One step: rows leave, a token of every row is decoded, a chunk of one prompt is computed, its row joins.
 
     Attributes:
         consumed: messages of the application that the leader has taken since the batch began to run. Each rank has the
@@ -17,9 +17,8 @@ class Step:
         idle: no row is left: the ranks go back to waiting for messages.
         reset: the step before has failed: all rows are gone.
         leaving: slots to be freed one after the other; the last row moves into the slot that becomes free.
-        tokens: the newest token of each row, the one that joins included; that of a new row is the last of its prompt.
-            Empty: the rows get no token in this step.
-        chunk: tokens of the prompt that is being computed; its last token is not among them.
+        tokens: the newest token of each row.
+        chunk: tokens of the prompt that is being computed.
         begins: the chunk is the first one of its prompt.
         joins: it is the last one; the prompt's row takes the slot after the last.
         number: of the call that the prompt is from.

@@ -33,8 +33,6 @@ class StepRunner:
     def __init__(self, model: Any, limits: BatchLimits) -> None:
         self.model = model
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self._sends_logits = model.is_pipeline_parallelized()  # to the other stages, which expect some
-        self._no_logits = torch.empty(0, dtype=torch.long, device=model.device)
         self.rows = SlotCache(limits.rows, limits.length)
         self.prompt = SlotCache(1, limits.length)
         self.numbers: list[int] = []
@@ -50,16 +48,20 @@ class StepRunner:
         """The numbers of the calls that are being computed."""
         return {*self.numbers, *(() if self._prompt_number is None else (self._prompt_number,))}
 
-    def run(self, step: Step) -> Tensor | None:
-        """Compute a step; returns the logits after the newest token of each row, [B, V], if the rows get a token."""
+    def run(self, step: Step) -> tuple[Tensor | None, Tensor | None]:
+        """Compute a step.
+
+        Returns:
+            The logits after the newest token of each row, [B, V], and those after the prompt if its row joins, [1, V].
+        """
         for slot in step.leaving:
             self.rows.free(slot)
             self.numbers[slot] = self.numbers[-1]
             self.numbers.pop()
         with self.model.generating():
-            if step.begins or step.chunk:
-                self._prefill(step)
-            return self._decode(step.tokens) if step.tokens else None
+            decoded_BV = self._decode(step.tokens) if step.tokens else None
+            prompt_BV = self._prefill(step) if step.chunk else None
+        return decoded_BV, prompt_BV
 
     def _decode(self, tokens: Sequence[int]) -> Tensor:
         rows = self.rows
@@ -68,33 +70,27 @@ class StepRunner:
         position_ids_BL = torch.tensor(rows.lengths)[:, None]
         return self._forward(rows, torch.tensor(tokens)[:, None], position_ids_BL, {"next_sequence_length": 1})
 
-    def _prefill(self, step: Step) -> None:
+    def _prefill(self, step: Step) -> Tensor | None:
         prompt = self.prompt
         if step.begins:
             prompt.clear()
             prompt.lengths = [0]
             self._prompt_number = step.number
-        if step.chunk:  # a prompt of one token has none
-            (done,) = prompt.lengths
-            prompt.make_room(1, len(step.chunk))
-            position_ids_BL = torch.arange(done, done + len(step.chunk))[None]
-            options = {"is_first_iteration": step.begins}
-            self._forward(prompt, torch.tensor([step.chunk]), position_ids_BL, options, needs_logits=False)
-        if step.joins:
-            self.rows.append(prompt)
-            self.numbers.append(step.number)
-            prompt.clear()
-            self._prompt_number = None
+        (done,) = prompt.lengths
+        prompt.make_room(1, len(step.chunk))
+        position_ids_BL = torch.arange(done, done + len(step.chunk))[None]
+        options = {"is_first_iteration": step.begins}
+        logits_BV = self._forward(prompt, torch.tensor([step.chunk]), position_ids_BL, options)
+        if not step.joins:
+            return None
+        self.rows.append(prompt)
+        self.numbers.append(step.number)
+        prompt.clear()
+        self._prompt_number = None
+        return logits_BV
 
-    def _forward(
-        self,
-        cache: SlotCache,
-        ids_BL: Tensor,
-        position_ids_BL: Tensor,
-        options: dict[str, Any],
-        needs_logits: bool = True,
-    ) -> Tensor:
-        """The logits of the last position of each row, [B, V]; the cache gets the positions."""
+    def _forward(self, cache: SlotCache, ids_BL: Tensor, position_ids_BL: Tensor, options: dict[str, Any]) -> Tensor:
+        """The logits of the last position of each row; the cache gets the positions."""
         model, device = self.model, self.model.device
         mask_BL = cache.mask(ids_BL.shape[1])
         given: dict[str, Any] = {"use_cache": True, "past_key_values": cache, **options}
@@ -102,11 +98,11 @@ class StepRunner:
         if self._takes_positions:
             given["position_ids"] = position_ids_BL.to(device)
         if model._supports_logits_to_keep():
-            given["logits_to_keep"] = 1 if needs_logits or self._sends_logits else self._no_logits
+            given["logits_to_keep"] = 1
         inputs = model.prepare_inputs_for_generation(ids_BL.to(device), **given)
         logits_BLV = model(**inputs, return_dict=True).logits
         cache.grow(ids_BL.shape[1])
-        return logits_BLV[:, -1] if needs_logits else logits_BLV
+        return logits_BLV[:, -1]
 
     def reserve(self) -> int:
         """Allocate the whole cache, and return its bytes. A collective.
