@@ -98,6 +98,8 @@ _LATENT: dict[str, Any] = {
     **{"n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
 }
 
+_INDEXED = {"index_topk": 4, "index_head_dim": 6, "index_n_heads": 3}
+
 _GRANITE = {**_KV, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 _MOE_OF_GRANITE = {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 13}
 _SPARSE = {**_MIXTURE, "mlp_layer_types": ["dense", "sparse"]}
@@ -326,6 +328,10 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "bamba": {**_KV, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True},
     "granitemoehybrid": {**_MOE_OF_GRANITE, **_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "axk1": {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v32": {**_LATENT, **_INDEXED, "mlp_layer_types": ["dense", "sparse"]},
+    "glm_moe_dsa": {**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"]},
+    "lfm3": {**_LLAMA, **_WINDOW, "num_hidden_layers": 3, "layer_types": [*_WINDOW["layer_types"], "conv"]},
     # without noise, its router does not sample
     "phimoe": {**_KV, **_MIXTURE, "num_local_experts": 5, "router_jitter_noise": 0.0},
     "lfm2": {**_KV, "layer_types": ["conv", "full_attention"], "conv_bias": True},
@@ -383,6 +389,7 @@ SLOW_TESTS_ONLY = {
     *("hyperclovax", "jais2", "kolibri1", "laguna", "mellum", "minicpm3", "ministral3", "nanochat", "persimmon"),
     *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "modernbert-decoder"),
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
+    *("axk1", "deepseek_v32", "glm_moe_dsa", "lfm3"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
