@@ -53,6 +53,7 @@ ARCHITECTURES = {
     "exaone4": "Exaone4",
     "exaone_moe": "ExaoneMoe",
     "falcon": "Falcon",
+    "falcon_h1": "FalconH1",
     "falcon_mamba": "FalconMamba",
     "flaubert": "Flaubert",
     "flex_olmo": "FlexOlmo",

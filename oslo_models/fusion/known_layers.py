@@ -27,13 +27,13 @@ RMS_NORMS = _names("""
     apertus.ApertusRMSNorm arcee.ArceeRMSNorm axk1.AXK1RMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm
     cohere2_moe.Cohere2MoeRMSNorm cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm
     deepseek_v32.DeepseekV32RMSNorm dots1.Dots1RMSNorm ernie4_5.Ernie4_5RMSNorm ernie4_5_moe.Ernie4_5_MoeRMSNorm
-    exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm falcon_mamba.FalconMambaRMSNorm glm.GlmRMSNorm glm4.Glm4RMSNorm
-    glm4_moe.Glm4MoeRMSNorm glm4_moe_lite.Glm4MoeLiteRMSNorm glm_moe_dsa.GlmMoeDsaRMSNorm granite.GraniteRMSNorm
-    granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm granitemoe_swa.GraniteMoeSWARMSNorm
-    granitemoehybrid.GraniteMoeHybridRMSNorm granitemoeshared.GraniteMoeSharedRMSNorm
-    hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm hy_v3.HYV3RMSNorm
-    hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm lfm2.Lfm2RMSNorm
-    lfm2_moe.Lfm2MoeRMSNorm lfm3.Lfm3RMSNorm llama.LlamaRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm
+    exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm falcon_h1.FalconH1RMSNorm falcon_mamba.FalconMambaRMSNorm
+    glm.GlmRMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm glm4_moe_lite.Glm4MoeLiteRMSNorm
+    glm_moe_dsa.GlmMoeDsaRMSNorm granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm
+    granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
+    granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
+    hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm
+    lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm lfm3.Lfm3RMSNorm llama.LlamaRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm
     mellum.MellumRMSNorm minicpm3.MiniCPM3RMSNorm minimax_m2.MiniMaxM2RMSNorm ministral.MinistralRMSNorm
     ministral3.Ministral3RMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm
     qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm
@@ -147,15 +147,15 @@ CALL_EAGER_ATTENTION = _names("""
     deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention detr.DetrCrossAttention detr.DetrSelfAttention
     distilbert.DistilBertSelfAttention dots1.Dots1Attention electra.ElectraCrossAttention electra.ElectraSelfAttention
     ernie.ErnieCrossAttention ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention
-    exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention flex_olmo.FlexOlmoAttention gemma.GemmaAttention
-    gemma2.Gemma2Attention gemma3.Gemma3Attention glm.GlmAttention glm4.Glm4Attention glm4_moe.Glm4MoeAttention
-    glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention gpt_bigcode.GPTBigCodeAttention
-    granite.GraniteAttention granitemoe.GraniteMoeAttention granitemoehybrid.GraniteMoeHybridAttention
-    granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention hubert.HubertAttention
-    hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention hy_v3.HYV3Attention
-    hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention jamba.JambaAttention kolibri1.Kolibri1Attention
-    laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention llama.LlamaAttention
-    m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention mellum.MellumAttention
+    exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention
+    gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention glm.GlmAttention glm4.Glm4Attention
+    glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention
+    gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention granitemoe.GraniteMoeAttention
+    granitemoehybrid.GraniteMoeHybridAttention granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention
+    hubert.HubertAttention hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention
+    hy_v3.HYV3Attention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention jamba.JambaAttention
+    kolibri1.Kolibri1Attention laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
+    llama.LlamaAttention m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention mellum.MellumAttention
     minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention ministral3.Ministral3Attention
     mistral.MistralAttention mixtral.MixtralAttention mobilebert.MobileBertSelfAttention mt5.MT5Attention
     nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention olmo.OlmoAttention
@@ -209,12 +209,12 @@ ROTARY_ATTENTIONS = {
 ``apply_rotary_pos_emb``, or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
     afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention bitnet.BitNetAttention
-    deepseek_v3.DeepseekV3Attention falcon.FalconAttention falcon.FalconFlashAttention2 flint.FlintAttention
-    glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention gpt_neox_japanese.GPTNeoXJapaneseAttention
-    granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention granitemoehybrid.GraniteMoeHybridAttention
-    hy_v3.HYV3Attention laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
-    minicpm3.MiniCPM3Attention ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention
-    olmoe.OlmoeAttention persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention
-    qwen3_next.Qwen3NextAttention youtu.YoutuAttention
+    deepseek_v3.DeepseekV3Attention falcon.FalconAttention falcon.FalconFlashAttention2 falcon_h1.FalconH1Attention
+    flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
+    gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
+    granitemoehybrid.GraniteMoeHybridAttention hy_v3.HYV3Attention laguna.LagunaAttention lfm2.Lfm2Attention
+    lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention minicpm3.MiniCPM3Attention ministral3.Ministral3Attention
+    nanochat.NanoChatAttention olmo.OlmoAttention olmoe.OlmoeAttention persimmon.PersimmonAttention
+    qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention youtu.YoutuAttention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""
