@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+_Call = tuple[str, tuple[Any, ...]]
 _OVERRIDING = (("set_adapter",), ("enable_adapters", "disable_adapters"))
 """Methods of which only the last call counts when calls are repeated."""
 
@@ -17,7 +18,7 @@ class DeployedAdapters:
     """
 
     _engine: Any
-    _adapter_calls: list[tuple[str, tuple[Any, ...]]]
+    _adapter_calls: list[_Call]
     _adapter_lock: threading.Lock
 
     def load_adapter(self, peft_model_id: str | Path, adapter_name: str = "default") -> None:
@@ -58,13 +59,30 @@ class DeployedAdapters:
         replaced = next((group for group in _OVERRIDING if method in group), ())
         with self._adapter_lock:  # so that a restart in between repeats it too
             self._engine.call("adapters", (method, args))
-            self._adapter_calls = [call for call in self._adapter_calls if call[0] not in replaced] + [(method, args)]
+            kept = [call for call in self._adapter_calls if call[0] not in replaced]
+            self._adapter_calls = _without(args[0], kept) if method == "delete_adapter" else [*kept, (method, args)]
 
     def _repeat_adapter_calls(self) -> None:
         """Bring workers that were started again to the same adapters."""
         with self._adapter_lock:
             for method, args in self._adapter_calls:
                 self._engine.call("adapters", (method, args))
+
+
+def _without(deleted: str | list[str], calls: list[_Call]) -> list[_Call]:
+    """Calls that lead to the same adapters without loading deleted ones, whose files may be gone."""
+    names = _names(deleted)
+    loads = [call for call in calls if call[0] == "load_adapter" and call[1][1] not in names]
+    if not loads:
+        return []
+    switches = [call for call in calls if call[0] in ("enable_adapters", "disable_adapters")]
+    last = next(args[-1] for method, args in reversed(calls) if method in ("load_adapter", "set_adapter"))
+    active = [name for name in _names(last) if name not in names] or _names(loads[0][1][1])  # as peft chooses
+    return [*loads, ("set_adapter", (active,)), *switches]
+
+
+def _names(names: str | list[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
 
 
 def call_adapters(model: Any, method: str, args: tuple[Any, ...]) -> Any:

@@ -116,17 +116,16 @@ class Shard(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         # While torch.compile traces a model, all shards are in their layers. Modes are disabled too: with one that is
         # active (torch.set_default_device), dynamo comes here again and again for an attribute such as weight.dtype.
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunction():
-                return func(*args, **kwargs)
+                return func(*args, **(kwargs or {}))
         handler = _HANDLERS.get(func)
         if handler is not None:
-            return handler(func, args, kwargs)
+            return handler(func, args, kwargs or {})
         with without_override():
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
 
     def full_tensor(self) -> Tensor:
         """The full tensor, on every rank of the tensor-parallel group. A collective of them."""
@@ -307,10 +306,10 @@ def _derived(func: Any, args: Any, kwargs: Any) -> Any:
     """Functions of each element by itself, such as those that create and update the states of optimizers."""
     with without_override():
         result = func(*args, **kwargs)
-    shard = args[0] if isinstance(args[0], Shard) else next((arg for arg in args if isinstance(arg, Shard)), None)
-    if shard is None or type(result) is not Tensor or result.shape != local_tensor(shard).shape:
-        return result
-    return mark(result, shard.sharding, Shard)
+        shard = args[0] if isinstance(args[0], Shard) else next((arg for arg in args if isinstance(arg, Shard)), None)
+        if shard is None or type(result) is not Tensor or result.shape != shard.shape:
+            return result
+        return mark(result, shard.sharding, Shard)
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:

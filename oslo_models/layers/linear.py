@@ -127,25 +127,15 @@ class KeyValueParallelLinear(ColumnParallelLinear):
             return self.product(self.enter_region(x), weight, bias)
 
 
-class LatentLinear(_ShardedModule, nn.Linear):
-    """A replicated projection to a latent and to the rotary part of a key that the heads of all ranks share.
+class _SharesOutput:
+    """A layer whose output, once all is added to it, is given a gradient that is summed over the ranks."""
 
-    The column-parallel projection after the latent all-reduces the latent's gradient; that of the rotary part, which
-    goes into the local heads directly, is all-reduced here.
-    """
-
-    rotary: int
+    tp: Axis
     _is_shared_later = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        with layer_context(self.weight):
-            output = F.linear(x, self.weight, self.bias)
-            return output if self._is_shared_later else self.share(output)
 
     def share(self, output: Tensor) -> Tensor:
         """The output ``[..., out]``, whose gradient is summed over the ranks where it needs that."""
-        latent, rotary = output.split([self.out_features - self.rotary, self.rotary], dim=-1)
-        return torch.cat((latent, copy_to(self.tp, rotary)), dim=-1)
+        return copy_to(self.tp, output)
 
     @contextmanager
     def shared_later(self) -> Iterator[None]:
@@ -155,6 +145,25 @@ class LatentLinear(_ShardedModule, nn.Linear):
             yield
         finally:
             del self._is_shared_later
+
+
+class LatentLinear(_SharesOutput, _ShardedModule, nn.Linear):
+    """A replicated projection to a latent and to the rotary part of a key that the heads of all ranks share.
+
+    The column-parallel projection after the latent all-reduces the latent's gradient; that of the rotary part, which
+    goes into the local heads directly, is all-reduced here.
+    """
+
+    rotary: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        with layer_context(self.weight):
+            output = F.linear(x, self.weight, self.bias)
+            return output if self._is_shared_later else self.share(output)
+
+    def share(self, output: Tensor) -> Tensor:
+        latent, rotary = output.split([self.out_features - self.rotary, self.rotary], dim=-1)
+        return torch.cat((latent, copy_to(self.tp, rotary)), dim=-1)
 
 
 class ColumnParallelConv1D(_ColumnParallel, Conv1D):
@@ -169,11 +178,12 @@ class RowParallelLinear(_RowParallel, nn.Linear):
     product = staticmethod(F.linear)
 
 
-class InnerRowParallelLinear(RowParallelLinear):
+class InnerRowParallelLinear(_SharesOutput, RowParallelLinear):
     """A row-parallel layer between sharded ones: the gradient of its output is summed over the ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return copy_to(self.tp, super().forward(x))
+        output = super().forward(x)
+        return output if self._is_shared_later else self.share(output)
 
 
 class RowParallelConv1D(_RowParallel, Conv1D):

@@ -217,6 +217,17 @@ def expert_parameters(model: nn.Module, plan: Plan, prefix: str) -> set[str]:
     return found
 
 
+def modules_with_parameters_of_heads(model: nn.Module, plan: Plan, prefix: str) -> list[str]:
+    """The names of the modules that count heads and have parameters of their own, in a model or in a stage of it."""
+    entries = _named_entries(model, plan, prefix, {})
+    modules = {key: _find(model, key) for key, entry in entries.items() if isinstance(entry, LocalModule)}
+    return [
+        key
+        for key, module in modules.items()
+        if isinstance(module, nn.Module) and any(True for _ in module.parameters(recurse=False))
+    ]
+
+
 def _join_shared_experts(mixture: Any, entry: Experts, tp: Axis) -> None:
     """Let a mixture sum the outputs of shared and of routed experts over the ranks together, if it has both."""
     if entry.shared and getattr(mixture, entry.shared, None) is not None:
@@ -243,6 +254,7 @@ def _set_local_attributes(module: Any, attributes: Mapping[str, LocalValue], tp:
         if owner == "config":
             module.config = LocalConfig(module.config, **{attribute: value(tp.size, tp.rank)})
         elif hasattr(module, attribute):
+            vars(module).setdefault("full_attributes", {})[attribute] = getattr(module, attribute)
             setattr(module, attribute, value(tp.size, tp.rank))
 
 
@@ -316,7 +328,7 @@ def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> 
     """The plan's entries under the full names that they have in ``model``."""
     named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
     for stack, entries in plan.blocks.items():
-        for index, _ in enumerate(model.get_submodule(prefix + stack).children()):
+        for index, _ in model.get_submodule(prefix + stack).named_children():
             named |= {f"{prefix}{stack}.{index}.{key}".removesuffix("."): entry for key, entry in entries.items()}
     named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.on_every_stage.items())}
     return named | dict(head)

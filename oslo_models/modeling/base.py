@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
 
 from oslo_models.config.arguments import Arguments, refuse_parallel
 from oslo_models.distributed.input_check import InputCheck
@@ -16,7 +17,13 @@ from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
 from oslo_models.distributed.watchdog import TIMEOUT
 from oslo_models.modeling.adapters.adaptable import AdaptableModel
-from oslo_models.modeling.apply_plan import apply_plan, expert_parameters, layouts_of, plan_over
+from oslo_models.modeling.apply_plan import (
+    apply_plan,
+    expert_parameters,
+    layouts_of,
+    modules_with_parameters_of_heads,
+    plan_over,
+)
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.derived.report import ShardingReport, report_of_layouts
@@ -27,7 +34,7 @@ from oslo_models.modeling.forward import (
     with_synchronized_rng,
 )
 from oslo_models.modeling.fusing import FusableModel
-from oslo_models.modeling.initialization import SeededByName, initialize_computed
+from oslo_models.modeling.initialization import SeededByName, initialize_computed, initialize_whole
 from oslo_models.modeling.original_class import original_class
 from oslo_models.modeling.parallelized import ParallelizedModel
 from oslo_models.modeling.replaced_layers import ShardedLayers
@@ -47,6 +54,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     Attributes:
         head_plan: the entries of the head that the class adds to the base model, by their full names.
+        zeros: parameters that transformers sets to zero in constructors only, which run on the meta device here.
         made_from: what a class with a plan of the user was made from; see `own_plan`.
         mesh: the axes of the model; ``None`` when constructed by transformers' own methods.
         mpu: the mesh under Megatron's names; ``base_model`` has it too.
@@ -62,6 +70,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     """
 
     head_plan: ClassVar[Entries] = {}
+    zeros: ClassVar[Sequence[str]] = ()
     made_from: Any = None
     mesh: ParallelMesh | None = None
     mpu: MPU | None = None
@@ -306,13 +315,37 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         tied = self.all_tied_weights_keys
         root = self.stage.canonical_name if self.stage is not None else lambda name: tied.get(name, name)
         stacks = expert_parameters(self, self.plan(self.config), self._prefix())
-        with SeededByName(self, self.layouts, self._init_seed, self.mesh.rank_in, root, stacks):
-            super().initialize_weights()
-            self._initialize_constructed()
+        whole = self._initialized_whole()
+        for name in whole:
+            self.get_submodule(name)._is_hf_initialized = True  # type: ignore[assignment]
+        with self._counting_all_layers():
+            with SeededByName(self, self.layouts, self._init_seed, self.mesh.rank_in, root, stacks):
+                super().initialize_weights()
+                self._initialize_constructed()
+            for name in whole:
+                initialize_whole(self, name, self.layouts, self._init_seed, self.mesh.rank_in, root)
         initialize_computed(self, self._init_seed)
 
+    def _initialized_whole(self) -> list[str]:
+        """The names of modules some of whose weights transformers computes from sizes of the full module."""
+        return modules_with_parameters_of_heads(self, self.plan(self.config), self._prefix())
+
+    @contextmanager
+    def _counting_all_layers(self) -> Iterator[None]:
+        """Let the configuration of a pipeline stage be that of the full model."""
+        full = {} if self.stage is None else self.stage.full_config
+        own = {key: getattr(self.config, key) for key in full}
+        try:
+            self.config.update(full)
+            yield
+        finally:
+            self.config.update(own)
+
     def _initialize_constructed(self) -> None:
-        """Initialise parameters that transformers fills only in constructors, which run on the meta device here."""
+        """Initialise parameters that transformers fills in constructors only."""
+        parameters = dict(self.named_parameters())
+        for name in parameters.keys() & self.zeros:
+            init.zeros_(parameters[name])
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' method. Raises ``RuntimeError`` once the vocabulary is sharded."""

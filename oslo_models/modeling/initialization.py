@@ -23,6 +23,9 @@ class SeededByName(TorchDispatchMode):
     and in which order they are initialised makes no difference. Later draws in the shape of the parameter belong to
     it: ``trunc_normal_`` redraws until no element is out of bounds. Of stacked experts, one is drawn at a time.
 
+    Parameters that were loaded are not changed. transformers' functions of initialisation see to that themselves, but
+    not its plain arithmetic: with ``rescale_prenorm_residual`` its Mamba models divide a weight each time it is loaded.
+
     Args:
         rank_in: the position of this process among the ranks of a layout.
         stacks: the names of parameters that stack experts.
@@ -54,6 +57,8 @@ class SeededByName(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         target: Any = args[0] if args else None
+        if func._schema.is_mutable and getattr(target, "_is_hf_initialized", False):
+            return target
         if torch.Tag.nondeterministic_seeded not in func.tags or not func._schema.is_mutable:
             return func(*args, **kwargs)
         if id(target) in self._params:
@@ -85,6 +90,62 @@ class SeededByName(TorchDispatchMode):
         finally:
             generator.set_state(before)
         return target.copy_(layout.shard(full, self._rank_in(layout)))
+
+
+@torch.no_grad()
+def initialize_whole(
+    model: Any,
+    name: str,
+    layouts: Mapping[str, Layout],
+    seed: int,
+    rank_in: Callable[[Layout], int],
+    root: Callable[[str], str],
+) -> None:
+    """Initialise a module whose weights transformers computes from its sizes, such as a state-space mixer's.
+
+    transformers' code sees full sizes and full parameters, of which those that it writes are sharded afterwards.
+
+    Args:
+        name: that of the module.
+        layouts: those of the model.
+        seed: that of the model.
+        rank_in: as of `SeededByName`.
+        root: as of `SeededByName`; the first parameter's name gives the random numbers.
+    """
+    module = model.get_submodule(name)
+    params = dict(module.named_parameters())
+    full = {}
+    for leaf, param in params.items():
+        layout = layouts.get(f"{name}.{leaf}", Layout(tuple(param.shape)))
+        is_loaded = getattr(param, "_is_hf_initialized", False)
+        full[leaf] = nn.Parameter(
+            torch.empty(layout.shape, dtype=param.dtype, device="meta" if is_loaded else param.device)
+        )
+        full[leaf]._is_hf_initialized = is_loaded  # type: ignore[attr-defined]
+    if all(param.is_meta for param in full.values()):
+        return
+    local = {key: getattr(module, key) for key in vars(module).get("full_attributes", ())}
+    generator = default_generator(next(iter(params.values())).device)
+    before = generator.get_state()
+    try:
+        _set(module, full, vars(module).get("full_attributes", {}))
+        generator.manual_seed(stable_hash(seed, root(f"{name}.{next(iter(params))}")))
+        model._init_weights(module)
+    finally:
+        generator.set_state(before)
+        _set(module, params, local)
+    for leaf, param in params.items():
+        if full[leaf]._version and not full[leaf].is_meta:
+            layout = layouts.get(f"{name}.{leaf}", Layout(tuple(param.shape)))
+            param.copy_(layout.shard(full[leaf].detach(), rank_in(layout)))
+
+
+def _set(module: nn.Module, params: Mapping[str, nn.Parameter], attributes: Mapping[str, Any]) -> None:
+    for name, param in params.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, param)
+    for key, value in attributes.items():
+        setattr(module, key, value)
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """Apertus: Llama with norms of query and key heads and an MLP without a gate, whose activation (xIELU) is learnt."""
 
 from transformers import ApertusConfig
+from transformers import initialization as init
+from transformers.activations import XIELUActivation
 from transformers.models.apertus import modeling_apertus as hf
 from transformers.models.apertus.modeling_apertus import ApertusPreTrainedModel
 
@@ -20,6 +22,13 @@ class ApertusParallel(LlamaParallel):
         "mlp.act_fn": HeadNorm(),
         "mlp.down_proj": RowParallel(),
     }
+
+    def _initialize_constructed(self) -> None:
+        for module in self.modules():
+            if isinstance(module, XIELUActivation):
+                constructed = XIELUActivation(dtype=self.config.dtype).state_dict()
+                for name, tensor in module.state_dict(keep_vars=True).items():
+                    init.copy_(tensor, constructed[name])
 
 
 class ApertusModel(ApertusParallel, hf.ApertusModel):

@@ -11,6 +11,8 @@ from oslo_models.models.roberta import LM_HEAD, RobertaParallel
 class Data2VecTextParallel(RobertaParallel):
     """Sharding plan of the family of Data2Vec for text."""
 
+    zeros = ("lm_head.bias",)
+
 
 class Data2VecTextModel(Data2VecTextParallel, hf.Data2VecTextModel):
     pass

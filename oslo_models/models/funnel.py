@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import nn
 from transformers import FunnelConfig
 from transformers.models.funnel import modeling_funnel as hf
 from transformers.models.funnel.modeling_funnel import FunnelPreTrainedModel
@@ -28,6 +29,10 @@ class FunnelParallel(ParallelModel):
     """Sharding plan of the Funnel family."""
 
     decodes: bool = True
+
+    def _initialized_whole(self) -> list[str]:
+        """The standard deviation follows from the shape."""
+        return [name for name, module in self.named_modules() if isinstance(module, nn.Linear)]
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

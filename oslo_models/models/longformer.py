@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import LongformerConfig
-from transformers import initialization as init
 from transformers.models.longformer import modeling_longformer as hf
 from transformers.models.longformer.modeling_longformer import LongformerPreTrainedModel
 
@@ -18,9 +17,7 @@ from oslo_models.sharding.plan import Plan
 class LongformerParallel(BertParallel):
     """Sharding plan of the Longformer family."""
 
-    def _initialize_constructed(self) -> None:
-        if hasattr(self, "lm_head"):
-            init.zeros_(self.lm_head.bias)
+    zeros = ("lm_head.bias",)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import LukeConfig
-from transformers import initialization as init
 from transformers.models.luke import modeling_luke as hf
 from transformers.models.luke.modeling_luke import LukePreTrainedModel
 
@@ -21,10 +20,7 @@ class LukeParallel(BertParallel):
     """Sharding plan of the LUKE family."""
 
     labels_of = {"logits": "labels", "entity_logits": "entity_labels"}
-
-    def _initialize_constructed(self) -> None:
-        if hasattr(self, "entity_predictions"):
-            init.zeros_(self.entity_predictions.bias)
+    zeros = ("entity_predictions.bias",)
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

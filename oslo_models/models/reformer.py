@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import ReformerConfig
-from transformers import initialization as init
 from transformers.models.reformer import modeling_reformer as hf
 from transformers.models.reformer.modeling_reformer import ReformerPreTrainedModel
 
@@ -60,9 +59,7 @@ class SynchronizedReformerLayer(hf.ReformerLayer):
 class ReformerParallel(ParallelModel):
     """Sharding plan of the Reformer family."""
 
-    def _initialize_constructed(self) -> None:
-        if hasattr(self, "lm_head"):
-            init.zeros_(self.lm_head.bias)
+    zeros = ("lm_head.bias",)
 
     def _shard(self, *args: Any) -> None:
         super()._shard(*args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +135,19 @@ def test_from_config_seed_gives_the_same_weights_at_every_tensor_parallel_size(
     assert any(not torch.equal(full[name], other[name]) for name in full)
     for n in (2, 3):
         pool.run(n, check_initialisation, name, config, full, seed, n)
+
+
+def check_loaded(name: str, folder: Path, full: dict[str, Tensor], n: int) -> None:
+    model = registry.find(name).from_pretrained_with_parallel(folder, n)  # type: ignore[attr-defined]
+    lines = shard_differences(model, "loaded", dict(model.named_parameters(remove_duplicate=False)), full, 0)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("variant", ["mamba", pytest.param("mamba2", marks=pytest.mark.zoo)])
+def test_initialisation_leaves_loaded_weights(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
+    """transformers itself scales these whenever they are loaded."""
+    name, config = zoo.lm_head(variant), zoo.config(variant, rescale_prenorm_residual=True)
+    model = reference_model(name, config, seed)
+    model.save_pretrained(tmp_path)
+    for n in (1, 2):
+        pool.run(n, check_loaded, name, tmp_path, full_parameters(model), n)

@@ -32,6 +32,7 @@ from support.reference import (
     TOLERANCE,
     Step,
     differences,
+    full_parameters,
     reference_model,
     saved_step,
     step_differences,
@@ -105,6 +106,61 @@ def test_main_class_matches_transformers_on_three_ranks_with_beams(
     pool: Pool, tmp_path: Path, model_type: str, seed: int
 ) -> None:
     check_type(pool, tmp_path, model_type, seed, 3, 2, BEAMS)
+
+
+def initial_differences(name: str, config: PreTrainedConfig, seed: int) -> list[str]:
+    """Lines of the parameters and buffers that transformers computes, not draws, and that differ; or are not drawn."""
+    cls: Any = registry.find(name)
+    own = cls.from_config_with_parallel(config, seed=seed, dtype=torch.float64)
+    originals = []
+    for each in (seed, seed + 1):
+        torch.manual_seed(each)
+        originals.append(zoo.original(name)._from_config(config, dtype=torch.float64))
+    tensors = [{**full_parameters(model), **dict(model.named_buffers())} for model in (own, *originals)]
+    lines = []
+    for key, found in tensors[0].items():
+        first, second = (each[key].double() for each in tensors[1:])
+        if torch.equal(first, second):
+            lines += differences(key, found.double(), first, 1e-6)  # some are computed in the default type
+        elif not found.isfinite().all() or not 0.1 < found.std() / first.std() < 10:
+            lines.append(f"{key}: not drawn")
+    return lines
+
+
+def check_initial(name: str, config: PreTrainedConfig, full: dict[str, Tensor], seed: int, tp: int, pp: int) -> None:
+    cls: Any = registry.find(name)
+    plan = cls.plan(config)
+    if plan.single_stage_reason if pp > 1 else plan.single_rank_reason or (plan.max_ranks() or tp) < tp:
+        return
+    model = cls.from_config_with_parallel(config, tp, pp, seed=seed, dtype=torch.float64)
+    lines = []
+    for own_name, param in model.named_parameters():
+        canonical = model.stage.full_names.get(own_name, own_name) if model.stage is not None else own_name
+        layout = model.layouts[own_name]
+        expected = layout.shard(full[canonical], model.mesh.rank_in(layout))
+        lines += differences(own_name, param.detach(), expected, 0)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        each if each in ("mamba2", "qwen3_next") else pytest.param(each, marks=pytest.mark.zoo)
+        for each in [*zoo.FOUNDING, *zoo.MORE, *zoo.ODD]
+    ],
+)
+def test_initial_weights_do_not_depend_on_the_parallel_sizes(pool: Pool, variant: str, seed: int) -> None:
+    """Those that transformers does not draw (time steps, slopes, ones) are as there."""
+    lines = []
+    for name in [zoo.main_head(variant)] if variant in zoo.ODD else zoo.heads(variant):
+        config = zoo.config_of(name, zoo.config(variant))
+        lines += [f"{name}: {line}" for line in initial_differences(name, config, seed)]
+    assert not lines, "\n".join(lines)
+    name, config = zoo.main_head(variant), zoo.config(variant)
+    cls: Any = registry.find(name)
+    full = full_parameters(cls.from_config_with_parallel(config, seed=seed, dtype=torch.float64))
+    for tp, pp in ((2, 1), (1, 2)):
+        pool.run(2, check_initial, name, config, full, seed, tp, pp)
 
 
 def check_heads(steps: list[Step], folder: Path) -> None:

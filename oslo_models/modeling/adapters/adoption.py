@@ -23,6 +23,7 @@ from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.layers.linear import (
     ColumnParallelLinear,
+    InnerRowParallelLinear,
     KeyValueParallelLinear,
     LatentLinear,
     RowParallelLinear,
@@ -33,13 +34,14 @@ from oslo_models.modeling.adapters.experts import ParallelParamWrapper, paramete
 from oslo_models.modeling.adapters.initial_values import draw, use_type_of_adapters
 from oslo_models.modeling.adapters.layers import (
     FeatureParallelLoraEmbedding,
-    LatentIA3Linear,
+    InnerLoraLinear,
     LatentLoraLinear,
     ParallelDoraEmbedding,
     ParallelDoraLinear,
     ParallelLoraLinear,
     ReplicatedDropout,
     ShardedDropout,
+    SharingIA3Linear,
     VocabParallelLoraEmbedding,
 )
 from oslo_models.modeling.adapters.layouts import adapter_layouts, shards_outputs, weight_layout
@@ -139,7 +141,7 @@ def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
     if isinstance(tuner, lora.Embedding):
         tuner.__class__ = FeatureParallelLoraEmbedding if outputs else VocabParallelLoraEmbedding
     else:
-        tuner.__class__ = ParallelLoraLinear
+        tuner.__class__ = InnerLoraLinear if isinstance(base, InnerRowParallelLinear) else ParallelLoraLinear
         _adopt_dropout(tuner.lora_dropout[name], outputs, base.stream, stream)
         _adopt_linear(tuner, name, outputs)
     if name in tuner.lora_magnitude_vector:
@@ -203,8 +205,8 @@ def _compute_magnitudes(tuner: Any, name: str) -> None:
 
 def _adopt_ia3(tuner: Any, name: str) -> None:
     """Sum the gradients of factors that several ranks hold and use for shards; others are right as they are."""
-    if isinstance(tuner.get_base_layer(), LatentLinear):
-        tuner.__class__ = LatentIA3Linear
+    if isinstance(tuner.get_base_layer(), (LatentLinear, InnerRowParallelLinear)):
+        tuner.__class__ = SharingIA3Linear
     layout = adapter_layouts(tuner).get(f"ia3_l.{name}")
     if layout is not None and layout.overlaps:
         factors, trained = tuner.ia3_l[name], tuner.ia3_l[name].requires_grad

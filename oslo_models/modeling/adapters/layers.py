@@ -70,8 +70,8 @@ class ParallelLoraLinear(LoraLinear):
             return super().get_delta_weight(adapter)
 
 
-class _AroundLatent(nn.Module):
-    """An adapter of a projection to a latent: what it adds is shared too. A mixin before the class of ``peft``."""
+class _AddsBeforeSharing(nn.Module):
+    """An adapter of a layer that shares its output: what it adds is shared too. A mixin before ``peft``'s class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         base: Any = self.get_base_layer()  # type: ignore[operator]
@@ -82,12 +82,16 @@ class _AroundLatent(nn.Module):
         return shared
 
 
-class LatentLoraLinear(_AroundLatent, LoraLinear):
+class LatentLoraLinear(_AddsBeforeSharing, LoraLinear):
     """LoRA on a projection to a latent."""
 
 
-class LatentIA3Linear(_AroundLatent, IA3Linear):
-    """IA3 on a projection to a latent."""
+class InnerLoraLinear(_AddsBeforeSharing, ParallelLoraLinear):
+    """LoRA on a row-parallel layer between sharded ones."""
+
+
+class SharingIA3Linear(_AddsBeforeSharing, IA3Linear):
+    """IA3 on either."""
 
 
 class _ParallelLoraEmbedding(LoraEmbedding):

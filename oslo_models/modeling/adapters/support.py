@@ -14,6 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from oslo_models.distributed.object_exchange import gather_objects
+from oslo_models.distributed.sharded_tensor import ShardedParameter
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.modeling.adapters.experts import parameter_layout
@@ -127,6 +128,11 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
             )
         return
     if weight_layout(base) is None:
+        if isinstance(getattr(base, "weight", None), ShardedParameter):
+            raise ValueError(
+                f"{path} is sharded with the module around it, which uses its weight without calling the layer: leave "
+                "it out of target_modules"
+            )
         return
     known = (lora.Linear, lora.Embedding) if isinstance(tuner, lora.LoraLayer) else (ia3.Linear,)
     if not isinstance(tuner, known) or not isinstance(base, (nn.Linear, Conv1D, nn.Embedding)):
