@@ -31,14 +31,6 @@ class MambaParallel(ParallelModel):
             optional=("conv1d.bias",),
         )
 
-    def initialize_weights(self) -> None:
-        """As transformers', which with ``rescale_prenorm_residual`` would scale what it has loaded once more."""
-        weights = (param for name, param in self.named_parameters() if name.endswith("out_proj.weight"))
-        loaded = [(param, param.detach().clone()) for param in weights if getattr(param, "_is_hf_initialized", False)]
-        super().initialize_weights()
-        for param, value in loaded:
-            param.data.copy_(value)
-
 
 class MambaModel(MambaParallel, hf.MambaModel):
     pass

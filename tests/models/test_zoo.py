@@ -300,18 +300,6 @@ def test_fused_luke_returns_the_logits_that_have_no_labels(tmp_path: Path, seed:
         assert other not in output
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "falcon_mamba"])
-def test_projections_of_a_loaded_state_space_model_are_not_rescaled(tmp_path: Path, model_type: str) -> None:
-    """As transformers rescales them whenever it loads a checkpoint, and not only when it initialises a model."""
-    name, config = zoo.lm_head(model_type), zoo.config(model_type, rescale_prenorm_residual=True)
-    saved = zoo.original(name)._from_config(config)
-    saved.save_pretrained(tmp_path)
-    cls: Any = registry.find(name)
-    loaded = cls.from_pretrained_with_parallel(tmp_path)
-    own, expected = (model.backbone.layers[0].mixer.out_proj.weight for model in (loaded, saved))
-    assert torch.equal(own, expected)
-
-
 def test_every_model_type_has_a_test_configuration() -> None:
     assert set(zoo.FOUNDING) | zoo.MORE.keys() == registry.ARCHITECTURES.keys()
 
