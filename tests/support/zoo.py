@@ -347,6 +347,7 @@ MORE: dict[str, Mapping[str, Any]] = {
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     "falcon_h1-normed": ("falcon_h1", {**_KV, **_MAMBA, "mamba_d_ssm": 48, "mamba_rms_norm": True}),
+    "glm_moe_dsa-shared": ("glm_moe_dsa", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"]}),
     "bamba-one-group": ("bamba", {**_KV, **_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [0]}),
     # other configurations of the types of `MORE`, which divide in another way
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
@@ -395,6 +396,7 @@ SLOW_TESTS_ONLY = {
     *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "modernbert-decoder"),
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("axk1", "deepseek_v32", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3"),
+    "glm_moe_dsa-shared",
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
