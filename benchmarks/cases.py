@@ -15,8 +15,10 @@ OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_mo
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS = "oslo_models-ep2"
-SERVER, SERVER_ALONE, CONTINUOUS = "oslo_models-serve-tp2", "oslo_models-serve", "transformers-serve-continuous"
-OWN = (OURS_FUSED, OURS, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, OUR_DATA, DEPLOYED, SERVER, SERVER_ALONE)
+CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
+OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
+SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
+OWN = (OURS_FUSED, OURS, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, OUR_DATA, DEPLOYED, *OUR_SERVERS)
 
 
 @dataclass(frozen=True)
@@ -221,12 +223,21 @@ CASES = {
             options={"clients": 8, "requests": 50, "prompt": 16, "new": 16},
             smoke={"requests": 2, "new": 4},
         ),
+        *(
+            Case(
+                *(f"serve-streams-{clients}", f"Llama 20M, {clients} streaming clients", serving.streams, "llama-20m"),
+                peers=SERVERS,
+                baseline=CONTINUOUS,
+                options={"clients": clients, "interval": 1 / clients, "requests": 3, "prompt": (8, 64), "new": 64},
+                smoke={"clients": 2, "requests": 1, "new": 4},
+            )
+            for clients in (8, 32)
+        ),
         Case(
-            *("serve-streams", "Llama 20M, 8 streams of 32 tokens", serving.streams, "llama-20m"),
-            peers=(CONTINUOUS, SERVER_ALONE, SERVER),
-            baseline=CONTINUOUS,
-            options={"clients": 8, "interval": 0.25, "new": 32},
-            smoke={"clients": 2, "new": 4},
+            *("agreement", "What the next step computes, to the other rank", serving.agreement, "", (OURS,)),
+            baseline="gloo",
+            options={"rows": 32, "timed": 3000},
+            smoke={"timed": 10},
         ),
         Case(
             *("load-memory", "Llama of 1.1 GB, load", measure.load_memory, "llama-1gb", (NATIVE, OURS, ALONE)),

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cases import CASES, OWN
+from benchmarks.definitions import more_is_better
 from benchmarks.records import ROOT
 
 RESAMPLES, LEVEL, FEWEST = 10_000, 0.95, 5
@@ -66,7 +67,7 @@ class Change:
         """In a word: more is better of what is counted per second."""
         if not self.moved:
             return "noise"
-        return "better" if (self.ratio > 1) == unit.endswith("s/s") else "WORSE"
+        return "better" if (self.ratio > 1) == more_is_better(unit) else "WORSE"
 
 
 def compare(base: Path, head: Path, case: str, pairs: int, measure: Measure) -> dict[tuple[str, str, str], list[float]]:

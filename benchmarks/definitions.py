@@ -34,8 +34,15 @@ UNITS = {
     "call overhead": "ms",
     "serving": "tokens/s",
     "first token": "ms",
-    "last first token": "ms",
+    "first token, p99": "ms",
+    "serving, CPU": "tokens/CPU s",
+    "agreement": "us",
 }
+
+
+def more_is_better(unit: str) -> bool:
+    """Whether a figure is something per second, not a time, a size or a count."""
+    return unit.endswith(("s/s", "s/CPU s"))
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.cases import CASES, Case
-from benchmarks.definitions import UNITS, Peer, Result
+from benchmarks.definitions import UNITS, Peer, Result, more_is_better
 from benchmarks.peers import PEERS
 from benchmarks.records import ROOT
 
@@ -62,7 +62,7 @@ def launch(case: Case, peer: Peer, folder: Path, smoke: bool) -> Result:
         if failed is not None:
             raise MeasurementError(f"{case.name}: {peer.name}, rank {failed}:\n{logs[failed].read_text()[-3000:]}")
         found = [Result(**json.loads(log.with_suffix(".json").read_text())) for log in logs]
-    worst = {metric: min if UNITS[metric].endswith("s/s") else max for metric in found[0].values}
+    worst = {metric: min if more_is_better(UNITS[metric]) else max for metric in found[0].values}
     values = {metric: choose(result.values[metric] for result in found) for metric, choose in worst.items()}
     return Result(values, found[0].check, found[0].references)
 

@@ -138,12 +138,6 @@ def run(target: Target, requests: list[Asked]) -> float:
     return time.monotonic() - began
 
 
-def percentile(values: list[float], percent: float) -> float:
-    """The value that so many percent do not exceed; NaN if there are none."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
-
-
 def figures(requests: list[Asked], seconds: float) -> dict[str, tuple[float, str]]:
     """What was measured, with its unit."""
     answered = [asked for asked in requests if not asked.error]
@@ -155,7 +149,7 @@ def figures(requests: list[Asked], seconds: float) -> dict[str, tuple[float, str
         "errors": (float(len(requests) - len(answered)), "requests"),
     }
     for name, values in (("first token", first), ("token", each)):
-        found |= {f"{name}, p{percent}": (percentile(values, percent), "ms") for percent in (50, 99)}
+        found |= {f"{name}, p{percent}": (serving.percentile(values, percent), "ms") for percent in (50, 99)}
     return found
 
 

@@ -130,9 +130,19 @@ PEERS = {
         Peer("oslo_models-ep2", 2, 1, _our_experts),
         Peer("oslo_models-tp2-fused", 2, 1, _ours_fused, _fused_adamw),
         Peer("oslo_models-deploy", 1, 2, _deployed, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
-        Peer("oslo_models-serve", 1, 2, serving.ours_alone, needs=("uvicorn",)),
-        Peer("oslo_models-serve-tp2", 1, 2, serving.ours, needs=("uvicorn",)),
-        Peer("transformers-serve-continuous", 1, 2, serving.continuous, needs=("uvicorn",)),
+        *(
+            # PASSIVE as above, for the servers alike
+            Peer(name, 1, 2, command, needs=("uvicorn",), environment={"OMP_WAIT_POLICY": "PASSIVE"})
+            for name, command in {
+                "oslo_models-serve": serving.ours_alone,
+                "oslo_models-serve-fused": serving.ours_alone_fused,
+                "oslo_models-serve-tp2": serving.ours,
+                "oslo_models-serve-tp2-fused": serving.ours_fused,
+                "oslo_models-serve-one-by-one": serving.one_by_one,
+                "transformers-serve": serving.plain,
+                "transformers-serve-continuous": serving.continuous,
+            }.items()
+        ),
         Peer("torch-1f1b", 2, 1, _alone, _schedule_of_torch),
         Peer("oslo_models-pp2", 2, 1, _our_stages, _micro_batches),
         Peer("oslo_models-data", 1, 2, _preprocessed_by("ours")),

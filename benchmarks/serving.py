@@ -1,19 +1,26 @@
-"""Streams of an HTTP server to several clients: tokens per second, and seconds to the first token."""
+"""Streams of an HTTP server to several clients: tokens per second and per CPU second, and time to the first token."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
+import random
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from benchmarks.definitions import Peer, Result
 
@@ -21,77 +28,132 @@ START = 120.0
 """Seconds that a server may take until it answers."""
 
 
-def ours(cls: str, checkpoint: Path, port: int) -> list[str]:
-    """The command of this library's server."""
-    return ["-m", "oslo_models", "serve", str(checkpoint), "--port", str(port), "--tensor-parallel-size", "2"]
+def command(kind: str, *options: str) -> Callable[..., list[str]]:
+    """The command of a server, as arguments of python: of this library, or of transformers."""
+
+    def made(cls: str, checkpoint: Path, port: int) -> list[str]:
+        return [*_PROGRAMS[kind], "serve", str(checkpoint), "--port", str(port), *options]
+
+    return made
 
 
-def ours_alone(cls: str, checkpoint: Path, port: int) -> list[str]:
-    """The same on one worker."""
-    return ["-m", "oslo_models", "serve", str(checkpoint), "--port", str(port)]
+_PROGRAMS = {
+    "oslo": ("-m", "oslo_models"),
+    "transformers": ("-c", "from transformers.cli.transformers import main; main()"),
+}
+_ROWS = ("--max-batch-size", "32", "--max-batch-length", "512", "--no-access-log")
+_PAGES = ("--cb-num-blocks", "64", "--cb-max-batch-tokens", "512")
+ours_alone = command("oslo", *_ROWS)
+ours_alone_fused = command("oslo", *_ROWS, "--fuse")
+ours = command("oslo", *_ROWS, "--tensor-parallel-size", "2")
+ours_fused = command("oslo", *_ROWS, "--tensor-parallel-size", "2", "--fuse")
+one_by_one = command("oslo", *_ROWS, "--max-batch-size", "1")
+continuous = command("transformers", "--continuous-batching", "--device", "cpu", *_PAGES)
+plain = command("transformers", "--device", "cpu")
 
 
-def continuous(cls: str, checkpoint: Path, port: int) -> list[str]:
-    """The command of transformers' server with its continuous batching."""
-    cli = "from transformers.cli.transformers import main; main()"
-    options = ("--continuous-batching", "--device", "cpu", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "512")
-    return ["-c", cli, "serve", str(checkpoint), "--port", str(port), *options]
+def streams(
+    peer: Peer,
+    cls: str,
+    checkpoint: Path,
+    tiny: Path,
+    *,
+    clients: int,
+    interval: float,
+    requests: int,
+    prompt: tuple[int, int],
+    new: int,
+) -> Result:
+    """``clients`` begin ``interval`` seconds one after the other; each streams ``requests`` answers, one by one.
 
+    CPU seconds are those of all processes of the server, between the first request and the last token.
 
-def streams(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, clients: int, interval: float, new: int) -> Result:
-    """``clients`` streams of ``new`` tokens each, which begin ``interval`` seconds one after the other."""
+    Args:
+        prompt: the bounds of a prompt's length, in tokens.
+        new: tokens of each answer.
+    """
     _add_tokenizer(checkpoint)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = peer.load(cls, checkpoint, port=port)
     log = checkpoint / f"{peer.name}.log"
+    chance = random.Random(0)
+
+    def words() -> str:
+        return " ".join(chance.choices("abcde", k=chance.randint(*prompt)))
+
+    prompts = [[words() for _ in range(requests)] for _ in range(clients)]
     with log.open("w") as out, subprocess.Popen([sys.executable, *command], stdout=out, stderr=out) as server:
         try:
             _wait(port, server, log)
-            ask = _asker(port, str(checkpoint), new)
-            ask(0.0)  # warm-up
-            began = time.monotonic()
+            ask = partial(_ask, port, str(checkpoint), new)
+            ask("a b c d e")  # warm-up
+
+            def client(number: int) -> list[Timed]:
+                time.sleep(number * interval)
+                return [ask(text) for text in prompts[number]]
+
+            began, used = time.monotonic(), _cpu_seconds(server.pid)
             with ThreadPoolExecutor(clients) as threads:
-                found = list(threads.map(ask, [i * interval for i in range(clients)]))
-            seconds = time.monotonic() - began
+                found = [each for mine in threads.map(client, range(clients)) for each in mine]
+            seconds, used = time.monotonic() - began, _cpu_seconds(server.pid) - used
         finally:
             server.terminate()
             threading.Timer(20.0, server.kill).start() if server.poll() is None else None
-    first = [each[0] for each in found]
-    values = {"serving": sum(each[1] for each in found) / seconds}
-    values |= {"first token": statistics.median(first) * 1e3, "last first token": max(first) * 1e3}
-    return Result(values)
+    first, tokens = [each.first * 1e3 for each in found], sum(each.tokens for each in found)
+    if tokens != clients * requests * new:
+        raise RuntimeError(f"{tokens} tokens came in place of {clients * requests * new}")
+    values = {"serving": tokens / seconds, "serving, CPU": tokens / used}
+    return Result({**values, "first token": percentile(first, 50), "first token, p99": percentile(first, 99)})
 
 
-def _asker(port: int, name: str, new: int) -> Callable[[float], tuple[float, int]]:
-    """A function that waits, streams an answer, and returns the seconds to its first token and how many it has."""
+class Timed(NamedTuple):
+    """An answer: seconds to its first token, and how many it has."""
 
-    def ask(wait: float) -> tuple[float, int]:
-        time.sleep(wait)
-        message = {"role": "user", "content": f"a b c d {'e ' * (1 + int(4 * wait))}"}
-        body = {"model": name, "messages": [message], "stream": True, "max_tokens": new, "temperature": 0}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        began, first, pieces = time.monotonic(), 0.0, 0
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            for line in answer:
-                if line.startswith(b"data: {") and _content(line):
-                    pieces += 1
-                    first = first or time.monotonic() - began
-        return first, pieces
-
-    return ask
+    first: float
+    tokens: int
 
 
-def _content(line: bytes) -> Any:
+def percentile(values: list[float], percent: float) -> float:
+    """The value that so many percent do not exceed; NaN if there are none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else math.nan
+
+
+def _ask(port: int, name: str, new: int, prompt: str) -> Timed:
+    """Stream an answer. Its lines are parsed after the last one, which costs the server less of the machine."""
+    message = {"role": "user", "content": prompt}
+    body = {"model": name, "messages": [message], "stream": True, "max_tokens": new, "temperature": 0}
+    url, headers = f"http://127.0.0.1:{port}/v1/chat/completions", {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    began = time.monotonic()
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        lines = [(time.monotonic() - began, line) for line in answer if line.startswith(b"data: {")]
+    pieces = [(when, text) for when, line in lines if (text := _content(line))]
+    return Timed(pieces[0][0], sum(len(text.split()) for _, text in pieces))
+
+
+def _cpu_seconds(pid: int) -> float:
+    """What a process and its descendants have used, user and system; children that have ended count too."""
+    ticks, children = {}, dict[int, list[int]]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+            ticks[int(stat.parent.name)] = sum(map(int, fields[11:15]))
+    found, left = 0, [pid]
+    while left:
+        found += ticks.get(each := left.pop(), 0)
+        left += children.get(each, [])
+    return found / os.sysconf("SC_CLK_TCK")
+
+
+def _content(line: bytes) -> str:
     event = json.loads(line[len(b"data: ") :])
     if "error" in event:
         raise RuntimeError(f"the server answered {event}")
-    return any(choice.get("delta", {}).get("content") for choice in event.get("choices", []))
+    return "".join(choice.get("delta", {}).get("content") or "" for choice in event.get("choices", []))
 
 
 def _wait(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
@@ -117,3 +179,38 @@ def _add_tokenizer(checkpoint: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="a")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(checkpoint)
+
+
+def agreement(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, timed: int) -> Result:
+    """Half of the way there and back of a step with a token of each row, encoding included; then by gloo's broadcast.
+
+    The median of ``timed`` round trips.
+    """
+    import torch.distributed as dist
+
+    from oslo_models.deploy.running_batch.plan_channel import BroadcastChannel, PlanChannel, SharedMemoryChannel
+    from oslo_models.deploy.running_batch.step import Step
+    from oslo_models.distributed.mesh import ParallelMesh
+
+    axis, rank = ParallelMesh(peer.processes).tp, int(os.environ["RANK"])
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    step = Step(1, tokens=list(range(rows)))
+
+    def median(there: PlanChannel, back: PlanChannel) -> float:
+        times = []
+        for _ in range(timed + 10):  # the first ten are warm-up
+            began = time.perf_counter()
+            for leader, channel in enumerate((there, back)):
+                channel.publish(step) if rank == leader else channel.receive()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[10:]) / 2 * 1e6
+
+    try:
+        shared = [SharedMemoryChannel(Path(folder[0], str(leader)), rank, leader, 2, 4096) for leader in (0, 1)]
+        gloo = [BroadcastChannel(axis, leader) for leader in (0, 1)]
+        found, reference = median(shared[0], shared[1]), median(gloo[0], gloo[1])
+    finally:
+        dist.barrier()
+        shutil.rmtree(folder[0], ignore_errors=True)
+    return Result({"agreement": found}, [], {"gloo": {"agreement": reference}})

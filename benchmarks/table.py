@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.cases import CASES, OWN
-from benchmarks.definitions import UNITS
+from benchmarks.definitions import UNITS, more_is_better
 from benchmarks.records import RESULTS, number
 
 ENOUGH_RUNS, FEW = 3, "\N{DAGGER}"
@@ -18,6 +18,7 @@ TITLES = {  # by the runner of a case
     "generate": "tokens per second, more is better",
     "serve": "tokens per second from deploy=True, two workers, more is better",
     "streams": "streams of an HTTP server, which begin one after the other",
+    "agreement": "deploy=True on one host, less is better",
     "train": "seconds per step, less is better",
     "train_lora": "seconds per step of LoRA by peft, less is better",
     "train_in_stages": "two pipeline stages, 8 micro-batches",
@@ -94,7 +95,7 @@ def _ratio(cells: dict[str, Row]) -> str:
     others = {peer: float(row["value"]) for peer, row in cells.items() if peer not in OWN}
     if ours is None or not others:
         return ""
-    best = max if ours["unit"].endswith("s/s") else min
+    best = max if more_is_better(ours["unit"]) else min
     name = best(others, key=others.__getitem__)
     return f"{number(float(ours['value']) / others[name])} x {name}" if others[name] else ""
 

@@ -149,6 +149,29 @@ def _rotary(bench: Bench, rows: int) -> Operation:
     )  # fmt: skip
 
 
+def _normed_rotary(bench: Bench, rows: int) -> Operation:
+    """Queries and keys of Qwen3-8B, whose heads have norms."""
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    from oslo_kernels import normed_rotary
+
+    length = max(4, rows // 8)
+    q, k = (make(bench, 8, length, heads, 128).detach().transpose(1, 2).requires_grad_() for heads in (32, 8))
+    angle = torch.rand(1, length, 64, device=bench.device).repeat(1, 1, 2)
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    n = q.nbytes + k.nbytes
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:  # as transformers does it
+        h = x.float()
+        return weight * (h * (h.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+    return Operation(
+        lambda q, k, *weights: normed_rotary.normed_rotary(q, k, cos, sin, *weights, 1e-6)[:2],
+        lambda q, k, *weights: apply_rotary_pos_emb(normed(q, weights[0]), normed(k, weights[1]), cos, sin),
+        (q, k, make(bench, 128), make(bench, 128)), 2 * n, 3 * n,
+    )  # fmt: skip
+
+
 def _softmax(bench: Bench, rows: int, causal: bool) -> Operation:
     from oslo_kernels import softmax
 
@@ -191,6 +214,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Operation], dict[str, Any], int]] = {
     "packed-swiglu": (_gated, {"activation": "silu", "packed": True}, 32768),
     "bias-gelu": (_gelu, {}, 16384),
     "rotary": (_rotary, {}, 32768),
+    "head-norms-rotary": (_normed_rotary, {}, 32768),
     "masked-softmax": (_softmax, {"causal": False}, 16384),
     "causal-softmax": (_softmax, {"causal": True}, 16384),
     "dropout-residual": (_dropout, {}, 16384),

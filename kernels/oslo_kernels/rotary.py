@@ -14,7 +14,8 @@ from oslo_kernels.language import jit, launch, power_of_two, tl, wide
 from oslo_kernels.operation import operation
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
+    """`rotary` of queries or keys, in plain torch."""
     rest = x[..., cos.shape[-1] :]
     h, c, s = (part.to(wide(x.dtype)) for part in (x[..., : cos.shape[-1]], cos.unsqueeze(1), sin.unsqueeze(1)))
     one, two = (h * s if backward else h).chunk(2, -1)
@@ -25,7 +26,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
 
 def reference(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> tuple[Tensor, Tensor]:
     """`rotary` in plain torch."""
-    return _turned(query, cos, sin, backward), _turned(key, cos, sin, backward)
+    return turn(query, cos, sin, backward), turn(key, cos, sin, backward)
 
 
 @operation("oslo::rotary")

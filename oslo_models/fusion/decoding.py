@@ -38,6 +38,41 @@ def with_own_code(function: Callable[..., Any], name: str) -> Any:
     return made
 
 
+STOPS_LATE_ON = ("cuda",)
+"""Devices that compute while the host prepares the next token, unless it waits for them."""
+
+
+def without_waiting(sample: Any, device: torch.device, config: Any, streamer: Any) -> Any:
+    """transformers' greedy search, on a GPU without waiting for each token to learn whether all rows are finished.
+
+    transformers can read this one token late, and drops the token that was too many, but does so on Apple's GPUs only.
+    This is its method with another answer to where it may. Sampling waits, since a token too many would take random
+    numbers, and so does what returns the cache, which would contain that token, or streams the tokens.
+
+    Args:
+        sample: the method ``_sample`` of a model; it is returned as it is where it is not transformers' own, or of a
+            release that cannot read late.
+    """
+    from transformers.generation import utils
+
+    late = getattr(utils, "DeferredStopCheck", None)
+    method = getattr(sample, "__func__", None)
+    if late is None or method is not utils.GenerationMixin._sample or late.__name__ not in method.__code__.co_names:
+        return sample
+    if device.type not in STOPS_LATE_ON or config is None or config.do_sample or streamer is not None:
+        return sample
+
+    class StopCheckOnGPUs(late):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
+            return not is_assistant and not (cache is not None and cache_is_returned)
+
+    known = {**method.__globals__, late.__name__: StopCheckOnGPUs}
+    own = FunctionType(method.__code__, known, method.__name__, method.__defaults__, method.__closure__)
+    own.__kwdefaults__ = method.__kwdefaults__
+    return own.__get__(sample.__self__)
+
+
 class Decoder:
     """A static cache, and the steps that were compiled for it.
 

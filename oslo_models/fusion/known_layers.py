@@ -7,12 +7,19 @@ transformers and fails when a release changes a copy or adds one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 
 def layer_name(module: nn.Module) -> str:
     """The transformers class whose forward a layer has, such as ``"llama.LlamaRMSNorm"``; ``""`` for other layers."""
-    defining = next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
+    return layer_name_of(type(module).__mro__)
+
+
+def layer_name_of(classes: Iterable[type]) -> str:
+    """`layer_name` of the first of these classes that has a ``forward``."""
+    defining = next(cls for cls in classes if "forward" in cls.__dict__)
     package, _, model = defining.__module__.rpartition(".")[0].rpartition(".")
     return f"{model}.{defining.__name__}" if package == "transformers.models" else ""
 
@@ -24,15 +31,16 @@ def _names(text: str) -> frozenset[str]:
 # Norms ----------------------------------------------------------------------------------------------------------------
 
 RMS_NORMS = _names("""
-    apertus.ApertusRMSNorm arcee.ArceeRMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm cohere2_moe.Cohere2MoeRMSNorm
-    cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm dots1.Dots1RMSNorm
-    ernie4_5.Ernie4_5RMSNorm ernie4_5_moe.Ernie4_5_MoeRMSNorm exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm
-    falcon_mamba.FalconMambaRMSNorm glm.GlmRMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm
-    glm4_moe_lite.Glm4MoeLiteRMSNorm granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm
+    apertus.ApertusRMSNorm arcee.ArceeRMSNorm axk1.AXK1RMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm
+    cohere2_moe.Cohere2MoeRMSNorm cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm
+    deepseek_v32.DeepseekV32RMSNorm dots1.Dots1RMSNorm ernie4_5.Ernie4_5RMSNorm ernie4_5_moe.Ernie4_5_MoeRMSNorm
+    exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm falcon_h1.FalconH1RMSNorm falcon_mamba.FalconMambaRMSNorm
+    glm.GlmRMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm glm4_moe_lite.Glm4MoeLiteRMSNorm
+    glm_moe_dsa.GlmMoeDsaRMSNorm granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm
     granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
     granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
     hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm
-    lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm llama.LlamaRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm
+    lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm lfm3.Lfm3RMSNorm llama.LlamaRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm
     mellum.MellumRMSNorm minicpm3.MiniCPM3RMSNorm minimax_m2.MiniMaxM2RMSNorm ministral.MinistralRMSNorm
     ministral3.Ministral3RMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm
     qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm
@@ -53,16 +61,17 @@ OLMO2_NORMS = _names("""
 # MLPs -----------------------------------------------------------------------------------------------------------------
 
 GATED_MLPS = _names("""
-    afmoe.AfmoeMLP bamba.BambaMLP cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cwm.CwmMLP
-    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP dots1.Dots1MLP ernie4_5.Ernie4_5MLP ernie4_5_moe.Ernie4_5_MoeMLP
-    exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP gemma.GemmaMLP gemma2.Gemma2MLP
-    gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP granite.GraniteMLP granite_swa.GraniteSWAMLP
-    helium.HeliumMLP hunyuan_v1_dense.HunYuanDenseV1MLP hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP
-    hyperclovax.HyperCLOVAXMLP jamba.JambaMLP kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP mellum.MellumMLP
-    minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP olmo.OlmoMLP olmo2.Olmo2MLP
-    olmo3.Olmo3MLP olmoe.OlmoeMLP qwen2.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP
-    qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP
-    stablelm.StableLmMLP vaultgemma.VaultGemmaMLP youtu.YoutuMLP
+    afmoe.AfmoeMLP axk1.AXK1MLP bamba.BambaMLP cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cwm.CwmMLP
+    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP dots1.Dots1MLP ernie4_5.Ernie4_5MLP
+    ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP
+    gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP
+    glm_moe_dsa.GlmMoeDsaMLP granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP
+    hunyuan_v1_dense.HunYuanDenseV1MLP hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP
+    jamba.JambaMLP kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP mellum.MellumMLP minicpm3.MiniCPM3MLP
+    ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP
+    olmoe.OlmoeMLP qwen2.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP qwen3_5_moe.Qwen3_5MoeMLP
+    qwen3_moe.Qwen3MoeMLP qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP
+    vaultgemma.VaultGemmaMLP youtu.YoutuMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -95,19 +104,24 @@ BERT_INTERMEDIATES = _names("""
 # Blocks and residuals -------------------------------------------------------------------------------------------------
 
 LLAMA_BLOCKS = _names("""
-    arcee.ArceeDecoderLayer bitnet.BitNetDecoderLayer cwm.CwmDecoderLayer deepseek_v2.DeepseekV2DecoderLayer
-    deepseek_v3.DeepseekV3DecoderLayer dots1.Dots1DecoderLayer ernie4_5.Ernie4_5DecoderLayer
-    ernie4_5_moe.Ernie4_5_MoeDecoderLayer exaone_moe.ExaoneMoeDecoderLayer flint.FlintDecoderLayer
-    gemma.GemmaDecoderLayer glm.GlmDecoderLayer glm4_moe.Glm4MoeDecoderLayer glm4_moe_lite.Glm4MoeLiteDecoderLayer
-    helium.HeliumDecoderLayer hunyuan_v1_dense.HunYuanDenseV1DecoderLayer hunyuan_v1_moe.HunYuanMoEV1DecoderLayer
-    hy_v3.HYV3DecoderLayer jais2.Jais2DecoderLayer laguna.LagunaDecoderLayer llama.LlamaDecoderLayer
-    mellum.MellumDecoderLayer ministral.MinistralDecoderLayer ministral3.Ministral3DecoderLayer
-    mistral.MistralDecoderLayer nanochat.NanoChatDecoderLayer olmo.OlmoDecoderLayer olmoe.OlmoeDecoderLayer
-    qwen2.Qwen2DecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer qwen3_moe.Qwen3MoeDecoderLayer
-    seed_oss.SeedOssDecoderLayer smollm3.SmolLM3DecoderLayer solar_open.SolarOpenDecoderLayer
-    starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
+    arcee.ArceeDecoderLayer axk1.AXK1DecoderLayer bitnet.BitNetDecoderLayer cwm.CwmDecoderLayer
+    deepseek_v2.DeepseekV2DecoderLayer deepseek_v3.DeepseekV3DecoderLayer deepseek_v32.DeepseekV32DecoderLayer
+    dots1.Dots1DecoderLayer ernie4_5.Ernie4_5DecoderLayer ernie4_5_moe.Ernie4_5_MoeDecoderLayer
+    exaone_moe.ExaoneMoeDecoderLayer flint.FlintDecoderLayer gemma.GemmaDecoderLayer glm.GlmDecoderLayer
+    glm4_moe.Glm4MoeDecoderLayer glm4_moe_lite.Glm4MoeLiteDecoderLayer helium.HeliumDecoderLayer
+    hunyuan_v1_dense.HunYuanDenseV1DecoderLayer hunyuan_v1_moe.HunYuanMoEV1DecoderLayer hy_v3.HYV3DecoderLayer
+    jais2.Jais2DecoderLayer laguna.LagunaDecoderLayer llama.LlamaDecoderLayer mellum.MellumDecoderLayer
+    ministral.MinistralDecoderLayer ministral3.Ministral3DecoderLayer mistral.MistralDecoderLayer
+    nanochat.NanoChatDecoderLayer olmo.OlmoDecoderLayer olmoe.OlmoeDecoderLayer qwen2.Qwen2DecoderLayer
+    qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer qwen3_moe.Qwen3MoeDecoderLayer seed_oss.SeedOssDecoderLayer
+    smollm3.SmolLM3DecoderLayer solar_open.SolarOpenDecoderLayer starcoder2.Starcoder2DecoderLayer
+    youtu.YoutuDecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
+PHI3_BLOCKS = _names("""
+    phi3.Phi3DecoderLayer
+""")
+"""Copies of Phi3DecoderLayer, which has dropout before its residuals."""
 GEMMA2_BLOCKS = _names("""
     gemma2.Gemma2DecoderLayer gemma3.Gemma3DecoderLayer
 """)
@@ -134,24 +148,25 @@ T5_FEED_FORWARDS = _names("""
 # Attention ------------------------------------------------------------------------------------------------------------
 
 CALL_EAGER_ATTENTION = _names("""
-    afmoe.AfmoeAttention albert.AlbertAttention apertus.ApertusAttention arcee.ArceeAttention bamba.BambaAttention
-    bart.BartAttention bert.BertCrossAttention bert.BertSelfAttention bert_generation.BertGenerationCrossAttention
-    bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention bitnet.BitNetAttention
-    blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention camembert.CamembertCrossAttention
-    camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention cohere2.Cohere2Attention
-    cohere2_moe.Cohere2MoeAttention ctrl.MultiHeadAttention cwm.CwmAttention data2vec.Data2VecTextCrossAttention
-    data2vec.Data2VecTextSelfAttention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention
-    detr.DetrCrossAttention detr.DetrSelfAttention distilbert.DistilBertSelfAttention dots1.Dots1Attention
-    electra.ElectraCrossAttention electra.ElectraSelfAttention ernie.ErnieCrossAttention ernie.ErnieSelfAttention
-    ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention
-    flex_olmo.FlexOlmoAttention gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention glm.GlmAttention
-    glm4.Glm4Attention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention gpt2.GPT2Attention
+    afmoe.AfmoeAttention albert.AlbertAttention apertus.ApertusAttention arcee.ArceeAttention axk1.AXK1Attention
+    bamba.BambaAttention bart.BartAttention bert.BertCrossAttention bert.BertSelfAttention
+    bert_generation.BertGenerationCrossAttention bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention
+    bitnet.BitNetAttention blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention
+    camembert.CamembertCrossAttention camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention
+    cohere2.Cohere2Attention cohere2_moe.Cohere2MoeAttention ctrl.MultiHeadAttention cwm.CwmAttention
+    data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention deepseek_v2.DeepseekV2Attention
+    deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention detr.DetrCrossAttention detr.DetrSelfAttention
+    distilbert.DistilBertSelfAttention dots1.Dots1Attention electra.ElectraCrossAttention electra.ElectraSelfAttention
+    ernie.ErnieCrossAttention ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention
+    exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention
+    gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention glm.GlmAttention glm4.Glm4Attention
+    glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention
     gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention granitemoe.GraniteMoeAttention
     granitemoehybrid.GraniteMoeHybridAttention granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention
     hubert.HubertAttention hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention
     hy_v3.HYV3Attention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention jamba.JambaAttention
-    kolibri1.Kolibri1Attention laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention llama.LlamaAttention
-    m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention mellum.MellumAttention
+    kolibri1.Kolibri1Attention laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
+    llama.LlamaAttention m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention mellum.MellumAttention
     minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention ministral3.Ministral3Attention
     mistral.MistralAttention mixtral.MixtralAttention mobilebert.MobileBertSelfAttention mt5.MT5Attention
     nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention olmo.OlmoAttention
@@ -204,13 +219,13 @@ ROTARY_ATTENTIONS = {
 """The copies of each attention layer that `attention` has a fused forward for; all of them call Llama's
 ``apply_rotary_pos_emb``, or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
-    afmoe.AfmoeAttention apertus.ApertusAttention bitnet.BitNetAttention deepseek_v3.DeepseekV3Attention
-    falcon.FalconAttention falcon.FalconFlashAttention2 flint.FlintAttention glm4_moe.Glm4MoeAttention
-    glm4_moe_lite.Glm4MoeLiteAttention gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention
-    granitemoe_swa.GraniteMoeSWAAttention granitemoehybrid.GraniteMoeHybridAttention hy_v3.HYV3Attention
-    laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention minicpm3.MiniCPM3Attention
-    ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention olmoe.OlmoeAttention
-    persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention
-    youtu.YoutuAttention
+    afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention bitnet.BitNetAttention
+    deepseek_v3.DeepseekV3Attention falcon.FalconAttention falcon.FalconFlashAttention2 falcon_h1.FalconH1Attention
+    flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
+    gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
+    granitemoehybrid.GraniteMoeHybridAttention hy_v3.HYV3Attention laguna.LagunaAttention lfm2.Lfm2Attention
+    lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention minicpm3.MiniCPM3Attention ministral3.Ministral3Attention
+    nanochat.NanoChatAttention olmo.OlmoAttention olmoe.OlmoeAttention persimmon.PersimmonAttention
+    qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention youtu.YoutuAttention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

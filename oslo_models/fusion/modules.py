@@ -95,6 +95,25 @@ class FusedLlamaBlock(nn.Module):
         return add_and_norm_ahead(self, self.mlp(normed), summed)
 
 
+class FusedPhi3Block(nn.Module):
+    """`FusedLlamaBlock` with dropout before each residual."""
+
+    input_layernorm: nn.Module
+    self_attn: nn.Module
+    resid_attn_dropout: nn.Module
+    post_attention_layernorm: nn.Module
+    mlp: nn.Module
+    resid_mlp_dropout: nn.Module
+    following: tuple[nn.Module, ...]
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or args or not isinstance(self.post_attention_layernorm, FusedRMSNorm):
+            return super().forward(hidden_states, *args, **kwargs)
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        normed, summed = self.post_attention_layernorm(self.resid_attn_dropout(attended), hidden_states)
+        return add_and_norm_ahead(self, self.resid_mlp_dropout(self.mlp(normed)), summed)
+
+
 class FusedGemma2Block(nn.Module):
     """The block of Gemma 2 and 3, whose outputs are normed before their residual is added."""
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from oslo_kernels.norm import add_norm
+from oslo_kernels.normed_rotary import normed_rotary
+from oslo_models.layers.norm import HeadParallelNorm
 
 
 class FusedRMSNorm(nn.Module):
@@ -39,8 +41,12 @@ class FusedRMSNorm(nn.Module):
             summed = hidden_states + residual
             return super().forward(summed), summed
         options = (self.variance_epsilon, False, self.offset, self.keeps_dtype)
-        normed, summed, _ = add_norm(hidden_states, residual, self.weight, None, *options)
+        normed, summed, _ = add_norm(hidden_states, residual, self.own_weight(), None, *options)
         return normed if residual is None else (normed, summed)
+
+    def own_weight(self) -> Tensor:
+        """The weight; of a norm of heads that other ranks apply to theirs, with a gradient that is summed over them."""
+        return self.with_summed_grad("weight") if isinstance(self, HeadParallelNorm) else self.weight
 
     def is_supported(self, hidden_states: Tensor, residual: Tensor | None = None) -> bool:
         """Whether the kernel gives the dtype of the norm of transformers, which may cast to a narrower one."""
@@ -105,6 +111,30 @@ class FusedLayerNorm(nn.LayerNorm):
         return right and dtype == self.weight.dtype and input.shape == residual.shape
 
 
+def norm_and_rotate(
+    norms: tuple[nn.Module, nn.Module], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Queries and keys, ``[batch, heads, length, width]``, with norms of heads and rotary positions, in one pass.
+
+    ``None`` if the norms have to be called by themselves.
+    """
+    first, second = norms
+    if not (isinstance(first, FusedRMSNorm) and isinstance(second, FusedRMSNorm) and cos.dim() == 3):
+        return None
+    if not all(_is_plain(norm, x) and norm.is_supported(x) for norm, x in ((first, query), (second, key))):
+        return None
+    of_both = [
+        (norm.weight.dtype, norm.variance_epsilon, norm.offset, norm.keeps_dtype, x.dtype)
+        for norm, x in ((first, query), (second, key))
+    ]
+    width_is_turned = cos.shape[-1] == query.shape[-1] and query.shape[-1] % 2 == 0
+    if of_both[0] != of_both[1] or not width_is_turned or cos.requires_grad or sin.requires_grad:
+        return None
+    options = (first.variance_epsilon, first.offset, first.keeps_dtype)
+    query, key, _ = normed_rotary(query, key, cos, sin, first.own_weight(), second.own_weight(), *options)
+    return query, key
+
+
 def add_and_norm_ahead(block: Any, x: Tensor, residual: Tensor) -> Tensor:
     """``x + residual``; where the norm that follows can be computed in the same pass, it is kept with the sum.
 
@@ -125,9 +155,12 @@ def add_and_norm_ahead(block: Any, x: Tensor, residual: Tensor) -> Tensor:
 
 
 def _is_at_hand(norm: FusedRMSNorm, x: Tensor) -> bool:
+    return _is_plain(norm, x) and not (torch.is_inference_mode_enabled() or norm.weight.is_inference())
+
+
+def _is_plain(norm: FusedRMSNorm, x: Tensor) -> bool:
     weight = norm.weight
     plain = type(weight) is nn.Parameter or bool(getattr(type(weight), "has_plain_storage", False))
     whole = weight.shape == x.shape[-1:] and weight.device == x.device
     hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
-    inference = torch.is_inference_mode_enabled() or weight.is_inference()
-    return plain and whole and not hooked and not inference
+    return plain and whole and not hooked

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from oslo_kernels.rotary import rotary
 from oslo_models.fusion.attention import FusedEagerAttention, fused_eager_attention
 from oslo_models.fusion.known_layers import ROTARY_ATTENTIONS
+from oslo_models.fusion.norms import norm_and_rotate
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,10 +62,6 @@ class FusedLlamaAttention(FusedEagerAttention):
         """Queries, keys and values, ``[batch, length, heads * width]``."""
         return self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
 
-    def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys, ``[batch, length, heads, width]``, after the norms of heads."""
-        return query, key
-
     def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, ``[batch, heads, length, width]``, with their positions."""
         return rotate(query, key, cos, sin)
@@ -94,7 +91,7 @@ class FusedLlamaAttention(FusedEagerAttention):
         """The fused forward: the layer's output, and the weights if the attention function returns them."""
         shape = hidden_states.shape[:-1]
         query, key, value = (x.view(*shape, -1, self.head_dim) for x in self.projected(hidden_states))
-        query, key, value = (x.transpose(1, 2) for x in (*self.normed(query, key), value))
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         query, key = self.positioned(query, key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -122,7 +119,13 @@ class FusedQwen3Attention(FusedQwen2Attention):
     k_norm: nn.Module
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return self.q_norm(query), self.k_norm(key)
+        """Queries and keys, ``[batch, heads, length, width]``, after the norms of heads."""
+        query, key = self.q_norm(query.transpose(1, 2)), self.k_norm(key.transpose(1, 2))
+        return query.transpose(1, 2), key.transpose(1, 2)
+
+    def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        both = norm_and_rotate((self.q_norm, self.k_norm), query, key, cos, sin)
+        return both or super().positioned(*self.normed(query, key), cos, sin)
 
 
 class FusedExaone4Attention(FusedQwen3Attention):
@@ -133,7 +136,7 @@ class FusedExaone4Attention(FusedQwen3Attention):
     def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if self.sliding_window is None or self.is_sliding:
             return super().positioned(query, key, cos, sin)
-        return query, key
+        return self.normed(query, key)
 
     def options(self) -> dict[str, Any]:
         return {"sliding_window": self.sliding_window if self.is_sliding else None}

@@ -32,14 +32,17 @@ from oslo_models.fusion.known_layers import (
     NEOX_MLPS,
     OLMO2_NORMS,
     PACKED_MLPS,
+    PHI3_BLOCKS,
     RMS_NORMS,
     ROTARY_LEFT_UNFUSED,
     T5_FEED_FORWARDS,
     layer_name,
+    layer_name_of,
 )
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
 from oslo_models.fusion.rotary_attention import ROTARY_CLASSES
 from oslo_models.fusion.swap import FusionCandidate
+from oslo_models.layers.norm import HeadParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.sharding.layout import EvenSplit, Layout
@@ -223,11 +226,19 @@ def _gelu(s: Subject) -> Iterator[FusionCandidate]:
     yield s.candidate("gelu", None, "is one operation of torch already")
 
 
+def _norm_layer(s: Subject) -> str:
+    """The layer of transformers that a norm is, or that each rank applies to its own heads."""
+    if s.cls.forward is not HeadParallelNorm.forward:
+        return s.layer
+    after = s.cls.__mro__[s.cls.__mro__.index(HeadParallelNorm) + 1 :]
+    return layer_name_of(after)
+
+
 def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
     if s.layer in RMS_NORMS:
         yield s.on_gpu("root mean square norm", triton=norms.FusedRMSNorm, apex=apex.ApexRMSNorm)
     else:
-        yield s.on_gpu("root mean square norm", triton=_NORMS[s.layer])
+        yield s.on_gpu("root mean square norm", triton=_NORMS[_norm_layer(s)])
 
 
 def _is_fused_layer_norm(s: Subject) -> bool:
@@ -296,6 +307,7 @@ def _gelu_mlp(s: Subject) -> Iterator[FusionCandidate]:
 
 _BLOCKS: dict[str, tuple[type, str]] = {
     **dict.fromkeys(LLAMA_BLOCKS, (fused.FusedLlamaBlock, "")),
+    **dict.fromkeys(PHI3_BLOCKS, (fused.FusedPhi3Block, "")),
     **dict.fromkeys(GEMMA2_BLOCKS, (fused.FusedGemma2Block, "")),
     "gpt2.GPT2Block": (fused.FusedGPT2Block, "ln_2"),
     "gpt_neo.GPTNeoBlock": (fused.FusedGPTNeoBlock, "ln_2"),
@@ -307,8 +319,8 @@ _BLOCKS: dict[str, tuple[type, str]] = {
 
 def _residual(s: Subject) -> Iterator[FusionCandidate]:
     attributes = None
-    if s.layer in LLAMA_BLOCKS or s.layer in GEMMA2_BLOCKS:
-        norm = s.module.post_attention_layernorm if s.layer in LLAMA_BLOCKS else s.module.pre_feedforward_layernorm
+    if s.layer in LLAMA_BLOCKS | PHI3_BLOCKS | GEMMA2_BLOCKS:
+        norm = s.module.pre_feedforward_layernorm if s.layer in GEMMA2_BLOCKS else s.module.post_attention_layernorm
         if layer_name(norm) not in _NORMS:
             yield s.candidate("residual", None, "the norm after it has no kernel that adds the residual")
             return
@@ -388,7 +400,7 @@ RULES: tuple[FusionRule, ...] = (
     FusionRule(lambda s: s.is_lm_head, _lm_head),
     FusionRule(lambda s: isinstance(s.module, NewGELUActivation), _gelu_new),
     FusionRule(lambda s: s.cls in (GELUActivation, GELUTanh), _gelu),
-    FusionRule(lambda s: s.layer in _NORMS, _rms_norm),
+    FusionRule(lambda s: _norm_layer(s) in _NORMS, _rms_norm),
     FusionRule(_is_fused_layer_norm, _layer_norm),
     FusionRule(lambda s: _gate_activation(s) is not None, _gated),
     FusionRule(lambda s: _gelu_form(s) is not None, _gelu_mlp),

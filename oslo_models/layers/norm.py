@@ -20,12 +20,22 @@ class HeadParallelNorm(nn.Module):
     tp: Axis
     layouts: dict[str, Layout]
 
+    def is_shared(self, name: str) -> bool:
+        """Whether other ranks apply elements of this parameter too."""
+        return self._parameters[name] is not None and (
+            self.layouts[name].dim is None or bool(self.layouts[name].overlaps)
+        )
+
+    def with_summed_grad(self, name: str) -> Any:
+        """A parameter whose gradient is summed over the ranks that apply it too."""
+        param = getattr(self, name)
+        return SumReplicatedGrad.apply(param, self.tp, self.layouts[name]) if self.is_shared(name) else param
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         attributes = vars(self)
-        for name, param in self._parameters.items():
-            if param is not None and (self.layouts[name].dim is None or self.layouts[name].overlaps):
-                # hides the parameter of this name
-                attributes[name] = SumReplicatedGrad.apply(getattr(self, name), self.tp, self.layouts[name])
+        for name in self._parameters:
+            if self.is_shared(name):
+                attributes[name] = self.with_summed_grad(name)  # hides the parameter of this name
         try:
             return super().forward(*args, **kwargs)
         finally:

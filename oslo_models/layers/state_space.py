@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from oslo_models.distributed.mesh import Axis
@@ -23,11 +24,16 @@ class StateSpaceModule(nn.Module):
         convolution: its name.
         filters: the layouts of its parameters. Ranks with heads of one group hold the same filters of what the group
             shares, and each has only the gradient that comes from its own heads.
+        scales: the name of a buffer with a factor for each output of ``in_proj``, or ``""``. It stays full, since
+            transformers computes it anew whenever a model is made.
+        scaled: the layout of the weight of ``in_proj``.
     """
 
     tp: Axis
     convolution: str
     filters: Mapping[str, Layout]
+    scales: str
+    scaled: Layout
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         convolution = getattr(self, self.convolution)
@@ -35,6 +41,9 @@ class StateSpaceModule(nn.Module):
         for name, layout in self.filters.items():
             if layout.overlaps:  # hides the parameter of this name
                 attributes[name] = SumReplicatedGrad.apply(getattr(convolution, name), self.tp, layout)
+        if self.scales:
+            own = self.scaled.ranges[self.tp.rank]
+            vars(self)[self.scales] = torch.cat([getattr(self, self.scales)[..., a:b] for a, b in own], -1)
         # A kernel for training would apply the norm and the output projection too, and sum over no ranks.
         self.training = training and self.tp.size == 1
         try:
@@ -44,3 +53,4 @@ class StateSpaceModule(nn.Module):
             self.training = training
             for name in self.filters:
                 attributes.pop(name, None)
+            vars(self).pop(self.scales, None)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, StaticCache
 from oslo_models import registry
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
-from oslo_models.fusion.decoding import Decoders, rounded_length
+from oslo_models.fusion.decoding import Decoders, rounded_length, without_waiting
 from oslo_models.fusion.narrow_weights import check_narrow, narrow
 from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
@@ -189,7 +189,10 @@ class FusableModel(PreTrainedModel):
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' greedy search and sampling."""
-        sample = partial(super()._sample, *args, **kwargs)
+        sample = super()._sample
+        if self._decodes_in_graphs:
+            sample = without_waiting(sample, self.device, kwargs.get("generation_config"), kwargs.get("streamer"))
+        sample = partial(sample, *args, **kwargs)
         return sample() if self._decoders is None else self._decoders.run(sample, kwargs.get("past_key_values"))
 
     def get_compiled_call(self, compile_config: Any) -> Any:

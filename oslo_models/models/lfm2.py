@@ -1,7 +1,7 @@
 """LFM2: Llama with gated short convolutions in place of attention in most blocks."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import Lfm2Config
 from transformers.models.lfm2 import modeling_lfm2 as hf
@@ -16,7 +16,7 @@ from oslo_models.sharding.plan import ColumnParallel, Entries, Norm, Plan, RowPa
 class Lfm2Parallel(LlamaParallel):
     """Sharding plan of the LFM2 family."""
 
-    norms = ("operator_norm", "ffn_norm")
+    norms: ClassVar[tuple[str, ...]] = ("operator_norm", "ffn_norm")
     head_norms = ("self_attn.q_layernorm", "self_attn.k_layernorm")
     mlp = {
         "feed_forward.w1": ColumnParallel(),

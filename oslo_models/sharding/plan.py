@@ -260,11 +260,13 @@ class StateSpace(LocalModule):
     Args:
         attributes: as of `LocalModule`.
         convolution: the name of its depthwise convolution, of which it uses the parameters.
+        scales: the name of a buffer ``[..., features]`` that scales the outputs of its ``in_proj``, if there is one.
 
     Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor parallelism).
     """
 
     convolution: str = "conv1d"
+    scales: str = ""
 
 
 Entries = Mapping[str, Replicated]

@@ -26,7 +26,7 @@ from support.reference import (
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 _OF_MAMBA = ("out_proj", "conv1d", "dt_proj")
-REFUSED = dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "nemotron_h"), _OF_MAMBA) | {
+REFUSED = dict.fromkeys(("mamba", "mamba2", "falcon_h1", "falcon_mamba", "nemotron_h"), _OF_MAMBA) | {
     "jamba": ("mamba.dt_proj",),
     "phimoe": ("router",),
 }

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
 
 from oslo_models import registry
-from oslo_models.fusion import apex, attention, known_layers, rotary_attention
+from oslo_models.fusion import apex, attention, known_layers, norms, rotary_attention
 from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.fusion.swap import Fusion
 
@@ -85,10 +85,13 @@ def attended(model: Any, batch: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
 def check_rotary(step: Step, n: int) -> None:
     """On every rank: loss, gradients, eager weights and decoding with a cache are those of transformers."""
     model = swapped(parallel_model(step.name, step.config, step.weights, n))
-    with spied(rotary_attention, "rotary") as rotary:
+    with spied(rotary_attention, "rotary") as rotary, spied(norms, "normed_rotary") as normed:
         lines = step_differences(model, step, without=LOGITS)
     layers = [m for m in model.modules() if isinstance(m, rotary_attention.FusedLlamaAttention)]
-    assert layers and (rotary.called or layers[0].rotary_ndims % 2)
+    if isinstance(layers[0], rotary_attention.FusedQwen3Attention):
+        assert normed.called and not rotary.called
+    else:
+        assert rotary.called or layers[0].rotary_ndims % 2
     model = parallel_model(step.name, step.config, step.weights, n, attn_implementation="eager").eval()
     batch = {key: step.batch[key] for key in ("input_ids", "attention_mask")}
     expected, tokens = attended(model, batch), decoded(model, batch)
@@ -181,6 +184,28 @@ def test_rows_that_the_rotary_kernel_does_not_support(seed: int) -> None:
         with spied(rotary_attention, "rotary") as rotary:
             assert all(map(torch.equal, rotary_attention.rotate(x, -x, cos, sin), expected))
         assert not rotary.called
+
+
+def test_norms_of_heads_with_hooks_run_by_themselves(seed: int) -> None:
+    """A hook sees what the norm gives, before the positions."""
+    name, config = zoo.lm_head("qwen3"), zoo.config("qwen3", num_hidden_layers=1)
+    model = registry.find(name).from_config_with_parallel(config, seed=seed, dtype=torch.float64)
+    batch = inputs_of(model, zoo.batch(name, config, seed))
+    norm, seen = model.model.layers[0].self_attn.k_norm, []
+
+    def note(module: Any, args: Any, output: Tensor) -> Tensor:
+        seen.append(output)
+        return 3 * output
+
+    hook = norm.register_forward_hook(note)
+    expected = outputs(model, batch)
+    with spied(norms, "normed_rotary") as both:
+        both_outputs = zip(outputs(swapped(model), batch), expected, strict=True)
+        lines = [line for own, plain in both_outputs for line in differences(*own, plain[1], TOLERANCE)]
+        assert not both.called and len(seen) == 2 and not lines, lines
+        hook.remove()
+        outputs(model, batch)
+        assert both.called
 
 
 def test_masks_of_integers_take_torch(seed: int) -> None:

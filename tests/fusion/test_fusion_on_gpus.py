@@ -52,7 +52,10 @@ WOULD = {  # what is swapped there beside the head, and which kernels then run
     "bloom": ({"attention", "residual", "head and cross entropy"}, {"masked_softmax"}),
     "gemma": ({"root mean square norm", "GeGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
     "gemma2": ({"root mean square norm", "GeGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
-    "gemma3_text": ({"root mean square norm", "GeGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
+    "gemma3_text": (
+        {"root mean square norm", "GeGLU", "residual", "attention"},
+        {"add_norm", "gated", "normed_rotary"},
+    ),
     "gpt2": ({"bias and GeLU", "LayerNorm", "residual", "attention"}, {"add_norm", "bias_gelu"}),
     "gpt_neo": ({"bias and GeLU", "LayerNorm", "residual"}, {"add_norm", "bias_gelu"}),
     "gpt_neox": ({"bias and GeLU", "attention"}, {"bias_gelu", "rotary"}),
@@ -60,14 +63,14 @@ WOULD = {  # what is swapped there beside the head, and which kernels then run
     "llama": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
     "qwen2": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
     "olmo2": ({"root mean square norm", "SwiGLU", "attention"}, {"add_norm", "gated", "rotary"}),
-    "phi3": ({"root mean square norm", "SwiGLU", "attention"}, {"add_norm", "gated_packed", "rotary"}),
-    "qwen3": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
+    "phi3": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated_packed", "rotary"}),
+    "qwen3": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "normed_rotary"}),
     "t5": ({"root mean square norm", "attention", "residual"}, {"add_norm"}),
 }
 KERNELS = {
     fused_layers: ("bias_dropout_residual",),
     mlps: ("bias_gelu", "gated", "gated_packed"),
-    norms: ("add_norm",),
+    norms: ("add_norm", "normed_rotary"),
     attention: ("masked_softmax",),
     rotary_attention: ("rotary",),
 }

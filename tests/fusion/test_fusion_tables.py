@@ -38,6 +38,7 @@ COPIES = {
     "GPTJ_MLPS": (gptj.GPTJMLP,),
     "BERT_INTERMEDIATES": (bert.BertIntermediate,),
     "LLAMA_BLOCKS": (llama.LlamaDecoderLayer,),
+    "PHI3_BLOCKS": (phi3.Phi3DecoderLayer,),
     "BERT_OUTPUTS": (bert.BertOutput,),
     "T5_FEED_FORWARDS": (t5.T5LayerFF,),
 }

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_part
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from oslo_kernels import cross_entropy, dropout, gated, gelu, norm, rotary, softmax
+from oslo_kernels import cross_entropy, dropout, gated, gelu, norm, normed_rotary, rotary, softmax
 from oslo_kernels.operation import operation
 
 from support import ROOT, kernel_cases
@@ -83,6 +83,10 @@ def formulas() -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
     def gemma(x: Tensor, y: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return rms(x + y, None, weight + 1), x + y
 
+    def heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, q: Tensor, k: Tensor, *_: Any) -> Any:
+        return apply_rotary_pos_emb(rms(query, None, q + 1), rms(key, None, k + 1), cos, sin)
+
+    q_and_k = (double(2, 3, 4, 6), double(2, 1, 4, 6))
     return {
         "gelu": (gelu.bias_gelu, lambda x, b, a: F.gelu(x + b, approximate=a), (x, bias, "none")),
         "gelu by tanh": (gelu.bias_gelu, lambda x, b, a: F.gelu(x + b, approximate=a), (x, bias, "tanh")),
@@ -100,7 +104,12 @@ def formulas() -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
             lambda s, m, k, c: (s * k + causal).softmax(-1),
             (scores, None, 0.3, True),
         ),
-        "rotary": (rotary.rotary, apply_rotary_pos_emb, (double(2, 3, 4, 6), double(2, 1, 4, 6), cos, sin)),
+        "rotary": (rotary.rotary, apply_rotary_pos_emb, (*q_and_k, cos, sin)),
+        "norm of heads and rotary": (
+            normed_rotary.normed_rotary,
+            heads,
+            (*q_and_k, cos, sin, double(6), double(6), 1e-5, 1.0, True),
+        ),
         "partial rotary": (rotary.rotary, rotate_part, (double(2, 3, 4, 9), double(2, 1, 4, 9), cos, sin)),
         "dropout": (
             dropout.bias_dropout_residual,

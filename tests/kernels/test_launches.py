@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oslo_kernels import cross_entropy, gated, language, long_norm, norm, rotary
+from oslo_kernels import cross_entropy, gated, language, long_norm, norm, normed_rotary, rotary
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion import linear_cross_entropy
 from oslo_models.layers.cross_entropy import VocabShard
@@ -42,7 +42,7 @@ def counted() -> Iterator[list[str]]:
         launches.names.append(kernel.__name__)
 
     with ExitStack() as stack:
-        for module in (cross_entropy, gated, long_norm, norm, rotary):
+        for module in (cross_entropy, gated, long_norm, norm, normed_rotary, rotary):
             stack.enter_context(mock.patch.object(module, "launch", note))
         stack.enter_context(mock.patch.object(cross_entropy, "triton", language))
         stack.enter_context(launches)
@@ -80,6 +80,12 @@ def test_launches_of_operations(width: int) -> None:
         statistics = torch.empty(2, 8, 1, device="cuda")
         # a kernel, or two for long rows, and the sum of the weight's partial gradients
         own = 1 + (width > norm.LONGEST)
+        whole, heads = torch.empty(1, 8, 64, device="cuda"), torch.empty(64, device="cuda")
+        normed = (q, k, whole, whole, heads, heads)
+        cases["norms of heads and rotary"] = (lambda: normed_rotary.normed_rotary_triton(*normed, 1e-5), 1)
+        cases["norms of heads and rotary backward"] = (  # and a sum for each of two weights
+            lambda: normed_rotary.normed_rotary_backward_triton(q, k, *normed, torch.empty(1, 8, 6, device="cuda")), 3
+        )  # fmt: skip
         cases["norm backward"] = (
             lambda: norm.add_norm_backward_triton(x, residual, residual, statistics, weight, False, 0.0, False), 1 + own
         )  # fmt: skip

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.integrations import moe
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError
 from oslo_models.cli.main import main
+from oslo_models.layers.experts import ParallelExperts
 
 from support import pipelines, zoo
 from support.float64 import lifted_casts
@@ -41,7 +46,7 @@ def test_step_with_auxiliary_loss_matches_on_three_ranks(
         pool.run(3, check_step, step, tmp_path, 3, options)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss", "qwen2_moe"])
+@pytest.mark.parametrize("model_type", zoo.cases(["mixtral", "gpt_oss", "qwen2_moe", "axk1", "deepseek_v32"]))
 def test_experts_over_a_part_of_the_ranks_match(pool: Pool, tmp_path: Path, seed: int, model_type: str) -> None:
     """Five experts over two groups of two ranks."""
     name = zoo.main_head(model_type)
@@ -93,6 +98,37 @@ def test_sizes_of_expert_parallelism_that_do_not_fit_are_refused(
     config = zoo.config("mixtral" if "Mixtral" in name else "llama")
     with pytest.raises(ValueError, match=message):
         cls.from_config_with_parallel(config, sizes[0], expert_parallel_size=sizes[1])
+
+
+def check_grouped_products(expert_parallel_size: int) -> None:
+    """On every rank: by default and in bfloat16, products of local experts are torch's grouped ones, in training too.
+
+    On a GPU the same code asks for its capability, which a stand-in answers; tensors are fake ones of a GPU there.
+    """
+    for model_type in ("mixtral", "gpt_oss"):
+        cls: Any = registry.find(zoo.lm_head(model_type))
+        config = zoo.config(model_type, intermediate_size=16)
+        given = {"expert_parallel_size": expert_parallel_size, "dtype": torch.bfloat16}
+        model = cls.from_config_with_parallel(config, 2, **given, gather_logits=True)
+        experts = next(module for module in model.modules() if isinstance(module, ParallelExperts))
+        loop = mock.patch.object(torch.ops.transformers, "grouped_mm_fallback", side_effect=AssertionError("a loop"))
+        with mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm) as grouped, loop:
+            model(**pipelines.batch(cls.__name__, config, 1)).loss.backward()
+        weights = [call.args[1] for call in grouped.call_args_list]
+        count = experts.down_proj.shape[0]
+        assert len(weights) == 2 * config.num_hidden_layers and all(len(weight) == count for weight in weights), [
+            x.shape for x in weights
+        ]
+        assert count == (5 if expert_parallel_size == 1 else (3, 2)[model.mesh.tp.rank])
+        assert weights[1].shape[1] == (8 if expert_parallel_size == 1 else 16)
+        with FakeTensorMode(), mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)) as asked:
+            x, offs = torch.empty(4, 24, device="cuda"), torch.empty(count, dtype=torch.int32, device="cuda")
+            assert moe._can_use_grouped_mm(x, torch.empty(count, 24, 8, device="cuda"), offs) and asked.called
+
+
+@pytest.mark.parametrize("expert_parallel_size", [1, 2])
+def test_products_of_experts_are_grouped(pool: Pool, expert_parallel_size: int) -> None:
+    pool.run(2, check_grouped_products, expert_parallel_size)
 
 
 def refuse_short_rows() -> None:

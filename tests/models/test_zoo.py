@@ -268,6 +268,13 @@ def test_laguna_with_other_numbers_of_heads_in_some_blocks_allows_one_rank_only(
         LagunaModel.plan(config).check_ranks("LagunaModel", "LagunaConfig", 2)
 
 
+def test_glm_5_with_shared_choices_of_positions_allows_one_stage_only() -> None:
+    config = zoo.config("glm_moe_dsa", indexer_types=["full", "shared"])
+    cls: Any = registry.find("GlmMoeDsaForCausalLM")
+    with pytest.raises(ValueError, match="is more than 1, all that GlmMoeDsaForCausalLM allows: with indexer_types"):
+        cls.from_config_with_parallel(config, pipeline_parallel_size=2)
+
+
 @pytest.mark.parametrize("name", ["Wav2Vec2ForSequenceClassification", "WhisperForAudioClassification"])
 def test_weighted_layer_sum_allows_one_stage_only(name: str) -> None:
     cls: Any = registry.find(name)

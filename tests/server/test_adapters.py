@@ -23,7 +23,6 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("peft", reason="peft is not installed")
 
 import peft
-from server.test_operations import PATH, Running, get, serving, wait_until
 
 from oslo_models.cli.main import main
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
@@ -32,6 +31,7 @@ from oslo_models.server.adapter_turns import AdapterTurns
 
 from support.corpora import tokenizer
 from support.http_server import connect, post_bytes, read_answer
+from support.served import PATH, Running, get, serving, wait_until
 
 NAMES = ("first", "second/v1.0")
 PROMPTS = ("def f", "import os", "a = 1", "class")

@@ -31,16 +31,7 @@ from support import ROOT
 from support.corpora import tokenizer
 from support.faults import gone
 from support.http_server import StubModel, connect, listening, post_bytes, read_answer
-
-PATH = "/v1/completions"
-
-
-def get(url: str, *headers: str, host: str = "elsewhere.example") -> tuple[int, dict[str, str], bytes]:
-    address, _, path = url.removeprefix("http://").partition("/")
-    lines = [f"GET /{path} HTTP/1.1", f"Host: {host}", *headers]
-    with connect(f"http://{address}", "\r\n".join(lines).encode() + b"\r\n\r\n") as connected:
-        return read_answer(connected)
-
+from support.served import PATH, get, serving, wait_until
 
 # Probes ---------------------------------------------------------------------------------------------------------------
 
@@ -122,13 +113,6 @@ def supervised(model: Dying, **policy: Any) -> Iterator[SimpleNamespace]:
     supervisor.stop()
 
 
-def wait_until(true: Any, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("failures", [0, 2])
 def test_workers_are_restarted_with_growing_delays_and_then_given_up(failures: int) -> None:
     """A start that fails counts as one."""
@@ -174,38 +158,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"n_positions": 512, "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": len(tokenizer())}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
     return folder
-
-
-class Running:
-    """``oslo-models serve`` in a process, and what it prints."""
-
-    def __init__(self, folder: Path, *options: object) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-        command = [sys.executable, "-m", "oslo_models", "serve", folder, "--port", 0, *options]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.process = subprocess.Popen([str(each) for each in command], env=environment, **pipes)
-        self.lines = list[str]()
-        threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()  # type: ignore[arg-type]
-
-    def says(self, text: str, seconds: float = 90.0) -> str:
-        """The line with this text, when it has come."""
-        wait_until(lambda: self.process.poll() is not None or any(text in line for line in list(self.lines)), seconds)
-        return next(line for line in self.lines if text in line)
-
-    @property
-    def workers(self) -> list[int]:
-        listed = subprocess.run(["ps", "--ppid", str(self.process.pid), "-o", "pid="], capture_output=True, text=True)
-        return [int(pid) for pid in listed.stdout.split()]
-
-
-@contextmanager
-def serving(folder: Path, *options: object) -> Iterator[Running]:
-    running = Running(folder, *options)
-    try:
-        yield running
-    finally:
-        running.process.kill()
-        running.process.wait()
 
 
 def ask(url: str, key: str, **body: Any) -> tuple[int, dict[str, str], bytes]:

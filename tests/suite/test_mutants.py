@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
+import weakref
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import BaseTorchFunctionMode
+from transformers.generation.utils import DeferredStopCheck
+from transformers.integrations import moe
 
 from oslo_models.distributed import autograd_collectives, collectives
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers import cross_entropy, linear
+from oslo_models.fusion import norms
+from oslo_models.layers import cross_entropy, linear, overlap
 from oslo_models.layers import vocab_parallel as vocab
 from oslo_models.modeling import base
 from oslo_models.modeling import forward as calls
@@ -31,10 +35,8 @@ from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, Plan
 
-from support import ROOT
+from support.mutants import MutantPool, Patch, load_test, with_mutant
 from support.pool import Pool, WorkerError
-
-Patch = pytest.MonkeyPatch
 
 
 def row_without_sum(patch: Patch) -> None:
@@ -190,7 +192,68 @@ def dropout_at_both_ends(patch: Patch) -> None:
 Caught = tuple[Callable[[Patch], None], str, dict[str, Any]]
 STAGES = {"tp": 1, "pp": 4}
 STEP = {"forward": 1.0, "backward": 2.0, "number": 4, "share_loss": False}
+
+
+def head_norms_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(norms.FusedRMSNorm, "own_weight", lambda self: self.weight)
+
+
+def sum_of_gradients_after_the_products(patch: Patch) -> None:
+    right = overlap.start_all_reduce
+    patch.setattr(overlap, "start_all_reduce", lambda axis, x: SimpleNamespace(wait=lambda: right(axis, x).wait()))
+
+
+def weight_gradients_of_one_layout(patch: Patch) -> None:
+    right = overlap._weight_gradient
+
+    def gradient(grad: Tensor, x: Tensor, transposed: bool) -> Tensor:
+        return right(grad, x, False).reshape(x.shape[-1], -1)
+
+    patch.setattr(overlap, "_weight_gradient", gradient)
+
+
+def layers_that_share_no_sum(patch: Patch) -> None:
+    def add(self: Any, layer: Any) -> None:
+        if not self._known:
+            self._known[id(layer)] = weakref.ref(layer)
+
+    patch.setattr(overlap.Siblings, "add", add)
+
+
+def norms_of_heads_without_their_hooks(patch: Patch) -> None:
+    patch.setattr(norms, "_is_plain", lambda norm, x: True)
+
+
+def a_token_too_many(patch: Patch) -> None:
+    patch.setattr(DeferredStopCheck, "finish", lambda self: 0)
+
+
+def experts_in_a_loop(patch: Patch) -> None:
+    patch.setattr(moe, "_can_use_grouped_mm", lambda *args: False)
+
+
 MUTANTS: dict[str, list[Caught]] = {
+    "fusion/test_fused_attention.py": [
+        (
+            head_norms_without_sum_of_gradients,
+            "test_rotary_attention_of_local_heads_matches_transformers",
+            {"variant": "qwen3"},
+        ),
+        (norms_of_heads_without_their_hooks, "test_norms_of_heads_with_hooks_run_by_themselves", {}),
+    ],
+    "fusion/test_late_stops.py": [(a_token_too_many, "test_tokens_are_the_same_and_nothing_waits", {})],
+    "layers/test_gradient_overlap.py": [
+        (
+            sum_of_gradients_after_the_products,
+            "test_sums_of_gradients_overlap_the_weights_products",
+            {"variant": "gpt2"},
+        ),
+        (weight_gradients_of_one_layout, "test_sums_of_gradients_overlap_the_weights_products", {"variant": "gpt2"}),
+        (layers_that_share_no_sum, "test_sums_of_gradients_overlap_the_weights_products", {"variant": "llama"}),
+    ],
+    "models/test_mixture_of_experts.py": [
+        (experts_in_a_loop, "test_products_of_experts_are_grouped", {"expert_parallel_size": 2}),
+    ],
     "models/test_parity.py": [
         (row_without_sum, "test_step_of_every_head_matches_transformers", {"variant": "gpt2", "n": 2}),
         (column_without_sum_of_gradients, "test_step_of_every_head_matches_transformers", {"variant": "gptj", "n": 2}),
@@ -313,31 +376,6 @@ MUTANTS: dict[str, list[Caught]] = {
 """By the file of the test: the mutant, the test that catches it, and the arguments of that."""
 
 
-def with_mutant(make: Callable[[Patch], None], function: Callable[..., Any], *args: Any) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        make(patch)
-        return function(*args)
-
-
-class MutantPool:
-    """A pool whose workers run everything with a mistake in the library."""
-
-    def __init__(self, pool: Pool, make: Callable[[Patch], None]) -> None:
-        self.pool, self.make = pool, make
-
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        return self.pool.run(world_size, with_mutant, self.make, function, *args, **kwargs)
-
-
-def load_test(file: str, name: str) -> Callable[..., None]:
-    """A test function, by its file below ``tests/``."""
-    path = ROOT / "tests" / file
-    if str(path.parent) not in sys.path:  # nothing of its folder was collected in this run
-        sys.path.insert(0, str(path.parent))
-    test: Callable[..., None] = getattr(importlib.import_module(path.stem), name)
-    return test
-
-
 @pytest.mark.parametrize(
     ("file", "make", "name", "arguments"),
     [(file, *caught) for file, rows in MUTANTS.items() for caught in rows],
@@ -348,8 +386,14 @@ def test_mutant_is_caught(
 ) -> None:
     """The test passes, and with the mutant it fails by an assertion."""
     test = load_test(file, name)
-    if "seed" in inspect.signature(test).parameters:
+    parameters = inspect.signature(test).parameters
+    if "seed" in parameters:
         arguments = {**arguments, "seed": seed}
+    if "pool" not in parameters:
+        test(**arguments)
+        with pytest.raises(AssertionError):
+            with_mutant(make, partial(test, **arguments))
+        return
     test(pool, **arguments)
     with pytest.raises((AssertionError, WorkerError)) as caught:
         test(MutantPool(pool, make), **arguments)

@@ -118,6 +118,11 @@ def _fit_latent_attention(values: Values, draw: random.Random) -> None:
     values["q_lora_rank"], values["v_head_dim"] = draw.choice((None, 9)), draw.randint(3, 5)
 
 
+def _fit_low_rank_query(values: Values, draw: random.Random) -> None:
+    _fit_latent_attention(values, draw)
+    values["q_lora_rank"] = 9
+
+
 def _fit_gptj(values: Values, draw: random.Random) -> None:
     values["rotary_dim"] = draw.choice(range(2, values["n_embd"] // values["n_head"] + 1, 2))
 
@@ -176,6 +181,12 @@ def _fit_phi(values: Values, draw: random.Random) -> None:
     values["hidden_size"] = values["num_attention_heads"] * draw.choice((4, 8))  # half of a head is rotated, in pairs
 
 
+def _fit_mamba2(values: Values, draw: random.Random) -> None:
+    heads = values["num_heads"]
+    values["head_dim"] = 2 * values["hidden_size"] // heads
+    values["n_groups"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
+
+
 def _fit_roformer(values: Values, draw: random.Random) -> None:
     values["embedding_size"] = draw.choice((values["hidden_size"], 20))
 
@@ -202,17 +213,21 @@ def _fit_albert(values: Values, draw: random.Random) -> None:
 FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "albert": _fit_albert,
     "codegen": _fit_codegen,
+    "axk1": _fit_low_rank_query,
     "convbert": _fit_convbert,
     "deepseek_v2": _fit_latent_attention,
     "deepseek_v3": _fit_latent_attention,
+    "deepseek_v32": _fit_low_rank_query,
     "detr": _fit_detr,
     "funnel": _fit_funnel,
     "glm4_moe_lite": _fit_latent_attention,
+    "glm_moe_dsa": _fit_low_rank_query,
     "gpt_neo": _fit_gpt_neo,
     "gptj": _fit_gptj,
     "helium": _fit_helium,
     "hubert": _fit_wav2vec2,
     "luke": _fit_luke,
+    "mamba2": _fit_mamba2,
     "minicpm3": _fit_latent_attention,
     "mobilebert": _fit_mobilebert,
     "persimmon": _fit_phi,

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from oslo_kernels import cross_entropy, dropout, gated, gelu, long_norm, ngrams, norm, rotary, softmax
+from oslo_kernels import cross_entropy, dropout, gated, gelu, long_norm, ngrams, norm, normed_rotary, rotary, softmax
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS = 128
@@ -67,6 +67,14 @@ BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
             6 if rest else 4,
         )
         for rest, back in ((0, False), (0, True), (64, False))
+    ),
+    *(
+        (kernel, {"HALF": half, "HEADS": elements // half, "BLOCK": half}, 4, loads, stores)
+        for kernel, elements, stores in (
+            (normed_rotary.normed_rotary_kernel, 2048, 8),
+            (normed_rotary.normed_rotary_backward_kernel, 1024, 4),
+        )
+        for half, loads in ((64, 20), (128, 8))
     ),
     *(
         (

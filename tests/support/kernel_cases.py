@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_kernels import cross_entropy, dropout, gated, gelu, ngrams, norm, rotary, softmax
+from oslo_kernels import cross_entropy, dropout, gated, gelu, ngrams, norm, normed_rotary, rotary, softmax
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(3, 5, 33), (2, 1500), (1, 1), (4, 64)]
@@ -49,6 +49,9 @@ def pointwise(dtype: torch.dtype) -> Iterator[Case]:
             for kind in gated.ACTIVATIONS:
                 yield "gated", gated.gated_triton, gated.reference, (x, y, kind)
                 yield "gated backward", gated.gated_backward_triton, gated.gated_backward.plain, (grad, x, y, kind)
+            dense = y.contiguous()  # rows at other distances than those of the gate
+            yield "gated", gated.gated_triton, gated.reference, (x, dense, "silu")
+            yield "gated backward", gated.gated_backward_triton, gated.gated_backward.plain, (grad, x, dense, "silu")
             packed = make(*shape[:-1], 2 * shape[-1]).to(dtype)
             for kind in ("silu", "gelu_tanh"):
                 yield "packed", gated.gated_packed_triton, gated.gated_packed.plain, (packed, kind)
@@ -110,6 +113,22 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
                     yield "rotary", rotary.rotary_triton, rotary.reference, args
 
 
+def normed_heads(dtype: torch.dtype) -> Iterator[Case]:
+    fused, plain = normed_rotary.normed_rotary_triton, normed_rotary.reference
+    fused_back, plain_back = normed_rotary.normed_rotary_backward_triton, normed_rotary.normed_rotary_backward.plain
+    for x in (torch.randn(2, 3, 4, 10), torch.randn(2, 5, 3, 10).transpose(1, 2), torch.randn(1, 18, 9, 256)):
+        key = spaced(len(x), 2, *x.shape[2:])
+        q, k, weights = x.to(dtype), key.to(dtype), torch.randn(2, x.shape[3])
+        for rows, own in {(1, dtype), (len(x), dtype), (1, torch.float32)}:
+            cos, sin = torch.randn(2, rows, *x.shape[2:]).to(own)
+            given = (q, k, cos, sin, *weights.to(own))
+            yield "normed rotary", fused, plain, (*given, 1e-5, 0.0, False)
+            yield "normed rotary", fused, plain, (*given, 0.5, 1.0, True)
+            statistics = plain(*given, 1e-5)[2]
+            args = (spaced(*x.shape).to(own), torch.randn(key.shape).to(own), *given, statistics)
+            yield "normed rotary backward", fused_back, plain_back, (*args, 1.0 if rows == 1 else 0.0)
+
+
 def losses(dtype: torch.dtype) -> Iterator[Case]:
     def changed(operation: Callable[..., Tensor]) -> Callable[..., Any]:
         def run(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -158,10 +177,13 @@ def blocking(dtype: torch.dtype) -> Iterator[Case]:
                 yield "n-grams", fused, plain, (scores, ids, size, source)
 
 
+KINDS = (pointwise, norms, attention, normed_heads, losses, blocking)
+
+
 def cases(dtype: torch.dtype, every: int) -> Iterator[Case]:
     """Of each operation the first case, and one every so many."""
     seen: dict[str, int] = {}
-    for kind in (pointwise, norms, attention, losses, blocking):
+    for kind in KINDS:
         for case in kind(dtype):
             seen[case[0]] = seen.get(case[0], -1) + 1
             if seen[case[0]] % every == 0:

@@ -98,6 +98,8 @@ _LATENT: dict[str, Any] = {
     **{"n_routed_experts": 5, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
 }
 
+_INDEXED = {"index_topk": 4, "index_head_dim": 6, "index_n_heads": 3}
+
 _GRANITE = {**_KV, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 _MOE_OF_GRANITE = {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 13}
 _SPARSE = {**_MIXTURE, "mlp_layer_types": ["dense", "sparse"]}
@@ -326,6 +328,14 @@ MORE: dict[str, Mapping[str, Any]] = {
     },
     "bamba": {**_KV, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True},
     "granitemoehybrid": {**_MOE_OF_GRANITE, **_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "falcon_h1": {
+        **{**_KV, **_MAMBA, "mamba_d_ssm": 48, "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 2.0]},
+        **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.5, 2.0]},
+    },
+    "axk1": {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v32": {**_LATENT, **_INDEXED, "mlp_layer_types": ["dense", "sparse"]},
+    "glm_moe_dsa": {**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"]},
+    "lfm3": {**_LLAMA, **_WINDOW, "num_hidden_layers": 3, "layer_types": [*_WINDOW["layer_types"], "conv"]},
     # without noise, its router does not sample
     "phimoe": {**_KV, **_MIXTURE, "num_local_experts": 5, "router_jitter_noise": 0.0},
     "lfm2": {**_KV, "layer_types": ["conv", "full_attention"], "conv_bias": True},
@@ -336,6 +346,8 @@ MORE: dict[str, Mapping[str, Any]] = {
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "falcon_h1-normed": ("falcon_h1", {**_KV, **_MAMBA, "mamba_d_ssm": 48, "mamba_rms_norm": True}),
+    "glm_moe_dsa-shared": ("glm_moe_dsa", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"]}),
     "bamba-one-group": ("bamba", {**_KV, **_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [0]}),
     # other configurations of the types of `MORE`, which divide in another way
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
@@ -383,6 +395,8 @@ SLOW_TESTS_ONLY = {
     *("hyperclovax", "jais2", "kolibri1", "laguna", "mellum", "minicpm3", "ministral3", "nanochat", "persimmon"),
     *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "modernbert-decoder"),
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
+    *("axk1", "deepseek_v32", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3"),
+    "glm_moe_dsa-shared",
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""

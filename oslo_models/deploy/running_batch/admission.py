@@ -12,8 +12,8 @@ from oslo_models.deploy.running_batch.limits import BatchLimits
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
 _STATEFUL = (
-    *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2"),
+    *("nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 EXCLUSIVE: Mapping[str, str] = {
     "openai-gpt": "it has no key-value cache",
@@ -22,6 +22,9 @@ EXCLUSIVE: Mapping[str, str] = {
     "xlnet": "it predicts with a query of its own, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
     "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"), "its cache holds the keys of an indexer beside those of attention"
+    ),
     **dict.fromkeys(_STATEFUL, _STATES),
 }
 """Types of decoders of the zoo that cannot join, and why. Of others it is not known: they do not join either."""

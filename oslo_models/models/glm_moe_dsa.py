@@ -1,0 +1,32 @@
+"""GLM-5: DeepSeek-V3.2 with blocks that may attend to the positions that an earlier block has chosen."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import GlmMoeDsaConfig
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as hf
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaPreTrainedModel
+
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.deepseek_v32 import DeepseekV32Parallel
+from oslo_models.sharding.plan import Plan
+
+
+class GlmMoeDsaParallel(DeepseekV32Parallel):
+    """Sharding plan of the GLM-5 family."""
+
+    optional = (*DeepseekV32Parallel.optional, "self_attn.indexer")
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        shared = "shared" in config.indexer_types
+        reason = "with indexer_types='shared', blocks need the positions that an earlier one has chosen"
+        return replace(super().plan(config), single_stage_reason=reason if shared else "")
+
+
+class GlmMoeDsaModel(GlmMoeDsaParallel, hf.GlmMoeDsaModel):
+    pass
+
+
+class GlmMoeDsaForCausalLM(GlmMoeDsaParallel, hf.GlmMoeDsaForCausalLM):
+    head_plan = LM_HEAD

@@ -1,0 +1,375 @@
+"""Without one of the guards behind docs/ecosystem.md, the test that its row names fails."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from support.mutants import Edit, MutantPool, load_test
+from support.pool import Pool
+
+SHARD, ADAPT, PEFT = "distributed.sharded_tensor", "modeling.adapters", "ecosystem/test_peft.py"
+ACCELERATOR, TRAINER, TRL = "integrations.accelerator", "integrations.trainer", "integrations.trl"
+PARAMETERS, OPTIONS = "modeling/test_sharded_parameters.py", "ecosystem/test_trainer_options.py"
+LLAMA, STAGES = {"variant": "llama", "tp": 3}, {"sizes": "pp=2"}
+CLIPS, DCP = (
+    "test_torch_clips_gradients_by_the_norm_of_the_full_model",
+    "test_torch_distributed_checkpoint_goes_on_at_other_sizes",
+)
+LORA, SAVED = "test_lora_trains_as_on_one_process", "test_adapters_are_saved_byte_for_byte_as_by_peft"
+REFUSES, MISUSE = "test_what_does_not_work_is_refused_by_name", "test_misuse_is_refused_on_every_rank"
+REPLICAS, PROMPTS = "test_replicas_are_the_processes", "test_prompts_train_as_on_one_process"
+UNSUITABLE = "test_unsuitable_arguments_are_refused_before_training"
+OTHER_SIZES = {"variant": "llama-one-kv", "saved": (2, 1), "loaded": (3, 1)}
+
+Row = tuple[str, str, str, str, dict[str, Any]]
+"""A function of the library, a piece of its source, what stands there instead; the test, its arguments."""
+
+FAST: dict[str, list[Row]] = {
+    PARAMETERS: [
+        (
+            f"{SHARD}:Sharding.counted",
+            "if self.counts else []",
+            "if True else []",
+            CLIPS,
+            {"variant": "gpt2", "tp": 1, "pp": 2},
+        ),
+        (
+            f"{SHARD}:_product",
+            "weight is not None and not _is_called_by_graph()",
+            "False",
+            "test_products_outside_of_layers_are_refused",
+            {},
+        ),
+        (
+            f"{SHARD}:_of_matrix",
+            "layout.dim is not None",
+            "layout.dim is None",
+            "test_optimizer_that_treats_shards_as_matrices_is_reported",
+            {},
+        ),
+    ],
+    "modeling/test_ddp_wrapping.py": [
+        (
+            "modeling.training:_require_replicas",
+            "set(ranks) <= set(mesh.dp.ranks)",
+            "True",
+            "test_ddp_over_stages_is_rejected",
+            {},
+        ),
+    ],
+    PEFT: [
+        (f"{ADAPT}.support:check_config", "initial not in _DATA_FREE", "False", REFUSES, {"kind": "PiSSA"}),
+    ],
+    "ecosystem/test_in_place_quantization.py": [
+        (
+            "modeling.replaced_layers:ShardedLayers._look_again",
+            "type(module) is not nn.Identity",
+            "False",
+            "test_replaced_layers_are_refused_and_wrapped_ones_are_not",
+            {},
+        ),
+    ],
+}
+"""One of each kind. By the file of the test."""
+
+SLOW: dict[str, list[Row]] = {
+    PARAMETERS: [
+        (
+            f"{SHARD}:_norm",
+            "sharding.counted(local_tensor(shard))",
+            "[local_tensor(shard)]",
+            CLIPS,
+            {"variant": "llama-one-kv", "tp": 2, "pp": 1},
+        ),
+        (
+            "distributed.partial_norm:PartialNorm.__torch_function__",
+            "first._reduced(local, first.mesh.model)",
+            "first._reduced(local, first.mesh.tp)",
+            CLIPS,
+            {"variant": "gpt2", "tp": 1, "pp": 2},
+        ),
+        ("distributed.checkpoint_chunks:_offsets", "index.start for", "0 * index.start for", DCP, OTHER_SIZES),
+        (f"{SHARD}:_size", "type(args[0]) is Shard", "False", DCP, OTHER_SIZES),
+        (
+            "modeling.training:_refuse_full_state_dict",
+            "options.full_state_dict",
+            "False",
+            "test_full_state_dict_of_torch_is_refused",
+            {},
+        ),
+        (
+            f"{SHARD}:_lookup",
+            "weight is not None",
+            "False",
+            "test_products_outside_of_layers_are_refused",
+            {},
+        ),
+        (f"{SHARD}:_view", "_is_weight(args[0])", "False", "test_products_outside_of_layers_are_refused", {}),
+        (f"{SHARD}:_cast", "_is_weight(args[0])", "False", "test_products_outside_of_layers_are_refused", {}),
+    ],
+    "modeling/test_counting.py": [
+        (
+            "modeling.counting:CountableModel.num_parameters",
+            "prod(self.layouts[name].shape) if name in self.layouts else param.numel()",
+            "param.numel()",
+            "test_num_parameters_is_that_of_the_full_model",
+            {"variant": "llama", "sizes": (2, 1)},
+        ),
+    ],
+    "ecosystem/test_accelerator.py": [
+        (f"{ACCELERATOR}:Accelerator.num_processes.fget", "self.mesh is None", "True", REPLICAS, {}),
+        (f"{ACCELERATOR}:Accelerator.process_index.fget", "self.mesh is None", "True", REPLICAS, {}),
+        (f"{ACCELERATOR}:Accelerator.check_trigger", "self.mesh is None", "True", REPLICAS, {}),
+        (
+            f"{ACCELERATOR}:Accelerator.use_model",
+            "self.mesh is None and self._dataloaders and model.is_model_parallelized()",
+            "False",
+            MISUSE,
+            {"how": "loader first", "message": "prepare the model first"},
+        ),
+        (
+            f"{ACCELERATOR}:Accelerator._check_setting",
+            "state.num_processes != mesh.world.size",
+            "False",
+            MISUSE,
+            {"how": "one process", "message": r"sees 1 process\(es\) of 2"},
+        ),
+        (
+            f"{ACCELERATOR}:Accelerator.get_state_dict",
+            "parallel is None or not parallel.is_model_parallelized()",
+            "True",
+            MISUSE,
+            {"how": "state dict", "message": "save_with_merging=True"},
+        ),
+        (
+            f"{ACCELERATOR}:Accelerator.prepare_model",
+            "process_group=parallel.mesh.dp.group, ",
+            "",
+            "test_loop_equals_one_process",
+            {"sizes": "tp=2, dp=2"},
+        ),
+        (
+            f"{ACCELERATOR}:Accelerator.load_state",
+            "model.load_optimizer(optimizer, folder)",
+            "pass",
+            "test_save_state_and_load_state",
+            {"sizes": "tp=2"},
+        ),
+        (
+            "integrations.stages:autocast_micro_batches",
+            "model.forward = MethodType(autocast_forward, model)",
+            "pass",
+            "test_mixed_precision_reaches_every_micro_batch",
+            STAGES,
+        ),
+    ],
+    "ecosystem/test_trainer.py": [
+        (
+            f"{TRAINER}:ParallelTrainerMixin.floating_point_ops",
+            "self._mesh.model.size",
+            "1",
+            "test_training_equals_one_process",
+            {"sizes": "tp=2"},
+        ),
+    ],
+    "ecosystem/test_trainer_evaluation.py": [
+        (
+            "integrations.stages:_concatenate",
+            ".sum()",
+            ".mean()",
+            "test_evaluation_equals_one_process",
+            STAGES,
+        ),
+    ],
+    "ecosystem/test_trainer_checkpoints.py": [
+        (
+            f"{TRAINER}:ParallelTrainerMixin._load_optimizer_and_scheduler",
+            'self.lr_scheduler.load_state_dict(state["scheduler"])',
+            "pass",
+            "test_resumed_training_equals_uninterrupted_training",
+            {"sizes": "tp=2"},
+        ),
+        (
+            f"{TRAINER}:ParallelTrainerMixin._load_from_checkpoint",
+            "not _is_complete(folder)",
+            "False",
+            "test_bad_checkpoints_are_refused",
+            {"how": "incomplete", "message": "has no valid"},
+        ),
+        (
+            f"{TRAINER}:ParallelTrainerMixin._load_best_model",
+            "self._parallel.from_parallelized(self.state.best_model_checkpoint)",
+            "pass",
+            "test_best_model_is_loaded_and_saved_for_transformers",
+            {"sizes": "tp=2"},
+        ),
+    ],
+    OPTIONS: [
+        (
+            f"{TRAINER}:ParallelTrainerMixin._share",
+            'broadcast_object(self._mesh.model, send_to_device(batch, "cpu"))',
+            "batch",
+            "test_ranks_of_a_replica_share_batches",
+            {"sizes": "pp=2", "streams": True},
+        ),
+        (
+            f"{TRAINER}:ParallelTrainerMixin._agree_on_control",
+            "bool(flag)",
+            "getattr(control, name)",
+            "test_a_callback_on_one_rank_speaks_for_all",
+            {},
+        ),
+        (
+            f"{TRAINER}:ParallelTrainerMixin._validate_args",
+            "self._staged is not None and self.compute_loss_func is not None",
+            "False",
+            UNSUITABLE,
+            {"what": "loss function"},
+        ),
+        (
+            f"{TRAINER}:ParallelTrainerMixin.hyperparameter_search",
+            "self._parallel is None",
+            "True",
+            "test_search_of_hyperparameters_is_refused",
+            {},
+        ),
+    ],
+    PEFT: [
+        (
+            f"{ADAPT}.adoption:_adopt_linear",
+            "tuner.lora_B if outputs",
+            "tuner.lora_B if not outputs",
+            LORA,
+            {**LLAMA, "options": "all linear"},
+        ),
+        (f"{ADAPT}.initial_values:_copy_shards", "leaf in values", "False", LORA, {**LLAMA, "options": "all linear"}),
+        (
+            f"{ADAPT}.layers:_AddsBeforeSharing.forward",
+            "shared: Tensor = base.share(output)",
+            "shared: Tensor = output",
+            "test_adapters_of_latent_attention_train_as_on_one_process",
+            {"kind": "LoRA"},
+        ),
+        (
+            f"{ADAPT}.experts:ParallelParamWrapper._sum_gradient_of_replicated_factor",
+            "copy_to(axis, factor.weight)",
+            "factor.weight",
+            "test_adapters_of_experts_train_as_on_one_process",
+            {"variant": "mixtral", "tp": 2, "ep": 1, "kind": "stacks"},
+        ),
+        (
+            f"{ADAPT}.adoption:_adopt_ia3",
+            "layout is not None and layout.overlaps",
+            "False",
+            "test_ia3_trains_as_on_one_process",
+            {**LLAMA, "options": "defaults"},
+        ),
+        (
+            f"{ADAPT}.saving:gather_parameters",
+            "gathered[name] = full",
+            "gathered[name] = full * 2",
+            SAVED,
+            {"kind": "LoRA", "tp": 2, "pp": 2},
+        ),
+        (
+            f"{ADAPT}.prompts:local_heads",
+            "copy_to(tp, x)[:, start:stop]",
+            "x[:, start:stop]",
+            PROMPTS,
+            {"variant": "llama-9-heads", "tp": 2, "kind": "prefix tuning"},
+        ),
+        (
+            f"{ADAPT}.support:check_config",
+            "config.peft_type not in INJECTED",
+            "False",
+            REFUSES,
+            {"kind": "LoHa"},
+        ),
+        (
+            f"{ADAPT}.support:check_layer",
+            "isinstance(base, VocabParallelHead)",
+            "False",
+            REFUSES,
+            {"kind": "IA3 on the head"},
+        ),
+        (
+            f"{ADAPT}.support:check_combination",
+            'kind not in ("cat", "linear")',
+            "False",
+            "test_combinations_of_whole_adapters_are_refused",
+            {},
+        ),
+        (
+            f"{ADAPT}.support:check_stages",
+            "any(stages) and not all(stages)",
+            "False",
+            "test_adapters_of_one_stage_are_refused_on_all",
+            {"targets": ["q_proj"], "layers": [0], "message": "has no layer on"},
+        ),
+    ],
+    "ecosystem/test_peft_zoo.py": [
+        (
+            f"{ADAPT}.support:check_layer",
+            'isinstance(getattr(base, "weight", None), ShardedParameter)',
+            "False",
+            "test_layers_that_a_mixer_does_not_call_are_refused",
+            {},
+        ),
+    ],
+    "ecosystem/test_trl.py": [
+        (
+            f"{TRL}.head:_score",
+            "logit_scaling(model.config, temperature)",
+            "logit_scaling(model.config, 2 * temperature)",
+            "test_tensor_parallel",
+            {"kind": "SFT"},
+        ),
+        (f"{TRL}.refusals:check_trl_arguments", "if given:", "if False:", REFUSES, {"what": "offloading"}),
+        (f"{TRL}.refusals:check_trl_arguments", "mesh.pp.size > 1", "False", REFUSES, {"what": "stages, SFT"}),
+        (
+            f"{TRAINER}:ParallelTrainerMixin._check_class",
+            "of_trl is not None",
+            "False",
+            "test_other_trainers_of_trl_are_refused",
+            {},
+        ),
+    ],
+    "checkpoint/test_quantized.py": [
+        (
+            "checkpoint.quantized.packed:_product",
+            "packing.compute_dtype or given",
+            "torch.float32",
+            "test_adapters_train_over_quantized_weights",
+            {"name": "gptq"},
+        ),
+    ],
+}
+"""The others; `make test-zoo` runs them."""
+
+
+def cases() -> list[Any]:
+    found = []
+    for table, marks in ((FAST, ()), (SLOW, pytest.mark.zoo)):
+        for file, rows in table.items():
+            for function, old, new, test, arguments in rows:
+                name = f"{function.partition(':')[2]}-{old[:20]}-{test}"
+                found.append(pytest.param(file, Edit(function, old, new), test, arguments, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("file", "edit", "name", "arguments"), cases())
+def test_guard_is_needed(
+    request: pytest.FixtureRequest, pool: Pool, file: str, edit: Edit, name: str, arguments: dict[str, Any]
+) -> None:
+    """The test, which passes in the same run, fails with the mistake."""
+    with pytest.MonkeyPatch.context() as patch:
+        edit(patch)  # it is where it is said to be
+    test = load_test(file, name)
+    given = {
+        each: request.getfixturevalue(each) for each in inspect.signature(test).parameters if each not in arguments
+    }
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        test(**{**given, "pool": MutantPool(pool, edit)}, **arguments)

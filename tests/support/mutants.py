@@ -1,0 +1,98 @@
+"""Mistakes that are put into the library while a test runs, to see that the test fails."""
+
+from __future__ import annotations
+import __future__
+
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, ModuleType
+from typing import Any
+
+import pytest
+
+from support import ROOT
+from support.pool import Pool
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A mistake in one function: a piece of its source, and what stands there instead.
+
+    Attributes:
+        function: ``module:name`` or ``module:Class.name``, in ``oslo_models``.
+        old: a piece that is in its source once.
+        new: what replaces it.
+    """
+
+    function: str
+    old: str
+    new: str
+
+    def __call__(self, patch: Patch) -> None:
+        """Replace the code of the function in place, so that whoever has imported it runs the mistake too.
+
+        Raises:
+            LookupError: the function, or the piece of its source, is not there (any more).
+        """
+        function = self._find()
+        source = textwrap.dedent(inspect.getsource(function))
+        if source.count(self.old) != 1:
+            raise LookupError(f"{self.old!r} is {source.count(self.old)} times in {self.function}")
+        source = source.replace(self.old, self.new)
+        if "__class__" in function.__code__.co_freevars:  # of super()
+            source = "def around(__class__):\n" + textwrap.indent(source, "    ")
+        flags = __future__.annotations.compiler_flag
+        compiled = compile(source, inspect.getfile(function), "exec", flags, dont_inherit=True)
+        patch.setattr(function, "__code__", next(_codes_of(compiled, function.__name__)))
+
+    def _find(self) -> Any:
+        module, _, path = self.function.partition(":")
+        found: Any = importlib.import_module(f"oslo_models.{module}")
+        for name in path.split("."):
+            if isinstance(found, (type, ModuleType)):
+                if name not in vars(found):
+                    raise LookupError(f"there is no {self.function}")
+                found = vars(found)[name]
+            else:
+                found = getattr(found, name)  # the functions of a property
+        return inspect.unwrap(getattr(found, "__func__", found))
+
+
+def _codes_of(code: CodeType, name: str) -> Iterator[CodeType]:
+    """The code of the functions of a name, the outer ones first."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            if inner.co_name == name:
+                yield inner
+            yield from _codes_of(inner, name)
+
+
+def with_mutant(make: Callable[[Patch], None], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        make(patch)
+        return function(*args, **kwargs)
+
+
+class MutantPool:
+    """A pool whose workers run everything with a mistake in the library."""
+
+    def __init__(self, pool: Pool, make: Callable[[Patch], None]) -> None:
+        self.pool, self.make = pool, make
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return self.pool.run(world_size, with_mutant, self.make, function, *args, **kwargs)
+
+
+def load_test(file: str, name: str) -> Callable[..., None]:
+    """A test function, by its file below ``tests/``."""
+    path = ROOT / "tests" / file
+    if str(path.parent) not in sys.path:  # nothing of its folder was collected in this run
+        sys.path.insert(0, str(path.parent))
+    test: Callable[..., None] = getattr(importlib.import_module(path.stem), name)
+    return test

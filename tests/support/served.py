@@ -1,0 +1,64 @@
+"""``oslo-models serve`` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from support import ROOT
+from support.http_server import connect, read_answer
+
+PATH = "/v1/completions"
+
+
+def get(url: str, *headers: str, host: str = "elsewhere.example") -> tuple[int, dict[str, str], bytes]:
+    address, _, path = url.removeprefix("http://").partition("/")
+    lines = [f"GET /{path} HTTP/1.1", f"Host: {host}", *headers]
+    with connect(f"http://{address}", "\r\n".join(lines).encode() + b"\r\n\r\n") as connected:
+        return read_answer(connected)
+
+
+def wait_until(true: Any, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Running:
+    """``oslo-models serve`` in a process, and what it prints."""
+
+    def __init__(self, folder: Path, *options: object) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+        command = [sys.executable, "-m", "oslo_models", "serve", folder, "--port", 0, *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen([str(each) for each in command], env=environment, **pipes)
+        self.lines = list[str]()
+        threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()  # type: ignore[arg-type]
+
+    def says(self, text: str, seconds: float = 90.0) -> str:
+        """The line with this text, when it has come."""
+        wait_until(lambda: self.process.poll() is not None or any(text in line for line in list(self.lines)), seconds)
+        return next(line for line in self.lines if text in line)
+
+    @property
+    def workers(self) -> list[int]:
+        listed = subprocess.run(["ps", "--ppid", str(self.process.pid), "-o", "pid="], capture_output=True, text=True)
+        return [int(pid) for pid in listed.stdout.split()]
+
+
+@contextmanager
+def serving(folder: Path, *options: object) -> Iterator[Running]:
+    running = Running(folder, *options)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
