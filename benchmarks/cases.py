@@ -14,7 +14,7 @@ OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformer
 OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_models"
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
-OUR_EXPERTS = "oslo_models-ep2"
+OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
 OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
 SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
@@ -122,7 +122,7 @@ def _cases_of(model: str, label: str, peers: tuple[str, ...]) -> list[Case]:
 
 def _mixtures_of(model: str, label: str) -> list[Case]:
     """Generation and training of a mixture of experts, with tensor and with expert parallelism over two ranks."""
-    peers = (ALONE, NATIVE, OURS, OUR_EXPERTS)
+    peers = (ALONE, NATIVE, NATIVE_EXPERTS, OURS, OUR_EXPERTS)
     return [case for case in _cases_of(model, label, peers) if case.runner in (measure.generate, measure.train)]
 
 

@@ -22,6 +22,13 @@ def _native(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return _alone(cls, checkpoint, distributed_config=DistributedConfig(tp_size=2), **kwargs)
 
 
+def _native_experts(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    """As `_native`, with the experts as a whole on one of the two ranks each."""
+    from transformers import DistributedConfig
+
+    return _alone(cls, checkpoint, distributed_config=DistributedConfig(tp_size=2, ep_size=2), **kwargs)
+
+
 def _ours(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     import oslo_models
 
@@ -125,6 +132,7 @@ PEERS = {
         # PASSIVE: two threads that spin while they wait would slow each other down when anything else runs
         Peer("transformers", 1, 2, _alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("transformers-tp2", 2, 1, _native, needs=("accelerate",)),
+        Peer("transformers-ep2", 2, 1, _native_experts, needs=("accelerate",)),
         Peer("oslo_models", 1, 2, _ours_alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("oslo_models-tp2", 2, 1, _ours),
         Peer("oslo_models-ep2", 2, 1, _our_experts),

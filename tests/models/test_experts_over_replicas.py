@@ -59,6 +59,7 @@ AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
         ("mixtral", (1, 1, 2), 4, "eager"),
         ("mixtral", (2, 1, 4), 2, "batched_mm"),
         ("glm4_moe", (2, 1, 4), 2, "eager"),
+        ("mixtral", (4, 1, 2), 1, "eager"),
         pytest.param("mixtral", (1, 1, 4), 4, "grouped_mm", marks=pytest.mark.zoo),
         pytest.param("mixtral", (1, 2, 2), 2, "eager", marks=pytest.mark.zoo),
         pytest.param("gpt_oss", (1, 1, 2), 2, "eager", marks=pytest.mark.zoo),
