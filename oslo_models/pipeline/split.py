@@ -274,6 +274,20 @@ _WITHOUT_LENGTH = {"conv", "linear_attention", "moe", "mlp"}
 """The types of blocks whose part of a cache does not tell how many positions it has seen."""
 
 
+def _with_own(kind: type[Any], name: str, own: list[str]) -> type[Any]:
+    """A class of configurations in which the property ``name`` is ``own``, and which can be pickled."""
+
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _restore_config, (kind, name, own), vars(self)
+
+    return type(kind.__name__, (kind,), {name: own, "__module__": kind.__module__, "__reduce__": reduce})
+
+
+def _restore_config(kind: type[Any], name: str, own: list[str]) -> Any:
+    """The inverse of pickling, before the values are set."""
+    return object.__new__(_with_own(kind, name, own))
+
+
 def _restrict_layer_types(model: PreTrainedModel, local: Range) -> dict[str, Any]:
     """Restrict ``config.layer_types`` to the local blocks, whose layer numbers now start at zero.
 
@@ -289,7 +303,7 @@ def _restrict_layer_types(model: PreTrainedModel, local: Range) -> dict[str, Any
     kind = type(model.config)
     name = getattr(kind, "attribute_map", {}).get("layer_types", "layer_types")
     if isinstance(getattr(kind, name, None), property):  # which computes them, from numbers that stay
-        model.config.__class__ = type(kind.__name__, (kind,), {name: own, "__module__": kind.__module__})
+        model.config.__class__ = _with_own(kind, name, own)
         return {"__class__": kind}
     model.config.layer_types = own
     return {"layer_types": full}

@@ -358,7 +358,19 @@ class Plan:
         if count > 1 and self.single_rank_reason:
             raise ValueError(f"{more} 1, all that {name} allows: {self.single_rank_reason}")
         if limit is not None and count > limit:
-            raise ValueError(f"{more} num_attention_heads={limit} of {config}; use 1 to {limit}")
+            raise ValueError(f"{more} {self._limiting_heads(limit)} of {config}; use 1 to {limit}")
+
+    def _limiting_heads(self, limit: int) -> str:
+        """Which heads allow at most ``limit`` ranks. State-space and linear-attention layers have an ``A_log``."""
+        modules = {
+            (name.split(".")[0], f"{name.split('.')[0]}.A_log" in entries)
+            for entries in self.blocks.values()
+            for name, entry in entries.items()
+            if entry.max_ranks() == limit
+        }
+        if modules and all(is_recurrent for _, is_recurrent in modules):
+            return f"the {limit} heads of each {' and '.join(sorted(module for module, _ in modules))}"
+        return f"num_attention_heads={limit}"
 
     def check_stages(self, name: str, count: int) -> None:
         """Raise ``ValueError`` if the model ``name`` cannot be split into ``count`` pipeline stages at all."""

@@ -63,6 +63,16 @@ def test_tensor_parallel_size_is_at_most_the_number_of_heads(pool: Pool) -> None
         assert message == "tensor_parallel_size=5 is more than num_attention_heads=4 of GPT2Config; use 1 to 4"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "heads"),
+    [("mamba2", "the 6 heads of each mixer"), ("qwen3_next", "the 3 heads of each linear_attn")],
+)
+def test_heads_that_are_not_of_attention_are_named(model_type: str, heads: str) -> None:
+    cls: Any = getattr(oslo_models, zoo.main_head(model_type))
+    with pytest.raises(ValueError, match=f"tensor_parallel_size=7 is more than {heads} of .*Config; use 1 to"):
+        cls.from_config_with_parallel(zoo.config(model_type), 7)
+
+
 def test_pipeline_parallel_size_is_at_most_the_number_of_blocks(pool: Pool) -> None:
     for message in refused(pool, 4, from_config, pipeline_parallel_size=4):
         assert "pipeline_parallel_size=4 is more than the 3 blocks of GPT2LMHeadModel; use 1 to 3" in message

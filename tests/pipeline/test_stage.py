@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -259,6 +261,18 @@ def test_experts_cost_what_they_compute_for_a_token() -> None:
     changes = {"num_hidden_layers": 4, "mlp_only_layers": [0, 1], "num_experts": 8, "vocab_size": 8}
     config = zoo.config("qwen3_moe", **changes, intermediate_size=64, moe_intermediate_size=32, num_experts_per_tok=2)
     assert make_stage("Qwen3MoeForCausalLM", config, 0, 2)[1].ranges == ((0, 2), (2, 4))
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "jamba", "mamba2"])
+def test_configuration_of_a_stage_can_be_pickled_and_copied(model_type: str) -> None:
+    """Transformers computes the types of these blocks, and a stage has its own."""
+    own, full = (zoo.config(model_type, num_hidden_layers=4) for _ in range(2))
+    make_stage(zoo.main_head(model_type), own, 1, 2)
+    assert own.layer_types != full.layer_types
+    for again in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own)):
+        assert again.layer_types == own.layer_types
+        assert again.to_dict() == own.to_dict()
+        assert isinstance(again, type(full))
 
 
 @pytest.mark.parametrize("vocab", [50, 150, 200, 250])
