@@ -93,7 +93,7 @@ ENDLESS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 def _cases_of(model: str, label: str, peers: tuple[str, ...]) -> list[Case]:
     """Generation and training of one model; the first peer is the baseline. transformers-tp2 does not support GPT-2."""
     few = {"batch": 2, "length": 8, "timed": 1}
-    counted = tuple(peer for peer in (NATIVE, OURS) if peer in peers)
+    counted = tuple(peer for peer in (NATIVE, NATIVE_EXPERTS, OURS, OUR_EXPERTS) if peer in peers)
     return [
         *(
             Case(
@@ -122,8 +122,7 @@ def _cases_of(model: str, label: str, peers: tuple[str, ...]) -> list[Case]:
 
 def _mixtures_of(model: str, label: str) -> list[Case]:
     """Generation and training of a mixture of experts, with tensor and with expert parallelism over two ranks."""
-    peers = (ALONE, NATIVE, NATIVE_EXPERTS, OURS, OUR_EXPERTS)
-    return [case for case in _cases_of(model, label, peers) if case.runner in (measure.generate, measure.train)]
+    return _cases_of(model, label, (ALONE, NATIVE, NATIVE_EXPERTS, OURS, OUR_EXPERTS))
 
 
 def _stages_of(model: str, label: str, peers: tuple[str, ...]) -> Case:
