@@ -93,18 +93,30 @@ def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, len
 def train_lora(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int, rank: int
 ) -> Result:
-    """As `train`, of LoRA adapters in all linear layers, which peft begins with the same values on all peers."""
+    """As `train`, of LoRA adapters in all linear layers, which peft begins with the same values on all peers.
+
+    Memory counts from a process that has trained a tiny model, as in `train_in_stages`.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
+
+    from benchmarks.instruments import PeakMemory
 
     def load(cls: str, checkpoint: Path) -> Any:
         base = peer.load(cls, checkpoint)
         torch.manual_seed(0)
         return get_peft_model(base, LoraConfig(r=rank, target_modules="all-linear"))
 
+    model, step = peer.trainer(load, cls, tiny)
+    step(tokens(model, batch, 8))
+    del model, step
+    memory = PeakMemory()
     model, step = peer.trainer(load, cls, checkpoint)
-    seconds, losses = _steps(step, tokens(model, batch, length), timed)
-    return Result({"training step": statistics.median(seconds)}, losses[:2])
+    ids = tokens(model, batch, length)
+    seconds, losses = _steps(step, ids, timed)
+    with memory.watched():
+        step(ids)
+    return Result({"training step": statistics.median(seconds), **memory.growth}, losses[:2])
 
 
 def train_in_stages(

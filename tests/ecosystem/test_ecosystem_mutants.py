@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 
 from support.mutants import Edit, MutantPool, load_test
 from support.pool import Pool
@@ -21,6 +22,7 @@ CLIPS, DCP = (
 LORA, SAVED = "test_lora_trains_as_on_one_process", "test_adapters_are_saved_byte_for_byte_as_by_peft"
 REFUSES, MISUSE = "test_what_does_not_work_is_refused_by_name", "test_misuse_is_refused_on_every_rank"
 REPLICAS, PROMPTS = "test_replicas_are_the_processes", "test_prompts_train_as_on_one_process"
+TORCHAO = "test_what_torchao_cannot_do_with_shards_is_refused"
 UNSUITABLE = "test_unsuitable_arguments_are_refused_before_training"
 OTHER_SIZES = {"variant": "llama-one-kv", "saved": (2, 1), "loaded": (3, 1)}
 
@@ -337,6 +339,72 @@ SLOW: dict[str, list[Row]] = {
             {},
         ),
     ],
+    "modeling/test_copying.py": [
+        (
+            f"{SHARD}:Shard.__deepcopy__",
+            ".clone(memory_format=torch.preserve_format)",
+            "",
+            "test_copy_of_a_sharded_model_computes_as_one_process",
+            {"variant": "llama"},
+        ),
+    ],
+    "modeling/test_selective_checkpointing.py": [
+        (
+            "layers.linear:_add_bias",
+            "torch.is_grad_enabled() and has_dispatch_mode()",
+            "False",
+            "test_step_with_selective_checkpointing_matches_one_process",
+            {"variant": "gpt2", "policy": "everything"},
+        ),
+    ],
+    "ecosystem/test_peft_threads.py": [
+        (
+            "compat.tensor_parallel.adapters:shard_with_adapters",
+            "if tuner.merged:",
+            "if False:",
+            "test_what_threads_do_not_support_is_refused",
+            {},
+        ),
+        (
+            "compat.tensor_parallel.adapters:_follow_first_part",
+            "vars(module)[state] = copy.copy(vars(first)[state])",
+            "pass",
+            "test_many_adapters",
+            {},
+        ),
+    ],
+    "ecosystem/test_peft_deployed.py": [
+        (
+            "deploy.engine:Engine.call",
+            "self._restoring not in (None, threading.get_ident())",
+            "False",
+            "test_deployed_model_computes_with_its_active_adapters",
+            {"tp": 2, "pp": 1},
+        ),
+        (
+            "deploy.adapters:_without",
+            "call[1][1] not in names",
+            "True",
+            "test_deployed_model_computes_with_its_active_adapters",
+            {"tp": 2, "pp": 1},
+        ),
+    ],
+    "server/test_adapters.py": [
+        (
+            "server.adapter_turns:AdapterTurns._admit",
+            "any(call.adapter != self._turn for call in self._waiting)",
+            "False",
+            "test_adapters_take_turns_in_the_order_of_arrival",
+            {},
+        ),
+        (
+            "server.adapter_turns:AdapterTurns._switch_to",
+            "self._active = _UNKNOWN",
+            "self._active = adapter",
+            "test_cancelled_calls_leave_the_queue_and_failed_switches_are_tried_again",
+            {},
+        ),
+    ],
     "checkpoint/test_quantized.py": [
         (
             "checkpoint.quantized.packed:_product",
@@ -349,10 +417,51 @@ SLOW: dict[str, list[Row]] = {
 }
 """The others; `make test-zoo` runs them."""
 
+QUANTIZED: dict[str, list[Row]] = {
+    "ecosystem/test_in_place_quantization.py": [
+        ("modeling.quantizing:quantize_linear_layers", "if problems", "if False", TORCHAO, {}),
+        ("modeling.quantizing:check_not_quantized", "is_quantized(tensor)", "False", TORCHAO, {}),
+        (
+            "modeling.replaced_layers:_is_sharded",
+            "isinstance(",
+            "not isinstance(",
+            "test_float8_training_is_refused",
+            {},
+        ),
+    ],
+    "ecosystem/test_qlora.py": [
+        (
+            "modeling.packing:check_combination",
+            "settings is not None",
+            "False",
+            "test_weights_that_stay_quantized",
+            {"tp": 2, "pp": 1, "dtype": torch.bfloat16},
+        ),
+        (
+            "checkpoint.quantized.packed:PackedWeight.__torch_dispatch__",
+            "argument.alias_info.is_write",
+            "False",
+            "test_weights_that_stay_quantized",
+            {"tp": 2, "pp": 1, "dtype": torch.bfloat16},
+        ),
+        (
+            "modeling.adapters.initial_values:_type_of_adapters",
+            "dtype.itemsize < 4",
+            "False",
+            "test_over_bitsandbytes_in_bfloat16",
+            {},
+        ),
+    ],
+}
+"""Those of quantisation, whose libraries have to be installed."""
+
+
+QUANTIZATION = (pytest.mark.zoo, pytest.mark.quantization)
+
 
 def cases() -> list[Any]:
     found = []
-    for table, marks in ((FAST, ()), (SLOW, pytest.mark.zoo)):
+    for table, marks in ((FAST, ()), (SLOW, pytest.mark.zoo), (QUANTIZED, QUANTIZATION)):
         for file, rows in table.items():
             for function, old, new, test, arguments in rows:
                 name = f"{function.partition(':')[2]}-{old[:20]}-{test}"
@@ -365,11 +474,11 @@ def test_guard_is_needed(
     request: pytest.FixtureRequest, pool: Pool, file: str, edit: Edit, name: str, arguments: dict[str, Any]
 ) -> None:
     """The test, which passes in the same run, fails with the mistake."""
-    with pytest.MonkeyPatch.context() as patch:
-        edit(patch)  # it is where it is said to be
     test = load_test(file, name)
     given = {
         each: request.getfixturevalue(each) for each in inspect.signature(test).parameters if each not in arguments
     }
-    with pytest.raises((Exception, pytest.fail.Exception)):
-        test(**{**given, "pool": MutantPool(pool, edit)}, **arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        edit(patch)
+        with pytest.raises((Exception, pytest.fail.Exception)):
+            test(**{**given, **({"pool": MutantPool(pool, edit)} if "pool" in given else {})}, **arguments)
