@@ -318,18 +318,26 @@ def test_what_does_not_work_is_refused_by_name(pool: Pool, kind: str) -> None:
     pool.run(2, refuse, make(), message)
 
 
-def refuse_shared_experts(config: Any) -> None:
-    """On each rank: experts over two groups of two ranks."""
+def refuse_experts(config: Any, tp: int, ep: int, message: str) -> None:
+    """On each rank: experts over groups of ranks, or over replicas."""
     from oslo_models import MixtralForCausalLM
 
-    model: Any = MixtralForCausalLM.from_config_with_parallel(zoo.config("mixtral"), 4, expert_parallel_size=2)
-    with pytest.raises(ValueError, match=r"shared by some of the ranks.*expert_parallel_size=1 or equal"):
+    model: Any = MixtralForCausalLM.from_config_with_parallel(zoo.config("mixtral"), tp, expert_parallel_size=ep)
+    with pytest.raises(ValueError, match=message):
         peft.get_peft_model(model, config)
 
 
-@pytest.mark.zoo
-def test_adapters_of_experts_over_groups_of_ranks_are_refused(pool: Pool) -> None:
-    pool.run(4, refuse_shared_experts, peft.LoraConfig(target_parameters=["gate_up_proj"]))
+@pytest.mark.parametrize(
+    ("tp", "ep", "message"),
+    [
+        (1, 2, r"sharded over several replicas, are not supported: .*expert_parallel_size=1, or adapt other layers"),
+        pytest.param(4, 2, r"shared by some of the ranks.*expert_parallel_size=1 or equal", marks=pytest.mark.zoo),
+    ],
+)
+def test_adapters_of_experts_over_groups_of_ranks_and_over_replicas_are_refused(
+    pool: Pool, tp: int, ep: int, message: str
+) -> None:
+    pool.run(max(tp, ep), refuse_experts, peft.LoraConfig(target_parameters=["gate_up_proj"]), tp, ep, message)
 
 
 def adapt_one_stage(config: Any, message: str) -> None:

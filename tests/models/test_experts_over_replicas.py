@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError
+from oslo_models.distributed import autograd_collectives
+from oslo_models.layers import experts as layer
 
 from support import pipelines, zoo
 from support.experts import TOLERANCE, average_gradients, load, own_differences, saved_case
@@ -233,14 +235,24 @@ def route_to(model: Any, expert: int) -> None:
 def step_with_all_tokens_on_one_rank(folder: Path, given: pipelines.Case, ep: int, expert: int) -> None:
     model = load(folder, given, (1, 1, ep), experts_implementation="eager")
     route_to(model, expert)
-    with lifted_casts():
+    sizes: list[int] = []
+
+    def counted(axis: Any, tensors: Any, sent: Any, received: Any) -> Any:
+        sizes.append(sum(received))
+        return autograd_collectives.exchange(axis, tensors, sent, received)
+
+    with lifted_casts(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer, "exchange", counted)
         loss = model.train_batch(**given.batches[0][model.mesh.dp.rank])
+    tokens = sum(batch["input_ids"].numel() for batch in given.batches[0])
+    has_tokens = model.mesh.experts.rank == expert // 2
+    received = sizes[::2]  # the others are the outputs that come back
+    assert set(received) == {tokens if has_tokens else 0}, (sizes, tokens)  # each once, though for two experts
     assert (loss - given.loss[model.mesh.dp.rank]).abs() < TOLERANCE
     average_gradients(model)
     gradients = pipelines.gradients_on_stage(model)
     own_experts = [param.grad for param in model.expert_parameters()]
     assert own_experts
-    has_tokens = model.mesh.experts.rank == expert // 2
     assert all(grad is not None and bool(grad.any()) == has_tokens for grad in own_experts)
     lines = own_differences(model, "gradient of", gradients, given.gradients)
     assert not lines, lines
