@@ -34,22 +34,28 @@ def refuse_fsdp1(model: str) -> None:
         )
 
 
-def require_replicas_in_fully_shard(model: str, mesh: ParallelMesh) -> None:
-    """Raise ``ValueError`` if ``fully_shard`` is collecting the parameters of a model for ranks with other shards.
+def is_listed_by_fully_shard() -> bool:
+    """Whether the caller of the caller is where ``fully_shard`` lists parameters."""
+    return sys._getframe(2).f_code.co_name == "_get_managed_states"
 
-    Called for a model whose parameters are listed without those of its modules, as ``fully_shard`` does.
+
+def require_replicas_in_fully_shard(what: str, mesh: ParallelMesh) -> None:
+    """Raise ``ValueError`` if ``fully_shard`` is on the call stack, over ranks with other shards.
+
+    Args:
+        what: the model or the parameter that it shards.
     """
-    frame = sys._getframe(2)
-    if frame.f_code.co_name != "_get_managed_states":
-        return
-    while frame.f_back is not None and frame.f_code.co_name != "fully_shard":
+    frame = sys._getframe()
+    while frame.f_code.co_name != "fully_shard":
+        if frame.f_back is None:
+            return
         frame = frame.f_back
     given = getattr(frame.f_locals.get("mesh"), "mesh", None)
     ranks = [] if given is None else sorted(given.flatten().tolist())
     if not set(ranks) <= set(mesh.dp.ranks):
         raise ValueError(
             f"fully_shard over ranks {ranks} would mix the shards of different ranks: ranks {list(mesh.model.ranks)} "
-            f"hold one {model} together (tensor_parallel_size={mesh.tp.size}, pipeline_parallel_size={mesh.pp.size}), "
+            f"hold {what} together (tensor_parallel_size={mesh.tp.size}, pipeline_parallel_size={mesh.pp.size}), "
             f"and its replicas are on ranks {list(mesh.dp.ranks)}. Pass them: "
             'fully_shard(model, mesh=model.mesh.device_mesh["dp"])'
         )

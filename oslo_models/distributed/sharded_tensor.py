@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from oslo_models.distributed import checkpoint_chunks
+from oslo_models.distributed.callers import require_replicas_in_fully_shard
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.partial_norm import norm_of_parts, partial_norm
@@ -393,6 +394,14 @@ def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def _chunk(func: Any, args: Any, kwargs: Any) -> Any:
+    """Torch's ``fully_shard`` cuts each parameter so; that of a model's block does not tell the model."""
+    if isinstance(args[0], ShardedParameter):
+        require_replicas_in_fully_shard(args[0].sharding.name, args[0].sharding.mesh)
+    with without_override():
+        return func(*args, **kwargs)
+
+
 def _name(func: Any) -> str:
     return getattr(func, "__name__", str(func)).strip("_")
 
@@ -459,6 +468,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     **{getattr(Tensor, f"__{name}__"): _derived for name in _OPERATORS},
     **dict.fromkeys(_NORMS, _norm),
     torch._foreach_norm: _foreach_norm,
+    torch.chunk: _chunk,
     Tensor.size: _size,
     Tensor.new_empty: _new_empty,
     Tensor.set_: _set,

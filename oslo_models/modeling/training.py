@@ -16,7 +16,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from oslo_models.checkpoint import optimizer as optimizers
-from oslo_models.distributed.callers import object_under_construction, refuse_fsdp1, require_replicas_in_fully_shard
+from oslo_models.distributed.callers import (
+    is_listed_by_fully_shard,
+    object_under_construction,
+    refuse_fsdp1,
+    require_replicas_in_fully_shard,
+)
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh, check_size
 from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_parameter
@@ -69,7 +74,8 @@ class TrainableModel(PreTrainedModel):
         """
         if not recurse and self.mesh is not None and self.mesh.is_sharded:
             _refuse_full_state_dict(self)
-            require_replicas_in_fully_shard(type(self).__name__, self.mesh)
+            if is_listed_by_fully_shard():
+                require_replicas_in_fully_shard(f"one {type(self).__name__}", self.mesh)
         if recurse and self.mesh is not None and self.mesh.has_experts_over_replicas:
             _refuse_deepspeed()
         return super().named_parameters(prefix, recurse, remove_duplicate)

@@ -172,6 +172,8 @@ def refuse_wrappers_over_shards() -> None:
         FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"fully_shard over ranks \[0, 1\] would mix .*\(tensor_parallel_size=2"):
         fully_shard(model)
+    with pytest.raises(ValueError, match=r"fully_shard over ranks \[0, 1\] would mix .* hold model\.layers\.1\."):
+        fully_shard(model.model.layers[1])
 
 
 def test_fsdp_over_ranks_with_other_shards_is_refused(pool: Pool) -> None:
