@@ -52,8 +52,8 @@ class _Stages:
 class TrainingStages(_Stages):
     """Stands in for the model in the steps of one batch: each call returns the output of the next micro-batch.
 
-    Between two calls, the caller runs the backward pass of the loss. Used as a context manager, which completes the
-    communication with the other stages if this one raises.
+    Between two calls, the caller runs the backward pass of the loss. Used as a context manager, which ends the loop:
+    tied gradients are summed over the stages, or, if this one raises, the communication with the others is completed.
     """
 
     def __init__(self, module: Any, model: ParallelModel) -> None:
@@ -82,11 +82,6 @@ class TrainingStages(_Stages):
                 )
             self._outputs = self._call(batch)
         return next(self._outputs)
-
-    def finish(self) -> None:
-        """End the loop: tied gradients are summed over the stages."""
-        if next(self._outputs, None) is not None:
-            raise RuntimeError("the loop over micro-batches was not at its end")
 
 
 class EvaluationStages(_Stages):

@@ -139,7 +139,6 @@ class ParallelTrainerMixin(_Base):
         with TrainingStages(model, self._staged) as stages:
             for _ in range(count_rows(inputs) // micro_batch_size(self._staged, inputs)):
                 losses.append(super().training_step(stages, dict(inputs), *args, **kwargs))
-            stages.finish()
         loss = torch.stack(losses).sum()
         # Only the last stage knows what became of the losses that the model returned.
         return broadcast(self._mesh.pp, loss.double(), self._mesh.pp.size - 1).to(loss.dtype)

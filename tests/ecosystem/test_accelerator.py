@@ -159,6 +159,23 @@ def test_save_state_and_load_state(pool: Pool, sizes: str, tmp_path: Path, seed:
 # What is refused, and what each rank does -----------------------------------------------------------------------------
 
 
+def clip_where_one_stage_has_no_gradients(run: Run) -> tuple[float, int]:
+    trainers.fresh_accelerate()
+    accelerator = Accelerator()
+    model = accelerator.prepare(pipelines.model_on_stages(NAME, run.config, run.weights, 1, 2))
+    params = list(model.parameters()) if model.stage.index == 0 else []
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return float(accelerator.clip_grad_norm_(model.parameters(), 0.5)), sum(param.numel() for param in params)
+
+
+def test_norm_where_one_stage_has_no_gradients_is_that_of_the_other(pool: Pool, seed: int) -> None:
+    config = pipelines.config("gpt2")
+    run = Run(NAME, config, trainers.full_parameters(trainers.reference_model(NAME, config, seed)))
+    (first, count), (second, _) = pool.run(2, clip_where_one_stage_has_no_gradients, run, env=True)
+    assert first == second == pytest.approx(count**0.5)
+
+
 def misuse(run: Run, how: str) -> None:
     trainers.fresh_accelerate()
     model = pipelines.model_on_stages(NAME, run.config, run.weights, 2, 1)

@@ -147,6 +147,13 @@ SLOW: dict[str, list[Row]] = {
             {"how": "state dict", "message": "save_with_merging=True"},
         ),
         (
+            f"{ACCELERATOR}:Accelerator.clip_grad_norm_",
+            "model is None or",
+            "True or",
+            "test_norm_where_one_stage_has_no_gradients_is_that_of_the_other",
+            {},
+        ),
+        (
             f"{ACCELERATOR}:Accelerator.prepare_model",
             "process_group=parallel.mesh.dp.group, ",
             "",
@@ -210,6 +217,13 @@ SLOW: dict[str, list[Row]] = {
         ),
     ],
     OPTIONS: [
+        (
+            f"{TRAINER}:ParallelTrainerMixin._validate_args",
+            "self.model_accepts_loss_kwargs = False",
+            "pass",
+            "test_accumulated_means_of_classification",
+            {"tp": 2, "pp": 1},
+        ),
         (
             f"{TRAINER}:ParallelTrainerMixin._share",
             'broadcast_object(self._mesh.model, send_to_device(batch, "cpu"))',

@@ -16,7 +16,9 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 from oslo_models.integrations import ParallelTrainerMixin, Trainer
 
 from support import pipelines, trainers
+from support.float64 import lifted_casts
 from support.pool import Pool
+from support.reference import TOLERANCE
 from support.trainers import SIZES, Run
 
 NAME = "GPT2LMHeadModel"
@@ -237,6 +239,45 @@ def test_own_loss_of_a_subclass(pool: Pool, tmp_path: Path, seed: int) -> None:
     assert found[0] == found[1] and found[0] == pytest.approx(expected, rel=1e-5)
     for error in pool.run(2, train_with_own_loss, start(seed), 1, 2, str(tmp_path), rows, env=True, expect=ValueError):
         assert "called without labels" in str(error)
+
+
+CLASSIFIER = "GPT2ForSequenceClassification"
+
+
+def train_classifier(run: Run, tp: int, pp: int, out: str, rows: trainers.Rows) -> list[str]:
+    """On each rank: a step of SGD on two batches; a line for each parameter that differs."""
+    model = own_model(run, tp, pp, torch.float64)
+    options = {
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+        "max_steps": 1,
+    }
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "weight_decay": 0.0}
+    arguments = trainers.arguments(out, **options)
+    trainers.in_float64(type("Own", (trainers.Ordered, Trainer), {})(model, arguments, train_dataset=rows).train)
+    return pipelines.stage_differences(
+        model, "trained", pipelines.stage_parameters(model), run.parameters[1], TOLERANCE
+    )
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_accumulated_means_of_classification(pool: Pool, tmp_path: Path, seed: int, tp: int, pp: int) -> None:
+    """Its forward takes the number of labels of all batches, and ignores it: the loss of a batch is a mean."""
+    config = pipelines.config("gpt2", num_labels=3, pad_token_id=0)
+    model = trainers.reference_model(CLASSIFIER, config, seed, torch.float64)
+    run = Run(CLASSIFIER, config, trainers.full_parameters(model))
+    rows = [{**row, "labels": number % 3} for number, row in enumerate(trainers.text_rows(config, seed, 4, masked=0))]
+    for first in (0, 2):
+        ids = torch.tensor([row["input_ids"] for row in rows[first : first + 2]])
+        labels = torch.tensor([row["labels"] for row in rows[first : first + 2]])
+        with lifted_casts():
+            (model(input_ids=ids, labels=labels).loss / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    run.parameters[1] = trainers.full_parameters(model)
+    lines = pool.run(tp * pp, train_classifier, run, tp, pp, str(tmp_path), rows, env=True)
+    assert not any(lines), lines
 
 
 def initialize_model(run: Run, out: str, rows: trainers.Rows) -> list[float]:
