@@ -101,7 +101,7 @@ def _rows(case: Case, results: dict[str, list[Result]]) -> list[dict[str, Any]]:
         }
         rows.append({key: number(value) if isinstance(value, float) else value for key, value in row.items()})
         ratio = f"{rows[-1]['ratio']} x {case.baseline}" if ratios else ""
-        print(f"  {peer:24}{metric:30}{rows[-1]['value']:>8} {row['unit']:10}{ratio}", flush=True)
+        print(f"  {peer:31} {metric:29} {rows[-1]['value']:>8} {row['unit']:12} {ratio}", flush=True)
     return rows
 
 
