@@ -124,7 +124,7 @@ class Shard(Tensor):
                 return func(*args, **(kwargs or {}))
         handler = _HANDLERS.get(func)
         if handler is not None:
-            return handler(func, args, kwargs or {})
+            return handler(func, *_with_first(args, kwargs or {}))
         with without_override():
             return func(*args, **(kwargs or {}))
 
@@ -189,7 +189,7 @@ class WeightView(Tensor):
     ) -> Any:
         handler = _HANDLERS_OF_VIEWS.get(func)
         if handler is not None and not torch.compiler.is_compiling():
-            return handler(func, args, kwargs or {})
+            return handler(func, *_with_first(args, kwargs or {}))
         with without_override():
             return func(*args, **(kwargs or {}))
 
@@ -269,6 +269,18 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """The elements of a shard as a plain tensor that shares their memory, without gradients."""
     with without_override():
         return tensor.detach().as_subclass(Tensor) if isinstance(tensor, Shard) else tensor
+
+
+def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with the first one by position, where handlers look for it: ``torch.clone(input=x)``."""
+    name = None if args else next((name for name in _FIRST_ARGUMENTS if name in kwargs), None)
+    if name is None:
+        return args, kwargs
+    return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+
+
+_FIRST_ARGUMENTS = ("input", "self", "x", "A", "equation", "a")
+"""The names that torch gives the first argument of the functions that are handled."""
 
 
 # Norms ----------------------------------------------------------------------------------------------------------------
@@ -395,7 +407,11 @@ def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _chunk(func: Any, args: Any, kwargs: Any) -> Any:
-    """Torch's ``fully_shard`` cuts each parameter so; that of a model's block does not tell the model."""
+    """``fully_shard`` cuts parameters by this function, also when it wraps a block of the model only.
+
+    Raises:
+        ValueError: it would cut a shard over ranks that hold other shards.
+    """
     if isinstance(args[0], ShardedParameter):
         require_replicas_in_fully_shard(args[0].sharding.name, args[0].sharding.mesh)
     with without_override():

@@ -128,7 +128,7 @@ class KeyValueParallelLinear(ColumnParallelLinear):
 
 
 class _SharesOutput:
-    """A layer whose output, once all is added to it, is given a gradient that is summed over the ranks."""
+    """A layer the gradient of whose output is summed over the ranks, that of what an adapter adds to it included."""
 
     tp: Axis
     _is_shared_later = False

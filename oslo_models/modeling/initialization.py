@@ -114,30 +114,37 @@ def initialize_whole(
     """
     module = model.get_submodule(name)
     params = dict(module.named_parameters())
-    full = {}
-    for leaf, param in params.items():
-        layout = layouts.get(f"{name}.{leaf}", Layout(tuple(param.shape)))
-        is_loaded = getattr(param, "_is_hf_initialized", False)
-        full[leaf] = nn.Parameter(
-            torch.empty(layout.shape, dtype=param.dtype, device="meta" if is_loaded else param.device)
-        )
-        full[leaf]._is_hf_initialized = is_loaded  # type: ignore[attr-defined]
+    own = {leaf: layouts.get(f"{name}.{leaf}", Layout(tuple(param.shape))) for leaf, param in params.items()}
+    full = {leaf: _full_like(param, own[leaf]) for leaf, param in params.items()}
     if all(param.is_meta for param in full.values()):
         return
-    local = {key: getattr(module, key) for key in vars(module).get("full_attributes", ())}
-    generator = default_generator(next(iter(params.values())).device)
-    before = generator.get_state()
+    full_attributes = vars(module).get("full_attributes", {})
+    local_attributes = {key: getattr(module, key) for key in full_attributes}
+    first, param = next(iter(params.items()))
+    # some code draws on the CPU, whatever the device of the model
+    generators = [default_generator(device) for device in {torch.device("cpu"), param.device}]
+    before = [generator.get_state() for generator in generators]
     try:
-        _set(module, full, vars(module).get("full_attributes", {}))
-        generator.manual_seed(stable_hash(seed, root(f"{name}.{next(iter(params))}")))
+        _set(module, full, full_attributes)
+        for generator in generators:
+            generator.manual_seed(stable_hash(seed, root(f"{name}.{first}")))
         model._init_weights(module)
     finally:
-        generator.set_state(before)
-        _set(module, params, local)
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+        _set(module, params, local_attributes)
     for leaf, param in params.items():
-        if full[leaf]._version and not full[leaf].is_meta:
-            layout = layouts.get(f"{name}.{leaf}", Layout(tuple(param.shape)))
-            param.copy_(layout.shard(full[leaf].detach(), rank_in(layout)))
+        if full[leaf]._version and not full[leaf].is_meta:  # written, and not loaded
+            param.copy_(own[leaf].shard(full[leaf].detach(), rank_in(own[leaf])))
+
+
+def _full_like(param: nn.Parameter, layout: Layout) -> nn.Parameter:
+    """An empty parameter of the full size; without memory if the local one was loaded, as it stays what it is."""
+    is_loaded = getattr(param, "_is_hf_initialized", False)
+    device = torch.device("meta") if is_loaded else param.device
+    full = nn.Parameter(torch.empty(layout.shape, dtype=param.dtype, device=device))
+    full._is_hf_initialized = is_loaded  # type: ignore[attr-defined]
+    return full
 
 
 def _set(module: nn.Module, params: Mapping[str, nn.Parameter], attributes: Mapping[str, Any]) -> None:

@@ -487,12 +487,21 @@ def cases() -> list[Any]:
 def test_guard_is_needed(
     request: pytest.FixtureRequest, pool: Pool, file: str, edit: Edit, name: str, arguments: dict[str, Any]
 ) -> None:
-    """The test, which passes in the same run, fails with the mistake."""
+    """The test passes, and fails with the mistake."""
     test = load_test(file, name)
-    given = {
-        each: request.getfixturevalue(each) for each in inspect.signature(test).parameters if each not in arguments
-    }
+    wanted = [each for each in inspect.signature(test).parameters if each not in arguments]
+    given = {**{each: request.getfixturevalue(each) for each in wanted}, **arguments}
+
+    def in_folder(number: int) -> dict[str, Any]:
+        if "tmp_path" not in given:
+            return given
+        folder = given["tmp_path"] / str(number)
+        folder.mkdir()
+        return {**given, "tmp_path": folder}
+
+    test(**in_folder(0))
+    mutated = {"pool": MutantPool(pool, edit)} if "pool" in given else {}
     with pytest.MonkeyPatch.context() as patch:
         edit(patch)
         with pytest.raises((Exception, pytest.fail.Exception)):
-            test(**{**given, **({"pool": MutantPool(pool, edit)} if "pool" in given else {})}, **arguments)
+            test(**{**in_folder(1), **mutated})

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import PreTrainedConfig
 
+from oslo_models import registry
 from oslo_models.distributed.sharded_tensor import Shard, ShardedParameter, ShardWarning, local_tensor
 
 from support import zoo
@@ -364,3 +365,27 @@ def test_products_outside_of_layers_are_refused(pool: Pool, seed: int) -> None:
 def test_parameter_knows_that_it_is_a_shard(pool: Pool, seed: int) -> None:
     name, config, _, weights, _ = reference("llama-one-kv", seed)
     pool.run(2, check_parameters, name, config, weights)
+
+
+def call_by_keywords(seed: int) -> None:
+    """On each rank: torch's functions do the same with their first argument by its name."""
+    cls: Any = registry.find("LlamaForCausalLM")
+    weight = cls.from_config_with_parallel(config_of("llama"), 2, seed=seed).lm_head.weight
+    for function, name, more in (
+        (torch.clone, "input", {}),
+        (torch.detach, "input", {}),
+        (torch.zeros_like, "input", {}),
+        (torch.add, "input", {"other": 1.0}),
+        (torch.norm, "input", {}),
+        (torch.linalg.vector_norm, "x", {}),
+    ):
+        by_name, by_position = function(**{name: weight}, **more), function(weight, **more)
+        assert type(by_name) is type(by_position) and float(by_name.sum()) == float(by_position.sum()), function
+    assert [part.shape for part in torch.chunk(input=weight, chunks=2)] == [part.shape for part in weight.chunk(2)]
+    with pytest.raises(RuntimeError, match="outside of its layer"):
+        torch.matmul(input=torch.ones(1, weight.shape[1]), other=torch.transpose(input=weight, dim0=0, dim1=1))
+
+
+@pytest.mark.filterwarnings("ignore::oslo_models.distributed.sharded_tensor.ShardWarning")
+def test_functions_of_torch_are_called_by_keywords(pool: Pool, seed: int) -> None:
+    pool.run(2, call_by_keywords, seed)

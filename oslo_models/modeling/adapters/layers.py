@@ -71,7 +71,7 @@ class ParallelLoraLinear(LoraLinear):
 
 
 class _AddsBeforeSharing(nn.Module):
-    """An adapter of a layer that shares its output: what it adds is shared too. A mixin before ``peft``'s class."""
+    """An adapter of a layer the gradient of whose output is summed over the ranks; a mixin before ``peft``'s class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         base: Any = self.get_base_layer()  # type: ignore[operator]
