@@ -176,14 +176,16 @@ class ParallelExperts(_ShardedModule):
         The ranks that a rank exchanges tokens with are summed over already; those with the same experts are here.
         """
         names = [*self.layouts] if self.mesh.has_experts_over_replicas and torch.is_grad_enabled() else []
-        for name in names:
-            param = getattr(self, name)
-            self.__dict__[name] = average_grad(self.mesh.expert_replicas, param, self.mesh.dp.size)
+        adapted = getattr(self, "parametrizations", {})  # adapters add to the parameter when it is read
+        owners = [(adapted[name], "original") if name in adapted else (self, name) for name in names]
+        for owner, name in owners:
+            param = getattr(owner, name)
+            vars(owner)[name] = average_grad(self.mesh.expert_replicas, param, self.mesh.dp.size)
         try:
             yield
         finally:
-            for name in names:
-                self.__dict__.pop(name, None)
+            for owner, name in owners:
+                vars(owner).pop(name, None)
 
     def _own(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The choices of experts on this rank; others become an expert that is not here, with a weight of zero."""

@@ -329,4 +329,5 @@ def _experts_over_replicas(model: Any) -> list[str]:
     mesh = model.mesh
     if mesh is None or not mesh.has_experts_over_replicas:
         return []
-    return [name for name, layout in model.layouts.items() if mesh.is_over_replicas(layout)]
+    named = nn.Module.named_parameters(model)
+    return [name for name, _ in named if name in model.layouts and mesh.is_over_replicas(model.layouts[name])]

@@ -270,7 +270,7 @@ SLOW: dict[str, list[Row]] = {
             {"kind": "LoRA"},
         ),
         (
-            f"{ADAPT}.experts:ParallelParamWrapper._sum_gradient_of_replicated_factor",
+            f"{ADAPT}.experts:ParallelParamWrapper._sharing_gradients",
             "copy_to(axis, factor.weight)",
             "factor.weight",
             "test_adapters_of_experts_train_as_on_one_process",
