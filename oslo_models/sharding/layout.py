@@ -210,7 +210,8 @@ class Layout:
     def shard_indices(self, rank: int) -> Iterator[tuple[Index, Index]]:
         """For each range of ``rank``, its index in the full tensor and its index in the local tensor.
 
-        With ``first_ranges``, for each pair of ranges, in their order. A replicated tensor is one range. An index has a slice with both bounds for every dimension.
+        With ``first_ranges``, for each pair of ranges. A replicated tensor is one range. An index has a slice with both
+        bounds for every dimension.
         """
         everything = tuple(slice(0, size) for size in self.shape)
         if self.dim is None:
@@ -220,7 +221,8 @@ class Layout:
         for rows in _slices(self.first_ranges[rank]) if self.first_ranges else [None]:
             if rows is not None:
                 there[0], here[0] = rows
-            for there[self.dim], here[self.dim] in _slices(self.ranges[rank]):
+            for places in _slices(self.ranges[rank]):
+                there[self.dim], here[self.dim] = places
                 yield tuple(there), tuple(here)
 
     def owned_indices(self, rank: int) -> list[tuple[Index, Index]]:

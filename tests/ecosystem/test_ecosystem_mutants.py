@@ -270,11 +270,25 @@ SLOW: dict[str, list[Row]] = {
             {"kind": "LoRA"},
         ),
         (
-            f"{ADAPT}.experts:ParallelParamWrapper._sharing_gradients",
-            "copy_to(axis, factor.weight)",
-            "factor.weight",
+            f"{ADAPT}.experts:_shared",
+            "copy_to(base.tp, factor)",
+            "factor",
             "test_adapters_of_experts_train_as_on_one_process",
             {"variant": "mixtral", "tp": 2, "ep": 1, "kind": "stacks"},
+        ),
+        (
+            f"{ADAPT}.experts:_shared",
+            "if layout.overlaps",
+            "if False",
+            "test_adapters_of_experts_train_as_on_one_process",
+            {"variant": "mixtral", "tp": 4, "ep": 2, "kind": "stacks"},
+        ),
+        (
+            f"{ADAPT}.experts:_shared",
+            "base.mesh.dp.size",
+            "1",
+            "test_adapters_of_experts_over_replicas_train_as_one_process",
+            {"tp": 1, "ep": 2, "wrapper": "DDP"},
         ),
         (
             f"{ADAPT}.adoption:_adopt_ia3",

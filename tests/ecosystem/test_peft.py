@@ -121,7 +121,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize(
     ("variant", "tp", "ep"),
-    [("mixtral", 2, 1), ("qwen3_moe", 2, 2), ("mixtral", 4, 2), *(pytest.param(*each, marks=pytest.mark.zoo) for each in OTHER_EXPERTS)],
+    [
+        ("mixtral", 2, 1),
+        ("qwen3_moe", 2, 2),
+        ("mixtral", 4, 2),
+        *(pytest.param(*each, marks=pytest.mark.zoo) for each in OTHER_EXPERTS),
+    ],
 )
 def test_adapters_of_experts_train_as_on_one_process(
     pool: Pool, seed: int, variant: str, tp: int, ep: int, kind: str
@@ -344,7 +349,7 @@ def refuse_biases() -> None:
     from oslo_models import GptOssForCausalLM
 
     model: Any = GptOssForCausalLM.from_config_with_parallel(zoo.config("gpt_oss"), 2, seed=0)
-    with pytest.raises(ValueError, match="down_proj_bias of .*experts is no stack of matrices, .*leave it out"):
+    with pytest.raises(ValueError, match=r"down_proj_bias of .*experts is no stack of matrices, .*leave it out"):
         peft.get_peft_model(model, peft.LoraConfig(target_parameters=["down_proj_bias"]))
 
 
