@@ -19,6 +19,7 @@ from oslo_kernels import linear
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion import apex, attention, mlps, norms
 from oslo_models.fusion import modules as fused
+from oslo_models.fusion.experts import FusedExperts, FusedParallelExperts
 from oslo_models.fusion.known_layers import (
     BERT_INTERMEDIATES,
     BERT_OUTPUTS,
@@ -42,6 +43,7 @@ from oslo_models.fusion.known_layers import (
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
 from oslo_models.fusion.rotary_attention import ROTARY_CLASSES
 from oslo_models.fusion.swap import FusionCandidate
+from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.norm import HeadParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.pipeline.placeholders import Placeholder
@@ -303,6 +305,21 @@ def _gelu_mlp(s: Subject) -> Iterator[FusionCandidate]:
     yield s.on_gpu("bias and GeLU", attributes=attributes, triton=mlps.FusedGELUMLP)
 
 
+def _has_experts(s: Subject) -> bool:
+    """Whether it stacks experts in the layout of transformers, and leaves their products to its implementations."""
+    return hasattr(s.module, "has_post_expert_norm") and hasattr(s.module, "down_proj")
+
+
+def _experts(s: Subject) -> Iterator[FusionCandidate]:
+    if s.model.device.type != "cpu":
+        yield s.candidate("experts", None, "computed by grouped products already")
+    elif s.module.has_post_expert_norm:
+        yield s.candidate("experts", None, "a norm follows each expert")
+    else:
+        fused_class = FusedParallelExperts if isinstance(s.module, ParallelExperts) else FusedExperts
+        yield s.candidate("experts", _mixed(fused_class, s.cls), "few tokens without gradients, expert by expert")
+
+
 # Residuals ------------------------------------------------------------------------------------------------------------
 
 _BLOCKS: dict[str, tuple[type, str]] = {
@@ -404,6 +421,7 @@ RULES: tuple[FusionRule, ...] = (
     FusionRule(_is_fused_layer_norm, _layer_norm),
     FusionRule(lambda s: _gate_activation(s) is not None, _gated),
     FusionRule(lambda s: _gelu_form(s) is not None, _gelu_mlp),
+    FusionRule(_has_experts, _experts),
     FusionRule(lambda s: s.layer in _BLOCKS, _residual),
     FusionRule(lambda s: s.layer == "bloom.BloomMLP" and s.backend == "triton", _bloom_mlp),
     FusionRule(lambda s: s.layer == "bloom.BloomAttention", _bloom_attention),

@@ -108,9 +108,14 @@ class ParallelExperts(_ShardedModule):
             # No dropout is in experts: the region ends before the product, as `leave_region` wants it.
             hidden_states = self.leave_region(hidden_states)
             with self._own_share_of_bias(), self._averaged_over_replicas():
-                compute = self._exchanged if self.mesh.has_experts_over_replicas else super().forward
+                compute = self._exchanged if self.mesh.has_experts_over_replicas else self.compute
                 output = compute(hidden_states, top_k_index, weights, *args)
                 return output if self.returns_partial_sums else reduce_from(self.tp, output)
+
+    def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
+        """As `forward`, of what this rank holds: partial sums. Experts that are not here count nothing."""
+        output: Tensor = super().forward(hidden_states, top_k_index, top_k_weights, *args)
+        return output
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
         """As of any module.
@@ -165,7 +170,7 @@ class ParallelExperts(_ShardedModule):
         if not len(x):  # nobody sent a token: the experts compute one that counts nothing, and so have gradients
             x, their_weights = (torch.cat((each, each.new_zeros(1, each.shape[1]))) for each in (x, their_weights))
             theirs = theirs.new_zeros(1, theirs.shape[1])
-        computed = super().forward(x, theirs, their_weights, *args)[: sum(received)]
+        computed = self.compute(x, theirs, their_weights, *args)[: sum(received)]
         (returned,) = exchange(axis, (computed,), received, sent)
         return returned.new_zeros(hidden_states.shape).index_add(0, tokens, returned)
 
@@ -190,8 +195,9 @@ class ParallelExperts(_ShardedModule):
     def _own(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The choices of experts on this rank; others become an expert that is not here, with a weight of zero."""
         is_own = (index >= self.first) & (index < self.first + self.num_experts)
-        # gpt-oss's loop over experts knows no expert that is not here: there, a weight of zero has to do.
-        knows_others = self.config._experts_implementation != "eager" or not hasattr(self, "gate_up_proj_bias")
+        # The loops over experts of gpt-oss and Nemotron-H know no expert that is not here: a weight of zero has to do.
+        is_loop = self.config._experts_implementation == "eager"
+        knows_others = not is_loop or not (hasattr(self, "gate_up_proj_bias") or hasattr(self, "up_proj"))
         other = self.num_experts if knows_others else 0
         return torch.where(is_own, index - self.first, other), weights.masked_fill(~is_own, 0)
 

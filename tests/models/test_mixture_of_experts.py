@@ -46,7 +46,9 @@ def test_step_with_auxiliary_loss_matches_on_three_ranks(
         pool.run(3, check_step, step, tmp_path, 3, options)
 
 
-@pytest.mark.parametrize("model_type", zoo.cases(["mixtral", "gpt_oss", "qwen2_moe", "axk1", "deepseek_v32"]))
+@pytest.mark.parametrize(
+    "model_type", zoo.cases(["mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32"])
+)
 def test_experts_over_a_part_of_the_ranks_match(pool: Pool, tmp_path: Path, seed: int, model_type: str) -> None:
     """Five experts over two groups of two ranks."""
     name = zoo.main_head(model_type)
