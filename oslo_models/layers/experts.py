@@ -199,7 +199,8 @@ class ParallelExperts(_ShardedModule):
         # The loops over experts of gpt-oss and Nemotron-H know no expert that is not here: a weight of zero has to do.
         is_loop = self.config._experts_implementation == "eager"
         knows_others = not is_loop or not (hasattr(self, "gate_up_proj_bias") or hasattr(self, "up_proj"))
-        other = self.num_experts if knows_others else 0
+        # A loop over no expert at all would leave out a backward pass, and its all-reduces, that other ranks have.
+        other = self.num_experts if knows_others and not (is_loop and not bool(is_own.any())) else 0
         return torch.where(is_own, index - self.first, other), weights.masked_fill(~is_own, 0)
 
     @contextmanager
