@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data, deploying, fuse_check, fusing, measure, serving
+from benchmarks import data, deploying, fuse_check, fusing, measure, serving, token_profile
 from benchmarks.definitions import Peer, Result
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
@@ -181,6 +181,19 @@ def _fused_cases() -> list[Case]:
     return cases
 
 
+def _token_cases() -> list[Case]:
+    return [
+        Case(
+            *(f"token-llama-100m{'-' * bool(weights)}{weights or ''}", f"Llama 100M{what}", token_profile.token),
+            *("llama-100m", (ONE_THREAD,)),
+            baseline="unfused",
+            options={"new": 32, "timed": 8, "weights": weights},
+            smoke={"new": 2, "timed": 1},
+        )
+        for weights, what in ((None, ""), ("bfloat16", ", weights='bfloat16'"), ("int8", ", weights='int8'"))
+    ]
+
+
 def _fuse_check_cases() -> list[Case]:
     """``python -m benchmarks fuse-check``."""
     return [
@@ -266,6 +279,7 @@ CASES = {
         ),
         *_fused_cases(),
         *_fuse_check_cases(),
+        *_token_cases(),
         *_deployed_cases(),
         *(
             Case(

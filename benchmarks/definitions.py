@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+TOKEN_PARTS = ("products", "norms", "attention, the rest", "MLP, the rest", "model, the rest", "generate")
+"""What the CPU time of a token is divided into."""
 UNITS = {
     "generation": "tokens/s",
     "training step": "s",
@@ -38,6 +40,7 @@ UNITS = {
     "first token, p99": "ms",
     "serving, CPU": "tokens/CPU s",
     "agreement": "us",
+    **dict.fromkeys(TOKEN_PARTS, "ms"),
     **{
         f"{call}, batch {batch}": "of unfused"
         for call in ("forward", "decoding", "forward and backward")
