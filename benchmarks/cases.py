@@ -187,7 +187,7 @@ def _token_cases() -> list[Case]:
             *(f"token-llama-100m{'-' * bool(weights)}{weights or ''}", f"Llama 100M{what}", token_profile.token),
             *("llama-100m", (ONE_THREAD,)),
             baseline="unfused",
-            options={"new": 32, "timed": 8, "weights": weights},
+            options={"new": 16, "timed": 4, "weights": weights},
             smoke={"new": 2, "timed": 1},
         )
         for weights, what in ((None, ""), ("bfloat16", ", weights='bfloat16'"), ("int8", ", weights='int8'"))
