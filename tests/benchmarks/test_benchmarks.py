@@ -13,7 +13,7 @@ import pytest
 from benchmarks import __main__ as driver
 from benchmarks import table
 from benchmarks.cases import CASES, ONE_THREAD, OUR_DATA, OUR_STAGES, OURS, OURS_FUSED, OWN, TORCH_STAGES
-from benchmarks.definitions import Result
+from benchmarks.definitions import TOKEN_PARTS, Result
 from benchmarks.launch import MeasurementError
 from benchmarks.peers import PEERS
 from benchmarks.records import append
@@ -161,3 +161,11 @@ def test_table_is_written_and_checked(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_documentation_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["table", "--check", str(ROOT / "docs/benchmarks.md")])
     assert table.main() == 0
+
+
+def test_documentation_shows_the_profile_of_a_token() -> None:
+    page = (ROOT / "docs/guides/fusion.md").read_text()
+    with (ROOT / "benchmarks/token_profile.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            parts = [row[part] for part in TOKEN_PARTS]
+            assert f"| {row['model']} | {' | '.join(parts)} | {sum(map(float, parts)):.2f} |" in page
