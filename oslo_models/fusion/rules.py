@@ -15,7 +15,7 @@ from torch import nn
 from transformers.activations import FastGELUActivation, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels import linear
+from oslo_kernels import linear, small_operations
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion import apex, attention, mlps, norms
 from oslo_models.fusion import modules as fused
@@ -41,7 +41,7 @@ from oslo_models.fusion.known_layers import (
     layer_name_of,
 )
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
-from oslo_models.fusion.rotary_attention import ROTARY_CLASSES
+from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, OnCPU
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.norm import HeadParallelNorm
@@ -76,6 +76,11 @@ class Subject:
     def cls(self) -> Any:
         """The module's class."""
         return type(self.module)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether small operations of the model are fused on a CPU."""
+        return self.backend == "torch" and self.model.device.type == "cpu" and small_operations.why_not() is None
 
     def candidate(self, operation: str, cls: type | None, reason: str, **options: Any) -> FusionCandidate:
         """This module as a `FusionCandidate`."""
@@ -151,6 +156,9 @@ def _mixed(fused: Any, cls: Any) -> type:
 
 def _one_pass(backend: str) -> str:
     return "one pass in apex" if backend == "apex" else "one pass in Triton"
+
+
+_FEW_ROWS = "few rows, without gradients, in one call in C++"
 
 
 # Decoding -------------------------------------------------------------------------------------------------------------
@@ -236,8 +244,17 @@ def _norm_layer(s: Subject) -> str:
     return layer_name_of(after)
 
 
+_SMALL_NORMS: dict[str, type] = {
+    **dict.fromkeys(RMS_NORMS | OLMO2_NORMS, norms.SmallRMSNorm),
+    **dict.fromkeys(GEMMA_NORMS, norms.SmallGemmaNorm),
+}
+"""The form of each root-mean-square norm on a CPU."""
+
+
 def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
-    if s.layer in RMS_NORMS:
+    if s.on_cpu:
+        yield s.candidate("root mean square norm", _mixed(_SMALL_NORMS[_norm_layer(s)], s.cls), _FEW_ROWS)
+    elif s.layer in RMS_NORMS:
         yield s.on_gpu("root mean square norm", triton=norms.FusedRMSNorm, apex=apex.ApexRMSNorm)
     else:
         yield s.on_gpu("root mean square norm", triton=_NORMS[_norm_layer(s)])
@@ -372,14 +389,20 @@ def _bloom_attention(s: Subject) -> Iterator[FusionCandidate]:
 
 
 def _is_rotary(s: Subject) -> bool:
-    return s.layer in ROTARY_CLASSES and s.backend == "triton"
+    return s.layer in ROTARY_CLASSES and (s.backend == "triton" or s.on_cpu)
 
 
 def _rotary(s: Subject) -> Iterator[FusionCandidate]:
+    fused_cls = ROTARY_CLASSES[s.layer]
+    if s.on_cpu:
+        reason = f"{_attention_implementation(s.module)}; rotary positions: {_FEW_ROWS}"
+        attributes = {"own_config": s.module.config}
+        yield s.candidate("attention", _mixed(_mixed(OnCPU, fused_cls), s.cls), reason, attributes=attributes)
+        return
     reason = f"rotary positions and softmax of weights that are made: {_one_pass(s.backend)}"
     reason = f"{_attention_implementation(s.module)}; {reason}"
     attributes = {"own_config": s.module.config}
-    yield s.candidate("attention", _mixed(ROTARY_CLASSES[s.layer], s.cls), reason, attributes=attributes)
+    yield s.candidate("attention", _mixed(fused_cls, s.cls), reason, attributes=attributes)
 
 
 def _upcasts(s: Subject) -> bool:
