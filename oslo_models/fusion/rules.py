@@ -114,13 +114,13 @@ class FusionRule:
 def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
     """The candidates of a model: its modules that match a rule, and the model itself for its decoding."""
     yield from _decoding(model)
-    for subject in _subjects(model, backend):
+    for subject in subjects(model, backend):
         rule = next((rule for rule in RULES if rule.match(subject)), None)
         if rule is not None:
             yield from rule.build(subject)
 
 
-def _subjects(model: Any, backend: str) -> Iterator[Subject]:
+def subjects(model: Any, backend: str) -> Iterator[Subject]:
     """The modules of this rank's stage; placeholders, which stand for modules of other stages, are left out."""
     entries = {**model.plan(model.config).under(model._prefix()).head, **model.head_entries(model.config)}
     lm_heads = {name for name, entry in entries.items() if isinstance(entry, VocabParallel)}
