@@ -86,6 +86,7 @@ def _training() -> Iterator[Case]:
         (fused, "transformers"),
         ("transformers compiled", f"{fused} and compiled"),
         ("Liger", "oslo_models"),
+        (f"{fused} and compiled, float8",),
     ):
         for (model, gigabytes), peer in product(order.items(), peers):
             options = {"model": model, "peer": peer}

@@ -5,6 +5,8 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning", 2022; the recipes
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +25,8 @@ def largest(x: Tensor, dim: int | None) -> Tensor:
     if not x.numel():
         shape = () if dim is None else (1, x.shape[1]) if dim == 0 else (x.shape[0], 1)
         return x.new_zeros(shape, dtype=torch.float32)
-    return (x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)).float()
+    found: Tensor = torch.linalg.vector_norm(x, math.inf, dim, keepdim=dim is not None)  # one pass
+    return found.float()
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Tensor:
