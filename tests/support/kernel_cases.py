@@ -191,7 +191,7 @@ def losses(dtype: torch.dtype) -> Iterator[Case]:
         wide = torch.full((len(logits), width), 1e4, dtype=dtype)[:, : logits.shape[1]]  # what pads is ignored
         wide.copy_(logits)
         target = torch.randint(logits.shape[1], (len(logits),))
-        target[0] = -100
+        target[0], target[-1] = -100, 5  # each ignored by some of the rules
         for rule in rules:
             padded = dataclasses.replace(rule, padded=True)
             yield "statistics", fused, plain, (logits, target, rule)
