@@ -67,7 +67,8 @@ def _kernels() -> Iterator[Case]:
         yield Case("kernels", f"head and loss, V={vocab}", f"{HERE}.losses:head", 120, 30, {"vocab": vocab},
                    quick=vocab == 50257, larger=vocab != 50257)  # fmt: skip
     for name in ("rmsnorm", "add-rmsnorm", "swiglu", "rotary", "bias-gelu", "add-layernorm", "layernorm", "geglu",
-                 "packed-swiglu", "add-rmsnorm-16384", "head-norms-rotary"):  # fmt: skip
+                 "packed-swiglu", "add-rmsnorm-16384", "head-norms-rotary", "full-norms-rotary",
+                 "rmsnorm-add", "sum-of-three"):  # fmt: skip
         yield Case("kernels", name, f"{HERE}.kernels:operation", 90, 8, {"name": name}, quick=name == "add-rmsnorm")
     for vocab in (50257, 32000, 128256):
         yield Case("kernels", f"loss of a narrow head, V={vocab}", f"{HERE}.losses:narrow", 90, 12, {"vocab": vocab},
@@ -85,6 +86,7 @@ def _training() -> Iterator[Case]:
         (fused, "transformers"),
         ("transformers compiled", f"{fused} and compiled"),
         ("Liger", "oslo_models"),
+        (f"{fused} and compiled, float8",),
     ):
         for (model, gigabytes), peer in product(order.items(), peers):
             options = {"model": model, "peer": peer}

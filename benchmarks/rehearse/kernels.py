@@ -90,6 +90,30 @@ def _norm(bench: Bench, rows: int, centered: bool, residual: bool, width: int = 
     return Operation(ours, eager, tensors, forward, backward, None if residual and centered else liger)
 
 
+def _norm_and_sum(bench: Bench, rows: int) -> Operation:
+    """The residual of OLMo 2, which is added after the norm."""
+    from oslo_kernels import norm
+
+    width = min(4096, rows)
+    x, r, w = make(bench, rows, width), make(bench, rows, width), make(bench, width)
+
+    def eager(x: Tensor, r: Tensor, w: Tensor) -> Tensor:  # as transformers does it
+        h = x.float()
+        return r + (w * (h * (h.square().mean(-1, keepdim=True) + 1e-6).rsqrt())).to(x.dtype)
+
+    n = x.nbytes
+    return Operation(lambda x, r, w: norm.norm_add(x, r, w, 1e-6, 0.0, True)[0], eager, (x, r, w), 3 * n, 3 * n)
+
+
+def _sum_of_three(bench: Bench, rows: int) -> Operation:
+    """MLP, attention and residual of GPT-NeoX, whose gradients are the incoming one itself."""
+    from oslo_kernels import sums
+
+    tensors = tuple(make(bench, rows, 4096) for _ in range(3))
+    n = tensors[0].nbytes
+    return Operation(sums.sum_of_three, lambda x, y, z: x + y + z, tensors, 4 * n, 0)
+
+
 def _gated(bench: Bench, rows: int, activation: str, packed: bool) -> Operation:
     from oslo_kernels import gated
 
@@ -172,6 +196,31 @@ def _normed_rotary(bench: Bench, rows: int) -> Operation:
     )  # fmt: skip
 
 
+def _full_norm_rotary(bench: Bench, rows: int) -> Operation:
+    """Queries and keys of OLMo 2 32B, whose norms are over all heads, on a rank with all of them."""
+    from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb
+
+    from oslo_models.distributed.mesh import Axis
+    from oslo_models.fusion.full_norms import FullNorms, norm_and_rotate_heads
+
+    length = max(4, rows // 8)
+    q, k = (make(bench, 8, length, heads, 128).detach().transpose(1, 2).requires_grad_() for heads in (40, 8))
+    angle = torch.rand(1, length, 64, device=bench.device).repeat(1, 1, 2)
+    cos, sin, n = angle.cos(), angle.sin(), q.nbytes + k.nbytes
+    ours = FullNorms(Axis("tp", 0, (0,), None), (40 * 128, 8 * 128), 1e-6, 0.0, True)
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:  # as transformers does it
+        h = x.transpose(1, 2).flatten(2).float()
+        h = (weight * (h * (h.square().mean(-1, keepdim=True) + 1e-6).rsqrt())).to(x.dtype)
+        return h.view(x.transpose(1, 2).shape).transpose(1, 2)
+
+    return Operation(
+        lambda q, k, *weights: norm_and_rotate_heads(ours, q, k, cos, sin, *weights),
+        lambda q, k, *weights: apply_rotary_pos_emb(normed(q, weights[0]), normed(k, weights[1]), cos, sin),
+        (q, k, make(bench, 40 * 128), make(bench, 8 * 128)), 2 * n, 3 * n,
+    )  # fmt: skip
+
+
 def _softmax(bench: Bench, rows: int, causal: bool) -> Operation:
     from oslo_kernels import softmax
 
@@ -207,6 +256,8 @@ OPERATIONS: dict[str, tuple[Callable[..., Operation], dict[str, Any], int]] = {
     "rmsnorm": (_norm, {"centered": False, "residual": False}, 32768),
     "add-rmsnorm": (_norm, {"centered": False, "residual": True}, 32768),
     "add-rmsnorm-16384": (_norm, {"centered": False, "residual": True, "width": 16384}, 16384),
+    "rmsnorm-add": (_norm_and_sum, {}, 32768),
+    "sum-of-three": (_sum_of_three, {}, 32768),
     "layernorm": (_norm, {"centered": True, "residual": False}, 32768),
     "add-layernorm": (_norm, {"centered": True, "residual": True}, 32768),
     "swiglu": (_gated, {"activation": "silu", "packed": False}, 16384),
@@ -215,6 +266,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Operation], dict[str, Any], int]] = {
     "bias-gelu": (_gelu, {}, 16384),
     "rotary": (_rotary, {}, 32768),
     "head-norms-rotary": (_normed_rotary, {}, 32768),
+    "full-norms-rotary": (_full_norm_rotary, {}, 32768),
     "masked-softmax": (_softmax, {"causal": False}, 16384),
     "causal-softmax": (_softmax, {"causal": True}, 16384),
     "dropout-residual": (_dropout, {}, 16384),
@@ -238,6 +290,8 @@ def operation(bench: Bench, name: str) -> None:
             _host(bench, peer, run, small)
             there = bench.timer.seconds(lambda run=run: run(*large.tensors))
             _moved(bench, peer, "forward", there, large.forward, copy, targets[0])
+            if not large.backward:  # no kernel
+                continue
             both = bench.timer.seconds(_step(run, large))
             _moved(bench, peer, "backward", max(both - there, 1e-9), large.backward, copy, targets[1])
 

@@ -20,7 +20,8 @@ COLUMNS = 256
 @jit
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, statistics_ptr, x_stride, residual_stride, rows, N, eps,
-    offset, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+    offset, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, CENTERED: tl.constexpr, AFTER: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
@@ -62,6 +63,8 @@ def norm_kernel(
         y = (h - mean) * scale * (tl.load(weight_ptr + n, mask=n < N, other=0.0).to(tl.float32) + offset)
         if BIAS:
             y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        if AFTER:
+            y += tl.load(residual_ptr + row * residual_stride + n, mask=n < N, other=0.0).to(tl.float32)
         tl.store(y_ptr + row * N + n, y, mask=n < N)
 
 

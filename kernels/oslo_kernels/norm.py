@@ -1,5 +1,7 @@
 """Residual and LayerNorm or root-mean-square norm in one pass: ``norm(x + residual)`` and ``x + residual``.
 
+`norm_add` adds the residual after the norm.
+
 Sources: Ba et al., "Layer Normalization", 2016; Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 """
 
@@ -154,7 +156,8 @@ add_norm.register_autograd(_backward, setup_context=_setup)
 @jit
 def norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, statistics_ptr, x_stride, residual_stride, rows, N, eps,
-    offset, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr,
+    offset, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, CENTERED: tl.constexpr, AFTER: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
@@ -176,6 +179,8 @@ def norm_kernel(
     y = h * scale * (tl.load(weight_ptr + n, mask=n < N).to(tl.float32) + offset)
     if BIAS:
         y += tl.load(bias_ptr + n, mask=n < N).to(tl.float32)
+    if AFTER:
+        y += tl.load(residual_ptr + row * residual_stride + n, mask=n < N).to(tl.float32)
     tl.store(y_ptr + row * N + n, y, mask=n < N)
 
 
@@ -229,23 +234,32 @@ def add_norm_triton(
     offset: float = 0.0,
     keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    N, dtype = x.shape[-1], x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     if dtype == torch.float64 or not x.numel():
         return reference(x, residual, weight, bias, eps, centered, offset, keeps_dtype)
-    matrix = rows_of(x)
     y = x.new_empty(x.shape, dtype=result_dtype(dtype, weight.dtype, keeps_dtype))
     summed = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
+    flags = {"RESIDUAL": residual is not None, "BIAS": bias is not None, "CENTERED": centered, "AFTER": False}
+    statistics = _run(x, residual, (weight, weight if bias is None else bias), y, summed, eps, offset, flags)
+    return y, summed, statistics
+
+
+def _run(
+    x: Tensor, residual: Tensor | None, params: tuple[Tensor, Tensor], y: Tensor, summed: Tensor, eps: float,
+    offset: float, flags: dict[str, bool],
+) -> Tensor:  # fmt: skip
+    """Launch the forward kernel, which writes ``y`` and ``summed``; returns the statistics."""
+    N, matrix = x.shape[-1], rows_of(x)
     statistics = x.new_empty((2, len(matrix), 1), dtype=torch.float32)
-    added, shift = matrix if residual is None else rows_of(residual), weight if bias is None else bias
-    flags = {"RESIDUAL": residual is not None, "BIAS": bias is not None, "CENTERED": centered}
+    added = matrix if residual is None else rows_of(residual)
     sizes = (matrix.stride(0), added.stride(0), len(matrix), N, eps, offset)
-    tensors = (matrix, added, weight.contiguous(), shift.contiguous(), y, summed, statistics)
+    tensors = (matrix, added, *(param.contiguous() for param in params), y, summed, statistics)
     if N > LONGEST:
         launch(long_norm.norm_kernel, (len(matrix),), *tensors, *sizes, num_warps=8, BLOCK=long_norm.PIECE, **flags)
     else:
         block = power_of_two(N, LONGEST)
         launch(norm_kernel, (len(matrix),), *tensors, *sizes, num_warps=warps(block), BLOCK=block, **flags)
-    return y, summed, statistics
+    return statistics
 
 
 @add_norm_backward.register_kernel("cuda")
@@ -278,3 +292,52 @@ def add_norm_backward_triton(
         launch(norm_backward_kernel, (count,), *tensors, dx, partial, *sizes, num_warps=warps(block, True), **flags)
     grads = [part.sum(0).to(weight.dtype) for part in partial]
     return dx, grads[0], grads[1] if bias else weight.new_empty(0)
+
+
+# The residual after the norm ------------------------------------------------------------------------------------------
+
+
+@operation("oslo::norm_add")
+def norm_add(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, keeps_dtype: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``residual + norm(x) * (weight + offset)`` of a root-mean-square norm; the arguments are those of `add_norm`.
+
+    Returns:
+        The sum; the statistics of `add_norm`.
+    """
+    y, _, statistics = reference(x, None, weight, None, eps, False, offset, keeps_dtype)
+    return residual + y, statistics
+
+
+@norm_add.register_fake
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, keeps_dtype: bool = False) -> Any:
+    dtype = torch.promote_types(result_dtype(x.dtype, weight.dtype, keeps_dtype), residual.dtype)
+    return torch.empty_like(x, dtype=dtype), x.new_empty((2, x.numel() // x.shape[-1], 1), dtype=wide(x.dtype))
+
+
+def _setup_after(ctx: Any, inputs: Any, output: Any) -> None:
+    x, residual, weight, _, ctx.offset, _ = inputs
+    ctx.dtype = residual.dtype
+    ctx.save_for_backward(x, output[1], weight)
+
+
+def _backward_after(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    x, statistics, weight = ctx.saved_tensors
+    dx, dweight, _ = add_norm_backward(grad, None, x, statistics, weight, False, ctx.offset, False)
+    return dx, grad.to(ctx.dtype), dweight, None, None, None
+
+
+norm_add.register_autograd(_backward_after, setup_context=_setup_after)
+
+
+@norm_add.register_kernel("cuda")
+def norm_add_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, keeps_dtype: bool = False
+) -> Any:
+    if torch.float64 in (x.dtype, residual.dtype) or not x.numel():
+        return norm_add.plain(x, residual, weight, eps, offset, keeps_dtype)
+    dtype = torch.promote_types(result_dtype(x.dtype, weight.dtype, keeps_dtype), residual.dtype)
+    y = x.new_empty(x.shape, dtype=dtype)
+    flags = {"RESIDUAL": False, "BIAS": False, "CENTERED": False, "AFTER": True}
+    return y, _run(x, residual, (weight, weight), y, y, eps, offset, flags)

@@ -126,6 +126,26 @@ GEMMA2_BLOCKS = _names("""
     gemma2.Gemma2DecoderLayer gemma3.Gemma3DecoderLayer
 """)
 """Copies of Gemma2DecoderLayer."""
+OLMO2_BLOCKS = _names("""
+    exaone4.Exaone4DecoderLayer flex_olmo.FlexOlmoDecoderLayer olmo2.Olmo2DecoderLayer olmo3.Olmo3DecoderLayer
+""")
+"""Copies of Olmo2DecoderLayer and FlexOlmoDecoderLayer, whose norms are after attention and MLP."""
+NEOX_BLOCKS = _names("""
+    gpt_neox.GPTNeoXLayer
+""")
+"""Copies of GPTNeoXLayer."""
+GPTJ_BLOCKS = _names("""
+    codegen.CodeGenBlock gptj.GPTJBlock
+""")
+"""Copies of GPTJBlock, whose attention and MLP have one norm."""
+PHI_BLOCKS = _names("""
+    phi.PhiDecoderLayer
+""")
+"""Copies of PhiDecoderLayer, as GPTJBlock with dropout."""
+COHERE_BLOCKS = _names("""
+    cohere.CohereDecoderLayer
+""")
+"""Copies of CohereDecoderLayer, as GPTJBlock."""
 BERT_OUTPUTS = _names("""
     bert.BertOutput bert.BertSelfOutput bert_generation.BertGenerationOutput
     bert_generation.BertGenerationSelfOutput big_bird.BigBirdOutput big_bird.BigBirdSelfOutput

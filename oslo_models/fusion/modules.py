@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels.dropout import bias_dropout_residual, new_seed
 from oslo_kernels.linear import FasterRows, conv1d, linear
-from oslo_models.fusion.norms import FusedLayerNorm, FusedRMSNorm, add_and_norm_ahead
+from oslo_models.fusion.norms import FusedLayerNorm, FusedRMSNorm, add_and_norm_ahead, norm_and_add
 
 # Linear layers --------------------------------------------------------------------------------------------------------
 
@@ -132,6 +132,22 @@ class FusedGemma2Block(nn.Module):
         attended = self.post_attention_layernorm(attended)
         normed, summed = self.pre_feedforward_layernorm(attended, hidden_states)
         return add_and_norm_ahead(self, self.post_feedforward_layernorm(self.mlp(normed)), summed)
+
+
+class FusedOlmo2Block(nn.Module):
+    """The block of OLMo 2 and of its copies, whose outputs are normed, and whose inputs are not: two passes."""
+
+    self_attn: nn.Module
+    post_attention_layernorm: nn.Module
+    mlp: nn.Module
+    post_feedforward_layernorm: nn.Module
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or args:
+            return super().forward(hidden_states, *args, **kwargs)
+        attended, _ = self.self_attn(hidden_states=hidden_states, **kwargs)
+        hidden_states = norm_and_add(self.post_attention_layernorm, attended, hidden_states)
+        return norm_and_add(self.post_feedforward_layernorm, self.mlp(hidden_states), hidden_states)
 
 
 class FusedGPT2Block(nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oslo_kernels.norm import add_norm
+from oslo_kernels.norm import add_norm, norm_add
 from oslo_kernels.normed_rotary import normed_rotary
 from oslo_kernels.small_operations import computes, rms_norm
 from oslo_models.layers.norm import HeadParallelNorm
@@ -151,12 +151,10 @@ def norm_and_rotate(
     first, second = norms
     if not (isinstance(first, FusedRMSNorm) and isinstance(second, FusedRMSNorm) and cos.dim() == 3):
         return None
-    if not all(_is_plain(norm, x) and norm.is_supported(x) for norm, x in ((first, query), (second, key))):
+    both = ((first, query), (second, key))
+    if not all(is_plain(norm, x.shape[-1], x.device) and norm.is_supported(x) for norm, x in both):
         return None
-    of_both = [
-        (norm.weight.dtype, norm.variance_epsilon, norm.offset, norm.keeps_dtype, x.dtype)
-        for norm, x in ((first, query), (second, key))
-    ]
+    of_both = [(norm.weight.dtype, norm.variance_epsilon, norm.offset, norm.keeps_dtype, x.dtype) for norm, x in both]
     width_is_turned = cos.shape[-1] == query.shape[-1] and query.shape[-1] % 2 == 0
     if of_both[0] != of_both[1] or not width_is_turned or cos.requires_grad or sin.requires_grad:
         return None
@@ -184,13 +182,25 @@ def add_and_norm_ahead(block: Any, x: Tensor, residual: Tensor) -> Tensor:
     return summed
 
 
+def norm_and_add(norm: Any, x: Tensor, residual: Tensor) -> Tensor:
+    """``residual + norm(x)``, in one pass where the weight alone makes the norm."""
+    fused = isinstance(norm, FusedRMSNorm) and x.shape == residual.shape and norm.is_supported(x)
+    if not fused or not is_plain(norm, x.shape[-1], x.device):
+        return residual + norm(x)
+    options = (norm.variance_epsilon, norm.offset, norm.keeps_dtype)
+    summed: Tensor = norm_add(x, residual, norm.own_weight(), *options)[0]
+    return summed
+
+
 def _is_at_hand(norm: FusedRMSNorm, x: Tensor) -> bool:
-    return _is_plain(norm, x) and not (torch.is_inference_mode_enabled() or norm.weight.is_inference())
+    at_hand = not (torch.is_inference_mode_enabled() or norm.weight.is_inference())
+    return at_hand and is_plain(norm, x.shape[-1], x.device)
 
 
-def _is_plain(norm: FusedRMSNorm, x: Tensor) -> bool:
+def is_plain(norm: Any, width: int, device: torch.device) -> bool:
+    """Whether the weight alone makes the norm: it is all here, of this width, and no hook sees the norm."""
     weight = norm.weight
     plain = type(weight) is nn.Parameter or bool(getattr(type(weight), "has_plain_storage", False))
-    whole = weight.shape == x.shape[-1:] and weight.device == x.device
+    whole = weight.shape == (width,) and weight.device == device
     hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
     return plain and whole and not hooked

@@ -17,6 +17,7 @@ from oslo_kernels import small_operations
 from oslo_kernels.rotary import rotary
 from oslo_kernels.small_operations import computes
 from oslo_models.fusion.attention import FusedEagerAttention, fused_eager_attention
+from oslo_models.fusion.full_norms import FullNorms
 from oslo_models.fusion.known_layers import ROTARY_ATTENTIONS
 from oslo_models.fusion.norms import norm_and_rotate
 
@@ -179,14 +180,24 @@ class FusedMistralAttention(FusedLlamaAttention):
 
 
 class FusedOlmo2Attention(FusedLlamaAttention):
-    """`FusedLlamaAttention` with norms over all heads before the positions."""
+    """`FusedLlamaAttention` with norms over all heads before the positions.
+
+    Attributes:
+        full_norms: what the norms compute, if that is known.
+    """
 
     q_norm: nn.Module
     k_norm: nn.Module
+    full_norms: FullNorms | None = None
 
-    def projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = super().projected(hidden_states)
-        return self.q_norm(query), self.k_norm(key), value
+    def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        norms = (self.q_norm, self.k_norm)
+        both = None if self.full_norms is None else self.full_norms.and_rotate(norms, query, key, cos, sin)
+        if both is not None:
+            return both
+        of_heads = (query.transpose(1, 2), key.transpose(1, 2))
+        query, key = (norm(x.flatten(2)).view(x.shape) for norm, x in zip(norms, of_heads, strict=True))
+        return super().positioned(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
 
 
 class FusedOlmo3Attention(FusedOlmo2Attention):

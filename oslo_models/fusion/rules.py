@@ -5,6 +5,7 @@ The first of the ordered `RULES` that matches a module decides; modules without 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,23 +18,29 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels import linear, small_operations
 from oslo_models.distributed.mesh import Axis
-from oslo_models.fusion import apex, attention, mlps, norms
+from oslo_models.fusion import apex, attention, mlps, norms, parallel_blocks
 from oslo_models.fusion import modules as fused
 from oslo_models.fusion.experts import FusedExperts, FusedParallelExperts
+from oslo_models.fusion.full_norms import FullNorms
 from oslo_models.fusion.known_layers import (
     BERT_INTERMEDIATES,
     BERT_OUTPUTS,
     CALL_EAGER_ATTENTION,
+    COHERE_BLOCKS,
     GATED_MLPS,
     GEMMA2_BLOCKS,
     GEMMA_NORMS,
     GPT2_MLPS,
+    GPTJ_BLOCKS,
     GPTJ_MLPS,
     LLAMA_BLOCKS,
+    NEOX_BLOCKS,
     NEOX_MLPS,
+    OLMO2_BLOCKS,
     OLMO2_NORMS,
     PACKED_MLPS,
     PHI3_BLOCKS,
+    PHI_BLOCKS,
     RMS_NORMS,
     ROTARY_LEFT_UNFUSED,
     T5_FEED_FORWARDS,
@@ -41,10 +48,10 @@ from oslo_models.fusion.known_layers import (
     layer_name_of,
 )
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
-from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, OnCPU
+from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, FusedOlmo2Attention, OnCPU
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.experts import ParallelExperts
-from oslo_models.layers.norm import HeadParallelNorm
+from oslo_models.layers.norm import HeadParallelNorm, WidthParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.sharding.layout import EvenSplit, Layout
@@ -114,13 +121,13 @@ class FusionRule:
 def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
     """The candidates of a model: its modules that match a rule, and the model itself for its decoding."""
     yield from _decoding(model)
-    for subject in _subjects(model, backend):
+    for subject in subjects(model, backend):
         rule = next((rule for rule in RULES if rule.match(subject)), None)
         if rule is not None:
             yield from rule.build(subject)
 
 
-def _subjects(model: Any, backend: str) -> Iterator[Subject]:
+def subjects(model: Any, backend: str) -> Iterator[Subject]:
     """The modules of this rank's stage; placeholders, which stand for modules of other stages, are left out."""
     entries = {**model.plan(model.config).under(model._prefix()).head, **model.head_entries(model.config)}
     lm_heads = {name for name, entry in entries.items() if isinstance(entry, VocabParallel)}
@@ -238,10 +245,12 @@ def _gelu(s: Subject) -> Iterator[FusionCandidate]:
 
 def _norm_layer(s: Subject) -> str:
     """The layer of transformers that a norm is, or that each rank applies to its own heads."""
-    if s.cls.forward is not HeadParallelNorm.forward:
-        return s.layer
-    after = s.cls.__mro__[s.cls.__mro__.index(HeadParallelNorm) + 1 :]
-    return layer_name_of(after)
+    return _sharded_layer(s.cls) if s.cls.forward is HeadParallelNorm.forward else s.layer
+
+
+def _sharded_layer(cls: type) -> str:
+    """The layer of transformers from which the class of a sharded norm is made."""
+    return layer_name_of(cls.__mro__[cls.__mro__.index(HeadParallelNorm) + 1 :])
 
 
 _SMALL_NORMS: dict[str, type] = {
@@ -343,6 +352,11 @@ _BLOCKS: dict[str, tuple[type, str]] = {
     **dict.fromkeys(LLAMA_BLOCKS, (fused.FusedLlamaBlock, "")),
     **dict.fromkeys(PHI3_BLOCKS, (fused.FusedPhi3Block, "")),
     **dict.fromkeys(GEMMA2_BLOCKS, (fused.FusedGemma2Block, "")),
+    **dict.fromkeys(OLMO2_BLOCKS, (fused.FusedOlmo2Block, "")),
+    **dict.fromkeys(NEOX_BLOCKS, (parallel_blocks.FusedNeoXBlock, "")),
+    **dict.fromkeys(GPTJ_BLOCKS, (parallel_blocks.FusedGPTJBlock, "")),
+    **dict.fromkeys(PHI_BLOCKS, (parallel_blocks.FusedPhiBlock, "")),
+    **dict.fromkeys(COHERE_BLOCKS, (parallel_blocks.FusedCohereBlock, "")),
     "gpt2.GPT2Block": (fused.FusedGPT2Block, "ln_2"),
     "gpt_neo.GPTNeoBlock": (fused.FusedGPTNeoBlock, "ln_2"),
     **dict.fromkeys(BERT_OUTPUTS, (fused.FusedBertOutput, "LayerNorm")),
@@ -359,6 +373,9 @@ def _residual(s: Subject) -> Iterator[FusionCandidate]:
             yield s.candidate("residual", None, "the norm after it has no kernel that adds the residual")
             return
         attributes = {"following": _following_norm(s)}
+    if s.layer in NEOX_BLOCKS and not s.module.use_parallel_residual:
+        yield s.candidate("residual", None, "fused with use_parallel_residual only")
+        return
     yield s.on_gpu("residual", attributes=attributes, triton=_BLOCKS[s.layer][0])
 
 
@@ -400,9 +417,34 @@ def _rotary(s: Subject) -> Iterator[FusionCandidate]:
         yield s.candidate("attention", _mixed(_mixed(OnCPU, fused_cls), s.cls), reason, attributes=attributes)
         return
     reason = f"rotary positions and softmax of weights that are made: {_one_pass(s.backend)}"
-    reason = f"{_attention_implementation(s.module)}; {reason}"
     attributes = {"own_config": s.module.config}
+    if issubclass(fused_cls, FusedOlmo2Attention):
+        attributes["full_norms"] = full_norms = _full_norms(s.module)
+        reason = f"norms over all heads, {reason}" if full_norms else reason
+    reason = f"{_attention_implementation(s.module)}; {reason}"
     yield s.candidate("attention", _mixed(fused_cls, s.cls), reason, attributes=attributes)
+
+
+def _full_norms(layer: Any) -> FullNorms | None:
+    """The norms over all heads of an attention layer, if every rank has heads that no other rank has."""
+    found, counts = [], []
+    for norm in (layer.q_norm, layer.k_norm):
+        axis, count, kind = _NO_AXIS, norm.weight.numel(), layer_name(norm)
+        if isinstance(norm, WidthParallelNorm):
+            layout, axis, kind = norm.layouts["weight"], norm.tp, _sharded_layer(type(norm))
+            if layout.overlaps or not all(math.prod(layout.local_shape(rank)) for rank in range(axis.size)):
+                return None
+            count = layout.shape[0]
+        if kind not in _NORMS:
+            return None
+        fused: Any = _NORMS[kind]
+        found.append((axis, norm.variance_epsilon, fused.offset, fused.keeps_dtype))
+        counts.append(count)
+    turned = (getattr(layer.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    if found[0] != found[1] or turned != 1.0:
+        return None
+    axis, eps, offset, keeps_dtype = found[0]
+    return FullNorms(axis, (counts[0], counts[1]), eps, offset, keeps_dtype)
 
 
 def _upcasts(s: Subject) -> bool:

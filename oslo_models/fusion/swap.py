@@ -76,10 +76,11 @@ class Fusion:
 
     Args:
         weights: the type of the weights that linear layers compute with, if it is not that of the parameters.
+        float8: the recipe by which linear layers are trained in float8, if they are.
     """
 
-    def __init__(self, backend: str, weights: str | None = None) -> None:
-        self.backend, self.weights = backend, weights
+    def __init__(self, backend: str, weights: str | None = None, float8: str | None = None) -> None:
+        self.backend, self.weights, self.float8 = backend, weights, float8
         self.fusion_candidates: list[FusionCandidate] = []
         self._swapped: dict[str, tuple[nn.Module, type, tuple[str, ...]]] = {}
 

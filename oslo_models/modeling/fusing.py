@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from oslo_models import registry
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
 from oslo_models.fusion.decoding import Decoders, rounded_length, without_waiting
+from oslo_models.fusion.float8 import check_float8, in_float8
 from oslo_models.fusion.narrow_weights import check_narrow, narrow
 from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
@@ -40,6 +41,7 @@ class FusableModel(PreTrainedModel):
         backend: str = "auto",
         measure: bool = True,
         weights: str | None = None,
+        float8: str | None = None,
     ) -> Any:
         """Swap modules of this model, in place, for faster ones that compute the same up to rounding.
 
@@ -59,13 +61,17 @@ class FusableModel(PreTrainedModel):
             weights: on a CPU, ``"bfloat16"`` or ``"int8"`` (one scale per output of the full weight): linear layers
                 compute with their weights in this type, beside the unchanged parameters, so that decoding reads fewer
                 bytes. Such a model computes without gradients only.
+            float8: ``"tensorwise"`` (one scale per tensor; outputs' gradients in e5m2) or ``"rowwise"`` (one per row):
+                the linear layers that tensor parallelism shards multiply in float8, in both passes, with the scales of
+                one process. Parameters keep their type. It needs a GPU from Ada or, for rows, Hopper on, or a CPU, on
+                which it is slow.
 
         Returns:
             The model itself.
 
         Raises:
-            ValueError: the model has no such class, or the backend or ``weights`` is not available; the model is
-                unchanged.
+            ValueError: the model has no such class, or the backend, ``weights`` or ``float8`` is not available; the
+                model is unchanged.
         """
         if modules is not None and not (isinstance(modules, list) and all(isinstance(cls, type) for cls in modules)):
             raise ValueError(f"modules must be a list of classes such as [GPT2MLP], or None, got {modules!r}")
@@ -75,20 +81,26 @@ class FusableModel(PreTrainedModel):
         names = None if modules is None else sorted(cls.__name__ for cls in modules)
         if self.mesh is not None:
             given = {"modules": names, "backend": backend, "measure": measure, "weights": weights}
+            given["float8"] = float8
             require_equal(self.mesh.model, given, "arguments of fuse")
         chosen = choose_backend(backend, self.device)
         if weights is not None:
             check_narrow(weights, self.device, self.dtype, chosen)
-        found = list(self._fusion.fusion_candidates if self._fusion is not None else self._fusion_candidates(chosen))
+        if float8 is not None:
+            check_float8(float8, self.device, self.dtype, weights)
+        found = list(
+            self._fusion.fusion_candidates if self._fusion is not None else self._fusion_candidates(chosen, float8)
+        )
         known = {cls for candidate in found for cls in candidate.classes} | set(type(self).__mro__)
         offered = self._layer_names({cls.__name__ for candidate in found for cls in candidate.classes})
         if unknown := [cls.__name__ for cls in modules or () if cls not in known and cls.__name__ not in offered]:
             raise ValueError(f"{type(self).__name__} has no {', '.join(unknown)} to fuse in; it has {sorted(offered)}")
         if self._fusion is None:
-            self._fusion = Fusion(chosen, weights)
+            self._fusion = Fusion(chosen, weights, float8)
         for name, before, now in (
             ("backend", self._fusion.backend, chosen),
             ("weights", self._fusion.weights, weights),
+            ("float8", self._fusion.float8, float8),
         ):
             if before != now:
                 raise ValueError(f"the model is fused with {name}={before!r}: call unfuse() first")
@@ -116,10 +128,11 @@ class FusableModel(PreTrainedModel):
             fusion.apply(self, self._fusion_candidates(fusion.backend), set())
         return fusion.report()
 
-    def _fusion_candidates(self, backend: str) -> Iterator[FusionCandidate]:
-        from oslo_models.fusion.rules import fusion_candidates  # which imports several architectures of transformers
+    def _fusion_candidates(self, backend: str, float8: str | None = None) -> Iterable[FusionCandidate]:
+        from oslo_models.fusion import rules  # which imports several architectures of transformers
 
-        return fusion_candidates(self, backend)
+        found = rules.fusion_candidates(self, backend)
+        return found if float8 is None else in_float8(self, found, rules.subjects(self, backend), float8)
 
     def fused_adamw(self, **options: Any) -> torch.optim.AdamW:
         """torch's fused ``AdamW`` over this rank's parameters: one pass over them instead of a dozen.

@@ -38,10 +38,16 @@ class ShardedLayers:
                 cls = type(module)
                 raise RuntimeError(
                     f"a sharded layer was replaced by one that does not combine the ranks' results: {path} is now "
-                    f"{cls.__module__}.{cls.__qualname__}. Change weights in place instead, as torchao's quantize_() "
-                    "with Int8WeightOnlyConfig does, or use tensor_parallel_size=1 (pipeline stages may remain)"
+                    f"{cls.__module__}.{cls.__qualname__}. {_instead(cls)}, or use tensor_parallel_size=1 (pipeline "
+                    "stages may remain)"
                 )
         self._edges = _edges(model)
+
+
+def _instead(cls: type) -> str:
+    if cls.__module__.startswith("torchao.float8"):
+        return "Call model.fuse(float8='tensorwise') or 'rowwise' instead, with the same arithmetic"
+    return "Change weights in place instead, as torchao's quantize_() with Int8WeightOnlyConfig does"
 
 
 def _edges(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:

@@ -90,13 +90,32 @@ def _refuse_float8_training(seed: int) -> None:
     from torchao.float8 import convert_to_float8_training
 
     model = _model(2, hidden_size=96, intermediate_size=192, head_dim=16)
-    with pytest.raises(RuntimeError, match=r"is now torchao\.float8"):
+    with pytest.raises(RuntimeError, match=r"is now torchao\.float8.* Call model\.fuse\(float8='tensorwise'\)"):
         convert_to_float8_training(model)(quantized.tokens(seed))
 
 
 def test_float8_training_is_refused(pool: Pool, seed: int) -> None:
     pytest.importorskip("torchao")
     pool.run(2, _refuse_float8_training, seed)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8_layers_compute_what_those_of_torchao_do(recipe: str, seed: int) -> None:
+    """Bit for bit, output and gradients."""
+    pytest.importorskip("torchao")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    sizes = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 16}
+    own, theirs = (_model(1, **sizes).bfloat16() for _ in range(2))
+    own.fuse(float8=recipe)
+    wide = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(theirs, config=wide, module_filter_fn=lambda _, name: name != "lm_head")
+    ids = quantized.tokens(seed)
+    for model in (own, theirs):
+        model(ids).logits.float().square().mean().backward()
+    assert sum(type(module).__name__ == "Float8Linear" for module in own.modules()) == 14
+    for (name, ours), exact in zip(own.named_parameters(), theirs.parameters(), strict=True):
+        assert ours.grad is not None and torch.equal(ours.grad, exact.grad), name
 
 
 def _refuse_quanto(seed: int) -> None:

@@ -13,9 +13,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
 
 from oslo_models import registry
-from oslo_models.fusion import apex, attention, known_layers, norms, rotary_attention
+from oslo_models.fusion import apex, attention, full_norms, known_layers, norms, rotary_attention
 from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.fusion.swap import Fusion
+from oslo_models.layers import norm as norm_layers
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -85,10 +86,16 @@ def attended(model: Any, batch: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
 def check_rotary(step: Step, n: int) -> None:
     """On every rank: loss, gradients, eager weights and decoding with a cache are those of transformers."""
     model = swapped(parallel_model(step.name, step.config, step.weights, n))
-    with spied(rotary_attention, "rotary") as rotary, spied(norms, "normed_rotary") as normed:
+    with (
+        spied(rotary_attention, "rotary") as rotary,
+        spied(norms, "normed_rotary") as normed,
+        spied(full_norms, "full_norm_rotary") as full,
+    ):
         lines = step_differences(model, step, without=LOGITS)
     layers = [m for m in model.modules() if isinstance(m, rotary_attention.FusedLlamaAttention)]
-    if isinstance(layers[0], rotary_attention.FusedQwen3Attention):
+    if getattr(layers[0], "full_norms", None) is not None:
+        assert full.called and not rotary.called
+    elif isinstance(layers[0], rotary_attention.FusedQwen3Attention):
         assert normed.called and not rotary.called
     else:
         assert rotary.called or layers[0].rotary_ndims % 2
@@ -144,7 +151,7 @@ def test_options_of_rotary_attention_match_transformers(variant: str, seed: int)
     check_rotary(reference_step(zoo.lm_head(variant), zoo.config(variant, **CHANGES[variant]), seed), 1)
 
 
-@pytest.mark.parametrize("variant", ["gemma2", "phi", "qwen3"])
+@pytest.mark.parametrize("variant", ["gemma2", "olmo2", "phi", "qwen3"])
 def test_rotary_attention_of_local_heads_matches_transformers(pool: Pool, variant: str, seed: int) -> None:
     pool.run(2, check_rotary, fusion_reference(variant, zoo.lm_head(variant), seed), 2)
 
@@ -279,3 +286,35 @@ def test_apex_takes_torch_where_its_kernel_does_not_fit(seed: int) -> None:
     assert any(isinstance(m, apex.ApexEagerAttention) for m in swapped(model, "apex").modules())
     with mock.patch.multiple(apex.ApexRMSNorm, forward=modeling_t5.T5LayerNorm.forward):
         assert abs(model(**batch).loss - expected) < 0.02 * abs(expected)
+
+
+def check_full_norms(step: Step, n: int, counts: tuple[int, int]) -> None:
+    """On every rank: transformers' step, with one sum over ranks per layer and pass; none where heads are shared."""
+    model = swapped(parallel_model(step.name, step.config, step.weights, n))
+    with spied(full_norms, "reduce_fresh") as sums, spied(norm_layers, "reduce_from") as unfused:
+        lines = step_differences(model, step, without=LOGITS)
+    assert not lines, "\n".join(lines)
+    assert (sums.call_count, unfused.call_count) == counts
+
+
+@pytest.mark.parametrize(("heads", "counts"), [(2, (4, 0)), (1, (0, 4))], ids=["own heads", "shared heads"])
+def test_norms_over_all_heads_of_ranks(pool: Pool, heads: int, counts: tuple[int, int], seed: int) -> None:
+    """Two layers. With one key head for two ranks, the norms run by themselves, two sums a layer."""
+    config = zoo.config("olmo2", num_hidden_layers=2, num_key_value_heads=heads)
+    step = reference_step(zoo.lm_head("olmo2"), config, seed)
+    pool.run(2, check_full_norms, step, 2, counts)
+
+
+def test_attention_norms_with_hooks_run_by_themselves(seed: int) -> None:
+    name, config = zoo.lm_head("olmo2"), zoo.config("olmo2", num_hidden_layers=1)
+    model = registry.find(name).from_config_with_parallel(config, seed=seed, dtype=torch.float64)
+    batch = inputs_of(model, zoo.batch(name, config, seed))
+    hook = model.model.layers[0].self_attn.k_norm.register_forward_hook(lambda module, args, output: 3 * output)
+    expected = outputs(model, batch)
+    with spied(full_norms, "full_norm_rotary") as both:
+        both_outputs = zip(outputs(swapped(model), batch), expected, strict=True)
+        lines = [line for own, plain in both_outputs for line in differences(*own, plain[1], TOLERANCE)]
+        assert not both.called and not lines, lines
+        hook.remove()
+        outputs(model, batch)
+        assert both.called

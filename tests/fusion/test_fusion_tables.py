@@ -11,6 +11,8 @@ import pytest
 import transformers
 from torch import nn
 from transformers.models.bert import modeling_bert as bert
+from transformers.models.cohere import modeling_cohere as cohere
+from transformers.models.flex_olmo import modeling_flex_olmo as flex_olmo
 from transformers.models.gemma import modeling_gemma as gemma
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
@@ -19,6 +21,7 @@ from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.olmo2 import modeling_olmo2 as olmo2
 from transformers.models.opt import modeling_opt as opt
+from transformers.models.phi import modeling_phi as phi
 from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.t5 import modeling_t5 as t5
 
@@ -39,6 +42,11 @@ COPIES = {
     "BERT_INTERMEDIATES": (bert.BertIntermediate,),
     "LLAMA_BLOCKS": (llama.LlamaDecoderLayer,),
     "PHI3_BLOCKS": (phi3.Phi3DecoderLayer,),
+    "OLMO2_BLOCKS": (olmo2.Olmo2DecoderLayer, flex_olmo.FlexOlmoDecoderLayer),
+    "NEOX_BLOCKS": (gpt_neox.GPTNeoXLayer,),
+    "GPTJ_BLOCKS": (gptj.GPTJBlock,),
+    "PHI_BLOCKS": (phi.PhiDecoderLayer,),
+    "COHERE_BLOCKS": (cohere.CohereDecoderLayer,),
     "BERT_OUTPUTS": (bert.BertOutput,),
     "T5_FEED_FORWARDS": (t5.T5LayerFF,),
 }

@@ -17,7 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_part
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from oslo_kernels import cross_entropy, dropout, gated, gelu, norm, normed_rotary, rotary, softmax
+from oslo_kernels import (
+    cross_entropy,
+    dropout,
+    full_norm_rotary,
+    gated,
+    gelu,
+    norm,
+    normed_rotary,
+    rotary,
+    softmax,
+    sums,
+)
 from oslo_kernels.operation import operation
 
 from support import ROOT, kernel_cases
@@ -96,6 +107,8 @@ def formulas() -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
         "geglu by tanh": (gated.gated, lambda g, u, kind: F.gelu(g, approximate="tanh") * u, (x, y, "gelu_tanh")),
         "packed swiglu": (gated.gated_packed, lambda x, kind: F.silu(x[..., :3]) * x[..., 3:], (x, "silu")),
         "layer norm": (norm.add_norm, layer, (x, y, weight, bias, 1e-5, True)),
+        "norm and sum": (norm.norm_add, lambda x, y, w, *_: y + rms(x, None, w + 1), (x, y, weight, 1e-5, 1.0, True)),
+        "sum of three": (sums.sum_of_three, lambda x, y, z: x + y + z, (x, y, double(2, 3, 6))),
         "gemma's norm": (norm.add_norm, gemma, (x, y, weight, None, 1e-5, False, 1.0, True)),
         "rms norm": (norm.add_norm, rms, (x, None, weight, None, 1e-5, False)),
         "softmax": (softmax.masked_softmax, lambda s, m, k: (s * k + m).softmax(-1), (scores, mask, 0.3)),
@@ -128,6 +141,33 @@ def test_reference_formulas_and_gradients_match_torch(name: str, seed: int) -> N
         compare(by, plain, args)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(operation.op, args, test_utils=checks)
+
+
+def test_formulas_of_norms_over_all_heads(seed: int) -> None:
+    """Values and gradients, whose sums the caller makes."""
+    torch.manual_seed(seed)
+    q, k, of_query, of_key = double(2, 3, 4, 6), double(2, 1, 4, 6), double(2, 3, 4, 6), double(2, 1, 4, 6)
+    weights, (cos, sin) = (double(18), double(6)), torch.randn(2, 1, 4, 6, dtype=torch.float64)
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        h = x.transpose(1, 2).flatten(2)
+        h = h * (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (weight + 1)
+        return h.view(x.transpose(1, 2).shape).transpose(1, 2)
+
+    expected = apply_rotary_pos_emb(normed(q, weights[0]), normed(k, weights[1]), cos, sin)
+    expected += torch.autograd.grad(expected, (q, k, *weights), (of_query, of_key))
+    numbers, of = (18, 6, 1e-5, 1.0), full_norm_rotary
+    checks = ("test_schema", "test_faketensor")
+    with torch.no_grad():
+        given = (q, k, cos, sin, *weights, of.row_products(q, q, k, k))
+        found = of.full_norm_rotary(*given, *numbers)
+        given = (*given, of.row_products(of_query, found[0], of_key, found[1]))
+        found += of.full_norm_rotary_backward(of_query, of_key, *given, *numbers)
+        torch.library.opcheck(of.row_products.op, (q, q, k, k), test_utils=checks)
+        torch.library.opcheck(of.full_norm_rotary.op, (*given[:7], *numbers, True), test_utils=checks)
+        torch.library.opcheck(of.full_norm_rotary_backward.op, (of_query, of_key, *given, *numbers), test_utils=checks)
+    for own, exact in zip(found, expected, strict=True):
+        assert (own - exact).abs().max() < 1e-10
 
 
 def compare(operation: Any, plain: Any, args: tuple[Any, ...]) -> None:

@@ -13,7 +13,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oslo_kernels import cross_entropy, gated, language, long_norm, norm, normed_rotary, rotary
+from oslo_kernels import (
+    cross_entropy,
+    full_norm_rotary,
+    gated,
+    language,
+    long_norm,
+    norm,
+    norm_and_turn,
+    normed_rotary,
+    rotary,
+    sums,
+)
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion import linear_cross_entropy
 from oslo_models.layers.cross_entropy import VocabShard
@@ -42,7 +53,7 @@ def counted() -> Iterator[list[str]]:
         launches.names.append(kernel.__name__)
 
     with ExitStack() as stack:
-        for module in (cross_entropy, gated, long_norm, norm, normed_rotary, rotary):
+        for module in (cross_entropy, full_norm_rotary, gated, long_norm, norm, norm_and_turn, rotary, sums):
             stack.enter_context(mock.patch.object(module, "launch", note))
         stack.enter_context(mock.patch.object(cross_entropy, "triton", language))
         stack.enter_context(launches)
@@ -73,6 +84,8 @@ def test_launches_of_operations(width: int) -> None:
         table, packed = torch.empty(1, 8, 32, device="cuda"), torch.empty(8, 128, device="cuda")
         cases: dict[str, tuple[Callable[[], Any], int]] = {
             "norm": (lambda: norm.add_norm_triton(x, residual, weight, None, 1e-5, False), 1),
+            "norm and sum": (lambda: norm.norm_add_triton(x, residual, weight, 1e-5), 1),
+            "sum of three": (lambda: sums.sum_of_three_triton(x, residual, x), 1),
             "rotary": (lambda: rotary.rotary_triton(q, k, table, table), 1),
             "packed": (lambda: gated.gated_packed_triton(packed), 1),
             "packed backward": (lambda: gated.gated_packed_backward_triton(x.narrow(1, 0, 64), packed), 1),
@@ -88,6 +101,14 @@ def test_launches_of_operations(width: int) -> None:
         )  # fmt: skip
         cases["norm backward"] = (
             lambda: norm.add_norm_backward_triton(x, residual, residual, statistics, weight, False, 0.0, False), 1 + own
+        )  # fmt: skip
+        all_heads = (q, k, whole, whole, torch.empty(256, device="cuda"), torch.empty(128, device="cuda"))
+        totals = torch.empty(1, 8, 2, device="cuda")
+        given = (*all_heads, totals, 512, 256, 1e-5)
+        cases["sums over heads"] = (lambda: full_norm_rotary.row_products_triton(q, q, k, k), 1)
+        cases["norms over heads and rotary"] = (lambda: full_norm_rotary.full_norm_rotary_triton(*given), 1)
+        cases["norms over heads and rotary backward"] = (  # and one sum for both weights
+            lambda: full_norm_rotary.full_norm_rotary_backward_triton(q, k, *given[:7], totals, 512, 256, 1e-5), 2
         )  # fmt: skip
         for name, (run, expected) in cases.items():
             with counted() as launched:

@@ -221,7 +221,7 @@ def layers_that_share_no_sum(patch: Patch) -> None:
 
 
 def norms_of_heads_without_their_hooks(patch: Patch) -> None:
-    patch.setattr(norms, "_is_plain", lambda norm, x: True)
+    patch.setattr(norms, "is_plain", lambda norm, width, device: True)
 
 
 def a_token_too_many(patch: Patch) -> None:

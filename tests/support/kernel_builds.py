@@ -17,17 +17,33 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from oslo_kernels import cross_entropy, dropout, gated, gelu, long_norm, ngrams, norm, normed_rotary, rotary, softmax
+from oslo_kernels import (
+    cross_entropy,
+    dropout,
+    full_norm_rotary,
+    gated,
+    gelu,
+    long_norm,
+    ngrams,
+    norm,
+    norm_and_turn,
+    rotary,
+    softmax,
+    sums,
+)
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 REGISTERS = 128
 """Of 255; so many still leave room for four blocks of four warps on a multiprocessor."""
-FLOATS = {"eps", "offset", "scale", "p", "hit", "rest", "cap"}
-FLOAT32 = {"statistics_ptr", "partial_ptr", "loss_ptr"}
+FLOATS = {"eps", "offset", "scale", "p", "hit", "rest", "cap", "q_count", "k_count"}
+FLOAT32 = {"statistics_ptr", "products_ptr", "partial_ptr", "loss_ptr"}
 
 SOFTMAX = {keys: {**softmax.blocks(keys)} for keys in (1024, softmax.LONGEST, 100000)}
 for made in SOFTMAX.values():
     del made["num_warps"]
+
+SUM_AND_NORM = {"RESIDUAL": True, "BIAS": True, "CENTERED": True, "AFTER": False}
+RMS = {"RESIDUAL": False, "BIAS": False, "CENTERED": False, "AFTER": False}
 
 # what a kernel is compiled for: constants, how many warps, and how many 128-bit loads and stores it should have
 BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
@@ -38,11 +54,13 @@ BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
     *((gated.gated_kernel, {"KIND": kind, "BLOCK": 1024}, 4, 2, 1) for kind in range(3)),
     *((gated.gated_backward_kernel, {"KIND": kind, "BLOCK": 1024}, 4, 3, 2) for kind in range(3)),
     (dropout.dropout_kernel, {"BIAS": True, "RESIDUAL": True, "QUARTER": 1024}, 4, 12, 4),
+    *((norm.norm_kernel, {**SUM_AND_NORM, "BLOCK": block}, norm.warps(block), 4, 2) for block in (1024, norm.LONGEST)),
+    (norm.norm_kernel, {**RMS, "BLOCK": 4096}, 4, 2, 1),
     *(
-        (norm.norm_kernel, {"RESIDUAL": True, "BIAS": True, "CENTERED": True, "BLOCK": block}, norm.warps(block), 4, 2)
+        (norm.norm_kernel, {**RMS, "AFTER": True, "BLOCK": block}, norm.warps(block), 3, 1)
         for block in (1024, norm.LONGEST)
     ),
-    (norm.norm_kernel, {"RESIDUAL": False, "BIAS": False, "CENTERED": False, "BLOCK": 4096}, 4, 2, 1),
+    (sums.sum_kernel, {"BLOCK": sums.BLOCK}, 4, 3, 1),
     *(
         (
             norm.norm_backward_kernel,
@@ -53,8 +71,9 @@ BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
         )
         for block in (1024, norm.LONGEST)
     ),
-    (long_norm.norm_kernel, {"RESIDUAL": True, "BIAS": True, "CENTERED": True, "BLOCK": long_norm.PIECE}, 8, 8, 2),
-    (long_norm.norm_kernel, {"RESIDUAL": False, "BIAS": False, "CENTERED": False, "BLOCK": long_norm.PIECE}, 8, 3, 1),
+    (long_norm.norm_kernel, {**SUM_AND_NORM, "BLOCK": long_norm.PIECE}, 8, 8, 2),
+    (long_norm.norm_kernel, {**RMS, "BLOCK": long_norm.PIECE}, 8, 3, 1),
+    (long_norm.norm_kernel, {**RMS, "AFTER": True, "BLOCK": long_norm.PIECE}, 8, 4, 1),
     (long_norm.row_backward_kernel, {"GRAD_SUM": True, "CENTERED": True, "BLOCK": long_norm.PIECE}, 8, 7, 1),
     (long_norm.weight_backward_kernel, {"BIAS": True, "BLOCK": long_norm.COLUMNS}, 1, 2, 0),
     # queries and keys have code of their own
@@ -69,12 +88,23 @@ BUILDS: list[tuple[Any, dict[str, Any], int, int, int]] = [
         for rest, back in ((0, False), (0, True), (64, False))
     ),
     *(
-        (kernel, {"HALF": half, "HEADS": elements // half, "BLOCK": half}, 4, loads, stores)
+        (kernel, {"HALF": half, "HEADS": elements // half, "BLOCK": half, "FULL": full}, 4, loads, stores)
         for kernel, elements, stores in (
-            (normed_rotary.normed_rotary_kernel, 2048, 8),
-            (normed_rotary.normed_rotary_backward_kernel, 1024, 4),
+            (norm_and_turn.normed_rotary_kernel, 2048, 8),
+            (norm_and_turn.normed_rotary_backward_kernel, 1024, 4),
         )
         for half, loads in ((64, 20), (128, 8))
+        for full in (False, True)
+    ),
+    *(
+        (
+            full_norm_rotary.row_products_kernel,
+            {"SQUARE": square, "WIDTH": 128, "HEADS": 32, "BLOCK": 128},
+            4,
+            8 if square else 16,
+            0,
+        )
+        for square in (False, True)
     ),
     *(
         (

@@ -14,7 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oslo_kernels import cross_entropy, dropout, gated, gelu, ngrams, norm, normed_rotary, rotary, softmax
+from oslo_kernels import (
+    cross_entropy,
+    dropout,
+    full_norm_rotary,
+    gated,
+    gelu,
+    ngrams,
+    norm,
+    normed_rotary,
+    rotary,
+    softmax,
+    sums,
+)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(3, 5, 33), (2, 1500), (1, 1), (4, 64)]
@@ -37,6 +49,10 @@ def copy_to(x: Tensor, device: str | torch.device) -> Tensor:
     return x.as_strided((span,), (1,)).to(device, copy=True).as_strided(x.shape, x.stride())
 
 
+def rounded_sum(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return (x.double() + y.double() + z.double()).to(x.dtype)
+
+
 def pointwise(dtype: torch.dtype) -> Iterator[Case]:
     for shape, makes in zip(SHAPES, ((torch.randn, spaced, turned), (spaced,), (torch.randn,), (turned,)), strict=True):
         for make in makes:
@@ -52,6 +68,7 @@ def pointwise(dtype: torch.dtype) -> Iterator[Case]:
             dense = y.contiguous()  # rows at other distances than those of the gate
             yield "gated", gated.gated_triton, gated.reference, (x, dense, "silu")
             yield "gated backward", gated.gated_backward_triton, gated.gated_backward.plain, (grad, x, dense, "silu")
+            yield "sum of three", sums.sum_of_three_triton, rounded_sum, (x, y, grad)
             packed = make(*shape[:-1], 2 * shape[-1]).to(dtype)
             for kind in ("silu", "gelu_tanh"):
                 yield "packed", gated.gated_packed_triton, gated.gated_packed.plain, (packed, kind)
@@ -68,6 +85,7 @@ def norms(dtype: torch.dtype) -> Iterator[Case]:
                 for args in ((x, residual, weight, bias), (x, None, weight, None)):
                     for more_args in ((), (1.0, True)):
                         yield "norm", norm.add_norm_triton, norm.reference, (*args, 1e-5, centered, *more_args)
+                yield "norm and sum", norm.norm_add_triton, norm.norm_add.plain, (x, residual, weight, 1e-5)
                 summed, statistics = norm.reference(x, residual, weight, bias, 1e-5, centered)[1:]
                 for grad_sum in (None, more):
                     args = (grad, grad_sum, summed, statistics, weight, centered)
@@ -83,6 +101,8 @@ def norms(dtype: torch.dtype) -> Iterator[Case]:
             summed, statistics = norm.reference(x, mixed, weight, None, 1e-5, centered)[1:]
             args = (wide, residual, summed, statistics, weight, centered, 0.0, centered)
             yield "long norm backward", norm.add_norm_backward_triton, norm.add_norm_backward.plain, args
+    args = (wide, mixed, torch.randn(wide.shape[-1]).to(dtype), 1e-5, 1.0, True)
+    yield "norm and sum", norm.norm_add_triton, norm.norm_add.plain, args
     x, residual, weight = spaced(4, 33).to(dtype), torch.randn(4, 33), torch.randn(33)
     for given in (residual, None):
         yield "mixed norm", norm.add_norm_triton, norm.reference, (x, given, weight, None, 1e-5, False)
@@ -114,7 +134,7 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def normed_heads(dtype: torch.dtype) -> Iterator[Case]:
-    fused, plain = normed_rotary.normed_rotary_triton, normed_rotary.reference
+    fused, plain = normed_rotary.normed_rotary_triton, normed_rotary.normed_rotary.plain
     fused_back, plain_back = normed_rotary.normed_rotary_backward_triton, normed_rotary.normed_rotary_backward.plain
     for x in (torch.randn(2, 3, 4, 10), torch.randn(2, 5, 3, 10).transpose(1, 2), torch.randn(1, 18, 9, 256)):
         key = spaced(len(x), 2, *x.shape[2:])
@@ -127,6 +147,27 @@ def normed_heads(dtype: torch.dtype) -> Iterator[Case]:
             statistics = plain(*given, 1e-5)[2]
             args = (spaced(*x.shape).to(own), torch.randn(key.shape).to(own), *given, statistics)
             yield "normed rotary backward", fused_back, plain_back, (*args, 1.0 if rows == 1 else 0.0)
+
+
+def norms_over_heads(dtype: torch.dtype) -> Iterator[Case]:
+    of = full_norm_rotary
+    forward = (of.full_norm_rotary_triton, of.full_norm_rotary.plain)
+    backward = (of.full_norm_rotary_backward_triton, of.full_norm_rotary_backward.plain)
+    # as projections lay heads out; more heads than a program takes at a time
+    for x in (spaced(2, 4, 3, 10).transpose(1, 2), torch.randn(1, 40, 2, 128)):
+        key = torch.randn(len(x), x.shape[2], 2, x.shape[3]).transpose(1, 2)
+        q, k, grads = x.to(dtype), key.to(dtype), (spaced(*x.shape).to(dtype), torch.randn(key.shape).to(dtype))
+        yield "row products", of.row_products_triton, of.row_products.plain, (q, q, k, k)
+        yield "row products", of.row_products_triton, of.row_products.plain, (q, grads[0], k, grads[1])
+        squares = 3 * of.row_products.plain(q, q, k, k)  # other ranks have heads too
+        counts = (3 * q.shape[1] * q.shape[3], 3 * k.shape[1] * k.shape[3])
+        weights = (torch.randn(heads.shape[1] * heads.shape[3]) for heads in (q, k))
+        tables = torch.randn(2, len(x), x.shape[2], x.shape[3])
+        given = (q, k, *tables, *weights, squares, *counts, 0.1)
+        yield "full norm rotary", *forward, (*given, 1.0, True)
+        yield "full norm rotary", *forward, (*given, 0.0, False)
+        products = 3 * of.row_products.plain(q, grads[0], k, grads[1])
+        yield "full norm rotary backward", *backward, (*grads, *given[:7], products, *counts, 0.1, 1.0)
 
 
 def losses(dtype: torch.dtype) -> Iterator[Case]:
@@ -150,7 +191,7 @@ def losses(dtype: torch.dtype) -> Iterator[Case]:
         wide = torch.full((len(logits), width), 1e4, dtype=dtype)[:, : logits.shape[1]]  # what pads is ignored
         wide.copy_(logits)
         target = torch.randint(logits.shape[1], (len(logits),))
-        target[0] = -100
+        target[0], target[-1] = -100, 5  # each ignored by some of the rules
         for rule in rules:
             padded = dataclasses.replace(rule, padded=True)
             yield "statistics", fused, plain, (logits, target, rule)
@@ -177,7 +218,7 @@ def blocking(dtype: torch.dtype) -> Iterator[Case]:
                 yield "n-grams", fused, plain, (scores, ids, size, source)
 
 
-KINDS = (pointwise, norms, attention, normed_heads, losses, blocking)
+KINDS = (pointwise, norms, attention, normed_heads, norms_over_heads, losses, blocking)
 
 
 def cases(dtype: torch.dtype, every: int) -> Iterator[Case]:

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import oslo_kernels
-from oslo_kernels import norm
+from oslo_kernels import full_norm_rotary, norm, normed_rotary
 
 from support import kernel_cases
 
@@ -32,6 +32,10 @@ MUTANTS: list[Mutant] = [
      "strides = (dy.stride(0), g.stride(0), u.stride(0), g.shape[1])", "packed backward"),
     ("gated", "gelu_slope(g, KIND == 2)", "gelu_slope(g, False)", "gated backward"),
     ("long_norm", ".to(tl.float32) + offset", ".to(tl.float32)", "long norm"),
+    ("norm", "    if AFTER:\n", "    if RESIDUAL:\n", "norm and sum"),
+    ("long_norm", "        if AFTER:\n", "        if BIAS:\n", "norm and sum"),
+    ("sums", "x + y + z, mask", "x + z + z, mask", "sum of three"),
+    ("sums", "y.contiguous()", "y", "sum of three"),
     ("long_norm", "h = tl.where(n < N, h - mean, 0.0)", "h = h - mean", "long norm"),
     ("long_norm", "- mean_total) * scale", ") * scale", "long norm backward"),
     ("long_norm", "tl.cast(STRIPS + strip, tl.int64)", "tl.cast(strip, tl.int64)", "long norm backward"),
@@ -39,11 +43,16 @@ MUTANTS: list[Mutant] = [
     ("rotary", "k_heads, program - q_programs,", "k_heads, program,", "rotary"),
     ("rotary", "table_batch = cos.stride(0) if len(cos) > 1 else 0", "table_batch = cos.stride(0)", "rotary"),
     ("rotary", "tl.store(y_ptr + head * y_head + 2 * HALF + r, rest, mask=there)", "pass", "rotary"),
-    ("normed_rotary", "/ (2 * HALF) + eps)", "/ (2 * BLOCK) + eps)", "normed rotary"),
-    ("normed_rotary", "statistics + q_heads, table,", "statistics, table,", "normed rotary"),
-    ("normed_rotary", "(wdy2 - n2 * mean) * scale", "(wdy2 + n2 * mean) * scale", "normed rotary backward"),
-    ("normed_rotary", "total2 += tl.where(inside, dy2 * n2, 0.0)", "total2 += tl.where(inside, dy1 * n2, 0.0)",
+    ("norm_and_turn", "/ (2 * HALF) + eps)", "/ (2 * BLOCK) + eps)", "normed rotary"),
+    ("norm_and_turn", "statistics + k_first, table,", "statistics, table,", "normed rotary"),
+    ("norm_and_turn", "(wdy2 - n2 * mean) * scale", "(wdy2 + n2 * mean) * scale", "normed rotary backward"),
+    ("norm_and_turn", "total2 += tl.where(inside, dy2 * n2, 0.0)", "total2 += tl.where(inside, dy1 * n2, 0.0)",
      "normed rotary backward"),
+    ("norm_and_turn", "statistics + k_first, table,", "statistics, table,", "full norm rotary"),
+    ("norm_and_turn", "program - q_programs, k_count, eps", "program - q_programs, q_count, eps", "full norm rotary"),
+    ("norm_and_turn", "q_heads * (2 * HALF) if FULL", "0 if FULL", "full norm rotary backward"),
+    ("norm_and_turn", "products_ptr + 1,", "products_ptr,", "full norm rotary backward"),
+    ("full_norm_rotary", "y_ptr + head * y_head + d", "y_ptr + head * x_head + d", "row products"),
     ("cross_entropy", "grad *= scale * (cap - y * y / cap)", "grad *= cap - y * y / cap", "gradient of logits"),
     ("cross_entropy", "        grad *= scale\n", "        pass\n", "gradient of logits"),
     ("cross_entropy", "tl.where(counts, grad, 0.0)", "grad", "gradient of logits"),
@@ -67,7 +76,10 @@ def loaded(mutant: Mutant, folder: Path) -> Iterator[None]:
     module: ModuleType = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    with mock.patch.object(norm if name == "long_norm" else kernel_cases, name, module):
+    with contextlib.ExitStack() as stack:
+        for user in (kernel_cases, norm, normed_rotary, full_norm_rotary):
+            if hasattr(user, name):
+                stack.enter_context(mock.patch.object(user, name, module))
         yield
 
 

@@ -1,0 +1,271 @@
+"""Training in float8, for ``fuse(float8=...)``: the products of the linear layers that tensor parallelism shards.
+
+Weights, gradients and optimizer keep their types; a product casts its operands. Their scales are those of one process:
+the largest element of what is sharded is the largest over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from oslo_kernels.float8 import ALIGNMENT, E4M3, E5M2, cast, largest, product, scale_of
+from oslo_models.distributed.collectives import MAX, reduce_fresh
+from oslo_models.distributed.mesh import Axis
+from oslo_models.fusion.modules import FusedConv1D, FusedLinear
+from oslo_models.fusion.swap import FusionCandidate
+from oslo_models.layers.linear import (
+    ColumnParallelConv1D,
+    ColumnParallelLinear,
+    KeyValueParallelLinear,
+    RowParallelConv1D,
+    RowParallelLinear,
+)
+from oslo_models.sharding.plan import ColumnParallel, RowParallel
+
+RECIPES = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+"""The recipes by torchao's names, and the compute capability that each needs."""
+_NO_AXIS = Axis("tp", 0, (0,), None)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """How a layer multiplies.
+
+    Attributes:
+        rowwise: a scale for each row of an operand instead of one for all of it.
+        axis: whose ranks have the shards.
+        row_parallel: whether inputs are sharded; otherwise outputs are.
+        transposed: whether the weight is ``[in, out]``.
+    """
+
+    rowwise: bool
+    axis: Axis
+    row_parallel: bool
+    transposed: bool
+
+    def largest(self, *tensors: tuple[Tensor, int, bool]) -> list[Tensor]:
+        """The largest elements of tensors: each with the dimension of its rows, and whether it is sharded.
+
+        One all-reduce for those whose elements are on several ranks. With a scale for each row these are the tensors
+        whose rows are sharded.
+        """
+        found = [largest(x, dim if self.rowwise else None) for x, dim, _ in tensors]
+        shared = [index for index, (*_, sharded) in enumerate(tensors) if sharded]
+        if shared and self.axis.size > 1:
+            packed = torch.cat([found[index].flatten() for index in shared])
+            parts = reduce_fresh(self.axis, packed, MAX).split([found[index].numel() for index in shared])
+            for index, part in zip(shared, parts, strict=True):
+                found[index] = part.view(found[index].shape)
+        return found
+
+    def scale(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
+        """The scale of a tensor with this largest element; of rows a power of two, as in torchao's recipe."""
+        return scale_of(largest, dtype, self.rowwise)
+
+
+class Float8Product(nn.Module):
+    """The product of a linear layer in float8.
+
+    Attributes:
+        float8: how.
+    """
+
+    float8: Float8
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``F.linear``, or the product of ``Conv1D``."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        output: Tensor = _Product.apply(x, weight, self.float8)
+        return output if bias is None else output + bias.to(output.dtype)
+
+
+class Float8Linear(Float8Product, FusedLinear):
+    """``nn.Linear`` in float8."""
+
+
+class Float8Conv1D(Float8Product, FusedConv1D):
+    """GPT-2's ``Conv1D`` in float8."""
+
+
+Grads = tuple[Tensor | None, Tensor | None]
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight.T``. Inputs are kept for the backward pass in float8, if their scale is the same there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: Float8) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # the shard, not the full weight
+            return _Product._forward(ctx, x, weight, how)
+
+    @staticmethod
+    def _forward(ctx: Any, x: Tensor, weight: Tensor, how: Float8) -> Tensor:
+        rows, weight_oi = x.reshape(-1, x.shape[-1]), weight.T if how.transposed else weight
+        # of all elements: weights are always sharded; of rows: they are if these are
+        found = how.largest((rows, 1, how.row_parallel), (weight_oi, 1, how.row_parallel or not how.rowwise))
+        x_scale, w_scale = (how.scale(each, E4M3) for each in found)
+        x8 = cast(rows, x_scale, E4M3)
+        output = product(x8, cast(weight_oi, w_scale, E4M3).contiguous(), x_scale, w_scale, x.dtype, fast=True)
+        ctx.how, ctx.shape, ctx.dtype = how, x.shape, x.dtype
+        ctx.save_for_backward(rows if how.rowwise else x8, weight, x_scale, w_scale)
+        # not a view of another tensor: the sum over ranks is made in place
+        return torch.ops.aten._unsafe_view(output, (*x.shape[:-1], output.shape[1]))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return *_Product._backward(ctx, grad), None
+
+    @staticmethod
+    def _backward(ctx: Any, grad: Tensor) -> Grads:
+        how: Float8 = ctx.how
+        x, weight, *scales = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[-1]).to(ctx.dtype)
+        weight_oi = weight.T if how.transposed else weight
+        of_both = _rowwise if how.rowwise else _tensorwise
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        of_x, of_weight = of_both(how, grad, x, weight_oi, scales, ctx.dtype, (needs_x, needs_weight))
+        if of_weight is not None:
+            of_weight = (of_weight.T if how.transposed else of_weight).to(weight.dtype)
+        return None if of_x is None else of_x.view(ctx.shape), of_weight
+
+
+def _tensorwise(
+    how: Float8, grad: Tensor, x8: Tensor, weight: Tensor, scales: Any, dtype: torch.dtype, needs: tuple[bool, bool]
+) -> Grads:
+    """The gradients of inputs and weight, from that of the output in e5m2."""
+    x_scale, w_scale = scales
+    g_scale = how.scale(how.largest((grad, 1, not how.row_parallel))[0], E5M2)
+    g8, of_x, of_weight = cast(grad, g_scale, E5M2), None, None
+    if needs[0]:
+        of_x = product(g8, cast(weight, w_scale, E4M3).T.contiguous(), g_scale, w_scale, dtype)
+    if needs[1]:
+        of_weight = product(g8.T.contiguous(), x8.T.contiguous(), g_scale, x_scale, dtype)
+    return of_x, of_weight
+
+
+def _rowwise(
+    how: Float8, grad: Tensor, x: Tensor, weight: Tensor, scales: Any, dtype: torch.dtype, needs: tuple[bool, bool]
+) -> Grads:
+    """The gradients of inputs and weight; each product has scales of its own rows. Tokens are on all ranks."""
+    of_x = of_weight = None
+    if needs[0]:
+        sharded = not how.row_parallel
+        g_scale, w_scale = (how.scale(e, E4M3) for e in how.largest((grad, 1, sharded), (weight, 0, sharded)))
+        w8 = cast(weight, w_scale, E4M3).T.contiguous()
+        of_x = product(cast(grad, g_scale, E4M3), w8, g_scale, w_scale.T, dtype)
+    if needs[1]:
+        g_scale, x_scale = (how.scale(e, E4M3) for e in how.largest((grad, 0, False), (x, 0, False)))
+        g8, x8 = (cast(t, scale, E4M3).T.contiguous() for t, scale in ((grad, g_scale), (x, x_scale)))
+        of_weight = product(g8, x8, g_scale.T, x_scale.T, dtype)
+    return of_x, of_weight
+
+
+# Which layers ---------------------------------------------------------------------------------------------------------
+
+_ROW = (RowParallelLinear, RowParallelConv1D)
+_SHARDED = (ColumnParallelLinear, ColumnParallelConv1D, *_ROW)
+_PLAIN: dict[type, type] = {nn.Linear: Float8Linear, Conv1D: Float8Conv1D}
+
+
+def check_float8(recipe: str, device: torch.device, dtype: torch.dtype, weights: str | None) -> None:
+    """Raise ``ValueError`` if ``fuse(float8=...)`` cannot be used with a model."""
+    if recipe not in RECIPES:
+        raise ValueError(f"float8={recipe!r} is none of {', '.join(map(repr, RECIPES))}; None keeps the model's type")
+    if weights is not None:
+        raise ValueError(f"float8={recipe!r} is for training, and weights={weights!r} cannot be trained: choose one")
+    if why := _why_not(recipe, device, dtype):
+        raise ValueError(f"float8={recipe!r} cannot be used: {why}; leave float8 out")
+
+
+def _why_not(recipe: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    if not hasattr(torch, "_scaled_mm"):
+        return f"torch {torch.__version__} has no product of float8 matrices"
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda" or torch.version.hip:
+        return f"it computes on NVIDIA's GPUs and on CPUs, and the model is on {device}"
+    if dtype == torch.float64:
+        return "the model is in torch.float64"
+    has, needs = torch.cuda.get_device_capability(device), RECIPES[recipe]
+    if has >= needs:
+        return None
+    return f"it needs a GPU of compute capability {needs[0]}.{needs[1]}, and {device} has {has[0]}.{has[1]}"
+
+
+def in_float8(
+    model: Any, candidates: Iterable[FusionCandidate], subjects: Iterable[Any], recipe: str
+) -> list[FusionCandidate]:
+    """``candidates`` with the linear layers that the plan of the model shards; at any number of ranks the same.
+
+    Args:
+        subjects: the modules of the model, as the rules see them.
+
+    Raises:
+        ValueError: there is no such layer.
+    """
+    plan = model.plan(model.config).under(model._prefix())
+    found = {}
+    for subject in subjects:
+        kind = type(_entry(plan.blocks, subject.name))
+        if kind in (ColumnParallel, RowParallel) and isinstance(subject.module, (nn.Linear, Conv1D)):
+            found[subject.name] = _candidate(subject, kind is RowParallel, recipe)
+    if not any(candidate.cls for candidate in found.values()) and not model.is_pipeline_parallelized():
+        reasons = sorted({candidate.reason for candidate in found.values()}) or ["no linear layer could be sharded"]
+        raise ValueError(f"float8={recipe!r} cannot be used in {type(model).__name__}: {', '.join(reasons)}")
+    return [*(candidate for candidate in candidates if candidate.module not in found), *found.values()]
+
+
+def _entry(blocks: Any, name: str) -> Any:
+    """The plan's entry for a module of a block."""
+    for stack, entries in blocks.items():
+        if name.startswith(f"{stack}."):
+            return entries.get(name.removeprefix(f"{stack}.").partition(".")[2])
+    return None
+
+
+def _candidate(subject: Any, row_parallel: bool, recipe: str) -> FusionCandidate:
+    module: Any = subject.module
+    cls: Any = type(module)
+    if why := _why_not_layer(module):
+        return subject.candidate("linear", None, f"left out of float8: {why}")
+    axis = module.tp if isinstance(module, _SHARDED) else _NO_AXIS
+    how = Float8(recipe == "rowwise", axis, row_parallel, isinstance(module, Conv1D))
+    made = _PLAIN.get(cls) or _in_float8(cls)
+    return subject.candidate("linear", made, f"products in float8, scales {recipe}", attributes={"float8": how})
+
+
+def _why_not_layer(module: Any) -> str | None:
+    cls = type(module)
+    if isinstance(module, KeyValueParallelLinear):
+        return "its heads are on several ranks, each with a part of their gradient"
+    if cls not in _PLAIN and not isinstance(module, _SHARDED):
+        return f"{cls.__name__} has a forward pass of its own"
+    multiple = ALIGNMENT if module.weight.is_cuda else 1
+    shapes = _local_shapes(module)
+    if odd := [shape for shape in shapes if any(size % multiple or not size for size in shape)]:
+        return f"a weight of {odd[0][0]} x {odd[0][1]}; GPUs multiply multiples of {multiple}"
+    return None
+
+
+def _local_shapes(module: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes of the weight on all ranks, which have to decide alike."""
+    if isinstance(module, _SHARDED):
+        layouts: Any = module.layouts
+        yield from (layouts["weight"].local_shape(rank) for rank in range(module.tp.size))
+    else:
+        yield tuple(module.weight.shape)
+
+
+@cache
+def _in_float8(cls: type) -> type:
+    return type(f"Float8{cls.__name__}", (Float8Product, cls), {"__module__": __name__})

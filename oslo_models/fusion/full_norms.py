@@ -1,0 +1,94 @@
+"""Norms of queries and keys over all heads, of which each rank has some, together with the rotary positions.
+
+The sums of squares of both are summed over the ranks at once, and so are those of the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oslo_kernels.full_norm_rotary import full_norm_rotary, full_norm_rotary_backward, row_products
+from oslo_models.distributed.collectives import reduce_fresh
+from oslo_models.distributed.mesh import Axis
+from oslo_models.fusion.norms import is_plain
+
+
+@dataclass(frozen=True)
+class FullNorms:
+    """What the norms of an attention layer compute.
+
+    Attributes:
+        axis: whose ranks have the heads.
+        counts: the elements of the queries, and of the keys, of all ranks.
+        offset: added to the weights.
+        keeps_dtype: whether the norms have the dtype of their input, even if that of the weights is wider.
+    """
+
+    axis: Axis
+    counts: tuple[int, int]
+    eps: float
+    offset: float
+    keeps_dtype: bool
+
+    def and_rotate(
+        self, norms: tuple[nn.Module, nn.Module], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Queries and keys, ``[batch, heads, length, width]``, with norms and positions.
+
+        ``None`` if the norms have to be called by themselves, which takes other collectives: a hook on a norm has to be
+        on all ranks.
+        """
+        both: tuple[tuple[Any, Tensor], ...] = ((norms[0], query), (norms[1], key))
+        if not all(
+            is_plain(norm, x.shape[1] * x.shape[3], x.device) and self._is_supported(norm, x) for norm, x in both
+        ):
+            return None
+        same = query.dtype == key.dtype and norms[0].weight.dtype == norms[1].weight.dtype
+        turned = cos.dim() == 3 and cos.shape[-1] == query.shape[-1] and query.shape[-1] % 2 == 0
+        if not (same and turned) or cos.requires_grad or sin.requires_grad:
+            return None
+        made: tuple[Tensor, Tensor] = _NormAndRotate.apply(query, key, cos, sin, norms[0].weight, norms[1].weight, self)
+        return made
+
+    def _is_supported(self, norm: Any, x: Tensor) -> bool:
+        """Whether the kernel can stand for the norm, and gives the dtype that transformers' has."""
+        right = self.keeps_dtype or torch.promote_types(x.dtype, norm.weight.dtype) == norm.weight.dtype
+        return right and is_plain(norm, x.shape[1] * x.shape[3], x.device)
+
+
+def norm_and_rotate_heads(
+    norms: FullNorms, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, query_weight: Tensor, key_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The local queries and keys with norms over all heads and positions: two launches, and a sum over ranks."""
+    made: tuple[Tensor, Tensor] = _NormAndRotate.apply(query, key, cos, sin, query_weight, key_weight, norms)
+    return made
+
+
+class _NormAndRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, query_weight: Tensor, key_weight: Tensor,
+        norms: FullNorms,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        squares = reduce_fresh(norms.axis, row_products(query, query, key, key))
+        given = (query, key, cos, sin, query_weight, key_weight, squares)
+        made: tuple[Tensor, Tensor] = full_norm_rotary(
+            *given, *norms.counts, norms.eps, norms.offset, norms.keeps_dtype
+        )
+        ctx.save_for_backward(*given, *made)
+        ctx.norms = norms
+        return made
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> tuple[Tensor | None, ...]:
+        norms: FullNorms = ctx.norms
+        *given, query, key = ctx.saved_tensors
+        products = reduce_fresh(norms.axis, row_products(of_query, query, of_key, key))
+        numbers = (*norms.counts, norms.eps, norms.offset)
+        dq, dk, of_query_weight, of_key_weight = full_norm_rotary_backward(of_query, of_key, *given, products, *numbers)
+        return dq, dk, None, None, of_query_weight, of_key_weight, None
