@@ -50,6 +50,9 @@ class Worker(NamedTuple):
 
 def serve(control: socket.socket) -> NoReturn:
     """Fork a worker for each order until the application closes its end; then end with the last of them."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:  # descriptors of orders are not to take their places
+        pass
+    os.close(free)
     gc.freeze()  # a collection in a worker would write to, and so copy, all pages that it shares with the others
     control.sendall(USABLE if _is_usable() else UNUSABLE)
     workers: dict[int, Worker] = {}  # by the descriptor that stands for the process
@@ -126,7 +129,6 @@ def _become_worker(order: Order, connection: int, stdout: int, stderr: int) -> N
         for number, descriptor in ((1, stdout), (2, stderr)):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
         os.chdir(order.directory)
         os.environ.clear()
         os.environ.update(order.environment)
@@ -139,9 +141,9 @@ def _become_worker(order: Order, connection: int, stdout: int, stderr: int) -> N
     except BaseException:  # noqa: BLE001  as at the end of a new process
         traceback.print_exc()
     finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # it is closed, the disk is full, or it is None
+                stream.flush()
         os._exit(code)
 
 
