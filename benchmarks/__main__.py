@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import CASES, Case
+from benchmarks.compare import Change
 from benchmarks.definitions import UNITS, Result
 from benchmarks.launch import MeasurementError, launch
 from benchmarks.peers import PEERS
@@ -31,6 +32,9 @@ def main() -> int:
         "servers."
     )
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, epilog=epilog)
+    parser.add_argument(
+        "group", nargs="?", choices=["fuse-check"], help="run only these cases: whether fuse() makes anything slower"
+    )
     parser.add_argument("--list", action="store_true", help="show the cases and exit")
     parser.add_argument("--only", metavar="NAME", action="append", default=[], help="run only this case (repeatable)")
     parser.add_argument("--repeat", metavar="N", type=int, default=3, help="runs of each peer, in turn (default: 3)")
@@ -39,6 +43,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.only) - CASES.keys():
         parser.error(f"no case {', '.join(sorted(unknown))}; --list shows them")
+    chosen = args.only or [name for name in CASES if name.startswith(args.group or "")]
     if args.list:
         for case in CASES.values():
             print(f"{case.name:24} {case.what:36} {', '.join(case.peers)}")
@@ -48,15 +53,21 @@ def main() -> int:
         print(f"the machine is not quiet (load {load:.1f}): timings will not be worth much", file=sys.stderr)
     header, failed = stamp(), 0
     with tempfile.TemporaryDirectory() as folder:
-        for case in [CASES[name] for name in args.only or CASES]:
+        for case in [CASES[name] for name in chosen]:
             try:
                 rows = _rows(case, _measure(case, Path(folder), 1 if args.smoke else args.repeat, args.smoke))
             except MeasurementError as error:
                 print(f"FAILED {error}", file=sys.stderr)
                 failed = 1
                 continue
-            if not args.smoke:
-                append(args.out, [{**header, **row} for row in rows])
+            if args.smoke:
+                continue
+            append(args.out, [{**header, **row} for row in rows])
+            for row in rows:
+                if case.limit is not None and float(row["min"]) > case.limit:
+                    figures = f"{row['value']} ({row['min']} to {row['max']})"
+                    print(f"FAILED {case.name}: {row['peer']}, {row['metric']}: {figures}", file=sys.stderr)
+                    failed = 1
     return failed
 
 
@@ -94,9 +105,13 @@ def _rows(case: Case, results: dict[str, list[Result]]) -> list[dict[str, Any]]:
         # formed within each repetition, since the machine may drift between them
         pairs = zip(values, [run.get(metric) for run in runs.get(case.baseline, [])], strict=False)
         ratios = [mine / theirs for mine, theirs in pairs if theirs]
+        measured = {"value": statistics.median(values), "min": min(values), "max": max(values), "repeats": len(values)}
+        if pairs_of_calls := [ratio for result in results.get(peer, []) for ratio in result.pairs.get(metric, [])]:
+            change = Change.of(pairs_of_calls)
+            measured = {"value": change.ratio, "min": change.low, "max": change.high, "repeats": len(pairs_of_calls)}
         row = {
             **{"case": case.name, "peer": peer, "processes x threads": shape, "metric": metric, "unit": UNITS[metric]},
-            **{"value": statistics.median(values), "min": min(values), "max": max(values), "repeats": len(values)},
+            **measured,
             **({"ratio": statistics.median(ratios), "ratio to": case.baseline} if ratios else {}),
         }
         rows.append({key: number(value) if isinstance(value, float) else value for key, value in row.items()})

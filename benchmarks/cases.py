@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import data, deploying, fusing, measure, serving
+from benchmarks import data, deploying, fuse_check, fusing, measure, serving, token_profile
 from benchmarks.definitions import Peer, Result
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
 OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_models"
+ONE_THREAD = "oslo_models-one-thread"
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
 OUR_EXPERTS, NATIVE_EXPERTS = "oslo_models-ep2", "transformers-ep2"
 CONTINUOUS, OUR_SERVER = "transformers-serve-continuous", "oslo_models-serve"
 OUR_SERVERS = tuple(OUR_SERVER + way for way in ("", "-fused", "-tp2", "-tp2-fused", "-one-by-one"))
 SERVERS = (CONTINUOUS, "transformers-serve", *OUR_SERVERS)
-OWN = (OURS_FUSED, OURS, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, OUR_DATA, DEPLOYED, *OUR_SERVERS)
+OWN = (OURS_FUSED, OURS, OUR_EXPERTS, OUR_STAGES, OURS_ALONE, ONE_THREAD, OUR_DATA, DEPLOYED, *OUR_SERVERS)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Case:
         baseline: the peer, or the runner's reference, to which the ratios in the CSV are formed.
         tolerance: how far the peers' results may differ, relatively; 0 for token ids.
         smoke: replaces ``options`` in a smoke run.
+        limit: the ratio of pairs of calls above which the case fails, if the whole interval of their median is.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Case:
     tolerance: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
     smoke: dict[str, Any] = field(default_factory=dict)
+    limit: float | None = None
 
     def prepare(self, folder: Path, smoke: bool) -> None:
         """Write the checkpoints that the peers load: a tiny one and, except in a smoke run, that of the model."""
@@ -178,6 +181,34 @@ def _fused_cases() -> list[Case]:
     return cases
 
 
+def _token_cases() -> list[Case]:
+    return [
+        Case(
+            *(f"token-llama-100m{'-' * bool(weights)}{weights or ''}", f"Llama 100M{what}", token_profile.token),
+            *("llama-100m", (ONE_THREAD,)),
+            baseline="unfused",
+            options={"new": 16, "timed": 4, "weights": weights},
+            smoke={"new": 2, "timed": 1},
+        )
+        for weights, what in ((None, ""), ("bfloat16", ", weights='bfloat16'"), ("int8", ", weights='int8'"))
+    ]
+
+
+def _fuse_check_cases() -> list[Case]:
+    """``python -m benchmarks fuse-check``."""
+    return [
+        Case(
+            *(f"fuse-check-{family}", f"A small {family}", fuse_check.slowdown, ""),
+            peers=(ONE_THREAD, OURS_ALONE, OURS),
+            baseline="",
+            options={"family": family, "length": 16, "new": 8, "vocab": 8192, "timed": fuse_check.MOST},
+            smoke={"length": 4, "new": 2, "vocab": 128, "timed": 2},
+            limit=fuse_check.SLOWER,
+        )
+        for family in fuse_check.CHECKED
+    ]
+
+
 def _deployed_cases() -> list[Case]:
     return [
         Case(
@@ -247,6 +278,8 @@ CASES = {
             baseline="shard + largest tensor",
         ),
         *_fused_cases(),
+        *_fuse_check_cases(),
+        *_token_cases(),
         *_deployed_cases(),
         *(
             Case(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+TOKEN_PARTS = ("products", "norms", "attention, the rest", "MLP, the rest", "model, the rest", "generate")
+"""What the CPU time of a token is divided into."""
 UNITS = {
     "generation": "tokens/s",
     "training step": "s",
@@ -37,6 +40,12 @@ UNITS = {
     "first token, p99": "ms",
     "serving, CPU": "tokens/CPU s",
     "agreement": "us",
+    **dict.fromkeys(TOKEN_PARTS, "ms"),
+    **{
+        f"{call}, batch {batch}": "of unfused"
+        for call in ("forward", "decoding", "forward and backward")
+        for batch in (1, 8, 32)
+    },
 }
 
 
@@ -53,11 +62,18 @@ class Result:
         values: by metric, in the units of ``UNITS``.
         check: results that all peers have to agree on.
         references: values to compare with that the runner itself provides, by name and metric.
+        pairs: of values that are medians of ratios, all ratios.
     """
 
     values: dict[str, float]
     check: list[float] = field(default_factory=list)
     references: dict[str, dict[str, float]] = field(default_factory=dict)
+    pairs: dict[str, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of_pairs(cls, pairs: dict[str, list[float]]) -> Result:
+        """The median ratios of pairs of calls."""
+        return cls({metric: statistics.median(ratios) for metric, ratios in pairs.items()}, pairs=pairs)
 
 
 Step = Callable[[Any], Any]

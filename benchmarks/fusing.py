@@ -14,18 +14,18 @@ from benchmarks.measure import tokens
 
 # torch is imported by the processes that measure, not by the one that only reads the registry.
 
-_COMMON = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+COMMON = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 _GPT = {"n_embd": 512, "n_layer": 4, "n_head": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # one class of each architecture, small enough to measure all six in minutes
-    "bert": ("BertLMHeadModel", {**_COMMON, "intermediate_size": 2048, "is_decoder": True}),
+    "bert": ("BertLMHeadModel", {**COMMON, "intermediate_size": 2048, "is_decoder": True}),
     "gpt2": ("GPT2LMHeadModel", _GPT),
     "gpt_neo": (
         "GPTNeoForCausalLM",
         {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "attention_types": [[["global", "local"], 2]]},
     ),
     "gptj": ("GPTJForCausalLM", {**_GPT, "rotary_dim": 32}),
-    "llama": ("LlamaForCausalLM", {**_COMMON, "intermediate_size": 1376, "vocab_size": 32000}),
+    "llama": ("LlamaForCausalLM", {**COMMON, "intermediate_size": 1376, "vocab_size": 32000}),
     "t5": (
         "T5ForConditionalGeneration",
         {"d_model": 512, "num_layers": 4, "d_ff": 1024, "pad_token_id": 0, "decoder_start_token_id": 0},
@@ -35,12 +35,15 @@ _ENDLESS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def _family(name: str, processes: int, smoke: bool, dtype: str = "float32") -> Any:
-    """A model with random weights and without dropout."""
+    return small_model(*FAMILIES[name], processes, dtype, **({"vocab_size": 512} if smoke else {}))
+
+
+def small_model(cls: str, sizes: dict[str, Any], processes: int, dtype: str = "float32", **more: Any) -> Any:
+    """A model with these sizes, random weights and without dropout."""
     import oslo_models
 
-    cls, sizes = FAMILIES[name]
     zoo = getattr(oslo_models, cls)
-    config = zoo.config_class(**{**_ENDLESS, **sizes, **({"vocab_size": 512} if smoke else {})})
+    config = zoo.config_class(**{**_ENDLESS, **sizes, **more})
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)

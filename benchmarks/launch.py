@@ -64,7 +64,11 @@ def launch(case: Case, peer: Peer, folder: Path, smoke: bool) -> Result:
         found = [Result(**json.loads(log.with_suffix(".json").read_text())) for log in logs]
     worst = {metric: min if more_is_better(UNITS[metric]) else max for metric in found[0].values}
     values = {metric: choose(result.values[metric] for result in found) for metric, choose in worst.items()}
-    return Result(values, found[0].check, found[0].references)
+    pairs = {
+        metric: next(result.pairs[metric] for result in found if result.values[metric] == values[metric])
+        for metric in found[0].pairs
+    }
+    return Result(values, found[0].check, found[0].references, pairs)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:

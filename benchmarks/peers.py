@@ -134,6 +134,7 @@ PEERS = {
         Peer("transformers-tp2", 2, 1, _native, needs=("accelerate",)),
         Peer("transformers-ep2", 2, 1, _native_experts, needs=("accelerate",)),
         Peer("oslo_models", 1, 2, _ours_alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
+        Peer("oslo_models-one-thread", 1, 1, _ours_alone),
         Peer("oslo_models-tp2", 2, 1, _ours),
         Peer("oslo_models-ep2", 2, 1, _our_experts),
         Peer("oslo_models-tp2-fused", 2, 1, _ours_fused, _fused_adamw),

@@ -37,6 +37,8 @@ TITLES = {  # by the runner of a case
     "training": "fused by model.fuse(), less is better",
     "generation": "fused by model.fuse(), less is better",
     "decoding": "fused by model.fuse(), less is better",
+    "token": "CPU time of a token at batch 1, one thread, less is better",
+    "slowdown": "time of a fused model divided by that of the unfused one, less is better",
     "start": "deploy=True, less is better",
     "call_overhead": "deploy=True, less is better",
     "application_memory": "deploy=True, less is better",

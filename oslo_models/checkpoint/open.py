@@ -91,7 +91,7 @@ def _stored_tensors(
     stored = {}
     for name, entry in reader.manifest["tensors"].items():
         ranges = tuple(tuple((start, stop) for start, stop in pieces) for pieces in entry["ranges"])
-        first_ranges = tuple((start, stop) for start, stop in entry.get("first_ranges", ()))
+        first_ranges = tuple(((start, stop),) for start, stop in entry.get("first_ranges", ()))
         layout = Layout(tuple(entry["shape"]), entry["dim"], ranges, first_ranges)
         files = [reader.files[reader.grid[t, entry["stages"][0]]] for t in range(len(ranges) or 1)]
         stored[name] = StoredTensor(layout, getattr(torch, entry["dtype"]), files)

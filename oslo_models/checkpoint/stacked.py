@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from oslo_models.checkpoint.filenames import CheckpointError
 from oslo_models.checkpoint.reader import CheckpointReader, StoredTensor
 from oslo_models.sharding.layout import Index, Layout
 
@@ -69,10 +70,21 @@ class StackedReader(CheckpointReader):
 
 
 def stacked_reader(reader: CheckpointReader, pieces: Mapping[str, Sequence[Piece]]) -> StackedReader:
-    """A reader in which ``pieces``, which are all in the checkpoint, are replaced by their stacks."""
+    """A reader in which ``pieces``, which are all in the checkpoint, are replaced by their stacks.
+
+    Raises:
+        CheckpointError: the pieces of a stack have different shapes, or are not all floating-point numbers.
+    """
     tensors = dict(reader.tensors)
     for name, own in pieces.items():
         stored = [tensors.pop(piece.name) for piece in own]
+        for piece, tensor in zip(own, stored, strict=True):
+            if tensor.shape != stored[0].shape or tensor.dtype.is_floating_point != stored[0].dtype.is_floating_point:
+                raise CheckpointError(
+                    f"{reader.directory}: {piece.name} is a {tuple(tensor.shape)} of {tensor.dtype}, and {own[0].name} "
+                    f"a {tuple(stored[0].shape)} of {stored[0].dtype}: both are in {name}; copy or save the checkpoint "
+                    "again"
+                )
         rows, columns = stored[0].shape
         shape = (1 + max(piece.expert for piece in own), (1 + max(piece.part for piece in own)) * rows, columns)
         tensors[name] = StoredTensor(Layout(shape), stored[0].dtype, ())

@@ -177,7 +177,7 @@ def _plan_split(
             if not (safe and info.alias_of):
                 sharding: dict[str, Any] = {"dim": info.layout.dim, "ranges": info.layout.ranges, "stages": []}
                 if info.layout.first_ranges:
-                    sharding["first_ranges"] = info.layout.first_ranges
+                    sharding["first_ranges"] = [first for (first,) in info.layout.first_ranges]
                 entries.setdefault(name, {**_describe(info), **sharding})["stages"].append(info.stage)
     kind: dict[str, Any] = {"kind": "split", "tp": mesh.tp.size, "pp": mesh.pp.size}
     replicas = mesh.experts.size // mesh.tp.size

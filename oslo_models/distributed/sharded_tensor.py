@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from oslo_models.distributed.callers import require_replicas_in_fully_shard
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.partial_norm import norm_of_parts, partial_norm
-from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.layout import Layout, Range
 
 without_override = torch._C.DisableTorchFunctionSubclass
 """A context in which shards are plain tensors, at no cost: the layers that own them compute in it."""
@@ -83,10 +83,9 @@ class Sharding:
         if dim is None:
             return f"{self.name}, replicated, tensor-parallel rank {tp.rank} of {tp.size}"
         rank = self.mesh.rank_in(self.layout)
-        held = " and ".join(f"{start}:{stop}" for start, stop in self.layout.ranges[rank])
-        shape = tuple(self.layout.shape)
+        held, shape = _said(self.layout.ranges[rank]), tuple(self.layout.shape)
         if self.layout.first_ranges:
-            held = "{}:{} of dimension 0 and ".format(*self.layout.first_ranges[rank]) + held
+            held = f"{_said(self.layout.first_ranges[rank])} of dimension 0 and {held}"
         return f"{self.name}, {held} of dimension {dim} of {shape}, {self.axis.name} rank {rank} of {self.axis.size}"
 
     @property
@@ -98,6 +97,10 @@ class Sharding:
         """The slices of a local tensor that this rank contributes to a norm in which each element counts once."""
         owned = self.layout.owned_indices(self.axis.rank) if self.counts else []
         return [local[here] for _, here in owned]
+
+
+def _said(ranges: Sequence[Range]) -> str:
+    return " and ".join(f"{start}:{stop}" for start, stop in ranges)
 
 
 class Shard(Tensor):
@@ -130,15 +133,16 @@ class Shard(Tensor):
 
     def full_tensor(self) -> Tensor:
         """The full tensor, on every rank of the tensor-parallel group. A collective of them."""
-        layout, axis, local = self.sharding.layout, self.sharding.axis, local_tensor(self)
-        if layout.dim is None:
-            return local.clone()
-        full = local.new_zeros(layout.shape)
-        for there, here in layout.owned_indices(axis.rank):
-            full[there] = local[here]
-        # Bytes are summed, not numbers: -0.0 + 0.0 is 0.0.
-        all_reduce(axis, full.view(torch.uint8) if full.dim() else full)
-        return full
+        return gather_shards(self.sharding.axis, local_tensor(self), self.sharding.layout)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """``copy.set_(storage, offset, x.size(), x.stride())``, where ``x.size()`` may be the full size; see `_size`.
+
+        A method, since torch does not pass this function to ``__torch_function__``.
+        """
+        if type(self) is Shard and len(args) > 2 and tuple(args[2]) == tuple(self.sharding.layout.shape):
+            args = (*args[:2], self.sharding.layout.local_shape(self.sharding.axis.rank), *args[3:])
+        return super().set_(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.sharding}):\n{local_tensor(self)!r}"
@@ -269,6 +273,19 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """The elements of a shard as a plain tensor that shares their memory, without gradients."""
     with without_override():
         return tensor.detach().as_subclass(Tensor) if isinstance(tensor, Shard) else tensor
+
+
+@torch.no_grad()
+def gather_shards(axis: Axis, shard: Tensor, layout: Layout) -> Tensor:
+    """The full tensor, bit for bit, on every rank of the axis. A collective of them."""
+    if layout.dim is None:
+        return shard.clone()
+    full = shard.new_zeros(layout.shape)
+    for there, here in layout.owned_indices(axis.rank):
+        full[there] = shard[here]
+    # Bytes are summed, not numbers: -0.0 + 0.0 is 0.0.
+    all_reduce(axis, full.view(torch.uint8) if full.dim() else full)
+    return full
 
 
 def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -434,19 +451,10 @@ def _size(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_empty(func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``torch.distributed.checkpoint`` copies a value to before it saves it asynchronously; see `_set`."""
+    """What ``torch.distributed.checkpoint`` copies a value to before it saves it asynchronously; see `Shard.set_`."""
     with without_override():
         result = func(*args, **kwargs)
     return mark(result, args[0].sharding, Shard) if type(args[0]) is Shard and not result.dim() else result
-
-
-def _set(func: Any, args: Any, kwargs: Any) -> Any:
-    """``copy.set_(storage, offset, x.size(), x.stride())``, where ``x.size()`` is the full size; see `_size`."""
-    target, *more = args
-    if type(target) is Shard and len(more) > 2 and tuple(more[2]) == tuple(target.sharding.layout.shape):
-        more[2] = target.sharding.layout.local_shape(target.sharding.axis.rank)
-    with without_override():
-        return func(target, *more, **kwargs)
 
 
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
@@ -487,7 +495,6 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     torch.chunk: _chunk,
     Tensor.size: _size,
     Tensor.new_empty: _new_empty,
-    Tensor.set_: _set,
 }
 
 _HANDLERS_OF_VIEWS: dict[Any, Callable[[Any, Any, Any], Any]] = {

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from oslo_kernels import small_operations
 from oslo_kernels.rotary import rotary
+from oslo_kernels.small_operations import computes
 from oslo_models.fusion.attention import FusedEagerAttention, fused_eager_attention
 from oslo_models.fusion.known_layers import ROTARY_ATTENTIONS
 from oslo_models.fusion.norms import norm_and_rotate
@@ -31,7 +33,12 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     constant = not (cos.requires_grad or sin.requires_grad)
     if constant and cos.dim() == 3 and query.dtype == key.dtype and turned % 2 == 0:
         return rotary(query, key, cos, sin)
-    made = []
+    return rotate_in_torch(query, key, cos, sin)
+
+
+def rotate_in_torch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotate` by operations of torch."""
+    turned, made = cos.shape[-1], []
     for x in (query, key):
         h, rest = x[..., :turned], x[..., turned:]
         half = torch.cat((-h[..., turned // 2 :], h[..., : turned // 2]), -1)
@@ -64,6 +71,10 @@ class FusedLlamaAttention(FusedEagerAttention):
 
     def positioned(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys, ``[batch, heads, length, width]``, with their positions."""
+        return self.rotated(query, key, cos, sin)
+
+    def rotated(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The rotation alone."""
         return rotate(query, key, cos, sin)
 
     def options(self) -> dict[str, Any]:
@@ -278,6 +289,25 @@ class FusedPhiAttention(FusedPartialRotaryAttention):
 
     def output(self, attended: Tensor) -> Tensor:
         return self.dense(attended)
+
+
+class OnCPU(FusedLlamaAttention):
+    """Comes before one of these layers on a CPU: a few positions without gradients are embedded in one call."""
+
+    @property
+    def config(self) -> Any:
+        """The layer's config: its eager attention is not replaced, which gains on GPUs only."""
+        return self.own_config
+
+    def is_supported(self) -> bool:
+        few = not torch.is_grad_enabled() and self.own_config._attn_implementation == "sdpa"
+        return few and super().is_supported()
+
+    def rotated(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        small = computes(query, cos) and computes(key, sin) and cos.dim() == 3 and cos.shape[-1] % 2 == 0
+        if small and query.stride(-1) == key.stride(-1) == 1 and cos.is_contiguous() and sin.is_contiguous():
+            return small_operations.rotate(query, key, cos, sin)
+        return rotate_in_torch(query, key, cos, sin)
 
 
 _BY_ORIGINAL: dict[str, type] = {

@@ -15,10 +15,11 @@ from torch import nn
 from transformers.activations import FastGELUActivation, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels import linear
+from oslo_kernels import linear, small_operations
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion import apex, attention, mlps, norms
 from oslo_models.fusion import modules as fused
+from oslo_models.fusion.experts import FusedExperts, FusedParallelExperts
 from oslo_models.fusion.known_layers import (
     BERT_INTERMEDIATES,
     BERT_OUTPUTS,
@@ -40,8 +41,9 @@ from oslo_models.fusion.known_layers import (
     layer_name_of,
 )
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
-from oslo_models.fusion.rotary_attention import ROTARY_CLASSES
+from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, OnCPU
 from oslo_models.fusion.swap import FusionCandidate
+from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.norm import HeadParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.pipeline.placeholders import Placeholder
@@ -74,6 +76,11 @@ class Subject:
     def cls(self) -> Any:
         """The module's class."""
         return type(self.module)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether small operations of the model are fused on a CPU."""
+        return self.backend == "torch" and self.model.device.type == "cpu" and small_operations.why_not() is None
 
     def candidate(self, operation: str, cls: type | None, reason: str, **options: Any) -> FusionCandidate:
         """This module as a `FusionCandidate`."""
@@ -149,6 +156,9 @@ def _mixed(fused: Any, cls: Any) -> type:
 
 def _one_pass(backend: str) -> str:
     return "one pass in apex" if backend == "apex" else "one pass in Triton"
+
+
+_FEW_ROWS = "few rows, without gradients, in one call in C++"
 
 
 # Decoding -------------------------------------------------------------------------------------------------------------
@@ -234,8 +244,17 @@ def _norm_layer(s: Subject) -> str:
     return layer_name_of(after)
 
 
+_SMALL_NORMS: dict[str, type] = {
+    **dict.fromkeys(RMS_NORMS | OLMO2_NORMS, norms.SmallRMSNorm),
+    **dict.fromkeys(GEMMA_NORMS, norms.SmallGemmaNorm),
+}
+"""The form of each root-mean-square norm on a CPU."""
+
+
 def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
-    if s.layer in RMS_NORMS:
+    if s.on_cpu:
+        yield s.candidate("root mean square norm", _mixed(_SMALL_NORMS[_norm_layer(s)], s.cls), _FEW_ROWS)
+    elif s.layer in RMS_NORMS:
         yield s.on_gpu("root mean square norm", triton=norms.FusedRMSNorm, apex=apex.ApexRMSNorm)
     else:
         yield s.on_gpu("root mean square norm", triton=_NORMS[_norm_layer(s)])
@@ -303,6 +322,21 @@ def _gelu_mlp(s: Subject) -> Iterator[FusionCandidate]:
     yield s.on_gpu("bias and GeLU", attributes=attributes, triton=mlps.FusedGELUMLP)
 
 
+def _has_experts(s: Subject) -> bool:
+    """Whether it stacks experts in the layout of transformers, and leaves their products to its implementations."""
+    return hasattr(s.module, "has_post_expert_norm") and hasattr(s.module, "down_proj")
+
+
+def _experts(s: Subject) -> Iterator[FusionCandidate]:
+    if s.model.device.type != "cpu":
+        yield s.candidate("experts", None, "computed by grouped products already")
+    elif s.module.has_post_expert_norm:
+        yield s.candidate("experts", None, "a norm follows each expert")
+    else:
+        fused_class = FusedParallelExperts if isinstance(s.module, ParallelExperts) else FusedExperts
+        yield s.candidate("experts", _mixed(fused_class, s.cls), "few tokens without gradients, expert by expert")
+
+
 # Residuals ------------------------------------------------------------------------------------------------------------
 
 _BLOCKS: dict[str, tuple[type, str]] = {
@@ -355,14 +389,20 @@ def _bloom_attention(s: Subject) -> Iterator[FusionCandidate]:
 
 
 def _is_rotary(s: Subject) -> bool:
-    return s.layer in ROTARY_CLASSES and s.backend == "triton"
+    return s.layer in ROTARY_CLASSES and (s.backend == "triton" or s.on_cpu)
 
 
 def _rotary(s: Subject) -> Iterator[FusionCandidate]:
+    fused_cls = ROTARY_CLASSES[s.layer]
+    if s.on_cpu:
+        reason = f"{_attention_implementation(s.module)}; rotary positions: {_FEW_ROWS}"
+        attributes = {"own_config": s.module.config}
+        yield s.candidate("attention", _mixed(_mixed(OnCPU, fused_cls), s.cls), reason, attributes=attributes)
+        return
     reason = f"rotary positions and softmax of weights that are made: {_one_pass(s.backend)}"
     reason = f"{_attention_implementation(s.module)}; {reason}"
     attributes = {"own_config": s.module.config}
-    yield s.candidate("attention", _mixed(ROTARY_CLASSES[s.layer], s.cls), reason, attributes=attributes)
+    yield s.candidate("attention", _mixed(fused_cls, s.cls), reason, attributes=attributes)
 
 
 def _upcasts(s: Subject) -> bool:
@@ -404,6 +444,7 @@ RULES: tuple[FusionRule, ...] = (
     FusionRule(_is_fused_layer_norm, _layer_norm),
     FusionRule(lambda s: _gate_activation(s) is not None, _gated),
     FusionRule(lambda s: _gelu_form(s) is not None, _gelu_mlp),
+    FusionRule(_has_experts, _experts),
     FusionRule(lambda s: s.layer in _BLOCKS, _residual),
     FusionRule(lambda s: s.layer == "bloom.BloomMLP" and s.backend == "triton", _bloom_mlp),
     FusionRule(lambda s: s.layer == "bloom.BloomAttention", _bloom_attention),

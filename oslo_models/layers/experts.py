@@ -82,7 +82,8 @@ class ParallelExperts(_ShardedModule):
                 continue
             unit = 16 // dtype.itemsize
             rows = [layout.local_shape(rank)[-1] for rank in range(self.mesh.experts.size)]
-            if layout.shape[-1] % unit == 0 and any(row % unit for row in rows):
+            odd = [row % unit != 0 for row in rows]
+            if any(odd) and not (all(odd) and layout.shape[-1] % unit):  # where all raise torch's error, so be it
                 raise ValueError(
                     f"tensor_parallel_size={self.tp.size} shards the experts' {name} {layout.shape} to rows of {rows} "
                     f"elements, of which grouped products take multiples of {unit} in {dtype}: use fewer ranks, "
@@ -108,9 +109,14 @@ class ParallelExperts(_ShardedModule):
             # No dropout is in experts: the region ends before the product, as `leave_region` wants it.
             hidden_states = self.leave_region(hidden_states)
             with self._own_share_of_bias(), self._averaged_over_replicas():
-                compute = self._exchanged if self.mesh.has_experts_over_replicas else super().forward
+                compute = self._exchanged if self.mesh.has_experts_over_replicas else self.compute
                 output = compute(hidden_states, top_k_index, weights, *args)
                 return output if self.returns_partial_sums else reduce_from(self.tp, output)
+
+    def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
+        """As `forward`, of what this rank holds: partial sums. Experts that are not here count nothing."""
+        output: Tensor = super().forward(hidden_states, top_k_index, top_k_weights, *args)
+        return output
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
         """As of any module.
@@ -165,7 +171,7 @@ class ParallelExperts(_ShardedModule):
         if not len(x):  # nobody sent a token: the experts compute one that counts nothing, and so have gradients
             x, their_weights = (torch.cat((each, each.new_zeros(1, each.shape[1]))) for each in (x, their_weights))
             theirs = theirs.new_zeros(1, theirs.shape[1])
-        computed = super().forward(x, theirs, their_weights, *args)[: sum(received)]
+        computed = self.compute(x, theirs, their_weights, *args)[: sum(received)]
         (returned,) = exchange(axis, (computed,), received, sent)
         return returned.new_zeros(hidden_states.shape).index_add(0, tokens, returned)
 
@@ -176,21 +182,25 @@ class ParallelExperts(_ShardedModule):
         The ranks that a rank exchanges tokens with are summed over already; those with the same experts are here.
         """
         names = [*self.layouts] if self.mesh.has_experts_over_replicas and torch.is_grad_enabled() else []
-        for name in names:
-            param = getattr(self, name)
-            self.__dict__[name] = average_grad(self.mesh.expert_replicas, param, self.mesh.dp.size)
+        adapted = getattr(self, "parametrizations", {})  # adapters add to the parameter when it is read
+        owners = [(adapted[name], "original") if name in adapted else (self, name) for name in names]
+        for owner, name in owners:
+            param = getattr(owner, name)
+            vars(owner)[name] = average_grad(self.mesh.expert_replicas, param, self.mesh.dp.size)
         try:
             yield
         finally:
-            for name in names:
-                self.__dict__.pop(name, None)
+            for owner, name in owners:
+                vars(owner).pop(name, None)
 
     def _own(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The choices of experts on this rank; others become an expert that is not here, with a weight of zero."""
         is_own = (index >= self.first) & (index < self.first + self.num_experts)
-        # gpt-oss's loop over experts knows no expert that is not here: there, a weight of zero has to do.
-        knows_others = self.config._experts_implementation != "eager" or not hasattr(self, "gate_up_proj_bias")
-        other = self.num_experts if knows_others else 0
+        # The loops over experts of gpt-oss and Nemotron-H know no expert that is not here: a weight of zero has to do.
+        is_loop = self.config._experts_implementation == "eager"
+        knows_others = not is_loop or not (hasattr(self, "gate_up_proj_bias") or hasattr(self, "up_proj"))
+        # A loop over no expert at all would leave out a backward pass, and its all-reduces, that other ranks have.
+        other = self.num_experts if knows_others and not (is_loop and not bool(is_own.any())) else 0
         return torch.where(is_own, index - self.first, other), weights.masked_fill(~is_own, 0)
 
     @contextmanager

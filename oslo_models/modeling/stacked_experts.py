@@ -186,6 +186,6 @@ def _of_piece(stack: Layout, expert: int, parts: int) -> Layout:
         return Layout(shape, 0, tuple(((0, shape[0] if owner else 0),) for owner in owners))
     # every part is sharded as the first, whose ranges come first on each rank
     of_part = [ranges if stack.dim == 2 else ranges[: len(ranges) // parts] for ranges in stack.ranges]
-    owners = [start <= expert < stop for start, stop in stack.first_ranges] or [True] * len(of_part)
+    owners = [start <= expert < stop for ((start, stop),) in stack.first_ranges] or [True] * len(of_part)
     own = tuple(ranges if owner else ((0, 0),) for ranges, owner in zip(of_part, owners, strict=True))
     return Layout(shape, stack.dim - 1, own)

@@ -329,4 +329,7 @@ def _experts_over_replicas(model: Any) -> list[str]:
     mesh = model.mesh
     if mesh is None or not mesh.has_experts_over_replicas:
         return []
-    return [name for name, layout in model.layouts.items() if mesh.is_over_replicas(layout)]
+    over_replicas = {name for name, layout in model.layouts.items() if mesh.is_over_replicas(layout)}
+    modules = nn.Module.named_modules(model)  # not the model's own, which is one of those that ask
+    names = (f"{path}.{leaf}" for path, module in modules for leaf in module._parameters)
+    return [name for name in names if name in over_replicas]  # adapters have renamed others

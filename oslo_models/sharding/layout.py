@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -138,14 +139,14 @@ class Layout:
         dim: the sharded dimension, or ``None`` if the tensor is replicated.
         ranges: for each rank, the ranges of ``dim`` that it holds, in the order of its local tensor. Empty if ``dim``
             is ``None``. A rank has several ranges where a weight concatenates several matrices (fused query-key-value).
-        first_ranges: for each rank, the range of dimension 0 that it holds, where that is sharded beside ``dim``:
+        first_ranges: for each rank, the ranges of dimension 0 that it holds, where that is sharded beside ``dim``:
             experts over groups of ranks, and the width of each over the ranks of a group.
     """
 
     shape: tuple[int, ...]
     dim: int | None = None
     ranges: tuple[tuple[Range, ...], ...] = ()
-    first_ranges: tuple[Range, ...] = ()
+    first_ranges: tuple[tuple[Range, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.dim is None:
@@ -154,7 +155,7 @@ class Layout:
             ranks = [rank for rank, first in enumerate(self._firsts) if first == group]
             self._check_cover([interval for rank in ranks for interval in self.ranges[rank]], self.dim)
         if self.first_ranges:
-            self._check_cover(self.first_ranges, 0)
+            self._check_cover([interval for local in self.first_ranges for interval in local], 0)
 
     def _check_cover(self, intervals: Sequence[Range], dim: int) -> None:
         covered = 0
@@ -165,7 +166,7 @@ class Layout:
             raise ValueError(f"ranges {intervals} do not cover dimension {dim} of shape {self.shape}")
 
     @property
-    def _firsts(self) -> tuple[Range | None, ...]:
+    def _firsts(self) -> tuple[tuple[Range, ...] | None, ...]:
         return self.first_ranges or (None,) * len(self.ranges)
 
     @classmethod
@@ -196,57 +197,69 @@ class Layout:
             return self.shape
         shape = list(self.shape)
         if self.first_ranges:
-            start, stop = self.first_ranges[rank]
-            shape[0] = stop - start
+            shape[0] = sum(stop - start for start, stop in self.first_ranges[rank])
         shape[self.dim] = sum(stop - start for start, stop in self.ranges[rank])
         return tuple(shape)
 
     def first_of(self, rank: int) -> int:
         """The first index of dimension 0 that ``rank`` holds, of one range."""
         if self.first_ranges:
-            return self.first_ranges[rank][0]
+            return self.first_ranges[rank][0][0]
         return self.ranges[rank][0][0] if self.dim == 0 else 0
 
     def shard_indices(self, rank: int) -> Iterator[tuple[Index, Index]]:
         """For each range of ``rank``, its index in the full tensor and its index in the local tensor.
 
-        A replicated tensor is one range. An index has a slice with both bounds for every dimension.
+        With ``first_ranges``, for each pair of ranges. A replicated tensor is one range. An index has a slice with both
+        bounds for every dimension.
         """
         everything = tuple(slice(0, size) for size in self.shape)
         if self.dim is None:
             yield everything, everything
             return
-        there, here, offset = list(everything), list(everything), 0
-        if self.first_ranges:
-            start, stop = self.first_ranges[rank]
-            there[0], here[0] = slice(start, stop), slice(0, stop - start)
-        for start, stop in self.ranges[rank]:
-            end = offset + stop - start
-            there[self.dim], here[self.dim] = slice(start, stop), slice(offset, end)
-            yield tuple(there), tuple(here)
-            offset = end
+        there, here = list(everything), list(everything)
+        for rows in _slices(self.first_ranges[rank]) if self.first_ranges else [None]:
+            if rows is not None:
+                there[0], here[0] = rows
+            for places in _slices(self.ranges[rank]):
+                there[self.dim], here[self.dim] = places
+                yield tuple(there), tuple(here)
 
     def owned_indices(self, rank: int) -> list[tuple[Index, Index]]:
         """Those `places` of ``rank`` that no earlier rank holds: over all ranks, every element appears once."""
         if self.dim is None:
             return [*self.shard_indices(rank)] if rank == 0 else []
-        firsts = self._firsts
-        earlier = {each for other in range(rank) if firsts[other] == firsts[rank] for each in self.ranges[other]}
-        pairs = zip(self.ranges[rank], self.shard_indices(rank), strict=True)
-        return [place for interval, place in pairs if interval not in earlier]
+        earlier = {piece for other in range(rank) for piece in self._pieces(other)}
+        pairs = zip(self._pieces(rank), self.shard_indices(rank), strict=True)
+        return [place for piece, place in pairs if piece not in earlier]
+
+    def _pieces(self, rank: int) -> list[tuple[Range | None, Range]]:
+        """The pairs of ranges of `shard_indices`, in the same order."""
+        return [*product(self._firsts[rank] or (None,), self.ranges[rank])]
 
     @property
     def overlaps(self) -> bool:
         """Whether several ranks hold the same elements of a sharded tensor."""
-        intervals = [(first, each) for first, local in zip(self._firsts, self.ranges, strict=True) for each in local]
-        return len(set(intervals)) < len(intervals)
+        pieces = [piece for rank in range(len(self.ranges)) for piece in self._pieces(rank)]
+        return len(set(pieces)) < len(pieces)
 
     def shard(self, full: Tensor, rank: int) -> Tensor:
         """The shard of ``rank``, cut out of the full tensor."""
         parts = [full[index] for index, _ in self.shard_indices(rank)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=self.dim or 0)
+        if len(parts) == 1:
+            return parts[0]
+        columns = len(self.ranges[rank])
+        rows = [torch.cat(parts[at : at + columns], self.dim or 0) for at in range(0, len(parts), columns)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def write_shard(self, full: Tensor, local: Tensor, rank: int) -> None:
         """Write the shard ``local`` of ``rank`` into ``full``."""
         for full_index, local_index in self.shard_indices(rank):
             full[full_index].copy_(local[local_index])
+
+
+def _slices(ranges: Sequence[Range]) -> Iterator[tuple[slice, slice]]:
+    """For each of a rank's ranges of a dimension, its slice of the full tensor and its slice of the local tensor."""
+    offset = 0
+    for start, stop in ranges:
+        yield slice(start, stop), slice(offset, offset := offset + stop - start)

@@ -151,9 +151,9 @@ class Experts(Replicated):
         n = max(n, self.groups)
         share = n // self.groups  # ranks of a group
         width, experts = self._over_width(leaf, shape, share), even_ranges(shape[0], self.groups)
-        own = tuple(experts[rank // share] for rank in range(n))
+        own = tuple((experts[rank // share],) for rank in range(n))
         if share == 1 or width.dim is None:
-            return Layout(shape, 0, tuple((each,) for each in own))
+            return Layout(shape, 0, own)
         return replace(width, ranges=width.ranges * self.groups, first_ranges=own)
 
     def _over_width(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:

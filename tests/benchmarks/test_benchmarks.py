@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import sys
@@ -11,8 +12,8 @@ import pytest
 
 from benchmarks import __main__ as driver
 from benchmarks import table
-from benchmarks.cases import CASES, OUR_DATA, OUR_STAGES, OURS, OURS_FUSED, OWN, TORCH_STAGES
-from benchmarks.definitions import Result
+from benchmarks.cases import CASES, ONE_THREAD, OUR_DATA, OUR_STAGES, OURS, OURS_FUSED, OWN, TORCH_STAGES
+from benchmarks.definitions import TOKEN_PARTS, Result
 from benchmarks.launch import MeasurementError
 from benchmarks.peers import PEERS
 from benchmarks.records import append
@@ -77,6 +78,33 @@ def test_every_case_has_known_peers_and_a_table() -> None:
         assert case.runner.__name__ in table.TITLES
 
 
+def test_fuse_check_measures_pairs_of_calls(tmp_path: Path) -> None:
+    result = measure("fuse-check-llama", ONE_THREAD, tmp_path)
+    assert result.values.keys() == result.pairs.keys() and "decoding, batch 8" in result.values
+    assert all(len(ratios) == 2 and min(ratios) > 0 for ratios in result.pairs.values())
+
+
+def test_fuse_check_fails_where_fused_is_slower_by_more_than_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(ratios: list[float]) -> int:
+        pairs = {"decoding, batch 1": ratios, "forward, batch 1": [1.0] * 20}
+        monkeypatch.setattr(driver, "launch", lambda *_: Result.of_pairs(pairs))
+        monkeypatch.setattr(sys, "argv", ["benchmarks", "fuse-check", "--repeat=1", f"--out={tmp_path / 'rows.csv'}"])
+        return driver.main()
+
+    assert run([0.9, 1.2] * 10) == 0, "the interval of the median contains 1"
+    assert run([1.1, 1.2] * 10) == 1
+    assert (
+        "FAILED fuse-check-gpt2: oslo_models-one-thread, decoding, batch 1: 1.15 (1.1 to 1.2)"
+        in capsys.readouterr().err
+    )
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["case"] for row in rows} == {name for name in CASES if name.startswith("fuse-check")}
+    assert {row["repeats"] for row in rows} == {"20"}
+
+
 def test_ratios_are_computed_within_a_repetition(tmp_path: Path) -> None:
     case = CASES["gpt2-124m-generate-b1"]
     speeds = {"transformers": (10.0, 20.0, 40.0), OURS: (20.0, 40.0, 60.0)}
@@ -133,3 +161,11 @@ def test_table_is_written_and_checked(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_documentation_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["table", "--check", str(ROOT / "docs/benchmarks.md")])
     assert table.main() == 0
+
+
+def test_documentation_shows_the_profile_of_a_token() -> None:
+    page = (ROOT / "docs/guides/fusion.md").read_text()
+    with (ROOT / "benchmarks/token_profile.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            parts = [row[part] for part in TOKEN_PARTS]
+            assert f"| {row['model']} | {' | '.join(parts)} | {sum(map(float, parts)):.2f} |" in page

@@ -106,7 +106,10 @@ def test_adapters_of_latent_attention_train_as_on_one_process(pool: Pool, seed: 
     pool.run(2, check_run, run, 2)
 
 
-OTHER_EXPERTS = [("mixtral", 3, 3), ("gpt_oss", 2, 1), ("gpt_oss", 2, 2), ("deepseek_v3", 3, 1), ("mixtral", 1, 1)]
+OTHER_EXPERTS = [
+    *[("mixtral", 3, 3), ("gpt_oss", 2, 1), ("gpt_oss", 2, 2), ("deepseek_v3", 3, 1), ("mixtral", 1, 1)],
+    *[("gpt_oss", 4, 2), ("nemotron_h", 4, 2)],
+]
 EXPERTS: dict[str, dict[str, Any]] = {
     "stacks": {"target_parameters": ["gate_up_proj", "down_proj"], "init_lora_weights": False},
     "one stack and attention": {"target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"]},
@@ -118,7 +121,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize(
     ("variant", "tp", "ep"),
-    [("mixtral", 2, 1), ("qwen3_moe", 2, 2), *(pytest.param(*each, marks=pytest.mark.zoo) for each in OTHER_EXPERTS)],
+    [
+        ("mixtral", 2, 1),
+        ("qwen3_moe", 2, 2),
+        ("mixtral", 4, 2),
+        *(pytest.param(*each, marks=pytest.mark.zoo) for each in OTHER_EXPERTS),
+    ],
 )
 def test_adapters_of_experts_train_as_on_one_process(
     pool: Pool, seed: int, variant: str, tp: int, ep: int, kind: str
@@ -128,18 +136,22 @@ def test_adapters_of_experts_train_as_on_one_process(
     pool.run(tp, check_run, run, tp, 1, {"expert_parallel_size": ep})
 
 
-@pytest.mark.parametrize(("tp", "pp", "ep"), [(2, 1, 2), pytest.param(2, 2, 1, marks=pytest.mark.zoo)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep"),
+    [(2, 1, 2), (4, 1, 2), (1, 1, 2), *(pytest.param(*each, marks=pytest.mark.zoo) for each in ((2, 2, 1), (2, 1, 4)))],
+)
 def test_adapters_of_experts_are_saved_and_merged(
     pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, ep: int
 ) -> None:
+    world = pp * max(tp, ep)
     adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj"], target_parameters=["down_proj"])
     name, config = zoo.lm_head("mixtral"), zoo.config("mixtral")
     run = reference_run(name, config, adapter, seed, folder=tmp_path / "plain")
     options = {"expert_parallel_size": ep}
-    pool.run(tp * pp, check_files, run, tp, pp, str(tmp_path / "plain"), str(tmp_path / "ours"), options)
+    pool.run(world, check_files, run, tp, pp, str(tmp_path / "plain"), str(tmp_path / "ours"), options)
     plain = peft.PeftModel.from_pretrained(reference_model(name, config, seed), tmp_path / "plain")
     loss = loss_of(plain.eval().merge_and_unload(), run.batches[0])
-    pool.run(tp * pp, check_merged, run, tp, pp, loss, options)
+    pool.run(world, check_merged, run, tp, pp, loss, options)
 
 
 FILES = {
@@ -251,8 +263,23 @@ def test_methods_of_transformers(pool: Pool, seed: int, tmp_path: Path, tp: int,
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
 def test_replicas_train_as_one_process(pool: Pool, seed: int, tp: int, wrapper: str) -> None:
-    name, config = "LlamaForCausalLM", zoo.config("llama")
     adapter = peft.LoraConfig(r=3, target_modules="all-linear", modules_to_save=["lm_head"])
+    check_replicas(pool, seed, tp, wrapper, "llama", adapter)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "wrapper"),
+    [(1, 2, "DDP"), *(pytest.param(*each, marks=pytest.mark.zoo) for each in ((2, 4, "DDP"), (1, 2, "FSDP2")))],
+)
+def test_adapters_of_experts_over_replicas_train_as_one_process(
+    pool: Pool, seed: int, tp: int, ep: int, wrapper: str
+) -> None:
+    adapter = peft.LoraConfig(r=3, **EXPERTS["one stack and attention"])
+    check_replicas(pool, seed, tp, wrapper, "mixtral", adapter, expert_parallel_size=ep)
+
+
+def check_replicas(pool: Pool, seed: int, tp: int, wrapper: str, variant: str, adapter: Any, **options: Any) -> None:
+    name, config = zoo.lm_head(variant), zoo.config(variant)
     run = reference_run(name, config, adapter, seed)
     run.batches = [joined_batch(name, config, seed + 2 * step) for step in range(2)]
     model = plain_model(run)
@@ -268,7 +295,7 @@ def test_replicas_train_as_one_process(pool: Pool, seed: int, tp: int, wrapper: 
         norms.append(torch.nn.utils.clip_grad_norm_(params, 0.1).item())
         stepper.step()
         run.losses.append(loss.item())
-    pool.run(2 * tp, check_data_parallel, run, wrapper, tp, norms)
+    pool.run(2 * tp, check_data_parallel, run, wrapper, tp, norms, options)
 
 
 def joined_batch(name: str, config: Any, seed: int) -> dict[str, torch.Tensor]:
@@ -318,26 +345,16 @@ def test_what_does_not_work_is_refused_by_name(pool: Pool, kind: str) -> None:
     pool.run(2, refuse, make(), message)
 
 
-def refuse_experts(config: Any, tp: int, ep: int, message: str) -> None:
-    """On each rank: experts over groups of ranks, or over replicas."""
-    from oslo_models import MixtralForCausalLM
+def refuse_biases() -> None:
+    from oslo_models import GptOssForCausalLM
 
-    model: Any = MixtralForCausalLM.from_config_with_parallel(zoo.config("mixtral"), tp, expert_parallel_size=ep)
-    with pytest.raises(ValueError, match=message):
-        peft.get_peft_model(model, config)
+    model: Any = GptOssForCausalLM.from_config_with_parallel(zoo.config("gpt_oss"), 2, seed=0)
+    with pytest.raises(ValueError, match=r"down_proj_bias of .*experts is no stack of matrices, .*leave it out"):
+        peft.get_peft_model(model, peft.LoraConfig(target_parameters=["down_proj_bias"]))
 
 
-@pytest.mark.parametrize(
-    ("tp", "ep", "message"),
-    [
-        (1, 2, r"sharded over several replicas, are not supported: .*expert_parallel_size=1, or adapt other layers"),
-        pytest.param(4, 2, r"shared by some of the ranks.*expert_parallel_size=1 or equal", marks=pytest.mark.zoo),
-    ],
-)
-def test_adapters_of_experts_over_groups_of_ranks_and_over_replicas_are_refused(
-    pool: Pool, tp: int, ep: int, message: str
-) -> None:
-    pool.run(max(tp, ep), refuse_experts, peft.LoraConfig(target_parameters=["gate_up_proj"]), tp, ep, message)
+def test_adapters_of_biases_of_experts_are_refused(pool: Pool) -> None:
+    pool.run(2, refuse_biases)
 
 
 def adapt_one_stage(config: Any, message: str) -> None:

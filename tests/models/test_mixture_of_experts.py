@@ -46,7 +46,9 @@ def test_step_with_auxiliary_loss_matches_on_three_ranks(
         pool.run(3, check_step, step, tmp_path, 3, options)
 
 
-@pytest.mark.parametrize("model_type", zoo.cases(["mixtral", "gpt_oss", "qwen2_moe", "axk1", "deepseek_v32"]))
+@pytest.mark.parametrize(
+    "model_type", zoo.cases(["mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32"])
+)
 def test_experts_over_a_part_of_the_ranks_match(pool: Pool, tmp_path: Path, seed: int, model_type: str) -> None:
     """Five experts over two groups of two ranks."""
     name = zoo.main_head(model_type)
@@ -244,6 +246,41 @@ def test_checkpoint_that_lacks_an_expert_is_refused_by_name(pool: Pool, tmp_path
     del tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks 1 of the 5 matrices .*layers\.1.*experts\.3\.w2\.weight"):
+        registry.find("MixtralForCausalLM").from_pretrained_with_parallel(tmp_path)  # type: ignore[attr-defined]
+
+
+def refuse_shards_that_one_rank_cannot_address() -> None:
+    """Otherwise that rank raises torch's error in its first forward, and the other waits for it."""
+    cls: Any = registry.find("MixtralForCausalLM")
+    config = zoo.config("mixtral", intermediate_size=36)
+    with pytest.raises(
+        ValueError, match=r"down_proj .* to rows of \[20, 16\] .*take multiples of 8 in torch\.bfloat16"
+    ):
+        cls.from_config_with_parallel(config, 2, dtype=torch.bfloat16)
+    cls.from_config_with_parallel(config, 2, dtype=torch.bfloat16, experts_implementation="eager")
+
+
+def test_shards_that_grouped_products_cannot_address_are_refused_on_all_ranks(pool: Pool) -> None:
+    pool.run(2, refuse_shards_that_one_rank_cannot_address)
+
+
+@pytest.mark.parametrize(
+    ("expert", "says"),
+    [
+        (torch.zeros(24, 40), r"experts\.3\.w2\.weight is a \(24, 40\) .*experts\.0\.w2\.weight a \(24, \d+\)"),
+        (None, r"experts\.3\.w2\.weight is a .* of torch\.int32, .* of torch\.float32: both are in .*down_proj"),
+    ],
+)
+def test_checkpoint_with_another_kind_of_expert_is_refused_by_name(
+    tmp_path: Path, expert: torch.Tensor | None, says: str
+) -> None:
+    """A larger matrix would be read in part, integers as if they were weights."""
+    zoo.original("MixtralForCausalLM")(zoo.config("mixtral")).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    tensors[name] = tensors[name].int() if expert is None else expert
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=says):
         registry.find("MixtralForCausalLM").from_pretrained_with_parallel(tmp_path)  # type: ignore[attr-defined]
 
 

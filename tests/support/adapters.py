@@ -134,7 +134,7 @@ def own_shards(model: Any, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     base = model.get_base_model()
     layouts = {PREFIX + name: layout for name, layout in base.layouts.items()}
     return {
-        name: layouts[name].shard(tensor, base.mesh.tp.rank) if name in layouts else tensor
+        name: layouts[name].shard(tensor, base.mesh.rank_in(layouts[name])) if name in layouts else tensor
         for name, tensor in full.items()
     }
 
@@ -280,7 +280,7 @@ def step_with_recorded_masks(run: Run, tp: int) -> tuple[float, dict[str, Tensor
     """A step with dropout of this rank: loss, gradients in full, and masks in the order of their calls."""
     from peft import get_peft_model
 
-    from oslo_models.modeling.adapters.state import gather_shards
+    from oslo_models.distributed.sharded_tensor import gather_shards
 
     base = parallel_base(run, tp, attn_implementation="eager")
     model: Any = get_peft_model(base, copy.deepcopy(run.adapter))
@@ -334,11 +334,13 @@ def use_injected(model: Any, adapter: Any, saved: str, batch: Batch, folder: str
 # With other tools -----------------------------------------------------------------------------------------------------
 
 
-def check_data_parallel(run: Run, wrapper: str, tp: int, norms: list[float]) -> None:
+def check_data_parallel(
+    run: Run, wrapper: str, tp: int, norms: list[float], options: Mapping[str, Any] | None = None
+) -> None:
     """On each of 2 replicas: training on a half of each batch, with clipping, is training on all of it."""
     from peft import get_peft_model
 
-    base = parallel_base(run, tp)
+    base = parallel_base(run, tp, **(options or {}))
     dp = base.mesh.dp
     torch.manual_seed(run.seed + dp.rank)  # replicas with random states of their own begin with equal adapters
     model: Any = get_peft_model(base, copy.deepcopy(run.adapter))
@@ -346,7 +348,7 @@ def check_data_parallel(run: Run, wrapper: str, tp: int, norms: list[float]) -> 
     if wrapper == "DDP":
         wrapped = DistributedDataParallel(model, process_group=base.mpu.get_data_parallel_group())
     else:
-        wrapped = fully_shard(model, mesh=base.mesh.device_mesh["dp"])
+        wrapped = fully_shard(model, mesh=base.mesh.device_mesh["dp"], ignored_params=set(base.expert_parameters()))
     stepper = torch.optim.SGD(params := list(trained_parameters(wrapped).values()), lr=0.01)
     lines = []
     for batch, loss, norm in zip(run.batches, run.losses, norms, strict=True):

@@ -22,6 +22,8 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     """A layout and the number of ranks it is for."""
     if draw(st.integers(0, 7)) == 0:
         return Layout(tuple(draw(st.lists(st.integers(1, 4), max_size=3)))), draw(st.integers(1, 5))
+    if draw(st.integers(0, 3)) == 0:
+        return draw(layouts_of_two_dimensions())
     heads = grouped_heads()
     kinds = (units, heads.map(lambda h: h.query), heads.map(lambda h: h.key_value))
     fused = heads.map(lambda h: [h.query, h.key_value, h.key_value])
@@ -31,6 +33,18 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     dim = draw(st.integers(0, len(others)))
     shape = (*others[:dim], sum(split.extent() for split in splits), *others[dim:])
     return Layout.sharded(shape, dim, splits, n), n
+
+
+@st.composite
+def layouts_of_two_dimensions(draw: st.DrawFn) -> tuple[Layout, int]:
+    """Dimension 0 over groups of ranks, another one over the ranks of a group; each of several matrices."""
+    splits = [draw(st.lists(units, min_size=1, max_size=3)) for _ in range(2)]
+    groups, share = (draw(st.integers(1, min(split.max_ranks() for split in each))) for each in splits)
+    shape = tuple(sum(split.extent() for split in each) for each in splits)
+    rows = Layout.sharded(shape, 0, splits[0], groups).ranges
+    columns = Layout.sharded(shape, 1, splits[1], share).ranges
+    first = tuple(own for own in rows for _ in range(share))
+    return Layout(shape, 1, columns * groups, first), groups * share
 
 
 def distinct(shape: tuple[int, ...]) -> Tensor:

@@ -87,7 +87,8 @@ def model_on_stages(
     full_names = {} if model.stage is None else model.stage.full_names
     with torch.no_grad():
         for full_name, param in stage_parameters(model).items():
-            param.copy_(model_layout(model, full_name).shard(weights[full_name], model.mesh.tp.rank))
+            layout = model_layout(model, full_name)
+            param.copy_(layout.shard(weights[full_name], model.mesh.rank_in(layout)))
         for name, buffer in model.named_buffers():
             if (full_name := full_names.get(name, name)) in weights:
                 buffer.copy_(weights[full_name])

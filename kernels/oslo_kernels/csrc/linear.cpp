@@ -82,15 +82,16 @@ inline void prefetch(const T* address) {
     __builtin_prefetch(address, 0, 2);
 }
 
+struct Narrowed; // of bytes.h
+
 struct Product {
     const float* x;      // [rows, inner]
     const void *w, *bias; // [outer, inner], or [inner, outer] of Conv1D; [outer] or null
     void* out;           // [rows, outer]
     int64_t rows, inner, outer;
     // of weights of 8 bits only:
-    const int16_t* narrow = nullptr;     // [rows, inner]: x in
-    const float* narrow_units = nullptr; // [rows, groups of columns]
-    const float* scale = nullptr;        // [outer], the units of w
+    const Narrowed* narrowed = nullptr; // x
+    const float* scale = nullptr;       // [outer], the units of w
 };
 
 template <typename T>
@@ -156,124 +157,7 @@ void outer_first(const Product& p, int64_t begin, int64_t end) {
     }
 }
 
-// Weights [outer, inner] of 8 bits -----------------------------------------------------------------------------------
-
-// x is rounded to 16 bits, in units of the largest value of each group of columns, so that integers are multiplied,
-// which takes fewer instructions than converting the weights. An error of 2^-16 is far below that of the weights.
-constexpr int64_t kGroup = 512; // their sum fits into 32 bits
-
-#if defined(__AVX512BW__)
-typedef int32_t Ints __attribute__((vector_size(64)));
-inline Ints eights(const int8_t* from) {
-    return (Ints)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
-inline Ints add_products(Ints sum, Ints a, Ints b) {
-#if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#else
-    return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#endif
-}
-#elif defined(__AVX2__)
-typedef int32_t Ints __attribute__((vector_size(32)));
-inline Ints eights(const int8_t* from) {
-    return (Ints)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-inline Ints add_products(Ints sum, Ints a, Ints b) { return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
-#else
-typedef int32_t Ints __attribute__((vector_size(32)));
-typedef int16_t Shorts __attribute__((vector_size(32)));
-inline Ints eights(const int8_t* from) {
-    Shorts wide;
-    for (int i = 0; i < 16; ++i) wide[i] = from[i];
-    return (Ints)wide;
-}
-inline Ints add_products(Ints sum, Ints a, Ints b) {
-    const Shorts x = (Shorts)a, y = (Shorts)b;
-    for (int i = 0; i < 8; ++i) sum[i] += int32_t(x[2 * i]) * y[2 * i] + int32_t(x[2 * i + 1]) * y[2 * i + 1];
-    return sum;
-}
-#endif
-
-typedef float Sums __attribute__((vector_size(sizeof(Ints))));
-
-inline float total_of(Sums v) {
-    Floats parts[sizeof(Sums) / sizeof(Floats)];
-    std::memcpy(parts, &v, sizeof parts);
-    return sizeof(Sums) > sizeof(Floats) ? total(parts[0] + parts[sizeof(Sums) / sizeof(Floats) - 1]) : total(parts[0]);
-}
-
-template <int R, int C, bool kPrefetch>
-inline __attribute__((always_inline)) void tile_of_bytes(const Product& p, int64_t row, int64_t n) {
-    constexpr int kStep = sizeof(Ints) / 2;
-    const int64_t inner = p.inner, groups = (inner + kGroup - 1) / kGroup;
-    const int16_t* x = p.narrow + row * inner;
-    const int8_t* w = static_cast<const int8_t*>(p.w) + n * inner;
-    Sums sums[C][R] = {};
-    for (int64_t group = 0, k = 0; group < groups; ++group) {
-        const int64_t stop = k + kGroup < inner ? k + kGroup : inner;
-        Ints found[C][R] = {};
-        for (; k + kStep <= stop; k += kStep) {
-            Ints a[R];
-            for (int r = 0; r < R; ++r) std::memcpy(&a[r], x + r * inner + k, sizeof a[r]);
-            for (int c = 0; c < C; ++c) {
-                if (kPrefetch && k % 64 == 0) prefetch(w + (C + c) * inner + k);
-                const Ints b = eights(w + c * inner + k);
-                for (int r = 0; r < R; ++r) found[c][r] = add_products(found[c][r], a[r], b);
-            }
-        }
-        for (int r = 0; r < R; ++r) {
-            const float unit = p.narrow_units[(row + r) * groups + group];
-            for (int c = 0; c < C; ++c) {
-                int32_t rest = 0;
-                for (int64_t j = k; j < stop; ++j) rest += x[r * inner + j] * w[c * inner + j];
-                found[c][r][0] += rest;
-                sums[c][r] += __builtin_convertvector(found[c][r], Sums) * unit;
-            }
-        }
-        k = stop;
-    }
-    for (int c = 0; c < C; ++c)
-        for (int r = 0; r < R; ++r)
-            static_cast<float*>(p.out)[(row + r) * p.outer + n + c] =
-                __builtin_fmaf(total_of(sums[c][r]), p.scale[n + c], bias_of<float>(p, n + c)); // alike in every tile
-}
-
-template <int R, int C>
-void by_rows_of_bytes(const Product& p, int64_t begin, int64_t end) {
-    for (int64_t next = begin; next < end; next += C) {
-        const int64_t n = next + C <= end ? next : end - C; // recomputes some columns, with the same result
-        tile_of_bytes<R, C, true>(p, 0, n);
-        int64_t row = R;
-        for (; row + R <= p.rows; row += R) tile_of_bytes<R, C, false>(p, row, n);
-        for (; row < p.rows; ++row) tile_of_bytes<1, C, false>(p, row, n);
-    }
-}
-
-void of_bytes(const Product& p, int64_t begin, int64_t end) {
-    switch (p.rows) {
-        case 1: return by_rows_of_bytes<1, 8>(p, begin, end);
-        case 2: return by_rows_of_bytes<2, 8>(p, begin, end);
-        case 3: return by_rows_of_bytes<3, 6>(p, begin, end);
-        default: return by_rows_of_bytes<4, 4>(p, begin, end);
-    }
-}
-
-// x of one row in 16 bits, and its units. A group with a value that is not finite makes the row's sums NaN.
-void narrow(const float* x, int64_t inner, int16_t* to, float* units) {
-    for (int64_t begin = 0; begin < inner; begin += kGroup) {
-        const int64_t end = begin + kGroup < inner ? begin + kGroup : inner;
-        float most = 0, finite = 0;
-        for (int64_t k = begin; k < end; ++k) {
-            const float size = x[k] < 0 ? -x[k] : x[k];
-            most = size > most ? size : most;
-            finite += x[k] * 0;
-        }
-        const bool counts = finite == 0 && most > 1e-30f;
-        for (int64_t k = begin; k < end; ++k) to[k] = counts ? int16_t(__builtin_rintf(x[k] * (32767 / most))) : 0;
-        *units++ = most / 32767 + finite;
-    }
-}
+#include "bytes.h"
 
 // Weights [inner, outer] ----------------------------------------------------------------------------------------------
 
@@ -391,8 +275,8 @@ extern "C" int oslo_linear_threads(void) { return GOMP_parallel && omp_get_threa
 // 3 bfloat16, 4 int8), whether w is [inner, outer] (not of kinds 3 and 4), the number of threads, and the scales of
 // w's rows or 0.
 extern "C" void oslo_linear(const int64_t* a) {
-    thread_local std::vector<float> wide, pairs, units;
-    thread_local std::vector<int16_t> narrowed;
+    thread_local std::vector<float> wide, pairs;
+    thread_local Narrowed narrowed;
     const auto pointer = [&](int i) { return reinterpret_cast<void*>(a[i]); };
     const int64_t rows = a[4], inner = a[5], kind = a[7];
     Product p{static_cast<const float*>(pointer(0)), pointer(1), pointer(2), pointer(3), rows, inner, a[6]};
@@ -400,11 +284,8 @@ extern "C" void oslo_linear(const int64_t* a) {
     if (kind == 2) p.x = widened<_Float16>(pointer(0), rows * inner, wide);
     if (!a[8] && (kind == 1 || kind == 3)) p.x = paired(p.x, rows, inner, pairs);
     if (kind == 4) {
-        const int64_t groups = (inner + kGroup - 1) / kGroup;
-        narrowed.resize(rows * inner), units.resize(rows * groups);
-        for (int64_t row = 0; row < rows; ++row)
-            narrow(p.x + row * inner, inner, narrowed.data() + row * inner, units.data() + row * groups);
-        p.narrow = narrowed.data(), p.narrow_units = units.data(), p.scale = static_cast<const float*>(pointer(10));
+        narrow_rows(p.x, rows, inner, narrowed);
+        p.narrowed = &narrowed, p.scale = static_cast<const float*>(pointer(10));
     }
     static const Part parts[5][2] = {
         {outer_first<float>, inner_first<float>},

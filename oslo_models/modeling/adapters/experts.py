@@ -1,7 +1,7 @@
 """LoRA on the parameters of stacked experts (``target_parameters`` of ``peft``) that are sharded.
 
 Over ranks that hold different experts, A and B are those of these experts. Over ranks that hold a part of each expert's
-width, the factor on the side of the width is sharded, and the gradient of the other one is summed.
+width, the factor on the side of the width is sharded, and the gradient of the other one is summed over these ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 
-from oslo_models.distributed.autograd_collectives import copy_to
+from oslo_models.distributed.autograd_collectives import average_grad, copy_to
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.sharding.layout import Layout
+from oslo_models.layers.experts import ParallelExperts
+from oslo_models.layers.linear import SumReplicatedGrad
+from oslo_models.sharding.layout import Layout, Range
 
 
 def parameter_layout(tuner: Any) -> Layout | None:
@@ -39,22 +41,41 @@ def layouts_of_factors(tuner: Any) -> dict[str, Layout]:
     if stack is None:
         return {}
     experts, inputs, outputs, dim_of_outputs = shape_of(tuner)
+    own = stack.ranges if stack.dim == 0 else stack.first_ranges
+    width = None if stack.dim == 0 else stack.ranges
+    of_outputs, of_inputs = (width, None) if stack.dim == dim_of_outputs else (None, width)
     found = {}
     for name, rank in tuner.r.items():
-        a, b = f"lora_A.{name}.weight", f"lora_B.{name}.weight"
-        if stack.dim == 0:  # A has the ranks of an expert side by side; B has the experts of a rank side by side
-            own = [[(start * rank, stop * rank) for start, stop in ranges] for ranges in stack.ranges]
-            found[a] = Layout((rank * experts, inputs), 0, tuple(map(tuple, own)))
-            own = [
-                [(at * experts + start, at * experts + stop) for at in range(rank) for start, stop in ranges]
-                for ranges in stack.ranges
-            ]
-            found[b] = Layout((outputs, rank * experts), 1, tuple(map(tuple, own)))
-        elif stack.dim == dim_of_outputs:
-            found[b] = Layout((outputs, rank * experts), 0, stack.ranges)
-        else:
-            found[a] = Layout((rank * experts, inputs), 1, stack.ranges)
-    return found
+        # A has the ranks of an expert side by side, B the experts of a rank
+        rows = [[(start * rank, stop * rank) for start, stop in ranges] for ranges in own]
+        columns = [[(at * experts + a, at * experts + b) for at in range(rank) for a, b in ranges] for ranges in own]
+        found[f"lora_A.{name}.weight"] = _sharded((rank * experts, inputs), _frozen(rows), of_inputs)
+        found[f"lora_B.{name}.weight"] = _sharded((outputs, rank * experts), of_outputs, _frozen(columns))
+    return {name: layout for name, layout in found.items() if layout.dim is not None}
+
+
+Ranges = tuple[tuple[Range, ...], ...]
+
+
+def _sharded(shape: tuple[int, int], first: Ranges | None, second: Ranges | None) -> Layout:
+    """The layout of a matrix, from the ranges of each of its dimensions that every rank holds, if it is sharded."""
+    if not second:
+        return Layout(shape, 0, first) if first else Layout(shape)
+    return Layout(shape, 1, second, first or ())
+
+
+def _frozen(ranges: list[list[Range]]) -> Ranges:
+    return tuple(map(tuple, ranges))
+
+
+def _shared(factor: Tensor, base: ParallelExperts, layout: Layout | None) -> Tensor:
+    """A factor, with the gradient that all ranks with the same part of it, and all replicas, have together."""
+    if layout is None:
+        return copy_to(base.tp, factor)
+    if base.mesh.is_over_replicas(layout):
+        return average_grad(base.mesh.expert_replicas, factor, base.mesh.dp.size)
+    shared: Tensor = SumReplicatedGrad.apply(factor, base.tp, layout) if layout.overlaps else factor
+    return shared
 
 
 class ParallelParamWrapper(ParamWrapper):
@@ -62,7 +83,7 @@ class ParallelParamWrapper(ParamWrapper):
 
     def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
         """The factors of this rank's part of the update, and its scale."""
-        with without_override(), self._sum_gradient_of_replicated_factor(adapter_name):
+        with without_override(), self._sharing_gradients(adapter_name):
             factors: tuple[Tensor, Tensor, float] = super().get_delta_factors(adapter_name)
         return factors
 
@@ -72,17 +93,17 @@ class ParallelParamWrapper(ParamWrapper):
         return (left @ right) * scale
 
     @contextmanager
-    def _sum_gradient_of_replicated_factor(self, adapter: str) -> Iterator[None]:
-        axis: Any = self.get_base_layer().tp
+    def _sharing_gradients(self, adapter: str) -> Iterator[None]:
+        """While active, each factor has the sum of the gradients of all ranks that hold the same part of it."""
+        base: Any = self.get_base_layer()
         layouts = layouts_of_factors(self)
         factors = {f"lora_{side}.{adapter}.weight": getattr(self, f"lora_{side}")[adapter] for side in "AB"}
-        replicated = [factor for name, factor in factors.items() if name not in layouts]
-        for factor in replicated:
-            vars(factor)["weight"] = copy_to(axis, factor.weight)  # hides the parameter
+        for name, factor in factors.items():
+            vars(factor)["weight"] = _shared(factor.weight, base, layouts.get(name))  # hides the parameter
         try:
             yield
         finally:
-            for factor in replicated:
+            for factor in factors.values():
                 del vars(factor)["weight"]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:

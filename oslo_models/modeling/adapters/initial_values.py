@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from oslo_models.checkpoint.quantized import PackedWeight
+from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import broadcast_object, gather_objects
 from oslo_models.distributed.rng import default_generator
 from oslo_models.modeling.adapters.experts import parameter_layout
@@ -57,7 +58,7 @@ def draw(model: Any, name: str, tuners: Mapping[str, Any], rng_state: Tensor) ->
     for path, drawn in _in_order_of_draws({path: drawn for stage in stages for path, drawn in stage.items()}):
         full: Any = drawn.cls(drawn.layer, name, config=config, **drawn.arguments)
         if path in here:
-            _copy_shards(tuners[here[path]], full, mesh.tp.rank)
+            _copy_shards(tuners[here[path]], full, mesh)
     if not torch.equal(shared, rng_state):  # a replica with a random state of its own keeps it
         generator.set_state(rng_state)
 
@@ -85,13 +86,13 @@ def _own_parameters(tuner: Any) -> list[tuple[str, nn.Parameter]]:
     return [(leaf, param) for leaf, param in tuner.named_parameters() if not leaf.startswith("base_layer.")]
 
 
-def _copy_shards(tuner: Any, full: Any, rank: int) -> None:
+def _copy_shards(tuner: Any, full: Any, mesh: ParallelMesh) -> None:
     """Copy the values of the adapter ``full`` of a full layer into that of this rank's layer."""
     layouts, values = adapter_layouts(tuner), dict(_own_parameters(full))
     for leaf, param in _own_parameters(tuner):
         if leaf in values:
-            layout = layouts.get(leaf)
-            param.copy_(values[leaf] if layout is None else layout.shard(values[leaf].to(param.device), rank))
+            layout, value = layouts.get(leaf), values[leaf].to(param.device)
+            param.copy_(value if layout is None else layout.shard(value, mesh.rank_in(layout)))
 
 
 def _blueprint(tuner: Any, name: str) -> _Drawn:

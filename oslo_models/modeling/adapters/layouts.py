@@ -11,6 +11,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.experts import ParallelExperts
 from oslo_models.modeling.adapters.experts import layouts_of_factors
 from oslo_models.sharding.layout import Layout
 
@@ -87,7 +88,8 @@ def _layouts_of_copies(wrapper: AuxiliaryTrainingWrapper) -> dict[str, Layout]:
     }
 
 
-def axis_of(wrapper: nn.Module) -> Axis | None:
-    """The axis over which the modules inside a wrapper are sharded; ``None`` if none is."""
-    axes: Any = (vars(module).get("tp") for module in wrapper.modules())
-    return next((axis for axis in axes if isinstance(axis, Axis)), None)
+def axis_of(wrapper: nn.Module, layout: Layout) -> Axis:
+    """The axis over which a parameter of a module that ``peft`` has wrapped is sharded, as its layout says."""
+    axes: list[Any] = [vars(module).get("tp") for module in wrapper.modules()]
+    axes += [module.mesh.experts for module in wrapper.modules() if isinstance(module, ParallelExperts)]
+    return next(axis for axis in axes if isinstance(axis, Axis) and axis.size == len(layout.ranges))

@@ -25,6 +25,13 @@ class ShardedPeftModel(PeftModel):
 
     plain_class: type
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """As of the model, by the names that its parameters have here."""
+        model: Any = self.get_base_model()
+        experts = set(model.expert_parameters())
+        return [name for name, param in self.named_parameters() if param in experts]
+
     def save_pretrained(
         self,
         save_directory: str,

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from oslo_models.distributed.collectives import all_gather
-from oslo_models.distributed.mesh import Axis
-from oslo_models.distributed.sharded_tensor import local_tensor
+from oslo_models.distributed.sharded_tensor import gather_shards, local_tensor
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.modeling.adapters.layouts import adapter_layouts, axis_of
-from oslo_models.sharding.layout import Layout
 
 _OVER_VOCABULARY = (VocabParallelEmbedding, VocabParallelHead)
 
@@ -27,11 +23,9 @@ def register_state_hooks(wrapper: nn.Module) -> None:
 
 def _gather(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """A collective of the ranks over which the module is sharded."""
-    axis = axis_of(wrapper)
-    assert axis is not None
     for leaf, layout in adapter_layouts(wrapper).items():
         if prefix + leaf in state and _is_saved(wrapper, leaf):
-            state[prefix + leaf] = gather_shards(axis, local_tensor(state[prefix + leaf]), layout)
+            state[prefix + leaf] = gather_shards(axis_of(wrapper, layout), local_tensor(state[prefix + leaf]), layout)
 
 
 def _is_saved(wrapper: Any, leaf: str) -> bool:
@@ -42,22 +36,7 @@ def _is_saved(wrapper: Any, leaf: str) -> bool:
 
 
 def _shard(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    axis = axis_of(wrapper)
-    assert axis is not None
     for leaf, layout in adapter_layouts(wrapper).items():
         full = state.get(prefix + leaf)
         if full is not None and tuple(full.shape) == layout.shape:
-            state[prefix + leaf] = layout.shard(full, axis.rank).clone()
-
-
-@torch.no_grad()
-def gather_shards(axis: Axis, shard: Tensor, layout: Layout) -> Tensor:
-    """The full tensor, bit for bit, on every rank of the axis."""
-    if layout.dim is None or axis.size == 1:
-        return shard
-    sizes = [layout.local_shape(rank)[layout.dim] for rank in range(axis.size)]
-    shards = all_gather(axis, shard, layout.dim, sizes).split(sizes, layout.dim)
-    full = shard.new_empty(layout.shape)
-    for rank, part in enumerate(shards):
-        layout.write_shard(full, part, rank)
-    return full
+            state[prefix + leaf] = layout.shard(full, axis_of(wrapper, layout).rank).clone()

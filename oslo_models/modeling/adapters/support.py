@@ -111,20 +111,15 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
             )
     if isinstance(tuner, ParamWrapper):
         layout = weight_layout(base) or parameter_layout(tuner)
+        if isinstance(base, ParallelExperts) and tuner.get_param().dim() != 3:
+            raise ValueError(
+                f"{tuner.parameter_name} of {path} is no stack of matrices, and adapters of biases of sharded experts "
+                "are not supported: leave it out of target_parameters"
+            )
         if layout is not None and not isinstance(base, ParallelExperts):
             raise ValueError(
                 f"target_parameters of a sharded model are those of stacked experts, and {path} is a "
                 f"{type(base).__name__}: name it in target_modules"
-            )
-        if layout is not None and base.mesh.has_experts_over_replicas:
-            raise ValueError(
-                f"adapters of the experts in {path}, which are sharded over several replicas, are not supported: load "
-                f"the model with expert_parallel_size={base.tp.size}, or adapt other layers"
-            )
-        if layout is not None and layout.first_ranges:
-            raise ValueError(
-                f"adapters of the experts in {path}: each is shared by some of the ranks, of which adapters are not "
-                "supported; load the model with expert_parallel_size=1 or equal to tensor_parallel_size"
             )
         return
     if weight_layout(base) is None:

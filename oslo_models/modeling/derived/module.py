@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
-from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_parameter
+from oslo_models.distributed.sharded_tensor import Sharding, gather_shards, local_tensor, mark_parameter
 from oslo_models.layers.sharded_activation import gathered
 from oslo_models.modeling.derived.derivation import DerivedPlan
 from oslo_models.modeling.derived.report import ShardingReport
@@ -59,15 +58,8 @@ class DerivedModule(nn.Module):
         for name, tensor in self.state_dict().items():
             layout = self.layouts.get(name)
             own = local_tensor(tensor)
-            state[name] = own.clone() if layout is None or layout.dim is None else _full(own, layout, self.mesh)
+            state[name] = own.clone() if layout is None else gather_shards(self.mesh.tp, own, layout)
         return state
-
-
-def _full(local: Tensor, layout: Layout, mesh: ParallelMesh) -> Tensor:
-    full = local.new_zeros(layout.shape)
-    for there, here in layout.owned_indices(mesh.tp.rank):
-        full[there] = local[here]
-    return all_reduce(mesh.tp, full)
 
 
 def derived_class(cls: type[Any], plan: DerivedPlan) -> Any:

@@ -1,0 +1,84 @@
+"""Mixtures of experts that compute few tokens on a CPU expert by expert, as in decoding.
+
+Grouped products go through all experts of a layer. With few tokens, most of these have none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MOST_TOKENS = 16
+"""With more, most experts have some."""
+
+
+class FusedExperts(nn.Module):
+    """Experts of transformers that no axis shards; a mixin before their class."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if _is_suited(self, hidden_states):
+            return few_tokens(self, hidden_states, top_k_index, top_k_weights)
+        output: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
+        return output
+
+
+class FusedParallelExperts(nn.Module):
+    """Experts of which each rank has a part; a mixin before `ParallelExperts`."""
+
+    def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if _is_suited(self, hidden_states):
+            return few_tokens(self, hidden_states, top_k_index, top_k_weights)
+        output: Tensor = super().compute(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
+        return output
+
+
+def _is_suited(experts: Any, hidden_states: Tensor) -> bool:
+    return (
+        len(hidden_states) <= MOST_TOKENS
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and hidden_states.dtype == experts.down_proj.dtype
+    )
+
+
+def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of the outputs of each token's experts, ``[tokens, hidden]``.
+
+    Args:
+        experts: a module with the stacked parameters of transformers' experts.
+        hidden_states: ``[tokens, hidden]``.
+        top_k_index: the experts of each token, ``[tokens, k]``; those from ``num_experts`` on are not here.
+        top_k_weights: their weights, ``[tokens, k]``.
+    """
+    output, (tokens, k) = torch.zeros_like(hidden_states), top_k_index.shape
+    choices: dict[int, list[int]] = {}
+    for choice, expert in enumerate(top_k_index.flatten().tolist()):
+        if expert < experts.num_experts:
+            choices.setdefault(expert, []).append(choice)
+    weights = top_k_weights.reshape(-1, 1)
+    for expert, chosen in choices.items():
+        rows = [choice // k for choice in chosen]
+        x = hidden_states if rows == [*range(tokens)] else hidden_states[rows]
+        y = _mlp(experts, expert, x) * weights[chosen]
+        if len(x) == tokens:
+            output += y
+        else:
+            output.index_add_(0, torch.tensor(rows), y.to(output.dtype))
+    return output
+
+
+def _mlp(experts: Any, expert: int, x: Tensor) -> Tensor:
+    if experts.has_gate:
+        x = experts._apply_gate(_linear(experts, "gate_up_proj", expert, x))
+    else:
+        x = experts.act_fn(_linear(experts, "up_proj", expert, x))
+    return _linear(experts, "down_proj", expert, x)
+
+
+def _linear(experts: Any, name: str, expert: int, x: Tensor) -> Tensor:
+    weight = getattr(experts, name)[expert]
+    bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
+    return F.linear(x, weight.T if experts.is_transposed else weight, bias)
