@@ -28,12 +28,10 @@ import torch
 import transformers
 
 from benchmarks.fault_table import FIGURES, TABLE, write
-from benchmarks.faulty import CONFIG, LONG, Collected, ForkedExecutor, Trouble, application, server_address
+from benchmarks.faulty import CONFIG, LONG, Collected, Trouble, application
 from benchmarks.training_faults import TRAINING_FAULTS, Training, WrongEndError
 from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import EngineError
-from oslo_models.deploy import options as serving
-from oslo_models.deploy.process_executor import ProcessExecutor
 
 LIMIT = 60.0
 """Seconds after which something counts as a hang."""
@@ -221,7 +219,6 @@ def full_disk(stand: Stand) -> float:
     """Load and answer while nothing can be written to standard output and error; until the answer."""
     engine = stand.model._engine
     engine.close()
-    forking, engine._start_executor = engine._start_executor, ProcessExecutor  # forked ones write elsewhere
     sys.stdout.flush(), sys.stderr.flush()
     kept = [os.dup(1), os.dup(2)]
     full = os.open("/dev/full", os.O_WRONLY)
@@ -237,7 +234,6 @@ def full_disk(stand: Stand) -> float:
     seconds = time.perf_counter() - since
     stand.ended = stand.pids
     engine.close()
-    engine._start_executor = forking
     return seconds
 
 
@@ -249,8 +245,7 @@ def application_ends(stand: Stand, how: int) -> float:
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     when = stand.rng.choice(WHENS)
-    server = server_address() if serving.ProcessExecutor is ForkedExecutor else None
-    app = context.Process(target=application, args=(theirs, stand.checkpoint, when, server))
+    app = context.Process(target=application, args=(theirs, stand.checkpoint, when))
     app.start()
     theirs.close()
     pids = ours.recv()
@@ -335,11 +330,8 @@ def main() -> int:
     parser.add_argument("--only", metavar="TEXT", default="", help="only faults whose name contains this; others stay")
     parser.add_argument("--out", metavar="FILE", type=Path, default=TABLE, help="where the table is written")
     parser.add_argument("--seed", metavar="N", type=int, help="repeats the moments of an earlier run")
-    parser.add_argument("--fresh", action="store_true", help="start workers as they are in use, which takes hours")
     args = parser.parse_args()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.faulty", "oslo_models.models.gpt2"])
-    if not args.fresh:
-        serving.ProcessExecutor = ForkedExecutor  # type: ignore[misc]
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     stamp, rows, before = _stamp(), [], _shared()
@@ -347,9 +339,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         stand = Stand(Path(folder), args.seed)
         for name in [name for name in ALL if args.only in name]:
-            is_fresh = (args.fresh and name in FAULTS) or ALL[name] is full_disk
-            workers = "fresh" if is_fresh else "forked"
-            rows.append({**stamp, "workers": workers, **_row(stand, name, args.times)})
+            rows.append({**stamp, "workers": "forked", **_row(stand, name, args.times)})
             print(f"{name:42}", *(f"{rows[-1].get(field, '')!s:>14}" for field in FIGURES), flush=True)
         stand.close()
     write(args.out, rows)

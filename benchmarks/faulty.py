@@ -1,6 +1,6 @@
 """What `benchmarks.faults` has workers and applications do; a module by itself, since they import it by name.
 
-And workers that start at once: a server that has imported torch forks them.
+And workers of a launcher that start at once: a server that has imported torch forks them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,6 @@ CONFIG = GPT2Config(
     **{"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0},
 )
 LONG = {"max_new_tokens": 400, "min_new_tokens": 400}
-
-
-class ForkedExecutor(ProcessExecutor):
-    """Workers that `multiprocessing`'s server forks: it has imported torch already, for which others take seconds."""
-
-    def _start(self, rank: int) -> Any:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = start_forked_worker(theirs, rank)
-        return process, WorkerConnection(ours)
 
 
 def start_forked_worker(
@@ -119,22 +109,14 @@ class Collected:
         self.ended = True
 
 
-def application(said: Connection, checkpoint: Path, when: str, server: Any) -> None:
-    """A program that deploys a model: tells the ids of the workers, then ``when``: is loading, in a call, or idle.
-
-    Args:
-        server: the address of the one that forks workers; ``None``: they are started as they are in use.
-    """
-    executor: Any = ProcessExecutor
-    if server is not None:
-        use_server(server)
-        executor = ForkedExecutor
+def application(said: Connection, checkpoint: Path, when: str) -> None:
+    """A program that deploys a model: tells the ids of the workers, then ``when``: is loading, in a call, or idle."""
     with suppress(PermissionError):
         os.setpgid(0, 0)  # Ctrl-C in a terminal goes to all of a process group
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start(count: int) -> Any:
-        made = executor(count)
+        made = ProcessExecutor(count)
         said.send(made.pids)
         return made
 

@@ -59,7 +59,9 @@ class Server:
 
     @property
     def workers(self) -> list[psutil.Process]:
-        return self.itself.children()
+        below = self.itself.children(recursive=True)
+        forking = {process.ppid() for process in below}  # the server that forks them is not one
+        return [process for process in below if process.pid not in forking]
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=LIMIT) as answer:

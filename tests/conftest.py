@@ -102,17 +102,13 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
-@pytest.fixture(scope="module")
-def forked(pool: Pool) -> Iterator[None]:
-    """The workers of deployments are forked, which takes less time than to start them."""
-    from oslo_models.deploy import options as serving
+@pytest.fixture(scope="session")
+def forked() -> None:
+    """The server that forks the workers of deployments runs."""
+    from oslo_models.deploy.forking import start_fork_server
+    from oslo_models.deploy.process_executor import worker_environment
 
-    from support import deployment
-
-    pool.start(1)  # and with it the server that workers are forked from
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
-        yield
+    start_fork_server(worker_environment(0), ["oslo_models.models.gpt2"])
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from oslo_models.deploy import torchrun_executor as torchrun
+from oslo_models.deploy.forking import start_fork_server
 from oslo_models.deploy.handshake import check_secret
-from oslo_models.deploy.process_executor import ProcessExecutor, StartExecutor
+from oslo_models.deploy.process_executor import ProcessExecutor, StartExecutor, worker_environment
 from oslo_models.deploy.running_batch.admission import longest
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, BatchLimits
 from oslo_models.distributed.mesh import check_size
@@ -119,6 +120,13 @@ class DeployOptions:
 
 OF_DEPLOYMENT = tuple(each.name for each in fields(DeployOptions))
 """The names of the arguments that only ``deploy=True`` accepts."""
+
+
+def prepare(backend: str, cls: type[Any]) -> None:
+    """Start what takes long and does not depend on the other arguments: what the workers will import."""
+    if backend == "process":
+        own = {base.__module__ for base in cls.__mro__ if base.__module__.startswith("oslo_models.models.")}
+        start_fork_server(worker_environment(0), sorted(own))
 
 
 def executor_of(backend: str, stages: int, options: DeployOptions) -> StartExecutor:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from oslo_models.deploy.connection import WorkerConnection, busy_poll
+from oslo_models.deploy.forking import fork_worker
 from oslo_models.deploy.serialization import decode, encode
 
 _LAUNCHER_VARIABLES = (
@@ -121,7 +122,7 @@ class ProcessExecutor:
     def _start(self, rank: int) -> tuple[Process, WorkerConnection]:
         ours, theirs = socket.socketpair()
         with theirs:
-            process = start_worker(theirs, rank)
+            process = fork_worker(theirs, worker_environment(rank)) or start_worker(theirs, rank)
         return process, WorkerConnection(ours)
 
     @property
@@ -220,6 +221,17 @@ def start_worker(
         loopback: all workers are on this host, so gloo needs the loopback interface only.
         secret: of the deployment; passed on in the environment, which only this user can read.
     """
+    return subprocess.Popen(
+        [sys.executable, "-m", "oslo_models.deploy.worker", str(theirs.fileno())],
+        env=worker_environment(local_rank, loopback, secret),
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,  # Ctrl-C in a terminal is for the application only
+    )
+
+
+def worker_environment(local_rank: int, loopback: bool = True, secret: str | None = None) -> dict[str, str]:
+    """The environment variables of a worker; for the arguments see `start_worker`."""
     environment = {key: value for key, value in os.environ.items() if not _is_launcher_variable(key)}
     environment |= {"LOCAL_RANK": str(local_rank), "TOKENIZERS_PARALLELISM": "false"}
     if secret is not None:
@@ -227,13 +239,7 @@ def start_worker(
     if loopback:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-m", "oslo_models.deploy.worker", str(theirs.fileno())],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,  # Ctrl-C in a terminal is for the application only
-    )
+    return environment
 
 
 def _is_launcher_variable(variable: str) -> bool:

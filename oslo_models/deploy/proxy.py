@@ -25,7 +25,7 @@ from oslo_models.deploy.adapters import DeployedAdapters, call_adapters
 from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
-from oslo_models.deploy.options import OF_DEPLOYMENT, DeployOptions, executor_of
+from oslo_models.deploy.options import OF_DEPLOYMENT, DeployOptions, executor_of, prepare
 from oslo_models.deploy.remote_module import RemoteModule, deployed_class
 from oslo_models.deploy.running_batch.admission import joins, reason_against
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, serve
@@ -302,6 +302,7 @@ def deploy(
     ranks = arguments.tensor_parallel_size * arguments.pipeline_parallel_size
     serving.check()
     backend = serving.backend(ranks)
+    prepare(backend, cls)
     if backend == "torchrun" and launched_rank() > 0:
         serve(serving.deploy_secret)
     if constructor == "from_config_with_parallel" and arguments.seed is None:  # the same weights after a restart

@@ -1,7 +1,7 @@
 """The process that computes one rank of a deployed model. It exits when the connection to the application closes.
 
-Started as ``python -m oslo_models.deploy.worker FD``: not by `multiprocessing`, which would run the application's own
-script again and so require a ``__main__`` guard in it.
+Forked by `fork_server`, or started as ``python -m oslo_models.deploy.worker FD``: not by `multiprocessing`, which would
+run the application's own script again and so require a ``__main__`` guard in it.
 """
 
 from __future__ import annotations
@@ -214,14 +214,19 @@ class _Log(io.TextIOWrapper):
             super().flush()
 
 
-def main() -> None:
+def work(descriptor: int) -> None:
+    """Be a worker.
+
+    Args:
+        descriptor: of the connection to the application.
+    """
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is not None:
             setattr(sys, name, _Log(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application, which decides what it means
-    connection = WorkerConnection(socket.socket(fileno=int(sys.argv[1])))
+    connection = WorkerConnection(socket.socket(fileno=descriptor))
     Worker(connection, connection.spin, os.environ.pop(SECRET_VARIABLE, None), connection.has_arrived).run()
 
 
 if __name__ == "__main__":
-    main()
+    work(int(sys.argv[1]))

@@ -17,6 +17,8 @@ import uvicorn
 from transformers import AutoConfig, AutoTokenizer
 
 from oslo_models import auto
+from oslo_models.deploy.forking import start_fork_server
+from oslo_models.deploy.process_executor import worker_environment
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank
 from oslo_models.server.adapters import check_adapters, load_adapters, parse_adapters
 from oslo_models.server.app import application
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace) -> None:
         check_adapters(_kind(config, args).class_for(config), config, adapters)
     if is_launched() and launched_rank() > 0:
         _load(args.models[0], args, secret)  # does not return: see `torchrun_executor`
+    if not is_launched():
+        start_fork_server(worker_environment(0))  # before there are threads, with which it takes longer
     with (
         socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as listener,
         contextlib.ExitStack() as on,

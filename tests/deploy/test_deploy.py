@@ -26,6 +26,7 @@ from transformers import TextIteratorStreamer
 from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import EngineError, messages, serialization
 from oslo_models.deploy import options as serving
+from oslo_models.deploy.process_executor import ProcessExecutor
 from oslo_models.deploy.worker import _Log
 
 from support import deployment, faults
@@ -268,7 +269,7 @@ def test_stopped_worker_blocks_no_call_beyond_its_timeout(stand: faults.Stand, s
 def test_failed_loading_raises_and_ends_the_workers(pool: Pool, stand: faults.Stand) -> None:
     made: list[Any] = []
 
-    class Kept(deployment.ForkedExecutor):
+    class Kept(ProcessExecutor):
         def __init__(self, count: int) -> None:
             super().__init__(count)
             made[:] = self.pids

@@ -12,9 +12,7 @@ import pytest
 import torch
 import transformers as hf
 
-from oslo_models.deploy import options as serving
-
-from support import deployment, pipelines, zoo
+from support import pipelines, zoo
 from support.documents import ADAPTED, run_block, steps_of
 from support.faults import gone
 from support.float64 import lifted_casts
@@ -62,8 +60,6 @@ def test_deployment_chapter_runs_as_printed(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """From a merged checkpoint with two tensor-parallel ranks, then from its split files with two stages."""
-    pool.start(1)  # and with it the server that workers are forked from
-    monkeypatch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
     monkeypatch.chdir(tmp_path)
     whole: Any = reference_model("GPTNeoForCausalLM", zoo.config("gpt_neo"), seed, torch.float32).eval()
     whole.save_pretrained("merged")

@@ -14,9 +14,8 @@ import torch
 import transformers as hf
 
 import oslo_models
-from oslo_models.deploy import options as serving
 
-from support import deployment, zoo
+from support import zoo
 from support.documents import ADAPTED, run_block
 from support.pool import Pool
 
@@ -73,8 +72,6 @@ MOVED = {  # without a GPU, weights move to the CPU both times
 
 
 def test_parallelformers_document_runs_as_printed(pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool.start(1)  # and with it the server that workers are forked from
-    monkeypatch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
     half, variables = hub(torch.float32).half().eval(), dict(os.environ)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         made = run_block(CREATION, PARALLELIZATION, INFERENCE, STATES)
@@ -107,8 +104,6 @@ def free_port() -> int:
 
 def test_arguments_of_processes_mean_what_they_say(pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All arguments of the original, in its order; the workers meet at the port and address that are given."""
-    pool.start(1)
-    monkeypatch.setattr(serving, "ProcessExecutor", deployment.ForkedExecutor)
     model, port = hub().eval(), free_port()
     ids = torch.tensor([[5, 6, 7]])
     expected = model(ids).logits.detach()

@@ -36,6 +36,7 @@ from support import ROOT
 from support.corpora import tokenizer
 from support.faults import gone
 from support.http_server import StubModel, listening
+from support.served import workers_of
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
@@ -100,9 +101,8 @@ def program(*arguments: object, folder: Path, says: str) -> Iterator[SimpleNames
             pytest.fail("it ended: " + "".join(lines))
         reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)  # type: ignore[arg-type]
         reader.start()
-        listed = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True)
-        pids = [int(pid) for pid in listed.stdout.split()]
-        yield SimpleNamespace(process=process, url=line.split(says)[1].strip(), workers=pids, lines=lines)
+        url, workers = line.split(says)[1].strip(), workers_of(process.pid)
+        yield SimpleNamespace(process=process, url=url, workers=workers, lines=lines)
     finally:
         process.kill()
         process.wait()

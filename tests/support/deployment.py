@@ -17,7 +17,6 @@ from benchmarks.faulty import (
     CONFIG,
     LONG,
     Collected,
-    ForkedExecutor,
     Trouble,
     application,
     server_address,
@@ -27,7 +26,7 @@ from benchmarks.faulty import (
 from oslo_models import BertModel, GPT2LMHeadModel
 from oslo_models.deploy import torchrun_executor as torchrun
 
-__all__ = ["CONFIG", "LONG", "Collected", "ForkedExecutor", "Trouble", "application", "prompt", "server_address"]
+__all__ = ["CONFIG", "LONG", "Collected", "Trouble", "application", "prompt", "server_address"]
 
 
 def prompt(seed: int, rows: int = 2, length: int = 7) -> dict[str, Tensor]:

@@ -32,6 +32,20 @@ def wait_until(true: Any, seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
+def workers_of(application: int) -> list[int]:
+    """The ids of its workers: of the processes below it, those that have no children."""
+    listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], capture_output=True, text=True, check=True)
+    children: dict[int, list[int]] = {}
+    for line in listed.stdout.splitlines():
+        parent, pid = map(int, line.split())
+        children.setdefault(parent, []).append(pid)
+    below, workers = [*children.get(application, [])], list[int]()
+    for pid in below:
+        below += children.get(pid, [])
+        workers += [] if pid in children else [pid]
+    return workers
+
+
 class Running:
     """``oslo-models serve`` in a process, and what it prints."""
 
@@ -50,8 +64,7 @@ class Running:
 
     @property
     def workers(self) -> list[int]:
-        listed = subprocess.run(["ps", "--ppid", str(self.process.pid), "-o", "pid="], capture_output=True, text=True)
-        return [int(pid) for pid in listed.stdout.split()]
+        return workers_of(self.process.pid)
 
 
 @contextmanager

@@ -1,0 +1,218 @@
+"""The application's side of `fork_server`: starts it, has it fork workers, and hears how they ended."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+
+from oslo_models.deploy.fork_server import LENGTH, NUMBER, USABLE, Order
+from oslo_models.deploy.process_copy import ProcessCopy, copy_this_process
+
+MODULES = (
+    "oslo_models.modeling.base",
+    "oslo_models.deploy.model_runner",
+    "oslo_models.deploy.running_batch.loop",
+    "oslo_models.distributed.directory_store",
+    "transformers.generation.utils",
+)
+"""What every worker needs, and with it torch and transformers."""
+_NOT_AT_IMPORT = ("LOCAL_RANK", "PYTHONPATH", "PYTEST_CURRENT_TEST")
+Environment = dict[str, str]
+Server = subprocess.Popen[bytes] | ProcessCopy
+
+
+def start_fork_server(environment: Environment, modules: Iterable[str] = ()) -> None:
+    """Start the fork server of this process, unless it runs; does not wait until it has imported its modules.
+
+    Args:
+        environment: of a worker.
+        modules: what the server imports in addition to `MODULES`.
+    """
+    if is_available():
+        _servers(os.getpid()).start(environment, modules)
+
+
+def fork_worker(connection: socket.socket, environment: Environment) -> ForkedProcess | None:
+    """Have the fork server of this process fork a worker; start the server if there is none.
+
+    Args:
+        connection: the worker's end.
+
+    Returns:
+        ``None`` where it cannot be used: then a worker has to be started as a process of its own.
+    """
+    return _servers(os.getpid()).fork(connection, environment) if is_available() else None
+
+
+def is_available() -> bool:
+    """Whether this system can have a fork server: Linux, of which it uses handles of processes."""
+    return sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+class ForkServer:
+    """A running fork server.
+
+    Args:
+        environment: that it was started with, which the modules that it imports have read.
+        control: the connection to it.
+        process: it itself.
+    """
+
+    def __init__(self, environment: Environment, control: socket.socket, process: Server) -> None:
+        self.environment, self._control, self._process = environment, control, process
+
+    @functools.cached_property
+    def is_usable(self) -> bool:
+        """Whether what it forks is as good as a new process; waits until it has imported its modules."""
+        with suppress(OSError):
+            if self._control.recv(1) == USABLE:
+                return True
+        return False
+
+    def fork(self, connection: socket.socket, environment: Environment) -> ForkedProcess:
+        """Have it fork a worker.
+
+        Raises:
+            ConnectionError: the server has ended.
+            OSError: it cannot fork.
+        """
+        body = json.dumps(Order(environment, os.getcwd())).encode()
+        news, theirs = socket.socketpair()
+        with theirs, open(os.devnull, "wb") as nowhere:
+            output = [descriptor if _is_open(descriptor) else nowhere.fileno() for descriptor in (1, 2)]
+            descriptors = [connection.fileno(), theirs.fileno(), *output]
+            socket.send_fds(self._control, [LENGTH.pack(len(body))], descriptors)
+            self._control.sendall(body)
+        data, received, _, _ = socket.recv_fds(news, NUMBER.size, 1)
+        number = NUMBER.unpack(data)[0] if data else None
+        if number is None or not received:
+            news.close()
+            raise ConnectionError("the fork server has ended") if number is None else OSError(-number, "cannot fork")
+        return ForkedProcess(number, received[0], news)
+
+    def close(self) -> None:
+        """Have it end, after its last worker."""
+        self._control.close()
+        threading.Thread(target=self._process.wait, daemon=True, name="oslo-deploy-reap").start()
+
+
+class _Servers:
+    """The fork server of a process: one at a time, for all models."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._server: ForkServer | None = None
+
+    def start(self, environment: Environment, modules: Iterable[str] = ()) -> ForkServer:
+        with self._lock:
+            if self._server is not None and self._server.environment != _at_import(environment):
+                self.discard()
+            if self._server is None:
+                self._server = _start(environment, [*MODULES, *modules])
+            return self._server
+
+    def fork(self, connection: socket.socket, environment: Environment) -> ForkedProcess | None:
+        with self._lock:
+            for _ in range(2):  # the server may have been killed
+                server = self.start(environment)
+                try:
+                    return server.fork(connection, environment) if server.is_usable else None
+                except ConnectionError:
+                    self.discard()
+                except BaseException:  # an order that was interrupted may have been sent in part
+                    self.discard()
+                    raise
+            return None
+
+    def discard(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+@functools.cache
+def _servers(pid: int) -> _Servers:
+    """Those of a process; a forked child does not use its parent's."""
+    return _Servers()
+
+
+def _start(environment: Environment, modules: Iterable[str]) -> ForkServer:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(None)  # whatever default the application has set
+    theirs.settimeout(None)
+    with theirs:
+        process = copy_this_process(theirs, modules) or _new_process(theirs, environment, modules)
+    return ForkServer(_at_import(environment), ours, process)
+
+
+def _new_process(theirs: socket.socket, environment: Environment, modules: Iterable[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "oslo_models.deploy.fork_server", str(theirs.fileno()), *modules],
+        # Otherwise torch initialises the driver if a module asks whether there is a GPU, and workers could not.
+        env={**environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,  # Ctrl-C in a terminal is for the application only
+    )
+
+
+def _at_import(environment: Environment) -> Environment:
+    """The variables that modules may read when they are imported, so that a server with others has to be replaced."""
+    return {key: value for key, value in environment.items() if key not in _NOT_AT_IMPORT}
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+class ForkedProcess:
+    """A worker that the fork server, its parent, has forked; as if `subprocess` had started it here.
+
+    Args:
+        handle: the descriptor that stands for the process, also after its id was given to another one.
+        news: where the server reports how it ended.
+    """
+
+    def __init__(self, pid: int, handle: int, news: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._handle, self._news = handle, news
+        self._lock = threading.Lock()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait until it has ended.
+
+        Returns:
+            Its exit code; ``None`` if the fork server, which knew it, has ended as well.
+
+        Raises:
+            TimeoutExpired: it still runs after so many seconds.
+        """
+        ended = select.poll()
+        ended.register(self._handle, select.POLLIN)
+        if not ended.poll(None if timeout is None else timeout * 1e3):
+            raise subprocess.TimeoutExpired("the worker", timeout or 0.0)
+        with self._lock:
+            if self.returncode is None and (data := self._news.recv(NUMBER.size)):
+                self.returncode = os.waitstatus_to_exitcode(NUMBER.unpack(data)[0])
+        return self.returncode
+
+    def __del__(self) -> None:
+        os.close(self._handle)

@@ -1,0 +1,153 @@
+"""The server that forks workers: a copy of the application or a process of its own, and how both end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oslo_models.deploy import forking, process_executor
+
+from support import ROOT, faults
+from support.faults import gone
+
+SCRIPT = """
+import os, signal, sys, threading, torch
+from oslo_models import GPT2LMHeadModel
+from oslo_models.deploy import process_copy
+from oslo_models.deploy.process_copy import _is_like_new
+
+changes = {
+    "dtype": (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
+    "device": (lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
+    "precision": (
+        lambda: torch.set_float32_matmul_precision("high"), lambda: torch.set_float32_matmul_precision("highest")
+    ),
+    "determinism": (
+        lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)
+    ),
+    "memory": (lambda: setattr(process_copy, "MOST_BYTES", 1), lambda: setattr(process_copy, "MOST_BYTES", 1 << 30)),
+    "output": (lambda: setattr(sys, "stdout", sys.stderr), lambda: setattr(sys, "stdout", sys.__stdout__)),
+}
+assert _is_like_new()
+for name, (change, back) in changes.items():
+    change()
+    assert not _is_like_new(), name
+    back()
+with torch.inference_mode():
+    assert not _is_like_new()
+with torch.autocast("cpu"):
+    assert not _is_like_new()
+event = threading.Event()
+thread = threading.Thread(target=event.wait)
+thread.start()
+assert not _is_like_new()
+event.set(), thread.join()
+assert _is_like_new()
+
+reader, writer = os.pipe()
+file = open(sys.argv[2], "w")
+file.write("once")
+signal.signal(signal.SIGTERM, lambda *_: os.write(writer, b"by a worker"))
+torch.manual_seed(3)
+print("printed", end=" ")
+model = GPT2LMHeadModel.from_pretrained_with_parallel(sys.argv[1], tensor_parallel_size=2, deploy=True)
+os.close(writer)
+assert os.read(reader, 100) == b""  # no worker has the other end, nor does what forks them
+print(*model._engine.pids, flush=True)
+model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)
+file.close()
+print(len(os.listdir("/proc/self/task")), flush=True)
+sys.stdin.read()
+"""
+
+
+def state(pid: int) -> list[str]:
+    """Its state, the id of its parent, and more."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def parent(pid: int) -> int:
+    return int(state(pid)[1])
+
+
+def until(is_so: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_fork_server_is_a_copy_of_an_application_that_has_imported_only(stand: faults.Stand, tmp_path: Path) -> None:
+    """And it has nothing of it: open files, what they have yet to write, handlers of signals. It ends with it."""
+    stand.model.save_pretrained_with_parallel(tmp_path / "model")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    script = tmp_path / "app.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, script, tmp_path / "model", tmp_path / "file"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as app:
+        printed, *pids = app.stdout.readline().split()
+        assert printed == "printed" and len(pids) == 2
+        server = {parent(int(pid)) for pid in pids}
+        (copy,) = server
+        assert parent(copy) == app.pid and os.listdir(f"/proc/{copy}/task") == [str(copy)]
+        assert str(script) in Path(f"/proc/{copy}/cmdline").read_text()  # it was forked, not started
+        app.stdout.readline()
+        assert (tmp_path / "file").read_text() == "once"
+        os.kill(int(pids[0]), signal.SIGTERM)
+        assert gone([int(pids[0])])  # the handler is not the worker's
+        app.kill()
+    assert gone([int(pid) for pid in pids])
+    until(lambda: not Path(f"/proc/{copy}").exists() or state(copy)[0] == "Z")  # the system has yet to reap it
+
+
+def test_workers_survive_the_server_that_forked_them(stand: faults.Stand) -> None:
+    """They answer, they are ended, and another server forks those that are started next."""
+    stand.answers()
+    before, server = stand.pids, parent(stand.pids[0])
+    assert server == parent(before[1]) != os.getpid() and os.listdir(f"/proc/{server}/task") == [str(server)]
+    os.kill(server, signal.SIGKILL)
+    stand.answers()
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: stand.model._engine._executor is None)
+    assert gone(before)
+    stand.model.restart()
+    assert parent(stand.pids[0]) not in (server, os.getpid(), 1)
+    stand.answers()
+
+
+def test_server_of_another_environment_is_replaced_and_ends_with_its_workers(
+    stand: faults.Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand.answers()
+    before, server = stand.pids, parent(stand.pids[0])
+    monkeypatch.setenv("OSLO_MODELS_TEST_OF_THE_FORK_SERVER", "1")
+    stand.model.restart()
+    after = parent(stand.pids[0])
+    assert after != server and gone([*before, server])
+    environment = Path(f"/proc/{after}/environ").read_text()
+    assert "OSLO_MODELS_TEST_OF_THE_FORK_SERVER=1" in environment
+    stand.answers()
+
+
+def test_without_a_usable_server_workers_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_worker(theirs: socket.socket, rank: int) -> None:
+        raise LookupError(f"rank {rank} was started")
+
+    monkeypatch.setattr(process_executor, "start_worker", start_worker)
+    monkeypatch.setattr(forking.ForkServer, "is_usable", False)
+    with pytest.raises(LookupError, match="rank 0 was started"):
+        process_executor.ProcessExecutor(2)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not forking.is_available()
+    with pytest.raises(LookupError, match="rank 0 was started"):
+        process_executor.ProcessExecutor(2)
