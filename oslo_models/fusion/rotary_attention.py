@@ -43,7 +43,8 @@ def rotate_in_torch(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tup
     for x in (query, key):
         h, rest = x[..., :turned], x[..., turned:]
         half = torch.cat((-h[..., turned // 2 :], h[..., : turned // 2]), -1)
-        made.append(torch.cat(((h * cos.unsqueeze(1) + half * sin.unsqueeze(1)).to(x.dtype), rest), -1))
+        result = (h * cos.unsqueeze(1) + half * sin.unsqueeze(1)).to(x.dtype)
+        made.append(torch.cat((result, rest), -1) if rest.shape[-1] else result)
     return made[0], made[1]
 
 
