@@ -35,24 +35,20 @@ class FullNorms:
     keeps_dtype: bool
 
     def and_rotate(
-        self, norms: tuple[nn.Module, nn.Module], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+        self, norms: tuple[Any, Any], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Queries and keys, ``[batch, heads, length, width]``, with norms and positions.
 
         ``None`` if the norms have to be called by themselves, which takes other collectives: a hook on a norm has to be
         on all ranks.
         """
-        both: tuple[tuple[Any, Tensor], ...] = ((norms[0], query), (norms[1], key))
-        if not all(
-            is_plain(norm, x.shape[1] * x.shape[3], x.device) and self._is_supported(norm, x) for norm, x in both
-        ):
+        if not all(self._is_supported(norm, x) for norm, x in zip(norms, (query, key), strict=True)):
             return None
         same = query.dtype == key.dtype and norms[0].weight.dtype == norms[1].weight.dtype
         turned = cos.dim() == 3 and cos.shape[-1] == query.shape[-1] and query.shape[-1] % 2 == 0
         if not (same and turned) or cos.requires_grad or sin.requires_grad:
             return None
-        made: tuple[Tensor, Tensor] = _NormAndRotate.apply(query, key, cos, sin, norms[0].weight, norms[1].weight, self)
-        return made
+        return norm_and_rotate_heads(self, query, key, cos, sin, norms[0].weight, norms[1].weight)
 
     def _is_supported(self, norm: Any, x: Tensor) -> bool:
         """Whether the kernel can stand for the norm, and gives the dtype that transformers' has."""

@@ -25,7 +25,17 @@ from oslo_kernels.cross_entropy import padded_logits
 from oslo_models import registry
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import gather_objects
-from oslo_models.fusion import apex, attention, decoding, linear_cross_entropy, mlps, norms, rotary_attention
+from oslo_models.fusion import (
+    apex,
+    attention,
+    decoding,
+    full_norms,
+    linear_cross_entropy,
+    mlps,
+    norms,
+    parallel_blocks,
+    rotary_attention,
+)
 from oslo_models.fusion import modules as fused_layers
 from oslo_models.fusion.decoding import Decoder, Decoders, rounded_length
 from oslo_models.fusion.rules import fusion_candidates
@@ -58,11 +68,14 @@ WOULD = {  # what is swapped there beside the head, and which kernels then run
     ),
     "gpt2": ({"bias and GeLU", "LayerNorm", "residual", "attention"}, {"add_norm", "bias_gelu"}),
     "gpt_neo": ({"bias and GeLU", "LayerNorm", "residual"}, {"add_norm", "bias_gelu"}),
-    "gpt_neox": ({"bias and GeLU", "attention"}, {"bias_gelu", "rotary"}),
-    "gptj": ({"bias and GeLU"}, {"bias_gelu"}),
+    "gpt_neox": ({"bias and GeLU", "residual", "attention"}, {"bias_gelu", "rotary", "sum_of_three"}),
+    "gptj": ({"bias and GeLU", "residual"}, {"bias_gelu", "sum_of_three"}),
     "llama": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
     "qwen2": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "rotary"}),
-    "olmo2": ({"root mean square norm", "SwiGLU", "attention"}, {"add_norm", "gated", "rotary"}),
+    "olmo2": (
+        {"root mean square norm", "SwiGLU", "residual", "attention"},
+        {"full_norm_rotary", "gated", "norm_add"},
+    ),
     "phi3": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated_packed", "rotary"}),
     "qwen3": ({"root mean square norm", "SwiGLU", "residual", "attention"}, {"add_norm", "gated", "normed_rotary"}),
     "t5": ({"root mean square norm", "attention", "residual"}, {"add_norm"}),
@@ -70,9 +83,11 @@ WOULD = {  # what is swapped there beside the head, and which kernels then run
 KERNELS = {
     fused_layers: ("bias_dropout_residual",),
     mlps: ("bias_gelu", "gated", "gated_packed"),
-    norms: ("add_norm", "normed_rotary"),
+    norms: ("add_norm", "norm_add", "normed_rotary"),
+    parallel_blocks: ("sum_of_three",),
     attention: ("masked_softmax",),
     rotary_attention: ("rotary",),
+    full_norms: ("full_norm_rotary",),
 }
 
 
