@@ -124,5 +124,5 @@ def compare(pool: Any, variant: str, folder: Path, seed: int, count: int = 12, *
     """The calls of a class in the batch, computed by ranks that schedule alike, against plain transformers."""
     name, calls, expected = checked(variant, folder, seed, count)
     ranks = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
-    for differences in pool.run(ranks, differences, name, variant, folder, sizes, calls, expected, seed):
-        assert differences == []
+    for found in pool.run(ranks, differences, name, variant, folder, sizes, calls, expected, seed):
+        assert found == []
