@@ -151,7 +151,6 @@ class RunningBatch:
             try:
                 value = row.take_token(tokens[index]) if row.is_plain else row.take(logits_BV[index])
             except Exception as error:  # noqa: BLE001  everything is reported
-                row.new.append(0)
                 if row.number in self._calls:
                     self._fail(row.number, error)
                 continue
