@@ -10,6 +10,7 @@ READY := .venv/.ready
 # torchao and bitsandbytes, which transformers imports wherever they are installed, take a second of every process, and
 # print; so only the tests that need them see them
 QUANTIZATION := .venv/quantization
+RAY := .venv/ray
 
 venv: $(READY)
 
@@ -33,6 +34,12 @@ $(QUANTIZATION): $(READY)
 	$(PIP) --no-deps --upgrade --target $@ bitsandbytes compressed-tensors loguru torchao
 	touch $@
 
+# where Ray is installed, transformers and Lightning do other things, so only its tests see it
+$(RAY): $(READY)
+	$(PIP) --no-deps --upgrade --target $@ attrs jsonschema jsonschema-specifications protobuf ray referencing rpds-py \
+		tensorboardX
+	touch $@
+
 demo: $(DEMO)
 	$(BIN)/oslo-models demo
 
@@ -44,10 +51,11 @@ test: $(READY) $(QUANTIZATION)
 		-m "quantization and not zoo" $(ARGS) || test $$? -eq 5
 
 # the slow tests: the other classes and sizes of each architecture, and Ray
-test-zoo: $(READY) $(QUANTIZATION)
-	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile -m "zoo and not quantization" $(ARGS)
+test-zoo: $(READY) $(QUANTIZATION) $(RAY)
+	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile -m "zoo and not (quantization or ray)" $(ARGS)
 	PYTHONPATH=$(QUANTIZATION) $(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile \
 		-m "quantization and zoo" $(ARGS) || test $$? -eq 5
+	PYTHONPATH=$(RAY) $(BIN)/python -m pytest --quiet --numprocesses 0 -m ray $(ARGS) || test $$? -eq 5
 
 check: lint types imports docs
 

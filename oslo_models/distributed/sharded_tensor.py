@@ -140,6 +140,15 @@ class Shard(Tensor):
         all_reduce(axis, full.view(torch.uint8) if full.dim() else full)
         return full
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """``copy.set_(storage, offset, x.size(), x.stride())``, where ``x.size()`` may be the full size; see `_size`.
+
+        A method, since torch does not pass this function to ``__torch_function__``.
+        """
+        if type(self) is Shard and len(args) > 2 and tuple(args[2]) == tuple(self.sharding.layout.shape):
+            args = (*args[:2], self.sharding.layout.local_shape(self.sharding.axis.rank), *args[3:])
+        return super().set_(*args, **kwargs)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.sharding}):\n{local_tensor(self)!r}"
 
@@ -434,19 +443,10 @@ def _size(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_empty(func: Any, args: Any, kwargs: Any) -> Any:
-    """What ``torch.distributed.checkpoint`` copies a value to before it saves it asynchronously; see `_set`."""
+    """What ``torch.distributed.checkpoint`` copies a value to before it saves it asynchronously; see `Shard.set_`."""
     with without_override():
         result = func(*args, **kwargs)
     return mark(result, args[0].sharding, Shard) if type(args[0]) is Shard and not result.dim() else result
-
-
-def _set(func: Any, args: Any, kwargs: Any) -> Any:
-    """``copy.set_(storage, offset, x.size(), x.stride())``, where ``x.size()`` is the full size; see `_size`."""
-    target, *more = args
-    if type(target) is Shard and len(more) > 2 and tuple(more[2]) == tuple(target.sharding.layout.shape):
-        more[2] = target.sharding.layout.local_shape(target.sharding.axis.rank)
-    with without_override():
-        return func(target, *more, **kwargs)
 
 
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
@@ -487,7 +487,6 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     torch.chunk: _chunk,
     Tensor.size: _size,
     Tensor.new_empty: _new_empty,
-    Tensor.set_: _set,
 }
 
 _HANDLERS_OF_VIEWS: dict[Any, Callable[[Any, Any, Any], Any]] = {

@@ -194,6 +194,7 @@ def test_deployment_needs_one_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.zoo
+@pytest.mark.ray
 def test_deployment_on_ray_actors(stand: faults.Stand, seed: int) -> None:
     """Two actors of Ray on this host; one of them is killed."""
     ray = pytest.importorskip("ray")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.float64 import lifted_casts
 from support.mutants import Edit, MutantPool, load_test
 from support.pool import Pool
 
@@ -24,6 +25,8 @@ REFUSES, MISUSE = "test_what_does_not_work_is_refused_by_name", "test_misuse_is_
 REPLICAS, PROMPTS = "test_replicas_are_the_processes", "test_prompts_train_as_on_one_process"
 TORCHAO = "test_what_torchao_cannot_do_with_shards_is_refused"
 UNSUITABLE = "test_unsuitable_arguments_are_refused_before_training"
+SHARDS = {"size": "tensor_parallel_size"}
+PICKLED = "test_pickling_a_parallel_model_is_refused"
 OTHER_SIZES = {"variant": "llama-one-kv", "saved": (2, 1), "loaded": (3, 1)}
 
 Row = tuple[str, str, str, str, dict[str, Any]]
@@ -78,6 +81,15 @@ FAST: dict[str, list[Row]] = {
 """One of each kind. By the file of the test."""
 
 SLOW: dict[str, list[Row]] = {
+    "ecosystem/test_compile.py": [
+        (
+            f"{SHARD}:Shard.__torch_function__",
+            "torch.compiler.is_compiling()",
+            "False",
+            "test_attributes_of_shards_break_no_graph",
+            {"mode": lifted_casts},
+        ),
+    ],
     PARAMETERS: [
         (
             f"{SHARD}:_norm",
@@ -95,6 +107,8 @@ SLOW: dict[str, list[Row]] = {
         ),
         ("distributed.checkpoint_chunks:_offsets", "index.start for", "0 * index.start for", DCP, OTHER_SIZES),
         (f"{SHARD}:_size", "type(args[0]) is Shard", "False", DCP, OTHER_SIZES),
+        (f"{SHARD}:_new_empty", "type(args[0]) is Shard", "False", DCP, OTHER_SIZES),
+        (f"{SHARD}:Shard.set_", "type(self) is Shard", "False", DCP, OTHER_SIZES),
         (
             "modeling.training:_refuse_full_state_dict",
             "options.full_state_dict",
@@ -354,6 +368,8 @@ SLOW: dict[str, list[Row]] = {
         ),
     ],
     "modeling/test_copying.py": [
+        ("modeling.saving:SavableModel.__reduce_ex__", "self.mesh is not None", "False", PICKLED, SHARDS),
+        ("distributed.mesh:Axis.__reduce_ex__", "self.group is None", "True", PICKLED, SHARDS),
         (
             f"{SHARD}:Shard.__deepcopy__",
             ".clone(memory_format=torch.preserve_format)",

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -155,6 +156,13 @@ def step_and_save(name: str, config: Any, weights: Weights, batch: Batch, sizes:
     optimizer.step()
     dcp.save(states(model, optimizer), checkpoint_id=folder)
     dcp.async_save({"model": model.state_dict()}, checkpoint_id=f"{folder}-async").result()
+    stager = DefaultStager(  # copies storages, as asynchronous saves from GPUs do
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+        )
+    )
+    dcp.async_save({"model": model.state_dict()}, checkpoint_id=f"{folder}-staged", async_stager=stager).result()
+    stager.close()
 
 
 def load_and_step(
@@ -167,11 +175,12 @@ def load_and_step(
     set_model_state_dict(model, state["model"])
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-    again = {"model": model.state_dict()}
-    dcp.load(again, checkpoint_id=f"{folder}-async")
     own = model.state_dict()
-    for key, value in own.items():
-        assert torch.equal(again["model"][key], value), key
+    for kind in ("async", "staged"):
+        again = {"model": {key: torch.zeros_like(value) for key, value in own.items()}}
+        dcp.load(again, checkpoint_id=f"{folder}-{kind}")
+        for key, value in own.items():
+            assert torch.equal(again["model"][key], value), (kind, key)
     optimizer.zero_grad()
     backward(model, batch)
     optimizer.step()
