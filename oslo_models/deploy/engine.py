@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
+from oslo_models.deploy.call_checks import SCRIPT, check_importable
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.connection import has_spare_core
 from oslo_models.deploy.errors import EngineError
@@ -199,6 +200,7 @@ class Engine:
             TimeoutError: it took longer; the call is cancelled.
             CallCancelled: by ``cancellation``.
             EngineError: the workers died or hang.
+            ValueError: an argument cannot be sent to them.
             Exception: what the workers raised, with their traceback as its cause.
         """
         if self._pid != os.getpid():
@@ -214,6 +216,8 @@ class Engine:
                 f"an argument of {method} cannot be sent to the workers: {error}; functions and classes have to be "
                 "importable by name (not lambdas, nor defined inside a function or in the script itself)"
             ) from error
+        if SCRIPT.encode() in data:
+            check_importable(method, args, kwargs or {})
         call = PendingCall(number, [self._leader] if joins else range(self.ranks))
         with self._lock:  # all ranks get all calls in the same order
             if self._executor is None:

@@ -22,6 +22,7 @@ from oslo_models.checkpoint.quantized import take_quantization
 from oslo_models.config.arguments import Arguments, check_unused, is_timeout, of_class, parse_dtype
 from oslo_models.config.sources import open_source, read_generation_config
 from oslo_models.deploy.adapters import DeployedAdapters, call_adapters
+from oslo_models.deploy.call_checks import check_prompt
 from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
@@ -82,7 +83,8 @@ class Deployment(DeployedAdapters, RemoteModule):
             CallCancelled: by ``cancellation``.
             TimeoutError: no answer within ``timeout`` seconds.
             EngineError: the workers died, hang or were closed.
-            ValueError: an argument cannot be sent, is rejected by transformers, or overflows the logits.
+            ValueError: an argument cannot be sent, is rejected by transformers, or overflows the logits; there are no
+                tokens, more than the model has positions, or a mask of another shape.
         """
         if inputs is not None:
             kwargs["inputs"] = inputs
@@ -90,6 +92,7 @@ class Deployment(DeployedAdapters, RemoteModule):
             kwargs["generation_config"] = generation_config
         _check_call(timeout, seed)
         check_generation(kwargs, self.generation_config)
+        check_prompt(kwargs, self.config, lambda: self._skeleton)
         # once it was changed it is always sent: the workers have to know too if it is changed back
         self._config_changed = self._config_changed or not _are_equal(self.generation_config, self._sent_config)
         changed = self.generation_config if self._config_changed else None

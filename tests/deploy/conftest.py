@@ -1,12 +1,17 @@
-"""The deployed model of `stand` and the full model that it was made from."""
+"""The deployed model of `stand` and the full model that it was made from; and a pair of them in this process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
-from support import faults
+from oslo_models import GPT2LMHeadModel
+
+from support import deployment, faults
 
 
 @pytest.fixture
@@ -18,3 +23,14 @@ def whole(stand: faults.Stand) -> Any:
 def model(stand: faults.Stand) -> Any:
     stand.answers()
     return stand.model
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Any, Any]]:
+    """A GPT-2 in float64, and the same in plain transformers."""
+    torch.manual_seed(0)
+    model: Any = GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, dtype=torch.float64).eval()
+    whole = transformers.GPT2LMHeadModel(deployment.CONFIG).double().eval()
+    whole.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        yield model, whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,13 +79,12 @@ def together(
         assert Step.decode(steps[-1].encode()) == steps[-1]
         rows = list(scheduler.rows)
         assert len(rows) <= limits.rows and len(steps[-1].chunk) <= limits.chunk
-        decoded, prompt = runner.run(steps[-1])
-        joined = rows[-1:] if steps[-1].joins else []
-        for some, logits_BV in ((rows[: len(steps[-1].tokens)], decoded), (joined, prompt)):
-            assert (logits_BV is None) == (not some)
-            tokens = [] if logits_BV is None else plain_tokens(some, logits_BV)
-            for index, row in enumerate(some):
-                row.take_token(tokens[index]) if row.is_plain else row.take(logits_BV[index])
+        logits_BV = runner.run(steps[-1])
+        some = rows[: len(steps[-1].tokens)] or (rows[-1:] if steps[-1].joins else [])
+        assert (logits_BV is None) == (not some)
+        tokens = [] if logits_BV is None else plain_tokens(some, logits_BV)
+        for index, row in enumerate(some):
+            row.take_token(tokens[index]) if row.is_plain else row.take(logits_BV[index])
         for number in [number for number, call in calls.items() if call.ended]:
             results[number] = calls.pop(number).result()
     assert max(len(step.tokens) for step in steps) > 1
@@ -118,3 +118,11 @@ def checked(variant: str, folder: Any, seed: int, count: int) -> tuple[str, list
     with lifted_casts():
         expected = [alone(reference, each) for each in given]
     return name, given, expected
+
+
+def compare(pool: Any, variant: str, folder: Path, seed: int, count: int = 12, **sizes: int) -> None:
+    """The calls of a class in the batch, computed by ranks that schedule alike, against plain transformers."""
+    name, calls, expected = checked(variant, folder, seed, count)
+    ranks = sizes.get("tensor_parallel_size", 1) * sizes.get("pipeline_parallel_size", 1)
+    for found in pool.run(ranks, differences, name, variant, folder, sizes, calls, expected, seed):
+        assert found == []

@@ -5,7 +5,8 @@ rows. The other ranks, the followers, compute what it tells them. In the order o
 
 * `limits`, `admission`: in the application, which calls may join;
 * `step`: what the ranks compute together, `plan_channel`: how the leader tells it;
-* `slot_cache`, `step_runner`: the key-value cache of the batch and the model's forward on it, on every rank;
+* `slot_cache`, `head_product`, `step_runner`: the key-value cache of the batch and the model's forward on it, on every
+  rank;
 * `row`, `scheduler`: what is generated, and when, on the leader;
 * `loop`: brings them together in a worker.
 """

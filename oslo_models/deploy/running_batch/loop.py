@@ -134,16 +134,13 @@ class RunningBatch:
         if step.begins and self._calls[step.number].streams:
             streamed.append((step.number, self._calls[step.number].rows[0].ids_BL.tolist()))
         try:
-            decoded_BV, prompt_BV = self.runner.run(step)
+            logits_BV = self.runner.run(step)
         except Exception as error:  # noqa: BLE001  everything is reported
             self._give_up(error)
             return
-        rows = self._scheduler.rows
-        joined = rows[-1:] if step.joins else []
-        for some, logits_BV in ((rows[: len(step.tokens)], decoded_BV), (joined, prompt_BV)):
-            if logits_BV is not None:
-                self._take_all(some, logits_BV, streamed)
-        if step.tokens or joined:
+        rows = self._scheduler.rows[-1:] if step.chunk else self._scheduler.rows
+        if logits_BV is not None:
+            self._take_all(rows, logits_BV, streamed)
             self._count_token()
         self._finish({row.number for row in rows if row.ended}, streamed)
 
@@ -154,7 +151,6 @@ class RunningBatch:
             try:
                 value = row.take_token(tokens[index]) if row.is_plain else row.take(logits_BV[index])
             except Exception as error:  # noqa: BLE001  everything is reported
-                row.new.append(0)
                 if row.number in self._calls:
                     self._fail(row.number, error)
                 continue

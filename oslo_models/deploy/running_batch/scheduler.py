@@ -21,11 +21,11 @@ class Generated(Protocol):
 
 @dataclass
 class Scheduler:
-    """First come, first served: prompts are computed one after the other, a chunk in each step, beside all rows.
+    """First come, first served: prompts are computed one after the other, a chunk in each step.
 
-    Short prompts that wait together follow each other in steps without the rows, up to a chunk in all: their first
-    tokens come sooner, and rows still wait for no more than a chunk. A row joins when its prompt is computed and leaves
-    in the step after its last token. Nothing is preempted: each row that joins fits to its end.
+    Prompts go first, so that their first tokens come soon, until they amount to a chunk; then all rows get a token
+    before the next prompt. A row joins when its prompt is computed and leaves in the step after its last token. Nothing
+    is preempted: each row that joins fits to its end.
 
     Args:
         slots: rows at most.
@@ -71,27 +71,26 @@ class Scheduler:
         Args:
             consumed: see `Step`.
         """
-        leaving = self._free_slots()
-        begins = self.prompt is None and bool(self.waiting) and len(self.rows) < self.slots
+        leaving, begins = self._free_slots(), self.prompt is None
         if begins:
-            self.prompt, self._done = self.waiting.popleft(), 0
-        if self.prompt is None:
+            self._done = 0
+        prompt = self._next_prompt() if begins else self.prompt
+        chunk = [] if prompt is None else prompt.prompt[self._done : self._done + self.chunk]
+        if not chunk or (self.rows and self._since_rows + len(chunk) > self.chunk):
             self._since_rows = 0
-            return Step(consumed, idle=self.is_idle, leaving=leaving, tokens=self._tokens())
-        chunk = self.prompt.prompt[self._done : self._done + self.chunk]
-        rows_wait = 0 < self._since_rows <= self.chunk - len(chunk)
-        tokens = [] if rows_wait else self._tokens()
-        self._since_rows = len(chunk) + (self._since_rows if rows_wait else 0)
+            return Step(consumed, idle=self.is_idle, leaving=leaving, tokens=[row.new[-1] for row in self.rows])
+        if begins:
+            self.prompt = self.waiting.popleft()
+        self._since_rows += len(chunk)
         self._done += len(chunk)
-        joins = self._done == len(self.prompt.prompt)
-        number = self.prompt.number
+        joins = self._done == len(prompt.prompt)
         if joins:
-            self.rows.append(self.prompt)
+            self.rows.append(prompt)
             self.prompt = None
-        return Step(consumed, leaving=leaving, tokens=tokens, chunk=chunk, begins=begins, joins=joins, number=number)
+        return Step(consumed, leaving=leaving, chunk=chunk, begins=begins, joins=joins, number=prompt.number)
 
-    def _tokens(self) -> list[int]:
-        return [row.new[-1] for row in self.rows]
+    def _next_prompt(self) -> Any:
+        return self.waiting[0] if self.waiting and len(self.rows) < self.slots else None
 
     def _free_slots(self) -> list[int]:
         leaving = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Step:
-    """One step: rows leave, a token of every row is decoded, a chunk of one prompt is computed, its row joins.
+    """One step: rows leave; a token of every row is decoded, or a chunk of one prompt is computed and its row joins.
 
     Attributes:
         consumed: messages of the application that the leader has taken since the batch began to run. Each rank has the

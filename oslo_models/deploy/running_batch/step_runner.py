@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oslo_models.deploy.running_batch.head_product import fast_head
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
 from oslo_models.deploy.running_batch.step import Step
@@ -48,20 +49,21 @@ class StepRunner:
         """The numbers of the calls that are being computed."""
         return {*self.numbers, *(() if self._prompt_number is None else (self._prompt_number,))}
 
-    def run(self, step: Step) -> tuple[Tensor | None, Tensor | None]:
+    def run(self, step: Step) -> Tensor | None:
         """Compute a step.
 
         Returns:
-            The logits after the newest token of each row, [B, V], and those after the prompt if its row joins, [1, V].
+            The logits after the newest token of each row, [B, V], or those after a prompt whose row joins, [1, V];
+            ``None`` if more of the prompt is to come.
         """
         for slot in step.leaving:
             self.rows.free(slot)
             self.numbers[slot] = self.numbers[-1]
             self.numbers.pop()
-        with self.model.generating():
-            decoded_BV = self._decode(step.tokens) if step.tokens else None
-            prompt_BV = self._prefill(step) if step.chunk else None
-        return decoded_BV, prompt_BV
+        with self.model.generating(), fast_head(self.model):
+            if step.chunk:
+                return self._prefill(step)
+            return self._decode(step.tokens) if step.tokens else None
 
     def _decode(self, tokens: Sequence[int]) -> Tensor:
         rows = self.rows

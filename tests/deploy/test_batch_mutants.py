@@ -1,0 +1,146 @@
+"""Each mistake in the running batch is caught by the named test."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from support.mutants import Edit, MutantPool, load_test
+from support.pool import Pool
+
+BATCH, LOOP = "deploy.running_batch", "deploy/test_running_batch_loop.py"
+POOLED, HEAD = "deploy/test_running_batch.py", "deploy/test_running_batch_head.py"
+SLOTS, RUNNER, ROW = f"{BATCH}.slot_cache:SlotCache", f"{BATCH}.step_runner:StepRunner", f"{BATCH}.row"
+TAKES, SCHEDULER, ADMISSION = f"{BATCH}.loop:RunningBatch", f"{BATCH}.scheduler:Scheduler", f"{BATCH}.admission"
+OWN, FAIR = "test_calls_are_answered_with_their_own_tokens", "test_schedule_is_fair_and_bounded"
+ENDS, CANCELLED = "test_rows_end_at_their_own_tokens_and_are_padded", "test_cancelled_call_leaves_at_once"
+BETWEEN, RAISES = (
+    "test_other_calls_are_answered_between_steps_and_changes_after_the_rows",
+    "test_processor_that_raises_ends_its_call_only",
+)
+FORWARD, REJECTED = (
+    "test_failed_forward_ends_all_calls_and_later_ones_are_computed",
+    "test_call_that_generate_rejects_fails_by_itself",
+)
+TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
+
+Row = tuple[str, str, str, str, str, dict[str, Any]]
+"""A function of the library, a piece of its source, what stands there instead; a test: file, name, arguments."""
+
+FAST: list[Row] = [
+    (f"{SLOTS}.mask", ">= (self.window", "> (self.window", LOOP, OWN, {}),
+    (f"{ROW}:Row.__init__", "manual_seed(seed)", "manual_seed(0)", LOOP, OWN, {}),
+    (f"{SCHEDULER}.drop", "row.ended or unwanted(row)", "row.ended", LOOP, CANCELLED, {"state": "row"}),
+    (f"{TAKES}._take_all", "self._fail(row.number, error)", "raise", LOOP, RAISES, {"when": 1}),
+]
+"""In this process."""
+
+SLOW: list[Row] = [
+    (f"{SLOTS}.free", "self.lengths[slot] = self.lengths[last]", "pass", LOOP, OWN, {}),
+    (f"{RUNNER}._decode", "rows.lengths)[:, None]", "[rows.window] * len(tokens))[:, None]", LOOP, OWN, {}),
+    (f"{ROW}:_Ends.__call__", "token in self._tokens", "False", LOOP, ENDS, {}),
+    (
+        f"{ADMISSION}:_is_padded_left",
+        "shown_BL[:, -1].all()",
+        "True",
+        LOOP,
+        "test_admission",
+        {"what": "a row of padding"},
+    ),
+    (f"{SCHEDULER}.plan", "self._since_rows + len(chunk) > self.chunk", "False", POOLED, FAIR, {}),
+    (f"{SLOTS}.free", "layer.copy(slot, layer, last, self.stop, self.stop)", "pass", LOOP, OWN, {}),
+    (f"{SLOTS}.append", "max(0, length - self.window)", "0", LOOP, OWN, {}),
+    (f"{SLOTS}.start.fget", "self.stop - max(self.lengths, default=0)", "0", LOOP, OWN, {}),
+    (
+        f"{SLOTS}._relocate",
+        "self.stop = columns, before + self.window",
+        "self.stop = columns, self.stop",
+        LOOP,
+        OWN,
+        {},
+    ),
+    (
+        f"{RUNNER}._prefill",
+        "torch.arange(done, done + len(step.chunk))",
+        "torch.arange(len(step.chunk))",
+        LOOP,
+        OWN,
+        {},
+    ),
+    (f"{RUNNER}._prefill", "prompt.lengths = [0]", "prompt.lengths = [1]", LOOP, OWN, {}),
+    (f"{RUNNER}.run", "self.rows.free(slot)", "pass", LOOP, OWN, {}),
+    (f"{ROW}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, {}),
+    (f"{ROW}:prepare", "(ids_BL >= vocabulary).any()", "False", LOOP, REJECTED, {}),
+    (f"{ROW}:_prepare_row", "input_ids[0, mask_BL[0].bool()]", "input_ids[0]", LOOP, OWN, {}),
+    (f"{ROW}:Row.take", "self._processors(self.ids_BL, logits_BV)", "logits_BV", LOOP, OWN, {}),
+    (f"{ROW}:Row.take_token", "self._buffer_BL[:, : self._length] = held_BL", "pass", LOOP, OWN, {}),
+    (f"{ROW}:Call.result", "[row.pad]", "[0]", LOOP, ENDS, {}),
+    (f"{ROW}:Call.ended.fget", "all(", "any(", LOOP, ENDS, {}),
+    (f"{SCHEDULER}.plan", "self._done += len(chunk)", "self._done = len(chunk)", POOLED, FAIR, {}),
+    (f"{SCHEDULER}.plan", "self.waiting.popleft()", "self.waiting.pop()", POOLED, FAIR, {}),
+    (f"{SCHEDULER}._next_prompt", "len(self.rows) < self.slots", "True", POOLED, FAIR, {}),
+    (
+        f"{SCHEDULER}.drop",
+        "self.prompt is not None and unwanted(self.prompt)",
+        "False",
+        LOOP,
+        CANCELLED,
+        {"state": "prompt"},
+    ),
+    (f"{SCHEDULER}.drop", "if not unwanted(row)", "", LOOP, CANCELLED, {"state": "waiting"}),
+    (f"{TAKES}._drop_cancelled", "self._send(Reply(number), number)", "pass", LOOP, CANCELLED, {"state": "row"}),
+    (f"{TAKES}._forget", "self._cancelled.discard(number)", "pass", LOOP, CANCELLED, {"state": "row"}),
+    (f"{TAKES}._take_messages", "message.method in CHANGING", "False", LOOP, BETWEEN, {}),
+    (f"{TAKES}._take_messages", "message.joins", "True", LOOP, BETWEEN, {}),
+    (f"{TAKES}._lead", "messages.answer(held)", "pass", LOOP, BETWEEN, {}),
+    (f"{TAKES}._finish", "[(call.number, None) for call in ended if call.streams]", "[]", LOOP, OWN, {}),
+    (f"{TAKES}._give_up", "self._scheduler.clear()", "pass", LOOP, FORWARD, {}),
+    (f"{TAKES}._give_up", "self.runner.clear()", "pass", LOOP, FORWARD, {}),
+    (f"{ADMISSION}:joins", "1 if streams", "2 if streams", LOOP, "test_admission", {"what": "two sampled rows"}),
+    (f"{ADMISSION}:joins", "total <= longest", "total - 1 <= longest", LOOP, "test_admission", {"what": "too long"}),
+    (
+        f"{ADMISSION}:_is_padded_left",
+        "(shown_BL[:, 1:] >= shown_BL[:, :-1]).all()",
+        "True",
+        LOOP,
+        "test_admission",
+        {"what": "hole in the mask"},
+    ),
+    (f"{BATCH}.head_product:fast_head", "head.__class__ = own", "pass", HEAD, "test_head_is_lent_another_class", {}),
+    (
+        f"{RUNNER}._decode",
+        "rows.lengths)[:, None]",
+        "[rows.window] * len(tokens))[:, None]",
+        POOLED,
+        "test_calls_get_their_own_tokens",
+        TWO_RANKS,
+    ),
+    (f"{SLOTS}.mask", ">= (self.window", "> (self.window", POOLED, "test_calls_get_their_own_tokens", TWO_RANKS),
+]
+"""`make test-zoo` runs them; the last ones on two ranks."""
+
+
+def cases() -> list[Any]:
+    marked = [(row, ()) for row in FAST] + [(row, pytest.mark.zoo) for row in SLOW]
+    return [
+        pytest.param(Edit(*row[:3]), *row[3:], marks=marks, id=f"{row[0].partition(':')[2]}-{row[1][:24]}-{row[4]}")
+        for row, marks in marked
+    ]
+
+
+@pytest.mark.parametrize(("edit", "file", "name", "arguments"), cases())
+def test_mistake_is_caught(
+    request: pytest.FixtureRequest, pool: Pool, edit: Edit, file: str, name: str, arguments: dict[str, Any]
+) -> None:
+    """The test passes, and fails with the mistake."""
+    test = load_test(file, name)
+    wanted = [each for each in inspect.signature(test).parameters if each not in arguments]
+    given = {**{each: request.getfixturevalue(each) for each in wanted}, **arguments}
+    test(**given)
+    mutated = {"pool": MutantPool(pool, edit)} if "pool" in given else {}
+    with pytest.MonkeyPatch.context() as patch:
+        edit(patch)
+        with pytest.raises((Exception, pytest.fail.Exception)):
+            test(**{**given, **mutated})

@@ -1,0 +1,77 @@
+"""The product of the head in the running batch: transformers' logits, whichever way it is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from oslo_models import LlamaForCausalLM
+from oslo_models.deploy.running_batch import head_product
+from oslo_models.layers.vocab_parallel import VocabParallelHead
+
+from support import running, zoo
+from support.mutants import MutantPool, Patch
+from support.pool import Pool
+
+
+def always(patch: Patch) -> None:
+    """Take the faster product for all weights: those of tests are too small for it."""
+    patch.setattr(head_product, "_is_faster", lambda *args: True)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 65])
+@pytest.mark.parametrize("bias", [False, True])
+def test_product_is_that_of_a_linear_layer(seed: int, rows: int, bias: bool) -> None:
+    torch.manual_seed(seed)
+    layer = nn.Linear(24, head_product.FEWEST_OUTPUTS, bias=bias)
+    x = torch.randn(rows, 3, 24)[:, -1:]  # not contiguous
+    with torch.no_grad():
+        found = head_product.product(x, layer.weight, layer.bias)
+        torch.testing.assert_close(found, layer(x))
+        assert found.is_contiguous()
+        for other in (layer.double(), layer.half().float().bfloat16()):
+            x = x.to(other.weight.dtype)
+            assert torch.equal(head_product.product(x, other.weight, other.bias), F.linear(x, other.weight, other.bias))
+
+
+def test_head_is_lent_another_class(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the time of a step, also of one that fails; a fused, adapted or quantised head keeps its own."""
+    model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), dtype=torch.float64).eval()
+    ids = torch.randint(3, 101, (3, 5), generator=torch.Generator().manual_seed(seed))
+    always(monkeypatch)
+    with torch.no_grad():
+        expected, calls = model(ids).logits, []
+        monkeypatch.setattr(head_product, "product", lambda *args: calls.append(1) or F.linear(*args))
+        with pytest.raises(ZeroDivisionError), head_product.fast_head(model):
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-10, atol=1e-10)
+            raise ZeroDivisionError
+    assert calls == [1] and type(model.lm_head) is nn.Linear
+    model.lm_head.__class__ = other = type("Other", (nn.Linear,), {})
+    with head_product.fast_head(model):
+        assert type(model.lm_head) is other
+
+
+class Packed(nn.Parameter):
+    """As a quantised weight, whose class computes the product."""
+
+
+def test_weights_of_other_classes_and_gradients_are_left_to_torch() -> None:
+    weight, x = torch.ones(head_product.FEWEST_OUTPUTS, 4), torch.ones(2, 4)
+    with torch.no_grad():
+        assert head_product._is_faster(2, x, weight) is torch.backends.mkl.is_available()
+        assert not head_product._is_faster(2, x, Packed(weight))
+        assert not head_product._is_faster(2, x.double(), weight.double())
+        assert not head_product._is_faster(2, x, weight[1:])
+        with torch.autocast("cpu"):
+            assert not head_product._is_faster(2, x, weight)
+    assert not head_product._is_faster(2, x, weight)
+
+
+def test_sharded_head_computes_its_shard(pool: Pool, tmp_path: Path, seed: int) -> None:
+    assert head_product._FAST.keys() == {nn.Linear, VocabParallelHead}
+    running.compare(MutantPool(pool, always), "llama", tmp_path, seed, 6, tensor_parallel_size=2)

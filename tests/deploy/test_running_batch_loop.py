@@ -1,0 +1,292 @@
+"""The loop of the running batch, in this process: what it sends for calls that come, fail and leave at chosen steps."""
+
+from __future__ import annotations
+
+import queue
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from oslo_models.deploy.messages import Failure, Reply, Request, Stepped
+from oslo_models.deploy.running_batch.admission import joins
+from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
+from oslo_models.deploy.running_batch.plan_channel import NoFollowers
+
+from support import deployment, running
+from support.deployment import prompt
+
+LIMITS = BatchLimits(3, 64, 4)
+
+
+class Application:
+    """The other end of a batch on one rank: its messages arrive after so many steps with tokens.
+
+    Attributes:
+        sent: the messages of the batch.
+        at: for each of them, the steps before it.
+        rows: after each step, the calls that its rows are of.
+    """
+
+    def __init__(self, model: Any, limits: BatchLimits = LIMITS) -> None:
+        self.sent: list[Any] = []
+        self.at: list[int] = []
+        self.rows: list[list[int]] = []
+        self.cancelled: set[int] = set()
+        self._looks, self._steps, self._later = 0, 0, list[tuple[int, Callable[[], Any]]]()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.batch = RunningBatch(model, limits, NoFollowers(), True, self._send, self.cancelled, self._count)
+
+    def send(self, step: int, message: Any) -> None:
+        self._later.append((step, lambda: self._inbox.put(message)))
+
+    def cancel(self, step: int, number: int) -> None:
+        self._later.append((step, lambda: self.cancelled.add(number)))
+
+    def run(self) -> None:
+        """Until everything is answered, as a worker does."""
+        self._later.sort(key=lambda each: each[0])
+        while self._later or not self._inbox.empty():
+            if self._inbox.empty():
+                self._steps = max(self._steps, self._later[0][0])
+            with_rows = self.get_nowait()
+            if with_rows.joins:
+                self.batch.run(with_rows, Messages(self, self._answer))
+            else:
+                self._answer(with_rows)
+
+    def get_nowait(self) -> Any:
+        self._looks += 1
+        assert self._looks < 1000, "the batch does not come to its end"
+        while self._later and self._later[0][0] <= self._steps:
+            self._later.pop(0)[1]()
+        return self._inbox.get_nowait()
+
+    def get(self) -> Any:
+        return self.get_nowait()
+
+    def _count(self) -> None:
+        self._steps += 1
+        self.rows.append(list(self.batch.runner.numbers))
+
+    def _send(self, message: Any, number: int) -> None:
+        self.sent.append(message)
+        self.at.append(self._steps)
+
+    def _answer(self, request: Request) -> None:
+        self._send(Reply(request.number, request.method), request.number)
+
+    def answer(self, number: int) -> Any:
+        """The only reply or failure of a call."""
+        (found,) = [each for each in self.sent if not isinstance(each, Stepped) and each.number == number]
+        return found
+
+    def streamed(self, number: int) -> list[Any]:
+        pairs = [pair for each in self.sent if isinstance(each, Stepped) for pair in each.values]
+        return [value for which, value in pairs if which == number]
+
+
+def request(number: int, call: dict[str, Any], stream: bool = False) -> Request:
+    options = {key: value for key, value in call.items() if key != "seed"}
+    return Request(number, "generate", (), options, call.get("seed", 0), stream, joins=True)
+
+
+def greedy(seed: int, new: int, length: int = 7, **options: Any) -> dict[str, Any]:
+    return {**prompt(seed, 1, length), "max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **options}
+
+
+def alone(whole: Any, call: dict[str, Any]) -> list[list[int]]:
+    tokens: Tensor = running.alone(whole, {"seed": 0, **call})
+    return tokens.tolist()
+
+
+def test_calls_are_answered_with_their_own_tokens(pair: Any, seed: int) -> None:
+    """Streams too: the prompt, each token in a message of its step, and the end."""
+    model, whole = pair
+    rng, application = random.Random(seed), Application(model)
+    calls = running.requests(rng, 12)
+    for number, call in enumerate(calls):
+        application.send(rng.randrange(20), request(number, call, len(call["input_ids"]) == 1))
+    application.run()
+    for number, call in enumerate(calls):
+        expected = running.alone(whole, call)
+        assert torch.equal(application.answer(number).result, expected)
+        if len(expected) == 1:
+            length = call["input_ids"].shape[1]
+            new = expected[0, length:].tolist()
+            assert application.streamed(number) == [call["input_ids"].tolist(), *new, None]
+
+
+def test_rows_end_at_their_own_tokens_and_are_padded(pair: Any, seed: int) -> None:
+    """One row of a call ends at an end token, the other goes on; so does another call that has no such token."""
+    model, whole = pair
+    batch = prompt(seed, 2)
+    plain = {**batch, "max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 7}
+    first = alone(whole, plain)[0][batch["input_ids"].shape[1] :]
+    ending = {**batch, "max_new_tokens": 9, "do_sample": False, "eos_token_id": [first[2]], "pad_token_id": 7}
+    application = Application(model)
+    application.send(0, request(0, ending))
+    application.send(1, request(1, plain))
+    application.run()
+    for number, call in enumerate((ending, plain)):
+        assert application.answer(number).result.tolist() == alone(whole, call)
+
+
+@pytest.mark.parametrize("when", [0, 1, 4])
+def test_processor_that_raises_ends_its_call_only(pair: Any, seed: int, when: int) -> None:
+    model, whole = pair
+
+    class Raises(transformers.LogitsProcessor):
+        seen = 0
+
+        def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+            self.seen += 1
+            if self.seen > when:
+                raise ZeroDivisionError("of the processor")
+            return scores
+
+    calls = [greedy(seed, 8), greedy(seed + 1, 8, logits_processor=[Raises()]), greedy(seed + 2, 8, length=3)]
+    application = Application(model)
+    for number, call in enumerate(calls):
+        application.send(number, request(number, call, stream=True))
+    application.send(3, request(3, greedy(seed + 3, 5)))
+    application.run()
+    failure = application.answer(1)
+    assert isinstance(failure, Failure) and isinstance(failure.error, ZeroDivisionError)
+    assert len(application.streamed(1)) == 1 + when  # the prompt and the tokens before; no end
+    for number, call in ((0, calls[0]), (2, calls[2]), (3, greedy(seed + 3, 5))):
+        assert application.answer(number).result.tolist() == alone(whole, call)
+
+
+@pytest.mark.parametrize("state", ["row", "prompt", "waiting"])
+def test_cancelled_call_leaves_at_once(pair: Any, seed: int, state: str) -> None:
+    """Whether it is in a slot, its prompt is being computed, or it waits; the others do not notice."""
+    model, whole = pair
+    rows = {"row": 2, "prompt": 2, "waiting": 4}[state]
+    calls = [greedy(seed + number, 12) for number in range(rows)]
+    length = 40 if state == "prompt" else 7
+    cancelled = greedy(seed, 20, length)
+    application = Application(model)
+    for number, call in enumerate(calls):
+        application.send(0, request(number, call))
+    application.send(1, request(9, cancelled, stream=True))
+    application.cancel(9, 9)
+    application.run()
+    assert application.answer(9).result is None
+    assert application.at[application.sent.index(application.answer(9))] == 9
+    assert (9 in application.rows[8]) is (state == "row") and not any(9 in rows for rows in application.rows[9:])
+    assert len(application.streamed(9)) < {"row": 9, "prompt": 2, "waiting": 1}[state]
+    for number, call in enumerate(calls):
+        assert application.answer(number).result.tolist() == alone(whole, call)
+    assert application.cancelled == set()
+    assert application.batch.runner.rows.lengths == [] and application.batch.runner.calls() == set()
+
+
+def test_other_calls_are_answered_between_steps_and_changes_after_the_rows(pair: Any, seed: int) -> None:
+    model, whole = pair
+    application = Application(model)
+    calls = {0: greedy(seed, 10), 4: greedy(seed + 1, 6)}
+    application.send(0, request(0, calls[0]))
+    application.send(2, Request(1, "forward", (), {}, 0))
+    application.send(4, Request(2, "fuse", (), {}, 0))
+    application.send(5, Request(3, "forward", (), {}, 0))
+    application.send(5, request(4, calls[4]))
+    application.run()
+    order = [each.number for each in application.sent if isinstance(each, Reply)]
+    assert order == [1, 0, 2, 3, 4]
+    assert application.at[0] == 2 and application.answer(1).result == "forward"
+    for number, call in calls.items():
+        assert application.answer(number).result.tolist() == alone(whole, call)
+
+
+def test_failed_forward_ends_all_calls_and_later_ones_are_computed(
+    pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, whole = pair
+    application = Application(model)
+    right, runs = application.batch.runner.run, []
+
+    def run(step: Any) -> Any:
+        runs.append(step)
+        if len(runs) == 6:
+            application.send(0, request(5, greedy(seed, 10)))  # it is there before the next step
+            raise MemoryError("of the step")
+        return right(step)
+
+    monkeypatch.setattr(application.batch.runner, "run", run)
+    for number in range(5):  # two of them wait for a slot
+        application.send(0, request(number, greedy(seed, 10, 4)))
+    application.run()
+    for number in range(5):
+        failure = application.answer(number)
+        assert isinstance(failure, Failure) and isinstance(failure.error, MemoryError)
+    assert application.answer(5).result.tolist() == alone(whole, greedy(seed, 10))
+
+
+def test_call_that_generate_rejects_fails_by_itself(pair: Any, seed: int) -> None:
+    model, whole = pair
+    application = Application(model)
+    application.send(0, request(0, greedy(seed, 8)))
+    application.send(2, request(1, {**greedy(seed, 8), "input_ids": torch.tensor([[5, 101]]), "attention_mask": None}))
+    application.send(3, request(2, greedy(seed, 8, temperature="warm", do_sample=True)))
+    application.run()
+    assert isinstance(application.answer(1).error, IndexError)
+    assert isinstance(application.answer(2), Failure)
+    assert application.answer(0).result.tolist() == alone(whole, greedy(seed, 8))
+
+
+IDS, TWO = torch.ones(1, 6, dtype=torch.long), torch.ones(2, 6, dtype=torch.long)
+LEFT, RIGHT, HOLE = (
+    torch.tensor([each, [1] * 6]) for each in ([0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 0, 0, 1, 1, 1])
+)
+ADMITTED: dict[str, tuple[dict[str, Any], bool]] = {
+    "plain": ({"input_ids": IDS}, True),
+    "by position": ({"inputs": IDS, "max_new_tokens": 3}, True),
+    "sampled": ({"input_ids": IDS, "do_sample": True}, True),
+    "two sampled rows": ({"input_ids": TWO, "do_sample": True}, False),
+    "as many rows as slots": ({"input_ids": TWO[:1].expand(3, -1)}, True),
+    "more rows than slots": ({"input_ids": TWO[:1].expand(4, -1)}, False),
+    "padded left": ({"input_ids": TWO, "attention_mask": LEFT}, True),
+    "padded right": ({"input_ids": TWO, "attention_mask": RIGHT}, False),
+    "a row of padding": ({"input_ids": TWO, "attention_mask": HOLE * torch.tensor([[0], [1]])}, False),
+    "hole in the mask": ({"input_ids": TWO, "attention_mask": HOLE}, False),
+    "mask of another shape": ({"input_ids": TWO, "attention_mask": LEFT[:, 1:]}, False),
+    "to the last position": ({"input_ids": IDS, "max_new_tokens": 58}, True),
+    "too long": ({"input_ids": IDS, "max_new_tokens": 59}, False),
+    "too long in all": ({"input_ids": IDS, "max_length": 65}, False),
+    "longer than it may become": ({"input_ids": IDS, "max_length": 6}, False),
+    "beams": ({"input_ids": IDS, "num_beams": 2}, False),
+    "one beam": ({"input_ids": IDS, "num_beams": 1}, True),
+    "two answers": ({"input_ids": IDS, "num_return_sequences": 2, "do_sample": True}, False),
+    "scores": ({"input_ids": IDS, "return_dict_in_generate": True}, False),
+    "embeddings": ({"inputs_embeds": torch.ones(1, 6, 8)}, False),
+    "unknown argument": ({"input_ids": IDS, "token_type_ids": IDS}, False),
+    "floats": ({"input_ids": IDS.float()}, False),
+    "no tokens": ({"input_ids": IDS[:, :0]}, False),
+}
+
+
+@pytest.mark.parametrize("what", ADMITTED)
+def test_admission(what: str) -> None:
+    call, expected = ADMITTED[what]
+    defaults = transformers.GenerationConfig()
+    assert joins(deployment.CONFIG, defaults, LIMITS, call, False) is expected
+    assert not joins(deployment.CONFIG, defaults, BatchLimits(rows=1), call, False)
+    if len(next(iter(call.values()))) > 1:
+        assert not joins(deployment.CONFIG, defaults, LIMITS, call, True)  # a streamer is for one row
+
+
+def test_admission_looks_at_all_configurations() -> None:
+    beams = transformers.GenerationConfig(num_beams=2)
+    call: dict[str, Any] = {"input_ids": IDS}
+    assert not joins(deployment.CONFIG, beams, LIMITS, call, False)
+    assert not joins(
+        deployment.CONFIG, transformers.GenerationConfig(), LIMITS, {**call, "generation_config": beams}, False
+    )
+    assert joins(deployment.CONFIG, beams, LIMITS, {**call, "num_beams": 1}, False)
+    assert not joins(deployment.CONFIG, None, LIMITS, call, False)
