@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from oslo_kernels.full_norm_rotary import full_norm_rotary, full_norm_rotary_backward, row_products
 from oslo_models.distributed.collectives import reduce_fresh
