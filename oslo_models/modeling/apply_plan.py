@@ -327,8 +327,9 @@ def set_local_sizes(module: nn.Module) -> None:
 def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:
     """The plan's entries under the full names that they have in ``model``."""
     named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
-    for stack, entries in plan.blocks.items():
-        for index, _ in model.get_submodule(prefix + stack).named_children():
+    for stack in plan.blocks:
+        indices = [index for index, _ in model.get_submodule(prefix + stack).named_children()]
+        for index, entries in plan.entries_of_blocks(stack, indices):
             named |= {f"{prefix}{stack}.{index}.{key}".removesuffix("."): entry for key, entry in entries.items()}
     named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.on_every_stage.items())}
     return named | dict(head)

@@ -343,6 +343,14 @@ MORE: dict[str, Mapping[str, Any]] = {
     "qwen3_next": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
     "qwen3_5_text": {**_LLAMA, **_LINEAR, "head_dim": 8},
     "qwen3_5_moe_text": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
+    "aria_text": {**_LLAMA, "moe_num_experts": 5, "moe_topk": 2, "head_dim": 4},
+    "axk2": {**_LATENT, **_INDEXED, "gated_norm_rank": 5, "mlp_layer_types": ["dense", "sparse"], "n_group": None, "topk_group": None},
+    "beam": {**_LLAMA, **_SPARSE, **_WINDOW, "n_group": 1, "topk_group": 1},
+    "mimo_v2_flash": {**_LLAMA, **_WINDOW, **_SPARSE, "num_key_value_heads": 3, "n_routed_experts": 5, "v_head_dim": 4, "head_dim": 12},
+    "roc_bert": {**_BERT, "pronunciation_vocab_size": 11, "pronunciation_embed_dim": 5, "shape_vocab_size": 13, "shape_embed_dim": 7},
+    "xmod": {**_BERT, "languages": ["en_XX", "de_DE"], "default_language": "de_DE"},
+    "trocr": _BART,
+    "mvp": _BART,
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -380,6 +388,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 LEFT_OUT: dict[str, set[str]] = {
     # of images too
+    "aria_text": {"AriaForConditionalGeneration", "AriaModel"},
     "gemma3_text": {"Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification", "Gemma3Model"},
     "qwen3_5_text": {
         *("Qwen3_5ForConditionalGeneration", "Qwen3_5ForSequenceClassification", "Qwen3_5ForTokenClassification"),
@@ -397,6 +406,7 @@ SLOW_TESTS_ONLY = {
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("axk1", "deepseek_v32", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3"),
     "glm_moe_dsa-shared",
+    *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
