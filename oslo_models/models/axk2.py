@@ -1,4 +1,4 @@
-"""A.X-K2: DeepSeek-V3.2 with gated attention, and norms whose outputs are gated; its indexer and gates are replicated."""
+"""A.X-K2: DeepSeek-V3.2 with gated attention and gated norms; its indexer and the gates of norms are replicated."""
 
 from typing import Any
 

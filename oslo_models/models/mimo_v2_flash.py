@@ -1,4 +1,4 @@
-"""MiMo-V2-Flash: Llama with experts, narrower values, and in sliding-window blocks attention sinks and more heads of keys."""
+"""MiMo-V2-Flash: Llama with experts and narrower values; sliding-window blocks have sinks and more heads of keys."""
 
 from dataclasses import replace
 from typing import Any

@@ -249,11 +249,22 @@ class LocalModule(Replicated):
         per_head: arguments of its forward that have an entry for each head, such as ALiBi biases. Shape
             ``[heads, ...]`` or ``[rows * heads, ...]``, with four dimensions ``[rows, heads, ...]``.
         width: the heads of an attention that reshapes their outputs to the hidden size.
+        shared: parameters of the module itself that its heads share: every rank holds them in full, and their
+            gradients are summed over the ranks.
     """
 
     attributes: Mapping[str, LocalValue] = field(default_factory=dict)
     per_head: Mapping[str, EvenSplit] = field(default_factory=dict)
     width: EvenSplit | None = None
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SummedModule(LocalModule):
+    """A module with sharded parameters, of entries of their own, whose output is a partial sum on each rank.
+
+    Its inputs are replicated, such as the hidden states and router weights of experts.
+    """
 
 
 @dataclass(frozen=True)
@@ -298,7 +309,7 @@ class Plan:
         blocks: for each stack of blocks (its ``ModuleList``), the modules of one block, by their name inside it.
         head: the modules after the blocks.
         on_every_stage: modules outside the blocks that every pipeline stage needs.
-        block_overrides: for each stack whose blocks differ, the entries of each block, by its number, that are beside or
+        block_overrides: for each stack whose blocks differ, the entries of each block, by its number, beside or
             in place of those in ``blocks``.
         optional: names among the entries whose modules only some heads, configurations or blocks have.
         replicated_attentions: the outputs of the model that are attention weights of all heads on every rank; other
