@@ -1,7 +1,7 @@
 """OLMo Hybrid: OLMo 2 with gated delta rules, over heads, in place of attention in most blocks."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import OlmoHybridConfig
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid as hf
@@ -24,7 +24,7 @@ class _Rule(Qwen3NextParallel):
 class OlmoHybridParallel(Olmo2Parallel):
     """Sharding plan of the OLMo Hybrid family."""
 
-    norms = ("input_layernorm", *Olmo2Parallel.norms)
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", *Olmo2Parallel.norms)
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:

@@ -372,7 +372,7 @@ class Plan:
         return [
             kind
             for stack, entries in self.blocks.items()
-            for kind in [{**entries, **own} for own in self.block_overrides.get(stack, ())] or [entries]
+            for kind in [{**entries, **own} for own in self.block_overrides.get(stack, ())] or [{**entries}]
         ]
 
     def expert_entries(self, stack: str) -> list[str]:
