@@ -76,7 +76,7 @@ def _tensor_parallel(plan: Plan) -> str:
     """What is sharded in the blocks, which limits the number of ranks."""
     if plan.max_ranks() is not None:
         return "heads"
-    entries = [entry for block in plan.blocks.values() for entry in block.values()]
+    entries = [entry for kind in plan.kinds_of_blocks() for entry in kind.values()]
     if any(isinstance(entry, StateSpace) for entry in entries):
         return "channels"
     return "MLP" if any(isinstance(entry, ColumnParallel) for entry in entries) else "vocabulary"
@@ -95,6 +95,8 @@ def _fused_operations(cls: Any) -> list[str]:
     for name in ("num_local_experts", "n_routed_experts", "n_shared_experts"):  # those of dots.llm1
         if getattr(config, name, 0) is None:
             setattr(config, name, 1)
+    if hasattr(config, "attn_config") and hasattr(config, "ffn_config"):  # the default of DBRX lacks it
+        config.attn_config.rope_theta = 10000.0
     if getattr(config, "layer_types", "") is None:  # the default of LFM2 MoE
         config.layer_types = ["full_attention"]
     if getattr(config, "head_dim", 0) is None:

@@ -31,17 +31,19 @@ def _names(text: str) -> frozenset[str]:
 # Norms ----------------------------------------------------------------------------------------------------------------
 
 RMS_NORMS = _names("""
-    apertus.ApertusRMSNorm arcee.ArceeRMSNorm axk1.AXK1RMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm
-    cohere2_moe.Cohere2MoeRMSNorm cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm
-    deepseek_v32.DeepseekV32RMSNorm dots1.Dots1RMSNorm ernie4_5.Ernie4_5RMSNorm ernie4_5_moe.Ernie4_5_MoeRMSNorm
+    apertus.ApertusRMSNorm arcee.ArceeRMSNorm aria.AriaTextRMSNorm axk1.AXK1RMSNorm axk2.AXK2RMSNorm
+    bailing_hybrid.BailingHybridRMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm cohere2_moe.Cohere2MoeRMSNorm
+    cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm deepseek_v32.DeepseekV32RMSNorm
+    diffllama.DiffLlamaRMSNorm dots1.Dots1RMSNorm ernie4_5.Ernie4_5RMSNorm ernie4_5_moe.Ernie4_5_MoeRMSNorm
     exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm falcon_h1.FalconH1RMSNorm falcon_mamba.FalconMambaRMSNorm
     glm.GlmRMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm glm4_moe_lite.Glm4MoeLiteRMSNorm
     glm_moe_dsa.GlmMoeDsaRMSNorm granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm
     granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
     granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
-    hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm
-    lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm lfm3.Lfm3RMSNorm llama.LlamaRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm
-    mellum.MellumRMSNorm minicpm3.MiniCPM3RMSNorm minimax_m2.MiniMaxM2RMSNorm ministral.MinistralRMSNorm
+    hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm jetmoe.JetMoeRMSNorm
+    kimi_linear.KimiLinearRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm
+    lfm3.Lfm3RMSNorm llama.LlamaRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm mellum.MellumRMSNorm
+    mimo_v2_flash.MiMoV2FlashRMSNorm minicpm3.MiniCPM3RMSNorm minimax_m2.MiniMaxM2RMSNorm ministral.MinistralRMSNorm
     ministral3.Ministral3RMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm
     qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm
     smollm3.SmolLM3RMSNorm solar_open.SolarOpenRMSNorm t5.T5LayerNorm youtu.YoutuRMSNorm
@@ -53,25 +55,27 @@ GEMMA_NORMS = _names("""
 """)
 """Copies of GemmaRMSNorm."""
 OLMO2_NORMS = _names("""
-    afmoe.AfmoeRMSNorm flex_olmo.FlexOlmoRMSNorm flint.FlintRMSNorm gpt_oss.GptOssRMSNorm olmo2.Olmo2RMSNorm
-    olmo3.Olmo3RMSNorm
+    afmoe.AfmoeRMSNorm beam.BeamRMSNorm flex_olmo.FlexOlmoRMSNorm flint.FlintRMSNorm gpt_oss.GptOssRMSNorm
+    olmo2.Olmo2RMSNorm olmo3.Olmo3RMSNorm olmo_hybrid.OlmoHybridRMSNorm
 """)
 """Copies of Olmo2RMSNorm."""
 
 # MLPs -----------------------------------------------------------------------------------------------------------------
 
 GATED_MLPS = _names("""
-    afmoe.AfmoeMLP axk1.AXK1MLP bamba.BambaMLP cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cwm.CwmMLP
-    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP dots1.Dots1MLP ernie4_5.Ernie4_5MLP
+    afmoe.AfmoeMLP aria.AriaSharedExpertsMLP axk1.AXK1MLP axk2.AXK2MLP bailing_hybrid.BailingHybridMLP bamba.BambaMLP
+    cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cwm.CwmMLP deepseek_v2.DeepseekV2MLP
+    deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP diffllama.DiffLlamaMLP dots1.Dots1MLP ernie4_5.Ernie4_5MLP
     ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP
     gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP
     glm_moe_dsa.GlmMoeDsaMLP granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP
     hunyuan_v1_dense.HunYuanDenseV1MLP hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP
-    jamba.JambaMLP kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP mellum.MellumMLP minicpm3.MiniCPM3MLP
-    ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP
-    olmoe.OlmoeMLP qwen2.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP qwen3_5_moe.Qwen3_5MoeMLP
-    qwen3_moe.Qwen3MoeMLP qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP
-    vaultgemma.VaultGemmaMLP youtu.YoutuMLP
+    jamba.JambaMLP kimi_linear.KimiLinearMLP kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP mellum.MellumMLP
+    mimo_v2_flash.MiMoV2FlashMLP minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP
+    olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmo_hybrid.OlmoHybridMLP olmoe.OlmoeMLP qwen2.Qwen2MLP
+    qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP
+    qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP vaultgemma.VaultGemmaMLP
+    youtu.YoutuMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -96,21 +100,23 @@ BERT_INTERMEDIATES = _names("""
     deberta.DebertaIntermediate deberta_v2.DebertaV2Intermediate electra.ElectraIntermediate ernie.ErnieIntermediate
     layoutlm.LayoutLMIntermediate longformer.LongformerIntermediate luke.LukeIntermediate lxmert.LxmertIntermediate
     megatron_bert.MegatronBertIntermediate mobilebert.MobileBertIntermediate mpnet.MPNetIntermediate
-    rembert.RemBertIntermediate roberta.RobertaIntermediate roformer.RoFormerIntermediate tapas.TapasIntermediate
-    visual_bert.VisualBertIntermediate xlm_roberta.XLMRobertaIntermediate xlm_roberta_xl.XLMRobertaXLIntermediate
+    rembert.RemBertIntermediate roberta.RobertaIntermediate roc_bert.RoCBertIntermediate roformer.RoFormerIntermediate
+    tapas.TapasIntermediate visual_bert.VisualBertIntermediate xlm_roberta.XLMRobertaIntermediate
+    xlm_roberta_xl.XLMRobertaXLIntermediate xmod.XmodIntermediate
 """)
 """Copies of BertIntermediate: a linear layer and its activation."""
 
 # Blocks and residuals -------------------------------------------------------------------------------------------------
 
 LLAMA_BLOCKS = _names("""
-    arcee.ArceeDecoderLayer axk1.AXK1DecoderLayer bitnet.BitNetDecoderLayer cwm.CwmDecoderLayer
-    deepseek_v2.DeepseekV2DecoderLayer deepseek_v3.DeepseekV3DecoderLayer deepseek_v32.DeepseekV32DecoderLayer
-    dots1.Dots1DecoderLayer ernie4_5.Ernie4_5DecoderLayer ernie4_5_moe.Ernie4_5_MoeDecoderLayer
-    exaone_moe.ExaoneMoeDecoderLayer flint.FlintDecoderLayer gemma.GemmaDecoderLayer glm.GlmDecoderLayer
-    glm4_moe.Glm4MoeDecoderLayer glm4_moe_lite.Glm4MoeLiteDecoderLayer helium.HeliumDecoderLayer
-    hunyuan_v1_dense.HunYuanDenseV1DecoderLayer hunyuan_v1_moe.HunYuanMoEV1DecoderLayer hy_v3.HYV3DecoderLayer
-    jais2.Jais2DecoderLayer laguna.LagunaDecoderLayer llama.LlamaDecoderLayer mellum.MellumDecoderLayer
+    arcee.ArceeDecoderLayer aria.AriaTextDecoderLayer axk1.AXK1DecoderLayer axk2.AXK2DecoderLayer
+    bitnet.BitNetDecoderLayer cwm.CwmDecoderLayer deepseek_v2.DeepseekV2DecoderLayer deepseek_v3.DeepseekV3DecoderLayer
+    deepseek_v32.DeepseekV32DecoderLayer diffllama.DiffLlamaDecoderLayer dots1.Dots1DecoderLayer
+    ernie4_5.Ernie4_5DecoderLayer ernie4_5_moe.Ernie4_5_MoeDecoderLayer exaone_moe.ExaoneMoeDecoderLayer
+    flint.FlintDecoderLayer gemma.GemmaDecoderLayer glm.GlmDecoderLayer glm4_moe.Glm4MoeDecoderLayer
+    glm4_moe_lite.Glm4MoeLiteDecoderLayer helium.HeliumDecoderLayer hunyuan_v1_dense.HunYuanDenseV1DecoderLayer
+    hunyuan_v1_moe.HunYuanMoEV1DecoderLayer hy_v3.HYV3DecoderLayer jais2.Jais2DecoderLayer laguna.LagunaDecoderLayer
+    llama.LlamaDecoderLayer mellum.MellumDecoderLayer mimo_v2_flash.MiMoV2FlashDecoderLayer
     ministral.MinistralDecoderLayer ministral3.Ministral3DecoderLayer mistral.MistralDecoderLayer
     nanochat.NanoChatDecoderLayer olmo.OlmoDecoderLayer olmoe.OlmoeDecoderLayer qwen2.Qwen2DecoderLayer
     qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer qwen3_moe.Qwen3MoeDecoderLayer seed_oss.SeedOssDecoderLayer
@@ -147,17 +153,17 @@ COHERE_BLOCKS = _names("""
 """)
 """Copies of CohereDecoderLayer, as GPTJBlock."""
 BERT_OUTPUTS = _names("""
-    bert.BertOutput bert.BertSelfOutput bert_generation.BertGenerationOutput
-    bert_generation.BertGenerationSelfOutput big_bird.BigBirdOutput big_bird.BigBirdSelfOutput
-    camembert.CamembertOutput camembert.CamembertSelfOutput convbert.ConvBertOutput convbert.ConvBertSelfOutput
-    data2vec.Data2VecTextOutput data2vec.Data2VecTextSelfOutput deberta.DebertaOutput deberta.DebertaSelfOutput
-    deberta_v2.DebertaV2Output deberta_v2.DebertaV2SelfOutput electra.ElectraOutput electra.ElectraSelfOutput
-    ernie.ErnieOutput ernie.ErnieSelfOutput layoutlm.LayoutLMOutput layoutlm.LayoutLMSelfOutput
-    longformer.LongformerOutput longformer.LongformerSelfOutput luke.LukeOutput luke.LukeSelfOutput
-    lxmert.LxmertAttentionOutput lxmert.LxmertOutput mpnet.MPNetOutput rembert.RemBertOutput
-    rembert.RemBertSelfOutput roberta.RobertaOutput roberta.RobertaSelfOutput roformer.RoFormerOutput
-    roformer.RoFormerSelfOutput tapas.TapasOutput tapas.TapasSelfOutput visual_bert.VisualBertOutput
-    visual_bert.VisualBertSelfOutput xlm_roberta.XLMRobertaOutput xlm_roberta.XLMRobertaSelfOutput
+    bert.BertOutput bert.BertSelfOutput bert_generation.BertGenerationOutput bert_generation.BertGenerationSelfOutput
+    big_bird.BigBirdOutput big_bird.BigBirdSelfOutput camembert.CamembertOutput camembert.CamembertSelfOutput
+    convbert.ConvBertOutput convbert.ConvBertSelfOutput data2vec.Data2VecTextOutput data2vec.Data2VecTextSelfOutput
+    deberta.DebertaOutput deberta.DebertaSelfOutput deberta_v2.DebertaV2Output deberta_v2.DebertaV2SelfOutput
+    electra.ElectraOutput electra.ElectraSelfOutput ernie.ErnieOutput ernie.ErnieSelfOutput layoutlm.LayoutLMOutput
+    layoutlm.LayoutLMSelfOutput longformer.LongformerOutput longformer.LongformerSelfOutput luke.LukeOutput
+    luke.LukeSelfOutput lxmert.LxmertAttentionOutput lxmert.LxmertOutput mpnet.MPNetOutput rembert.RemBertOutput
+    rembert.RemBertSelfOutput roberta.RobertaOutput roberta.RobertaSelfOutput roc_bert.RoCBertOutput
+    roc_bert.RoCBertSelfOutput roformer.RoFormerOutput roformer.RoFormerSelfOutput tapas.TapasOutput
+    tapas.TapasSelfOutput visual_bert.VisualBertOutput visual_bert.VisualBertSelfOutput xlm_roberta.XLMRobertaOutput
+    xlm_roberta.XLMRobertaSelfOutput
 """)
 """Copies of BertOutput: linear layer, dropout, residual, LayerNorm."""
 T5_FEED_FORWARDS = _names("""
@@ -168,39 +174,43 @@ T5_FEED_FORWARDS = _names("""
 # Attention ------------------------------------------------------------------------------------------------------------
 
 CALL_EAGER_ATTENTION = _names("""
-    afmoe.AfmoeAttention albert.AlbertAttention apertus.ApertusAttention arcee.ArceeAttention axk1.AXK1Attention
-    bamba.BambaAttention bart.BartAttention bert.BertCrossAttention bert.BertSelfAttention
-    bert_generation.BertGenerationCrossAttention bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention
-    bitnet.BitNetAttention blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention
-    camembert.CamembertCrossAttention camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention
-    cohere2.Cohere2Attention cohere2_moe.Cohere2MoeAttention ctrl.MultiHeadAttention cwm.CwmAttention
-    data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention deepseek_v2.DeepseekV2Attention
+    afmoe.AfmoeAttention albert.AlbertAttention apertus.ApertusAttention arcee.ArceeAttention aria.AriaTextAttention
+    axk1.AXK1Attention axk2.AXK2Attention bailing_hybrid.BailingHybridAttention bamba.BambaAttention bart.BartAttention
+    beam.BeamAttention bert.BertCrossAttention bert.BertSelfAttention bert_generation.BertGenerationCrossAttention
+    bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention bitnet.BitNetAttention
+    blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention camembert.CamembertCrossAttention
+    camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention cohere2.Cohere2Attention
+    cohere2_moe.Cohere2MoeAttention ctrl.MultiHeadAttention cwm.CwmAttention data2vec.Data2VecTextCrossAttention
+    data2vec.Data2VecTextSelfAttention dbrx.DbrxAttention deepseek_v2.DeepseekV2Attention
     deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention detr.DetrCrossAttention detr.DetrSelfAttention
-    distilbert.DistilBertSelfAttention dots1.Dots1Attention electra.ElectraCrossAttention electra.ElectraSelfAttention
-    ernie.ErnieCrossAttention ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention
-    exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention
-    gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention glm.GlmAttention glm4.Glm4Attention
-    glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention
-    gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention granitemoe.GraniteMoeAttention
-    granitemoehybrid.GraniteMoeHybridAttention granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention
-    hubert.HubertAttention hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention
-    hy_v3.HYV3Attention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention jamba.JambaAttention
-    kolibri1.Kolibri1Attention laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
-    llama.LlamaAttention m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention mellum.MellumAttention
-    minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention ministral3.Ministral3Attention
-    mistral.MistralAttention mixtral.MixtralAttention mobilebert.MobileBertSelfAttention mt5.MT5Attention
-    nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention olmo.OlmoAttention
-    olmo2.Olmo2Attention olmo3.Olmo3Attention olmoe.OlmoeAttention opt.OPTAttention pegasus.PegasusAttention
-    phi.PhiAttention phi3.Phi3Attention phimoe.PhimoeAttention plbart.PLBartAttention qwen2.Qwen2Attention
-    qwen2_moe.Qwen2MoeAttention qwen3.Qwen3Attention qwen3_5.Qwen3_5Attention qwen3_5.Qwen3_5VisionAttention
-    qwen3_5_moe.Qwen3_5MoeAttention qwen3_5_moe.Qwen3_5MoeVisionAttention qwen3_moe.Qwen3MoeAttention
-    qwen3_next.Qwen3NextAttention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
+    diffllama.DiffLlamaAttention distilbert.DistilBertSelfAttention dots1.Dots1Attention electra.ElectraCrossAttention
+    electra.ElectraSelfAttention ernie.ErnieCrossAttention ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention
+    ernie4_5_moe.Ernie4_5_MoeAttention exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention
+    falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention gemma.GemmaAttention gemma2.Gemma2Attention
+    gemma3.Gemma3Attention glm.GlmAttention glm4.Glm4Attention glm4_moe.Glm4MoeAttention
+    glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention gpt_bigcode.GPTBigCodeAttention
+    granite.GraniteAttention granitemoe.GraniteMoeAttention granitemoehybrid.GraniteMoeHybridAttention
+    granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention hubert.HubertAttention
+    hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention hy_v3.HYV3Attention
+    hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention jamba.JambaAttention jetmoe.JetMoeAttention
+    kimi_linear.KimiLinearAttention kolibri1.Kolibri1Attention laguna.LagunaAttention lfm2.Lfm2Attention
+    lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention llama.LlamaAttention m2m_100.M2M100Attention marian.MarianAttention
+    mbart.MBartAttention mellum.MellumAttention minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention
+    ministral.MinistralAttention ministral3.Ministral3Attention mistral.MistralAttention mixtral.MixtralAttention
+    mobilebert.MobileBertSelfAttention mt5.MT5Attention nanochat.NanoChatAttention nemotron.NemotronAttention
+    nemotron_h.NemotronHAttention olmo.OlmoAttention olmo2.Olmo2Attention olmo3.Olmo3Attention
+    olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention opt.OPTAttention pegasus.PegasusAttention phi.PhiAttention
+    phi3.Phi3Attention phimoe.PhimoeAttention plbart.PLBartAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention
+    qwen3.Qwen3Attention qwen3_5.Qwen3_5Attention qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention
+    qwen3_5_moe.Qwen3_5MoeVisionAttention qwen3_moe.Qwen3MoeAttention qwen3_next.Qwen3NextAttention
+    roberta.RobertaCrossAttention roberta.RobertaSelfAttention
     roberta_prelayernorm.RobertaPreLayerNormCrossAttention roberta_prelayernorm.RobertaPreLayerNormSelfAttention
-    seed_oss.SeedOssAttention smollm3.SmolLM3Attention solar_open.SolarOpenAttention speech_to_text.Speech2TextAttention
-    stablelm.StableLmAttention starcoder2.Starcoder2Attention t5.T5Attention umt5.UMT5Attention
-    vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
-    xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
-    xlm_roberta_xl.XLMRobertaXLSelfAttention youtu.YoutuAttention
+    roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention seed_oss.SeedOssAttention smollm3.SmolLM3Attention
+    solar_open.SolarOpenAttention speech_to_text.Speech2TextAttention stablelm.StableLmAttention
+    starcoder2.Starcoder2Attention t5.T5Attention umt5.UMT5Attention vaultgemma.VaultGemmaAttention
+    wav2vec2.Wav2Vec2Attention whisper.WhisperAttention xlm_roberta.XLMRobertaCrossAttention
+    xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
+    xlm_roberta_xl.XLMRobertaXLSelfAttention xmod.XmodCrossAttention xmod.XmodSelfAttention youtu.YoutuAttention
 """)
 """Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5
 or Gemma 2."""
@@ -215,7 +225,7 @@ ROTARY_ATTENTIONS = {
         hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention
     """),
     "llama.LlamaAttention": _names("""
-        arcee.ArceeAttention bamba.BambaAttention gemma.GemmaAttention granite.GraniteAttention
+        arcee.ArceeAttention aria.AriaTextAttention bamba.BambaAttention gemma.GemmaAttention granite.GraniteAttention
         granitemoe.GraniteMoeAttention granitemoeshared.GraniteMoeSharedAttention hyperclovax.HyperCLOVAXAttention
         jais2.Jais2Attention llama.LlamaAttention phimoe.PhimoeAttention qwen2_moe.Qwen2MoeAttention
         solar_open.SolarOpenAttention
@@ -239,13 +249,15 @@ ROTARY_ATTENTIONS = {
 """The copies of each attention layer that `attention` has a fused forward for; all of them call Llama's
 ``apply_rotary_pos_emb``, or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
-    afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention bitnet.BitNetAttention
-    deepseek_v3.DeepseekV3Attention falcon.FalconAttention falcon.FalconFlashAttention2 falcon_h1.FalconH1Attention
-    flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
-    gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
-    granitemoehybrid.GraniteMoeHybridAttention hy_v3.HYV3Attention laguna.LagunaAttention lfm2.Lfm2Attention
-    lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention minicpm3.MiniCPM3Attention ministral3.Ministral3Attention
-    nanochat.NanoChatAttention olmo.OlmoAttention olmoe.OlmoeAttention persimmon.PersimmonAttention
-    qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention youtu.YoutuAttention
+    afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention beam.BeamAttention bitnet.BitNetAttention
+    dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention diffllama.DiffLlamaAttention falcon.FalconAttention
+    falcon.FalconFlashAttention2 falcon_h1.FalconH1Attention flint.FlintAttention glm4_moe.Glm4MoeAttention
+    glm4_moe_lite.Glm4MoeLiteAttention gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention
+    granitemoe_swa.GraniteMoeSWAAttention granitemoehybrid.GraniteMoeHybridAttention hy_v3.HYV3Attention
+    jetmoe.JetMoeAttention laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
+    mimo_v2_flash.MiMoV2FlashAttention minicpm3.MiniCPM3Attention ministral3.Ministral3Attention
+    nanochat.NanoChatAttention olmo.OlmoAttention olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention
+    persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention
+    youtu.YoutuAttention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from oslo_models.distributed.autograd_collectives import reduce_from
+from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.collectives import MAX, reduce_fresh
+from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.linear import _add_bias, _ShardedModule
 from oslo_models.layers.vocab_parallel import vocab_parallel_embedding
@@ -51,6 +52,37 @@ class RowParallelModule(_ShardedModule):
 
         with without_override(), FunctionOverrides({F.linear: linear}):
             return super().forward(self.leave_region(x), *args, **kwargs)
+
+
+class SummedModule(_ShardedModule):
+    """A module whose output is a partial sum on each rank. Its arguments are replicated tensors."""
+
+    def forward(self, *args: Any) -> Any:
+        with without_override():
+            first = self.leave_region(self.enter_region(args[0]))  # no dropout is inside
+            others = (copy_to(self.tp, x) if x.is_floating_point() else x for x in args[1:])
+            return reduce_from(self.tp, super().forward(first, *others))
+
+
+class SharedParametersModule(nn.Module):
+    """Mixed in before a module's class: the gradients of some of its parameters are summed over the ranks.
+
+    Attributes:
+        tp: the axis over which the module is sharded.
+        shared: the names of these parameters, which every rank holds in full.
+    """
+
+    tp: Axis
+    shared: tuple[str, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = vars(self)
+        own |= {name: copy_to(self.tp, self.get_parameter(name)) for name in self.shared}  # hides the parameters
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for name in self.shared:
+                own.pop(name, None)
 
 
 class VocabParallelModule(_ShardedModule):

@@ -18,8 +18,10 @@ from oslo_models.layers.custom_layers import (
     ColumnParallelModule,
     GlobalMinMaxModule,
     RowParallelModule,
+    SharedParametersModule,
     VocabParallelModule,
 )
+from oslo_models.layers.custom_layers import SummedModule as SummedModuleMixin
 from oslo_models.layers.einsum_attention import EinsumHeadsModule
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.gathered import (
@@ -75,6 +77,7 @@ from oslo_models.sharding.plan import (
     ReplicatedDropout,
     RowParallel,
     StateSpace,
+    SummedModule,
     VocabParallel,
     WidthNorm,
     entry_of,
@@ -95,6 +98,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (GroupWidthNorm, nn.Module): GroupParallelNorm,
     (StateSpace, nn.Module): StateSpaceModule,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
+    (SummedModule, nn.Module): SummedModuleMixin,
     (Experts, nn.Module): ParallelExperts,
     (Latent, nn.Linear): LatentLinear,
     # layers that an architecture defines itself
@@ -243,6 +247,9 @@ def _localize(module: Any, entry: LocalModule, tp: Axis) -> None:
         module.register_forward_pre_hook(
             partial(_slice_per_head_arguments, argument, position, heads, tp), with_kwargs=True
         )
+    if entry.shared:
+        module.__class__ = _joined(SharedParametersModule, type(module))  # type: ignore[arg-type]
+        module.tp, module.shared = tp, entry.shared
     if entry.width is not None:
         module.__class__ = _joined(LocalWidthModule, type(module))  # type: ignore[arg-type]
         module.widths = entry.width.extent(), entry.width.local_extent(tp.size, tp.rank)
@@ -327,8 +334,9 @@ def set_local_sizes(module: nn.Module) -> None:
 def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:
     """The plan's entries under the full names that they have in ``model``."""
     named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
-    for stack, entries in plan.blocks.items():
-        for index, _ in model.get_submodule(prefix + stack).named_children():
+    for stack in plan.blocks:
+        indices = [index for index, _ in model.get_submodule(prefix + stack).named_children()]
+        for index, entries in plan.entries_of_blocks(stack, indices):
             named |= {f"{prefix}{stack}.{index}.{key}".removesuffix("."): entry for key, entry in entries.items()}
     named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.on_every_stage.items())}
     return named | dict(head)

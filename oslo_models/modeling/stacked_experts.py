@@ -1,8 +1,8 @@
-"""The names that the experts of a mixture have in checkpoints of transformers, which hold their matrices one by one."""
+"""The names of what checkpoints of transformers hold in parts: experts one by one, and concatenated filters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from transformers.core_model_loading import (
 )
 
 from oslo_models.checkpoint import CheckpointError, CheckpointReader
+from oslo_models.checkpoint.concatenated import concatenated_reader
 from oslo_models.checkpoint.stacked import Piece, stacked_reader
-from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.layout import Layout, Range
 
 
 def expert_pieces(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Piece]]:
@@ -58,6 +59,32 @@ def _conversions(model: Any) -> list[Any]:
     return [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
 
 
+def concatenated_parts(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
+    """The names of the parts that transformers saves a tensor in, of those that it concatenates when it loads them.
+
+    Args:
+        model: the model, or a stage of it.
+        names: the names of tensors in the full model.
+    """
+    conversions = _conversions(model)
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter) and _concatenates(entry)]
+    found = {}
+    for name in names:
+        converter = next((entry for entry in converters if name.endswith(entry.target_patterns[0])), None)
+        if converter is not None:
+            marks = torch.arange(len(converter.source_patterns)).view(-1, 1)
+            named = revert_weight_conversion(_Conversions(conversions, model.config), {name: marks})
+            found[name] = sorted(named, key=lambda part: int(named[part]))
+    return found
+
+
+def _concatenates(converter: WeightConverter) -> bool:
+    """Whether a conversion concatenates tensors along their first dimension."""
+    operations, targets = converter.operations, converter.target_patterns
+    known = [type(operation) for operation in operations] == [Concatenate] and len(targets) == 1
+    return known and operations[0].dim == 0 and operations[0].num_shards_attribute is None
+
+
 def _stacks(converter: WeightConverter, name: str) -> bool:
     """Whether a conversion stacks matrices into the parameter ``name``."""
     kinds = [type(operation) for operation in converter.operations]
@@ -66,7 +93,7 @@ def _stacks(converter: WeightConverter, name: str) -> bool:
 
 
 def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
-    """A reader that gives stacks where the checkpoint holds experts one by one.
+    """A reader that gives stacks where the checkpoint holds experts one by one, and whole tensors where it holds parts.
 
     Args:
         reader: the checkpoint; the names in it may lack or have the prefix of the base model.
@@ -76,9 +103,8 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
         CheckpointError: some matrices of a stack are missing.
     """
     prefix, found = f"{model.base_model_prefix}.", {}
-    for name, pieces in expert_pieces(
-        model, {name: tensor.shape for name, tensor in model.state_dict().items()}
-    ).items():
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name, pieces in expert_pieces(model, shapes).items():
         if name in reader.tensors:
             continue
         for rename in (str, lambda piece: piece.removeprefix(prefix), lambda piece: prefix + piece):
@@ -91,13 +117,19 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
                     f"{reader.directory} lacks {len(missing)} of the {len(own)} matrices of {name}, such as "
                     f"{missing[0]}: copy or save the checkpoint again"
                 )
-    return stacked_reader(reader, found) if found else reader
+    reader = stacked_reader(reader, found) if found else reader
+    parts = {
+        name: own
+        for name, own in concatenated_parts(model, shapes).items()
+        if name not in reader.tensors and all(part in reader.tensors for part in own)
+    }
+    return concatenated_reader(reader, parts) if parts else reader
 
 
 def as_saved(
     model: Any, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], tied: Mapping[str, str]
 ) -> tuple[Mapping[str, Tensor], dict[str, Layout], dict[str, str]]:
-    """Shards, layouts and tied weights by the names that transformers saves them with, and experts one by one.
+    """Shards, layouts and tied weights by the names that transformers saves them with, in the parts that it saves.
 
     Args:
         model: this rank's part of a model.
@@ -114,9 +146,15 @@ def as_saved(
         return str(saved)
 
     stacks = expert_pieces(model, {name: layout.shape for name, layout in layouts.items()})
+    joined = concatenated_parts(model, layouts)
     places: dict[str, _Place] = {}
     sharded = {}
     for name in tensors:
+        if name in joined:
+            for index, part in enumerate(joined[name]):
+                sharded[part], rows = _of_part(layouts[name], index, len(joined[name]), model.mesh)
+                places[part] = _Place(name, rows=rows)
+            continue
         if name not in stacks:
             saved = rename(name)
             places[saved], sharded[saved] = _Place(name), layouts[name]
@@ -140,6 +178,7 @@ class _Place:
         expert: its index in the local stack; outside of it, another rank has the expert. ``None``: no stack.
         part: which of the ``parts`` matrices of the expert it is.
         shape: its local shape, which is empty where another rank has the expert.
+        rows: which rows of the local tensor it is, if it is a part of one.
     """
 
     name: str
@@ -147,6 +186,7 @@ class _Place:
     part: int = 0
     parts: int = 1
     shape: tuple[int, ...] = ()
+    rows: Range | None = None
 
 
 class _SavedTensors(Mapping[str, Tensor]):
@@ -158,6 +198,8 @@ class _SavedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         place = self._places[name]
+        if place.rows is not None:
+            return self._tensors[place.name][slice(*place.rows)]
         if place.expert is None:
             return self._tensors[place.name]
         if self._latest is None or self._latest[0] != place.name:
@@ -189,3 +231,19 @@ def _of_piece(stack: Layout, expert: int, parts: int) -> Layout:
     owners = [start <= expert < stop for ((start, stop),) in stack.first_ranges] or [True] * len(of_part)
     own = tuple(ranges if owner else ((0, 0),) for ranges, owner in zip(of_part, owners, strict=True))
     return Layout(shape, stack.dim - 1, own)
+
+
+def _of_part(whole: Layout, index: int, parts: int, mesh: Any) -> tuple[Layout, Range]:
+    """The layout of one of the ``parts`` of a tensor, of equal size as transformers saves them, and its local rows."""
+    size = -(-whole.shape[0] // parts)
+    first, last = index * size, min((index + 1) * size, whole.shape[0])
+    shape = (last - first, *whole.shape[1:])
+    if whole.dim is None:
+        return Layout(shape), (first, last)
+    own = [
+        tuple((max(a, first) - first, min(b, last) - first) for a, b in ranges if a < last and b > first)
+        for ranges in whole.ranges
+    ]
+    local = whole.ranges[0 if mesh is None else mesh.rank_in(whole)]
+    start, stop = (sum(max(min(b, end) - a, 0) for a, b in local) for end in (first, last))
+    return Layout(shape, 0, tuple(ranges or ((0, 0),) for ranges in own)), (start, stop)

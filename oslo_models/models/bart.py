@@ -41,10 +41,7 @@ class BartParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        blocks = {
-            "encoder": cls.block(cls.heads(config, "encoder"), "self_attn"),
-            "decoder": cls.block(cls.heads(config, "decoder"), "self_attn", "encoder_attn"),
-        }
+        attentions = {"encoder": ("self_attn",), "decoder": ("self_attn", "encoder_attn")}
         embedding = {
             "embed_tokens": VocabParallel(),
             "embed_positions": Replicated(),
@@ -55,7 +52,7 @@ class BartParallel(ParallelModel):
                 **({"shared": VocabParallel()} if len(cls.stacks) > 1 else {}),
                 **{f"{stack}.{name}": entry for stack in cls.stacks for name, entry in embedding.items()},
             },
-            blocks={f"{stack}.layers": blocks[stack] for stack in cls.stacks},
+            blocks={f"{stack}.layers": cls.block(cls.heads(config, stack), *attentions[stack]) for stack in cls.stacks},
             head={f"{stack}.{name}": Norm() for stack in cls.stacks for name in cls.final_norms},
             optional=("shared",),
             disabled_after_first_stage={

@@ -1,6 +1,6 @@
 """OLMo 2: Llama with post-layer norms, and query and key norms over all heads."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import Olmo2Config
 from transformers.models.olmo2 import modeling_olmo2 as hf
@@ -15,7 +15,7 @@ from oslo_models.sharding.plan import Entries, WidthNorm
 class Olmo2Parallel(LlamaParallel):
     """Sharding plan of the OLMo 2 family."""
 
-    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    norms: ClassVar[tuple[str, ...]] = ("post_attention_layernorm", "post_feedforward_layernorm")
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -82,6 +82,7 @@ class ColumnParallel(Replicated):
         splits: one split per matrix that the weight concatenates; without any, the output features are split evenly.
         parts: without splits, how many matrices of equal size the weight concatenates.
         transposed: the weight is stored ``[in, out]`` (``Conv1D``) rather than ``[out, in]`` (``nn.Linear``).
+        dim: of a bare parameter, the dimension that is sharded.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
@@ -89,14 +90,16 @@ class ColumnParallel(Replicated):
     splits: tuple[EvenSplit, ...] = ()
     parts: int = 1
     transposed: bool = False
+    dim: int = 0
 
-    def __init__(self, *splits: EvenSplit, parts: int = 1, transposed: bool = False) -> None:
+    def __init__(self, *splits: EvenSplit, parts: int = 1, transposed: bool = False, dim: int = 0) -> None:
         object.__setattr__(self, "splits", splits)
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "transposed", transposed)
+        object.__setattr__(self, "dim", dim)
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        return self._sharded(shape, len(shape) - 1 if self.transposed else 0, n)
+        return self._sharded(shape, len(shape) - 1 if self.transposed else self.dim, n)
 
     def max_ranks(self) -> int | None:
         return min((split.max_ranks() for split in self.splits), default=None)
@@ -246,11 +249,22 @@ class LocalModule(Replicated):
         per_head: arguments of its forward that have an entry for each head, such as ALiBi biases. Shape
             ``[heads, ...]`` or ``[rows * heads, ...]``, with four dimensions ``[rows, heads, ...]``.
         width: the heads of an attention that reshapes their outputs to the hidden size.
+        shared: parameters of the module itself that its heads share: every rank holds them in full, and their
+            gradients are summed over the ranks.
     """
 
     attributes: Mapping[str, LocalValue] = field(default_factory=dict)
     per_head: Mapping[str, EvenSplit] = field(default_factory=dict)
     width: EvenSplit | None = None
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SummedModule(LocalModule):
+    """A module with sharded parameters, of entries of their own, whose output is a partial sum on each rank.
+
+    Its inputs are replicated, such as the hidden states and router weights of experts.
+    """
 
 
 @dataclass(frozen=True)
@@ -295,6 +309,8 @@ class Plan:
         blocks: for each stack of blocks (its ``ModuleList``), the modules of one block, by their name inside it.
         head: the modules after the blocks.
         on_every_stage: modules outside the blocks that every pipeline stage needs.
+        block_overrides: for each stack whose blocks differ, the entries of each block, by its number, beside or
+            in place of those in ``blocks``.
         optional: names among the entries whose modules only some heads, configurations or blocks have.
         replicated_attentions: the outputs of the model that are attention weights of all heads on every rank; other
             attention weights are gathered.
@@ -315,6 +331,7 @@ class Plan:
     blocks: Mapping[str, Entries]
     head: Entries
     on_every_stage: Entries = field(default_factory=dict)
+    block_overrides: Mapping[str, Sequence[Entries]] = field(default_factory=dict)
     optional: Collection[str] = ()
     # tensor parallelism
     replicated_attentions: Collection[str] = ()
@@ -338,6 +355,26 @@ class Plan:
         }
         return replace(self, blocks=blocks)
 
+    def entries_of_blocks(self, stack: str, indices: Sequence[str]) -> Iterator[tuple[str, Entries]]:
+        """The entries of each block of ``stack``, of the full model or of a stage of it, by its number as a string.
+
+        Args:
+            indices: the numbers of the blocks, as in the full model.
+        """
+        overrides = self.block_overrides.get(stack, ())
+        if len(overrides) > len(indices):  # the plan is that of the full model, of which these are some blocks
+            overrides = [overrides[int(index)] for index in indices]
+        for position, index in enumerate(indices):
+            yield index, {**self.blocks[stack], **overrides[position]} if overrides else self.blocks[stack]
+
+    def kinds_of_blocks(self) -> list[Entries]:
+        """The entries of each kind of block."""
+        return [
+            kind
+            for stack, entries in self.blocks.items()
+            for kind in [{**entries, **own} for own in self.block_overrides.get(stack, ())] or [{**entries}]
+        ]
+
     def expert_entries(self, stack: str) -> list[str]:
         """The names of the experts inside a block of ``stack``, if it has any."""
         return [name for name, entry in self.blocks[stack].items() if isinstance(entry, Experts)]
@@ -348,8 +385,7 @@ class Plan:
 
     def max_ranks(self) -> int | None:
         """The largest tensor_parallel_size that every entry allows; ``None``: any."""
-        entries = [entry for stack in self.blocks.values() for entry in stack.values()]
-        limits = [entry.max_ranks() for entry in entries]
+        limits = [entry.max_ranks() for entries in self.kinds_of_blocks() for entry in entries.values()]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_ranks(self, name: str, config: str, count: int) -> None:
@@ -364,7 +400,7 @@ class Plan:
         """Which heads allow at most ``limit`` ranks. State-space and linear-attention layers have an ``A_log``."""
         modules = {
             (name.split(".")[0], f"{name.split('.')[0]}.A_log" in entries)
-            for entries in self.blocks.values()
+            for entries in self.kinds_of_blocks()
             for name, entry in entries.items()
             if entry.max_ranks() == limit
         }
@@ -381,7 +417,7 @@ class Plan:
 
     def under(self, prefix: str) -> Plan:
         """The plan of a model in which the names of the base model's modules begin with ``prefix``."""
-        by_name = ["embed", "blocks", "head", "on_every_stage"]
+        by_name = ["embed", "blocks", "head", "on_every_stage", "block_overrides"]
         by_name += ["disabled_after_first_stage", "input_positions", "early_outputs"]
         renamed: dict[str, Any] = {
             name: {prefix + key: value for key, value in getattr(self, name).items()} for name in by_name
@@ -399,7 +435,7 @@ class Plan:
             }
             if each != "blocks":
                 outside |= {key: entry for key, entry in entries.items() if not key.startswith(prefix)}
-        for each in ("disabled_after_first_stage", "input_positions", "early_outputs"):
+        for each in ("disabled_after_first_stage", "input_positions", "early_outputs", "block_overrides"):
             renamed[each] = {key.removeprefix(prefix): value for key, value in getattr(self, each).items()}
         dropouts = tuple(key.removeprefix(prefix) for key in self.embedding_dropouts)
         return replace(self, **renamed, embedding_dropouts=dropouts), outside

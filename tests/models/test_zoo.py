@@ -380,7 +380,7 @@ def test_plan_shards_every_module_that_the_plan_of_transformers_shards(model_typ
         weights = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"(\.weight|\.\w+_proj)?")
         matches = [name for name in layouts if weights.fullmatch(name)]
         assert matches or pattern.endswith(tuple(plan.optional)), pattern
-        entries = [entry for stack in plan.blocks.values() for entry in stack.items()]
+        entries = [entry for kind in plan.kinds_of_blocks() for entry in kind.items()]
         if style == "replicated_with_grad_allreduce":
             assert any(isinstance(entry, HeadNorm) and pattern.endswith(key) for key, entry in entries), pattern
         elif style == "mla_kv_a_proj":  # replicated, with the gradient of the rotary key summed

@@ -135,6 +135,8 @@ _MAMBA: dict[str, Any] = {
     **{"mamba_chunk_size": 4},
 }
 
+_DELTA = {"layer_types": ["linear_attention", "full_attention"]}
+
 MORE: dict[str, Mapping[str, Any]] = {
     "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
     "albert": {**_BERT, "embedding_size": 20, "inner_group_num": 2},
@@ -343,6 +345,93 @@ MORE: dict[str, Mapping[str, Any]] = {
     "qwen3_next": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
     "qwen3_5_text": {**_LLAMA, **_LINEAR, "head_dim": 8},
     "qwen3_5_moe_text": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
+    "aria_text": {**_LLAMA, "moe_num_experts": 5, "moe_topk": 2, "head_dim": 4},
+    "axk2": {
+        **_LATENT,
+        **_INDEXED,
+        "gated_norm_rank": 5,
+        "mlp_layer_types": ["dense", "sparse"],
+        "n_group": None,
+        "topk_group": None,
+    },
+    "beam": {**_LLAMA, **_SPARSE, **_WINDOW, "n_group": 1, "topk_group": 1},
+    "mimo_v2_flash": {
+        **_LLAMA,
+        **_WINDOW,
+        **_SPARSE,
+        "num_key_value_heads": 3,
+        "n_routed_experts": 5,
+        "v_head_dim": 4,
+        "head_dim": 12,
+    },
+    "roc_bert": {
+        **_BERT,
+        "pronunciation_vocab_size": 11,
+        "pronunciation_embed_dim": 5,
+        "shape_vocab_size": 13,
+        "shape_embed_dim": 7,
+    },
+    "xmod": {**_BERT, "languages": ["en_XX", "de_DE"], "default_language": "de_DE"},
+    "trocr": _BART,
+    "mvp": _BART,
+    "kimi_linear": {
+        **_LATENT,
+        **_SPARSE,
+        **_DELTA,
+        "q_lora_rank": None,
+        "num_local_experts": 5,
+        "linear_num_heads": 4,
+        "linear_head_dim": 5,
+        "linear_conv_kernel_dim": 3,
+    },
+    "bailing_hybrid": {
+        **_LATENT,
+        **_SPARSE,
+        **_DELTA,
+        "q_lora_rank": None,
+        "num_local_experts": 5,
+        "short_conv_kernel_size": 3,
+        "head_dim": 5,
+    },
+    "jetmoe": {
+        "hidden_size": 24,
+        "intermediate_size": 13,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 3,
+        "kv_channels": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 32,
+    },
+    "dbrx": {
+        "d_model": 24,
+        "n_heads": 6,
+        "n_layers": 2,
+        "max_seq_len": 32,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 100.0},
+        "ffn_config": {"ffn_hidden_size": 11, "moe_num_experts": 5, "moe_top_k": 2},
+    },
+    "llama4_text": {
+        **_LLAMA,
+        **_MIXTURE,
+        "num_local_experts": 5,
+        "intermediate_size": 11,
+        "intermediate_size_mlp": 35,
+        "moe_layers": [1],
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 4,
+        "floor_scale": 2,
+    },
+    "diffllama": {**_KV, "num_attention_heads": 12, "num_key_value_heads": 4, "hidden_size": 48},
+    "olmo_hybrid": {
+        **_KV,
+        **_DELTA,
+        "linear_num_key_heads": 6,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 3,
+    },
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -380,6 +469,8 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 LEFT_OUT: dict[str, set[str]] = {
     # of images too
+    "llama4_text": {"Llama4ForConditionalGeneration", "Llama4VisionModel"},
+    "aria_text": {"AriaForConditionalGeneration", "AriaModel"},
     "gemma3_text": {"Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification", "Gemma3Model"},
     "qwen3_5_text": {
         *("Qwen3_5ForConditionalGeneration", "Qwen3_5ForSequenceClassification", "Qwen3_5ForTokenClassification"),
@@ -397,6 +488,8 @@ SLOW_TESTS_ONLY = {
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("axk1", "deepseek_v32", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3"),
     "glm_moe_dsa-shared",
+    *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
+    *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""

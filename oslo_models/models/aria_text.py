@@ -1,0 +1,28 @@
+"""Aria, its text model: Llama with transposed and shared experts in each block."""
+
+from transformers import AriaTextConfig
+from transformers.models.aria import modeling_aria as hf
+from transformers.models.aria.modeling_aria import AriaTextPreTrainedModel
+
+from oslo_models.modeling.blocks import gated_mlp
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.plan import Experts, Replicated
+
+
+class AriaTextParallel(LlamaParallel):
+    """Sharding plan of Aria's text model."""
+
+    mlp = {
+        "mlp.router": Replicated(),
+        "mlp.experts": Experts(transposed=True, shared="shared_experts"),
+        **gated_mlp("mlp.shared_experts"),
+    }
+
+
+class AriaTextModel(AriaTextParallel, hf.AriaTextModel):
+    pass
+
+
+class AriaTextForCausalLM(AriaTextParallel, hf.AriaTextForCausalLM):
+    head_plan = LM_HEAD

@@ -1,0 +1,48 @@
+"""JetMoE: Llama with experts in place of MLPs and of query and output projections."""
+
+from typing import Any
+
+from transformers import JetMoeConfig
+from transformers.models.jetmoe import modeling_jetmoe as hf
+from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel
+
+from oslo_models.modeling.heads import LM_HEAD, SCORE
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import EvenSplit, GroupedHeads
+from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
+
+
+class JetMoeParallel(LlamaParallel):
+    """Sharding plan of the JetMoE family."""
+
+    mlp = {
+        "mlp.router": Replicated(),
+        "mlp.input_linear": ColumnParallel(parts=2, dim=1),
+        "mlp.output_linear": RowParallel(),
+        "mlp.bias": Replicated(),
+    }
+
+    @classmethod
+    def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
+        own = EvenSplit(config.num_key_value_heads, config.kv_channels)  # with a query head of each chosen expert
+        experts = "self_attention.experts"
+        return {
+            "self_attention.kv_proj": ColumnParallel(own, own),
+            experts: LocalModule({"hidden_size": own.local_extent}),
+            f"{experts}.router": Replicated(),
+            f"{experts}.input_linear": ColumnParallel(own, dim=1),
+            f"{experts}.output_linear": RowParallel(own),
+            f"{experts}.bias": Replicated(),
+        }
+
+
+class JetMoeModel(JetMoeParallel, hf.JetMoeModel):
+    pass
+
+
+class JetMoeForCausalLM(JetMoeParallel, hf.JetMoeForCausalLM):
+    head_plan = LM_HEAD
+
+
+class JetMoeForSequenceClassification(JetMoeParallel, hf.JetMoeForSequenceClassification):
+    head_plan = SCORE

@@ -1,0 +1,59 @@
+"""MVP: BART, optionally with prompts in each block."""
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import MvpConfig
+from transformers.models.mvp import modeling_mvp as hf
+from transformers.models.mvp.modeling_mvp import MvpPreTrainedModel
+
+from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
+from oslo_models.models.bart import BartParallel
+from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.plan import LocalModule, Plan, Replicated
+
+
+class MvpParallel(BartParallel):
+    """Sharding plan of the MVP family."""
+
+    embedding_changes = {**BartParallel.embedding_changes, "embed_scale": 1.0}
+
+    @classmethod
+    def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
+        local = LocalModule({"num_heads": heads.local_count, "embed_dim": heads.local_extent})
+        return super().block(heads, *attentions) | dict.fromkeys(attentions, local)
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        plan = super().plan(config)
+        if not config.use_prompt:
+            return plan
+        prompts = {f"{stack}.self_attn_prompt": Replicated() for stack in cls.stacks}
+        reason = "with use_prompt=True, one module makes the prompts of all heads of all blocks"
+        return replace(
+            plan,
+            on_every_stage={**prompts, "decoder.cross_attn_prompt": Replicated()},
+            single_rank_reason=reason,
+            single_stage_reason=reason,
+        )
+
+
+class MvpModel(MvpParallel, hf.MvpModel):
+    pass
+
+
+class MvpForConditionalGeneration(MvpParallel, hf.MvpForConditionalGeneration):
+    head_plan = LM_HEAD
+
+
+class MvpForCausalLM(MvpParallel, hf.MvpForCausalLM):
+    head_plan = LM_HEAD
+    stacks = ("decoder",)
+
+
+class MvpForSequenceClassification(MvpParallel, hf.MvpForSequenceClassification):
+    head_plan = CLASSIFICATION_HEAD
+
+
+class MvpForQuestionAnswering(MvpParallel, hf.MvpForQuestionAnswering):
+    head_plan = QA_OUTPUTS
