@@ -30,6 +30,8 @@ LENGTH = struct.Struct("Q")
 NUMBER = struct.Struct("i")
 DESCRIPTORS = ("connection", "news", "stdout", "stderr")
 """What comes with an order: the worker's end of its connection, where to report on it, and its output."""
+WORKER = "oslo_models.deploy.worker"
+"""The module of what is forked; by its name, since what it imports leads to the application's side of this module."""
 USABLE, UNUSABLE = b"1", b"0"
 """The first byte from the server: whether a process that it forks is as good as a new one."""
 
@@ -134,9 +136,7 @@ def _become_worker(order: Order, connection: int, stdout: int, stderr: int) -> N
         os.environ.update(order.environment)
         _seed_anew()
         gc.enable()
-        from oslo_models.deploy.worker import work
-
-        work(connection)
+        importlib.import_module(WORKER).work(connection)
         code = 0
     except BaseException:  # noqa: BLE001  as at the end of a new process
         traceback.print_exc()

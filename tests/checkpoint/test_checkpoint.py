@@ -51,7 +51,8 @@ from support.pool import Pool
 @given(st.data(), st.sampled_from(["bin", "safetensors"]))
 @settings(max_examples=60)
 def test_any_layout_reads_from_any_saved_layout(data: st.DataObject, suffix: str) -> None:
-    saved, saved_ranks = data.draw(layouts())
+    # a manifest holds one range of dimension 0 beside those of another: adapters, which have several, are saved whole
+    saved, saved_ranks = data.draw(layouts().filter(lambda case: all(len(own) == 1 for own in case[0].first_ranges)))
     wanted, wanted_ranks = data.draw(layouts().filter(lambda case: case[0].dim is None or case[0].shape == saved.shape))
     if wanted.dim is None:
         wanted = Layout(saved.shape)
@@ -68,6 +69,8 @@ def test_any_layout_reads_from_any_saved_layout(data: st.DataObject, suffix: str
                 write_safetensors(path, {"x": part}, iter([part]))
             records[path.name] = sync_and_record(path)
         entry = {"shape": saved.shape, "dtype": "float64", "dim": saved.dim, "ranges": saved.ranges, "stages": [0]}
+        if saved.first_ranges:
+            entry["first_ranges"] = [own for (own,) in saved.first_ranges]
         content = {"tp": saved_ranks, "pp": 1, "variant": None, "files": records, "tensors": {"x": entry}}
         write_manifest(folder / MANIFEST, content)
         reader = open_checkpoint(folder)

@@ -226,7 +226,8 @@ def test_last_stage_returns_the_logits_of_all_routers(pool: Pool, seed: int) -> 
 def check_initial_weights(expected: dict[str, torch.Tensor], tp: int, ep: int) -> None:
     config = zoo.config("mixtral")
     cls: Any = registry.find("MixtralForCausalLM")
-    model = cls.from_config_with_parallel(config, tp, seed=5, expert_parallel_size=ep)
+    eager = {"experts_implementation": "eager"}  # grouped products could not address these shards
+    model = cls.from_config_with_parallel(config, tp, seed=5, expert_parallel_size=ep, **eager)
     for name, param in model.named_parameters():
         assert param.equal(model.layouts[name].shard(expected[name], model.mesh.tp.rank)), name
 
@@ -374,3 +375,17 @@ def test_hooks_on_shared_experts_see_full_outputs(pool: Pool, tmp_path: Path, se
     config = zoo.config("glm4_moe")
     batch = pipelines.batch("Glm4MoeForCausalLM", config, seed)
     pool.run(2, check_step_with_hook, saved_step("Glm4MoeForCausalLM", config, seed, batch, tmp_path), tmp_path)
+
+
+def refuse_routers_of_one_stage(name: str, variant: str) -> None:
+    cls: Any = registry.find(name)
+    model = cls.from_config_with_parallel(zoo.config(variant), pipeline_parallel_size=2, seed=0)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    assert all(output.loss.isfinite() for output in model(input_ids=ids, labels=ids, output_router_logits=False))
+    with pytest.raises(ValueError, match=r"would lack the routers of the other pipeline stages"):
+        list(model(input_ids=ids, labels=ids, output_router_logits=True))
+
+
+@pytest.mark.parametrize(("name", "variant"), [("DbrxForCausalLM", "dbrx"), ("JetMoeForCausalLM", "jetmoe")])
+def test_auxiliary_loss_without_the_routers_of_other_stages_is_refused(pool: Pool, name: str, variant: str) -> None:
+    pool.run(2, refuse_routers_of_one_stage, name, variant)
