@@ -77,7 +77,8 @@ def _sizes(values: Values, model_type: str, draw: random.Random) -> None:
         values[key] = draw.randint(3, 6)
     for key in KEY_VALUE_HEADS:
         if key in values:
-            values[key] = draw.choice([n for n in range(1, values[heads[0]] + 1) if values[heads[0]] % n == 0])
+            count = values[heads[0]] if heads else 6  # JetMoE's configuration has no number of query heads
+            values[key] = draw.choice([n for n in range(1, count + 1) if count % n == 0])
     for key in MLP_WIDTHS:
         if key in values:
             values[key] = draw.randint(17, 45)
@@ -214,6 +215,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "albert": _fit_albert,
     "codegen": _fit_codegen,
     "axk1": _fit_low_rank_query,
+    "bailing_hybrid": _fit_low_rank_query,
     "convbert": _fit_convbert,
     "deepseek_v2": _fit_latent_attention,
     "deepseek_v3": _fit_latent_attention,
