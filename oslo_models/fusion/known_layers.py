@@ -134,6 +134,7 @@ GEMMA2_BLOCKS = _names("""
 """Copies of Gemma2DecoderLayer."""
 OLMO2_BLOCKS = _names("""
     exaone4.Exaone4DecoderLayer flex_olmo.FlexOlmoDecoderLayer olmo2.Olmo2DecoderLayer olmo3.Olmo3DecoderLayer
+    olmo_hybrid.OlmoHybridAttentionDecoderLayer
 """)
 """Copies of Olmo2DecoderLayer and FlexOlmoDecoderLayer, whose norms are after attention and MLP."""
 NEOX_BLOCKS = _names("""

@@ -32,10 +32,6 @@ class RoCBertModel(RoCBertParallel, hf.RoCBertModel):
     pass
 
 
-class RoCBertForPreTraining(RoCBertParallel, hf.RoCBertForPreTraining):
-    head_plan = LM_HEAD
-
-
 class RoCBertForMaskedLM(RoCBertParallel, hf.RoCBertForMaskedLM):
     head_plan = LM_HEAD
 

@@ -32,8 +32,9 @@ from support.reference import (
     tensors,
 )
 
+OF_TEXT = {"aria": "aria_text", "gemma3": "gemma3_text"}
 ROTARY = sorted(
-    "gemma3_text" if layer.startswith("gemma3.") else layer.split(".")[0]
+    OF_TEXT.get(layer.split(".")[0], layer.split(".")[0])
     for layers in known_layers.ROTARY_ATTENTIONS.values()
     for layer in layers
 )
