@@ -28,6 +28,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 _OF_MAMBA = ("out_proj", "conv1d", "dt_proj")
 REFUSED = dict.fromkeys(("mamba", "mamba2", "falcon_h1", "falcon_mamba", "nemotron_h"), _OF_MAMBA) | {
     "jamba": ("mamba.dt_proj",),
+    "llama4_text": ("router",),
     "phimoe": ("router",),
 }
 """The ends of names of layers that have no adapters, by model type."""
