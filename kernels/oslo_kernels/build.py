@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -51,12 +52,25 @@ def load(source: str, cuda: bool = False) -> ctypes.CDLL:
         needed = "nvcc" if cuda else "a C++ compiler (c++, g++ or clang++)"
         raise BuildError(f"{source} needs {needed}, and none was found; install one")
     flags = _CUDA_FLAGS if cuda else (*_FLAGS, processor())
-    sources = (file.read_text() for file in (path, *sorted(SOURCES.glob("*.h"))))
-    key = hashlib.sha256("\0".join((*sources, compiler, *flags)).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join((*texts_of(source), compiler, *flags)).encode()).hexdigest()[:16]
     library = cache_folder() / f"{path.stem}-{key}.so"
     if not library.exists():
         _compile([compiler, *(_CUDA_FLAGS if cuda else _FLAGS)], path, library)
     return ctypes.CDLL(str(library))
+
+
+def texts_of(source: str) -> list[str]:
+    """What the compiler reads: ``csrc/<source>`` and all headers."""
+    return [file.read_text() for file in (SOURCES / source, *sorted(SOURCES.glob("*.h")))]
+
+
+def why_not(library: Callable[[], object]) -> str | None:
+    """Why a library cannot be compiled or loaded by the function ``library``, in one line; ``None`` if it can."""
+    try:
+        library()
+    except (BuildError, OSError) as error:
+        return str(error).splitlines()[0]
+    return None
 
 
 def install_cuda(source: str, folder: Path) -> None:

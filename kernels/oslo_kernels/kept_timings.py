@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from oslo_kernels.build import SOURCES, cache_folder, processor
+from oslo_kernels.build import cache_folder, processor, texts_of
 
 Timings = Mapping[int, tuple[float, float]]
 """Seconds of a product here and in torch, by number of rows."""
@@ -66,6 +66,5 @@ class KeptTimings:
 
     @cached_property
     def _path(self) -> Path:
-        source = (SOURCES / "linear.cpp").read_text()
-        parts = (processor(), str(os.cpu_count()), str(torch.__version__), source)
+        parts = (processor(), str(os.cpu_count()), str(torch.__version__), *texts_of("linear.cpp"))
         return cache_folder() / f"linear-timings-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oslo_kernels.build import BuildError, load
+from oslo_kernels import build
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_ROWS, MOST_ROWS_IO, MOST_ROWS_HALF = 16, 8, 32
@@ -75,11 +75,7 @@ def plain_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Te
 @cache
 def why_not() -> str | None:
     """Why all products are left to torch, if they are. Compiles the library unless it is cached."""
-    try:
-        _library()
-    except (BuildError, OSError) as error:
-        return str(error).splitlines()[0]
-    return None
+    return build.why_not(_library)
 
 
 def why_torch(weight: Tensor, bias: Tensor | None, io: bool) -> str | None:
@@ -176,6 +172,6 @@ def _is_native(dtype: torch.dtype) -> bool:
 @cache
 def _library() -> tuple[Callable[[bytes], None], bool]:
     """The compiled function, and whether it can use several threads."""
-    library = load("linear.cpp")
+    library = build.load("linear.cpp")
     library.oslo_linear.argtypes, library.oslo_linear.restype = [ctypes.c_char_p], None
     return library.oslo_linear, bool(library.oslo_linear_threads())

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from oslo_kernels.build import BuildError, load
+from oslo_kernels import build
 
 MOST = 1 << 15
 """Elements of the largest tensor computed here: torch divides larger ones among its threads."""
@@ -25,11 +25,7 @@ _NORM, _ROTATION = struct.Struct("6q2d").pack, struct.Struct("26q").pack
 @cache
 def why_not() -> str | None:
     """Why there are none of these, if so. Compiles the library unless it is cached."""
-    try:
-        _library()
-    except (BuildError, OSError) as error:
-        return str(error).splitlines()[0]
-    return None
+    return build.why_not(_library)
 
 
 def computes(x: Tensor, other: Tensor) -> bool:
@@ -78,7 +74,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 @cache
 def _library() -> tuple[Callable[[bytes], None], Callable[[bytes], None]]:
-    library = load("small.cpp")
+    library = build.load("small.cpp")
     for function in (library.oslo_rms_norm, library.oslo_rotate):
         function.argtypes, function.restype = [ctypes.c_char_p], None
     return library.oslo_rms_norm, library.oslo_rotate

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from oslo_models.checkpoint.reader import CheckpointReader, StoredTensor
+from oslo_models.checkpoint.reader import CheckpointReader, StoredTensor, range_layout, require_alike
 from oslo_models.sharding.layout import Layout, Range
 
 
@@ -43,15 +43,20 @@ class ConcatenatedReader(CheckpointReader):
             shape = self.inner.tensors[part].shape
             start, stop = max(wanted[0] - first, 0), min(wanted[1] - first, shape[0])
             if start < stop:
-                rows = Layout(shape, 0, (((start, stop),), ((0, start), (stop, shape[0]))))
-                out[start + first - wanted[0] : stop + first - wanted[0]].copy_(self.inner.read(part, rows, 0))
+                rows = self.inner.read(part, range_layout(shape, 0, start, stop), 0)
+                out[start + first - wanted[0] : stop + first - wanted[0]].copy_(rows)
             first += shape[0]
 
 
 def concatenated_reader(reader: CheckpointReader, parts: Mapping[str, Sequence[str]]) -> ConcatenatedReader:
-    """A reader in which ``parts``, which are all in the checkpoint, are replaced by what they are concatenated to."""
+    """A reader in which ``parts``, which are all in the checkpoint, are replaced by what they are concatenated to.
+
+    Raises:
+        CheckpointError: parts of a tensor do not fit, or are not all floating-point numbers.
+    """
     tensors = dict(reader.tensors)
     for name, own in parts.items():
+        require_alike(reader, name, own, first_dim=1)
         stored = [tensors.pop(part) for part in own]
         shape = (sum(part.shape[0] for part in stored), *stored[0].shape[1:])
         tensors[name] = StoredTensor(Layout(shape), stored[0].dtype, ())

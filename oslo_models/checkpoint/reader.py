@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oslo_models.checkpoint.filenames import CheckpointError
 from oslo_models.checkpoint.serialization import dtype_name
 from oslo_models.checkpoint.weights_file import WeightsFile
 from oslo_models.sharding.layout import Index, Layout
@@ -155,3 +156,26 @@ def _translate(index: Index, full: Index, local: Index) -> Index:
     """Translate an index into the full tensor to a shard that has the region ``full`` of it at ``local``."""
     shifts = [b.start - a.start for a, b in zip(full, local, strict=True)]
     return tuple(slice(i.start + shift, i.stop + shift) for i, shift in zip(index, shifts, strict=True))
+
+
+def range_layout(shape: Sequence[int], dim: int, start: int, stop: int) -> Layout:
+    """A layout whose first rank holds the indices from ``start`` to ``stop`` of ``dim``."""
+    return Layout(tuple(shape), dim, (((start, stop),), ((0, start), (stop, shape[dim]))))
+
+
+def require_alike(reader: CheckpointReader, whole: str, parts: Sequence[str], first_dim: int = 0) -> None:
+    """Raise ``CheckpointError`` unless the parts of a tensor have equal sizes and are numbers of one kind.
+
+    Args:
+        whole: the tensor that they are parts of.
+        first_dim: sizes are equal from this dimension on.
+    """
+    first = reader.tensors[parts[0]]
+    for name in parts[1:]:
+        part = reader.tensors[name]
+        fits = len(part.shape) == len(first.shape) and part.shape[first_dim:] == first.shape[first_dim:]
+        if not fits or part.dtype.is_floating_point != first.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{reader.directory}: {name} is a {tuple(part.shape)} of {part.dtype}, and {parts[0]} a "
+                f"{tuple(first.shape)} of {first.dtype}: both are in {whole}; copy or save the checkpoint again"
+            )

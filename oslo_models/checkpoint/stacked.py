@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from oslo_models.checkpoint.filenames import CheckpointError
-from oslo_models.checkpoint.reader import CheckpointReader, StoredTensor
+from oslo_models.checkpoint.reader import CheckpointReader, StoredTensor, range_layout, require_alike
 from oslo_models.sharding.layout import Index, Layout
 
 
@@ -63,9 +62,9 @@ class StackedReader(CheckpointReader):
                 continue
             target = out[piece.expert - experts.start, start + first - rows.start : stop + first - rows.start]
             if (start, stop) == (0, shape[0]):
-                region = _only(shape, 1, columns.start, columns.stop)
+                region = range_layout(shape, 1, columns.start, columns.stop)
             else:  # a rank holds a part of the rows or of the columns, never of both
-                region = _only(shape, 0, start, stop)
+                region = range_layout(shape, 0, start, stop)
             target.copy_(self.inner.read(piece.name, region, 0))
 
 
@@ -78,22 +77,10 @@ def stacked_reader(reader: CheckpointReader, pieces: Mapping[str, Sequence[Piece
     tensors = dict(reader.tensors)
     for name, own in pieces.items():
         stored = [tensors.pop(piece.name) for piece in own]
-        for piece, tensor in zip(own, stored, strict=True):
-            if tensor.shape != stored[0].shape or tensor.dtype.is_floating_point != stored[0].dtype.is_floating_point:
-                raise CheckpointError(
-                    f"{reader.directory}: {piece.name} is a {tuple(tensor.shape)} of {tensor.dtype}, and {own[0].name} "
-                    f"a {tuple(stored[0].shape)} of {stored[0].dtype}: both are in {name}; copy or save the checkpoint "
-                    "again"
-                )
+        require_alike(reader, name, [piece.name for piece in own])
         rows, columns = stored[0].shape
         shape = (1 + max(piece.expert for piece in own), (1 + max(piece.part for piece in own)) * rows, columns)
         tensors[name] = StoredTensor(Layout(shape), stored[0].dtype, ())
     return StackedReader(
         reader.directory, reader.files, reader.grid, reader.manifest, tensors, inner=reader, pieces=pieces
     )
-
-
-def _only(shape: Sequence[int], dim: int, start: int, stop: int) -> Layout:
-    """A layout whose first rank holds the indices from ``start`` to ``stop`` of ``dim``."""
-    size = shape[dim]
-    return Layout(tuple(shape), dim, (((start, stop),), ((0, start), (stop, size))))

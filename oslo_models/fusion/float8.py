@@ -6,7 +6,7 @@ the largest element of what is sharded is the largest over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -27,7 +27,7 @@ from oslo_models.layers.linear import (
     RowParallelConv1D,
     RowParallelLinear,
 )
-from oslo_models.sharding.plan import ColumnParallel, RowParallel
+from oslo_models.sharding.plan import ColumnParallel, Replicated, RowParallel
 
 RECIPES = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 """The recipes by torchao's names, and the compute capability that each needs."""
@@ -203,34 +203,30 @@ def _why_not(recipe: str, device: torch.device, dtype: torch.dtype) -> str | Non
 
 
 def in_float8(
-    model: Any, candidates: Iterable[FusionCandidate], subjects: Iterable[Any], recipe: str
+    model: Any,
+    candidates: Iterable[FusionCandidate],
+    subjects: Iterable[Any],
+    entries: Mapping[str, Replicated],
+    recipe: str,
 ) -> list[FusionCandidate]:
     """``candidates`` with the linear layers that the plan of the model shards; at any number of ranks the same.
 
     Args:
         subjects: the modules of the model, as the rules see them.
+        entries: those of the plan for the modules of blocks, by their names in the model.
 
     Raises:
         ValueError: there is no such layer.
     """
-    plan = model.plan(model.config).under(model._prefix())
     found = {}
     for subject in subjects:
-        kind = type(_entry(plan.blocks, subject.name))
+        kind = type(entries.get(subject.name))
         if kind in (ColumnParallel, RowParallel) and isinstance(subject.module, (nn.Linear, Conv1D)):
             found[subject.name] = _candidate(subject, kind is RowParallel, recipe)
     if not any(candidate.cls for candidate in found.values()) and not model.is_pipeline_parallelized():
         reasons = sorted({candidate.reason for candidate in found.values()}) or ["no linear layer could be sharded"]
         raise ValueError(f"float8={recipe!r} cannot be used in {type(model).__name__}: {', '.join(reasons)}")
     return [*(candidate for candidate in candidates if candidate.module not in found), *found.values()]
-
-
-def _entry(blocks: Any, name: str) -> Any:
-    """The plan's entry for a module of a block."""
-    for stack, entries in blocks.items():
-        if name.startswith(f"{stack}."):
-            return entries.get(name.removeprefix(f"{stack}.").partition(".")[2])
-    return None
 
 
 def _candidate(subject: Any, row_parallel: bool, recipe: str) -> FusionCandidate:

@@ -331,13 +331,20 @@ def set_local_sizes(module: nn.Module) -> None:
         module.num_embeddings, module.embedding_dim = module.weight.shape
 
 
-def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:
-    """The plan's entries under the full names that they have in ``model``."""
-    named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
+def entries_of_blocks(model: nn.Module, plan: Plan, prefix: str) -> dict[str, Replicated]:
+    """The plan's entries of all blocks under the full names that they have in ``model``."""
+    named: dict[str, Replicated] = {}
     for stack in plan.blocks:
         indices = [index for index, _ in model.get_submodule(prefix + stack).named_children()]
         for index, entries in plan.entries_of_blocks(stack, indices):
             named |= {f"{prefix}{stack}.{index}.{key}".removesuffix("."): entry for key, entry in entries.items()}
+    return named
+
+
+def _named_entries(model: nn.Module, plan: Plan, prefix: str, head: Entries) -> dict[str, Replicated]:
+    """The plan's entries under the full names that they have in ``model``."""
+    named: dict[str, Replicated] = {prefix + key: entry for key, entry in plan.embed.items()}
+    named |= entries_of_blocks(model, plan, prefix)
     named |= {prefix + key: entry for key, entry in (*plan.head.items(), *plan.on_every_stage.items())}
     return named | dict(head)
 

@@ -18,6 +18,7 @@ from oslo_models.fusion.narrow_weights import check_narrow, narrow
 from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide
+from oslo_models.modeling.apply_plan import entries_of_blocks
 from oslo_models.modeling.quantizing import check_not_quantized
 
 _COMPILED = ("greedy_search", "sample")
@@ -132,7 +133,10 @@ class FusableModel(PreTrainedModel):
         from oslo_models.fusion import rules  # which imports several architectures of transformers
 
         found = rules.fusion_candidates(self, backend)
-        return found if float8 is None else in_float8(self, found, rules.subjects(self, backend), float8)
+        if float8 is None:
+            return found
+        entries = entries_of_blocks(self, self.plan(self.config), self._prefix())
+        return in_float8(self, found, rules.subjects(self, backend), entries, float8)
 
     def fused_adamw(self, **options: Any) -> torch.optim.AdamW:
         """torch's fused ``AdamW`` over this rank's parameters: one pass over them instead of a dozen.

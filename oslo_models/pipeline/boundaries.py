@@ -49,11 +49,7 @@ def place_boundaries(
                 base.config = LocalConfig(base.config, **{name: value})
                 continue
             module = model.get_submodule(owner)
-            if name in module._buffers:
-                del module._buffers[name]  # else transformers computes it again when it loads weights
-                vars(module)[name] = torch.tensor(value, device="cpu")
-                vars(module)[name]._is_hf_initialized = True
-            elif hasattr(module, name):
+            if hasattr(module, name):
                 setattr(module, name, value)
             else:
                 module.register_forward_pre_hook(partial(_with_argument, name, value), with_kwargs=True)

@@ -377,7 +377,8 @@ class Plan:
 
     def expert_entries(self, stack: str) -> list[str]:
         """The names of the experts inside a block of ``stack``, if it has any."""
-        return [name for name, entry in self.blocks[stack].items() if isinstance(entry, Experts)]
+        kinds = [self.blocks[stack], *self.block_overrides.get(stack, ())]
+        return list({name: None for kind in kinds for name, entry in kind.items() if isinstance(entry, Experts)})
 
     def has_experts(self) -> bool:
         """Whether some blocks have a mixture of experts."""

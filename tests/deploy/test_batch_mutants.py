@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 
-from support.mutants import Edit, MutantPool, load_test
+from support.mutants import Edit, assert_is_caught
 from support.pool import Pool
 
 BATCH, LOOP = "deploy.running_batch", "deploy/test_running_batch_loop.py"
@@ -135,12 +134,4 @@ def test_mistake_is_caught(
     request: pytest.FixtureRequest, pool: Pool, edit: Edit, file: str, name: str, arguments: dict[str, Any]
 ) -> None:
     """The test passes, and fails with the mistake."""
-    test = load_test(file, name)
-    wanted = [each for each in inspect.signature(test).parameters if each not in arguments]
-    given = {**{each: request.getfixturevalue(each) for each in wanted}, **arguments}
-    test(**given)
-    mutated = {"pool": MutantPool(pool, edit)} if "pool" in given else {}
-    with pytest.MonkeyPatch.context() as patch:
-        edit(patch)
-        with pytest.raises((Exception, pytest.fail.Exception)):
-            test(**{**given, **mutated})
+    assert_is_caught(request, pool, edit, file, name, arguments)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 
 from support.float64 import lifted_casts
-from support.mutants import Edit, MutantPool, load_test
+from support.mutants import Edit, assert_is_caught
 from support.pool import Pool
 
 SHARD, ADAPT, PEFT = "distributed.sharded_tensor", "modeling.adapters", "ecosystem/test_peft.py"
@@ -518,20 +517,4 @@ def test_guard_is_needed(
     request: pytest.FixtureRequest, pool: Pool, file: str, edit: Edit, name: str, arguments: dict[str, Any]
 ) -> None:
     """The test passes, and fails with the mistake."""
-    test = load_test(file, name)
-    wanted = [each for each in inspect.signature(test).parameters if each not in arguments]
-    given = {**{each: request.getfixturevalue(each) for each in wanted}, **arguments}
-
-    def in_folder(number: int) -> dict[str, Any]:
-        if "tmp_path" not in given:
-            return given
-        folder = given["tmp_path"] / str(number)
-        folder.mkdir()
-        return {**given, "tmp_path": folder}
-
-    test(**in_folder(0))
-    mutated = {"pool": MutantPool(pool, edit)} if "pool" in given else {}
-    with pytest.MonkeyPatch.context() as patch:
-        edit(patch)
-        with pytest.raises((Exception, pytest.fail.Exception)):
-            test(**{**in_folder(1), **mutated})
+    assert_is_caught(request, pool, edit, file, name, arguments)

@@ -96,3 +96,30 @@ def load_test(file: str, name: str) -> Callable[..., None]:
         sys.path.insert(0, str(path.parent))
     test: Callable[..., None] = getattr(importlib.import_module(path.stem), name)
     return test
+
+
+def assert_is_caught(request: Any, pool: Pool, edit: Edit, file: str, name: str, arguments: dict[str, Any]) -> None:
+    """That a test passes, and fails with a mistake.
+
+    Args:
+        request: pytest's, for the fixtures of the test.
+        file: of the test, below ``tests/``.
+        arguments: those that are not fixtures.
+    """
+    test = load_test(file, name)
+    wanted = [each for each in inspect.signature(test).parameters if each not in arguments]
+    given = {**{each: request.getfixturevalue(each) for each in wanted}, **arguments}
+
+    def in_folder(number: int) -> dict[str, Any]:
+        if "tmp_path" not in given:
+            return given
+        folder = given["tmp_path"] / str(number)
+        folder.mkdir()
+        return {**given, "tmp_path": folder}
+
+    test(**in_folder(0))
+    mutated = {"pool": MutantPool(pool, edit)} if "pool" in given else {}
+    with pytest.MonkeyPatch.context() as patch:
+        edit(patch)
+        with pytest.raises((Exception, pytest.fail.Exception)):
+            test(**{**in_folder(1), **mutated})
