@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 
 from oslo_kernels import float8 as kernel
-from oslo_models import LlamaForCausalLM
+from oslo_models import LlamaForCausalLM, registry
 from oslo_models.fusion import float8
 from oslo_models.fusion.float8 import RECIPES, Float8, Float8Product, _Product
 
@@ -217,3 +217,11 @@ def test_operands_are_what_products_on_gpus_need(rows: bool) -> None:
                 layer = torch.nn.Linear(shape[1], shape[0])
             layer.weight = torch.nn.Parameter(torch.empty(shape, device="cuda"))
             assert float8._why_not_layer(layer) == says
+
+
+def test_layers_of_plans_that_differ_from_block_to_block_are_in_float8() -> None:
+    cls: Any = registry.find("KimiLinearForCausalLM")
+    model = cls.from_config_with_parallel(zoo.config("kimi_linear"), seed=0).fuse(float8="tensorwise")
+    layers = [name for name, module in model.named_modules() if isinstance(module, Float8Product)]
+    kinds = {kind: number for number, kind in enumerate(model.config.layer_types)}
+    assert all(f"model.layers.{number}.self_attn.o_proj" in layers for number in kinds.values()), layers
