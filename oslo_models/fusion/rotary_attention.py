@@ -303,8 +303,8 @@ class FusedPhiAttention(FusedPartialRotaryAttention):
         return self.dense(attended)
 
 
-class OnCPU(FusedLlamaAttention):
-    """Comes before one of these layers on a CPU: a few positions without gradients are embedded in one call."""
+class CPURotaryAttention(FusedLlamaAttention):
+    """A mixin before one of these layers on a CPU: the rotation of few tokens, without gradients, is one call."""
 
     @property
     def config(self) -> Any:

@@ -48,7 +48,7 @@ from oslo_models.fusion.known_layers import (
     layer_name_of,
 )
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
-from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, FusedOlmo2Attention, OnCPU
+from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, CPURotaryAttention, FusedOlmo2Attention
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.norm import HeadParallelNorm, WidthParallelNorm
@@ -413,8 +413,8 @@ def _rotary(s: Subject) -> Iterator[FusionCandidate]:
     fused_cls = ROTARY_CLASSES[s.layer]
     if s.on_cpu:
         reason = f"{_attention_implementation(s.module)}; rotary positions: {_FEW_ROWS}"
-        attributes = {"own_config": s.module.config}
-        yield s.candidate("attention", _mixed(_mixed(OnCPU, fused_cls), s.cls), reason, attributes=attributes)
+        on_cpu = _mixed(_mixed(CPURotaryAttention, fused_cls), s.cls)
+        yield s.candidate("attention", on_cpu, reason, attributes={"own_config": s.module.config})
         return
     reason = f"rotary positions and softmax of weights that are made: {_one_pass(s.backend)}"
     attributes = {"own_config": s.module.config}
