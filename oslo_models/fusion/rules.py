@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import nn
 from transformers.activations import FastGELUActivation, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels import linear, small_operations
+from oslo_kernels import linear
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion import apex, attention, mlps, norms, parallel_blocks
 from oslo_models.fusion import modules as fused
@@ -49,60 +48,12 @@ from oslo_models.fusion.known_layers import (
 )
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
 from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, CPURotaryAttention, FusedOlmo2Attention
+from oslo_models.fusion.subjects import Subject, mixed, one_pass, subjects
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.norm import HeadParallelNorm, WidthParallelNorm
 from oslo_models.layers.vocab_parallel import VocabParallelHead
-from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.sharding.layout import EvenSplit, Layout
-from oslo_models.sharding.plan import VocabParallel
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A module of a model, as the rules see it.
-
-    Attributes:
-        name: the module's name in the model.
-        layer: its class, as `known_layers` names it.
-        classes: the classes of transformers' layers around it, its own first and that of the model last.
-        is_lm_head: whether it maps hidden states to logits over the vocabulary.
-        parent: the class of the module that holds it, as `known_layers` names it.
-    """
-
-    model: Any
-    backend: str
-    name: str
-    module: Any
-    layer: str
-    classes: tuple[type, ...]
-    is_lm_head: bool
-    parent: str
-
-    @property
-    def cls(self) -> Any:
-        """The module's class."""
-        return type(self.module)
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether small operations of the model are fused on a CPU."""
-        return self.backend == "torch" and self.model.device.type == "cpu" and small_operations.why_not() is None
-
-    def candidate(self, operation: str, cls: type | None, reason: str, **options: Any) -> FusionCandidate:
-        """This module as a `FusionCandidate`."""
-        return FusionCandidate(self.name, self.classes, operation, cls, reason, **options)
-
-    def on_gpu(
-        self, operation: str, *, reason: str = "", attributes: Any = None, **by_backend: type
-    ) -> FusionCandidate:
-        """This module with the fused class of its backend mixed in; unfused where the backend has none."""
-        if self.backend in by_backend:
-            cls = _mixed(by_backend[self.backend], self.cls)
-            return self.candidate(operation, cls, reason or _one_pass(self.backend), attributes=attributes or {})
-        return self.candidate(
-            operation, None, "apex has no kernel for it" if self.backend == "apex" else "gains on a GPU, in Triton"
-        )
 
 
 @dataclass(frozen=True)
@@ -125,44 +76,6 @@ def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
         rule = next((rule for rule in RULES if rule.match(subject)), None)
         if rule is not None:
             yield from rule.build(subject)
-
-
-def subjects(model: Any, backend: str) -> Iterator[Subject]:
-    """The modules of this rank's stage; placeholders, which stand for modules of other stages, are left out."""
-    entries = {**model.plan(model.config).under(model._prefix()).head, **model.head_entries(model.config)}
-    lm_heads = {name for name, entry in entries.items() if isinstance(entry, VocabParallel)}
-    layers = {name: layer_name(module) for name, module in model.named_modules()}
-    elsewhere: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if name.startswith(elsewhere):
-            continue
-        if isinstance(module, Placeholder):
-            elsewhere += (f"{name}.",)
-            continue
-        is_lm_head = name in lm_heads and isinstance(module, nn.Linear)
-        parent = layers.get(name.rpartition(".")[0], "")
-        yield Subject(model, backend, name, module, layers[name], _classes_around(model, name), is_lm_head, parent)
-
-
-def _classes_around(model: nn.Module, name: str) -> tuple[type, ...]:
-    """The classes of transformers' layers around a module, its own first if it is one, and that of the model last."""
-    found: list[type] = []
-    module = model
-    for part in name.split(".") if name else ():
-        module = getattr(module, part)
-        if type(module).__module__.startswith("transformers.models."):
-            found.insert(0, type(module))
-    return (*found, type(model))
-
-
-@cache
-def _mixed(fused: Any, cls: Any) -> type:
-    """``cls`` with the methods of ``fused``."""
-    return type(f"Fused{cls.__name__}", (fused, cls), {"__module__": __name__})
-
-
-def _one_pass(backend: str) -> str:
-    return "one pass in apex" if backend == "apex" else "one pass in Triton"
 
 
 _FEW_ROWS = "few rows, without gradients, in one call in C++"
@@ -221,7 +134,7 @@ def _fused_linear(s: Subject) -> type | None:
     if s.backend != "torch" or s.model.device.type != "cpu":
         return None
     product = _PRODUCTS.get(getattr(s.cls, "product", None))
-    return _LINEAR.get(s.cls) if product is None else _mixed(product, s.cls)
+    return _LINEAR.get(s.cls) if product is None else mixed(product, s.cls)
 
 
 # Activations and norms ------------------------------------------------------------------------------------------------
@@ -262,7 +175,7 @@ _SMALL_NORMS: dict[str, type] = {
 
 def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
     if s.on_cpu:
-        yield s.candidate("root mean square norm", _mixed(_SMALL_NORMS[_norm_layer(s)], s.cls), _FEW_ROWS)
+        yield s.candidate("root mean square norm", mixed(_SMALL_NORMS[_norm_layer(s)], s.cls), _FEW_ROWS)
     elif s.layer in RMS_NORMS:
         yield s.on_gpu("root mean square norm", triton=norms.FusedRMSNorm, apex=apex.ApexRMSNorm)
     else:
@@ -279,7 +192,7 @@ def _is_fused_layer_norm(s: Subject) -> bool:
 
 def _layer_norm(s: Subject) -> Iterator[FusionCandidate]:
     cls = apex.ApexLayerNorm if s.backend == "apex" else norms.FusedLayerNorm
-    yield s.candidate("LayerNorm", cls, _one_pass(s.backend))
+    yield s.candidate("LayerNorm", cls, one_pass(s.backend))
 
 
 # MLPs -----------------------------------------------------------------------------------------------------------------
@@ -343,7 +256,7 @@ def _experts(s: Subject) -> Iterator[FusionCandidate]:
         yield s.candidate("experts", None, "a norm follows each expert")
     else:
         fused_class = FusedParallelExperts if isinstance(s.module, ParallelExperts) else FusedExperts
-        yield s.candidate("experts", _mixed(fused_class, s.cls), "few tokens without gradients, expert by expert")
+        yield s.candidate("experts", mixed(fused_class, s.cls), "few tokens without gradients, expert by expert")
 
 
 # Residuals ------------------------------------------------------------------------------------------------------------
@@ -391,7 +304,7 @@ def _following_norm(s: Subject) -> tuple[nn.Module, ...]:
 
 
 def _bloom_mlp(s: Subject) -> Iterator[FusionCandidate]:
-    yield s.on_gpu("residual", reason=f"dropout and residual: {_one_pass(s.backend)}", triton=fused.FusedBloomMLP)
+    yield s.on_gpu("residual", reason=f"dropout and residual: {one_pass(s.backend)}", triton=fused.FusedBloomMLP)
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -413,16 +326,16 @@ def _rotary(s: Subject) -> Iterator[FusionCandidate]:
     fused_cls = ROTARY_CLASSES[s.layer]
     if s.on_cpu:
         reason = f"{_attention_implementation(s.module)}; rotary positions: {_FEW_ROWS}"
-        on_cpu = _mixed(_mixed(CPURotaryAttention, fused_cls), s.cls)
+        on_cpu = mixed(mixed(CPURotaryAttention, fused_cls), s.cls)
         yield s.candidate("attention", on_cpu, reason, attributes={"own_config": s.module.config})
         return
-    reason = f"rotary positions and softmax of weights that are made: {_one_pass(s.backend)}"
+    reason = f"rotary positions and softmax of weights that are made: {one_pass(s.backend)}"
     attributes = {"own_config": s.module.config}
     if issubclass(fused_cls, FusedOlmo2Attention):
         attributes["full_norms"] = full_norms = _full_norms(s.module)
         reason = f"norms over all heads, {reason}" if full_norms else reason
     reason = f"{_attention_implementation(s.module)}; {reason}"
-    yield s.candidate("attention", _mixed(fused_cls, s.cls), reason, attributes=attributes)
+    yield s.candidate("attention", mixed(fused_cls, s.cls), reason, attributes=attributes)
 
 
 def _full_norms(layer: Any) -> FullNorms | None:
@@ -457,9 +370,9 @@ def _is_eager(s: Subject) -> bool:
 
 
 def _eager(s: Subject) -> Iterator[FusionCandidate]:
-    reason = f"{_attention_implementation(s.module)}; softmax of weights that are made: {_one_pass(s.backend)}"
+    reason = f"{_attention_implementation(s.module)}; softmax of weights that are made: {one_pass(s.backend)}"
     attributes = {"own_config": s.module.config}
-    yield s.candidate("attention", _mixed(_EAGER[s.backend], s.cls), reason, attributes=attributes)
+    yield s.candidate("attention", mixed(_EAGER[s.backend], s.cls), reason, attributes=attributes)
 
 
 def _other_attention(s: Subject) -> Iterator[FusionCandidate]:

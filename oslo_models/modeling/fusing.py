@@ -139,13 +139,13 @@ class FusableModel(PreTrainedModel):
         return fusion.report()
 
     def _fusion_candidates(self, backend: str, float8: str | None = None) -> Iterable[FusionCandidate]:
-        from oslo_models.fusion import rules  # which imports several architectures of transformers
+        from oslo_models.fusion import rules, subjects  # which import several architectures of transformers
 
         found = rules.fusion_candidates(self, backend)
         if float8 is None:
             return found
         entries = entries_of_blocks(self, self.plan(self.config), self._prefix())
-        return in_float8(self, found, rules.subjects(self, backend), entries, float8)
+        return in_float8(self, found, subjects.subjects(self, backend), entries, float8)
 
     def fused_adamw(self, **options: Any) -> torch.optim.AdamW:
         """torch's fused ``AdamW`` over this rank's parameters: one pass over them instead of a dozen.
