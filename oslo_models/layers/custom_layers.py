@@ -77,7 +77,7 @@ class SharedParametersModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = vars(self)
-        own |= {name: copy_to(self.tp, self.get_parameter(name)) for name in self.shared}  # hides the parameters
+        own |= {name: copy_to(self.tp, getattr(self, name)) for name in self.shared}  # hides the parameters
         try:
             return super().forward(*args, **kwargs)
         finally:

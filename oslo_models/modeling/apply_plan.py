@@ -332,7 +332,11 @@ def set_local_sizes(module: nn.Module) -> None:
 
 
 def entries_of_blocks(model: nn.Module, plan: Plan, prefix: str) -> dict[str, Replicated]:
-    """The plan's entries of all blocks under the full names that they have in ``model``."""
+    """The entries of all blocks of ``model``, which may be a stage, under the names that they have in it.
+
+    Args:
+        plan: that of the full model.
+    """
     named: dict[str, Replicated] = {}
     for stack in plan.blocks:
         indices = [index for index, _ in model.get_submodule(prefix + stack).named_children()]

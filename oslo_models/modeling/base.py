@@ -314,7 +314,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             return
         tied = self.all_tied_weights_keys
         root = self.stage.canonical_name if self.stage is not None else lambda name: tied.get(name, name)
-        stacks = expert_parameters(self, self.plan(self.config), self._prefix())
+        stacks = expert_parameters(self, self.full_plan(), self._prefix())
         whole = self._initialized_whole()
         for name in whole:
             self.get_submodule(name)._is_hf_initialized = True  # type: ignore[assignment]
@@ -326,9 +326,14 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
                 initialize_whole(self, name, self.layouts, self._init_seed, self.mesh.rank_in, root)
         initialize_computed(self, self._init_seed)
 
+    def full_plan(self) -> Plan:
+        """The plan of the full model: the configuration of a pipeline stage knows the kinds of its own blocks only."""
+        with self._counting_all_layers():
+            return self.plan(self.config)
+
     def _initialized_whole(self) -> list[str]:
         """The names of modules some of whose weights transformers computes from sizes of the full module."""
-        return modules_with_parameters_of_heads(self, self.plan(self.config), self._prefix())
+        return modules_with_parameters_of_heads(self, self.full_plan(), self._prefix())
 
     @contextmanager
     def _counting_all_layers(self) -> Iterator[None]:

@@ -144,7 +144,7 @@ class FusableModel(PreTrainedModel):
         found = rules.fusion_candidates(self, backend)
         if float8 is None:
             return found
-        entries = entries_of_blocks(self, self.plan(self.config), self._prefix())
+        entries = entries_of_blocks(self, self.full_plan(), self._prefix())
         return in_float8(self, found, subjects.subjects(self, backend), entries, float8)
 
     def fused_adamw(self, **options: Any) -> torch.optim.AdamW:

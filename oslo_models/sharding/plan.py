@@ -356,16 +356,14 @@ class Plan:
         return replace(self, blocks=blocks)
 
     def entries_of_blocks(self, stack: str, indices: Sequence[str]) -> Iterator[tuple[str, Entries]]:
-        """The entries of each block of ``stack``, of the full model or of a stage of it, by its number as a string.
+        """The entries of some blocks of ``stack``.
 
         Args:
-            indices: the numbers of the blocks, as in the full model.
+            indices: their numbers as strings, as in the full model, whose plan this has to be.
         """
-        overrides = self.block_overrides.get(stack, ())
-        if len(overrides) > len(indices):  # the plan is that of the full model, of which these are some blocks
-            overrides = [overrides[int(index)] for index in indices]
-        for position, index in enumerate(indices):
-            yield index, {**self.blocks[stack], **overrides[position]} if overrides else self.blocks[stack]
+        overrides = self.block_overrides.get(stack)
+        for index in indices:
+            yield index, self.blocks[stack] if overrides is None else {**self.blocks[stack], **overrides[int(index)]}
 
     def kinds_of_blocks(self) -> list[Entries]:
         """The entries of each kind of block."""

@@ -15,6 +15,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import oslo_models
+from oslo_models import registry
 from oslo_models.modeling.derived.derivation import derive_plan, templates
 from oslo_models.modeling.derived.deriving import derive_for_model
 from oslo_models.modeling.derived.verification import differences
@@ -324,27 +325,15 @@ def test_the_trial_notices_a_wrong_plan(seed: int) -> None:
 # Classes of transformers' kind ----------------------------------------------------------------------------------------
 
 
-def language_model(name: str, **sizes: Any) -> Any:
-    config = getattr(hf, f"{name}Config")
-    return getattr(hf, f"{name}ForCausalLM"), config(vocab_size=50, num_hidden_layers=2, **sizes)
-
-
 SIZES = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "max_position_embeddings": 32}
 ENCODER = {**SIZES, "type_vocab_size": 2, "num_hidden_layers": 2, "vocab_size": 50}
-FOUR_HEADS = {**SIZES, "hidden_size": 48, "num_attention_heads": 4}
 IMAGE = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40, "image_size": 16}
 ARCHITECTURES: dict[str, Any] = {
-    "diffllama": lambda: language_model("DiffLlama", num_key_value_heads=4, **FOUR_HEADS),
     "esm": lambda: (hf.EsmForMaskedLM, hf.EsmConfig(mask_token_id=4, pad_token_id=1, **ENCODER)),
-    "roc_bert": lambda: (
-        hf.RoCBertForMaskedLM,
-        hf.RoCBertConfig(pronunciation_vocab_size=20, shape_vocab_size=20, **ENCODER),
-    ),
     "nystromformer": lambda: (
         hf.NystromformerForMaskedLM,
         hf.NystromformerConfig(segment_means_seq_len=8, num_landmarks=8, **ENCODER),
     ),
-    "xmod": lambda: (hf.XmodForMaskedLM, hf.XmodConfig(languages=["en"], default_language="en", **ENCODER)),
     "fnet": lambda: (
         hf.FNetForMaskedLM,
         hf.FNetConfig(**{k: v for k, v in ENCODER.items() if k != "num_attention_heads"}),
@@ -386,6 +375,7 @@ def randomized(cls: Any, config: Any) -> Any:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == FAST else [pytest.mark.zoo]) for n in ARCHITECTURES])
 def test_architectures_that_the_zoo_lacks_train_as_on_one_process(name: str, seed: int) -> None:
     cls, config, inputs = architecture(name, seed)
+    assert config.model_type not in registry.ARCHITECTURES, "the zoo has it now: take another one"
     model = randomized(cls, config)
     other = oslo_models.tensor_parallel(copy.deepcopy(model), ["cpu"] * 2)
     assert isinstance(other, cls)
@@ -401,9 +391,6 @@ def test_architectures_that_the_zoo_lacks_train_as_on_one_process(name: str, see
     model.eval(), other.eval()
     with torch.no_grad(), lifted_casts():
         assert not lines_of("logits", other(**inputs).logits, model(**inputs).logits, TOLERANCE)
-        if cls.__name__.endswith("ForCausalLM"):
-            options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-            assert torch.equal(other.generate(**inputs, **options), model.generate(**inputs, **options))
 
 
 def with_code(folder: Path, model: Any) -> Any:

@@ -11,10 +11,11 @@ from oslo_models import registry
 from oslo_models.deploy.running_batch.limits import BatchLimits
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
-_STATEFUL = (
-    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2"),
-    *("nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-)
+_KINDS = {
+    **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), ""),
+    "indexed_attention": "its cache holds the keys of an indexer beside those of attention",
+}
+"""Why a model with a kind of block, of those in transformers' ``layer_types``, cannot join: other kinds keep states."""
 EXCLUSIVE: Mapping[str, str] = {
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",
@@ -22,12 +23,8 @@ EXCLUSIVE: Mapping[str, str] = {
     "xlnet": "it predicts with a query of its own, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
     "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
-    **dict.fromkeys(
-        ("deepseek_v32", "glm_moe_dsa"), "its cache holds the keys of an indexer beside those of attention"
-    ),
-    **dict.fromkeys(_STATEFUL, _STATES),
 }
-"""Types of decoders of the zoo that cannot join, and why. Of others it is not known: they do not join either."""
+"""Types of decoders of the zoo that cannot join, and why, beside those whose blocks tell."""
 _INPUTS = ("input_ids", "inputs", "attention_mask")
 _OBJECTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "decoding")
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -100,7 +97,8 @@ def reason_against(config: Any) -> str | None:
         return "it is an encoder-decoder, whose encoder computes a batch at once"
     if getattr(config, "is_decoder", True) is False:
         return "it is an encoder: is_decoder=False in its configuration"
-    return EXCLUSIVE.get(config.model_type)
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    return next(filter(None, (_KINDS.get(kind, _STATES) for kind in kinds)), EXCLUSIVE.get(config.model_type))
 
 
 def longest(config: Any, limits: BatchLimits) -> int:
