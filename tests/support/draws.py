@@ -188,6 +188,22 @@ def _fit_mamba2(values: Values, draw: random.Random) -> None:
     values["n_groups"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
 
 
+def _fit_mamba_beside_attention(values: Values, draw: random.Random) -> None:
+    heads = values["mamba_n_heads"]  # which divide twice the width
+    values["hidden_size"] *= heads // math.gcd(heads, 2 * values["hidden_size"])
+
+
+def _fit_mimo(values: Values, draw: random.Random) -> None:
+    values["head_dim"] = draw.choice((6, 12))  # a third is rotated, in pairs
+    # sliding attention has twice as many heads of keys and values
+    heads = values["num_attention_heads"] = draw.choice((4, 6))
+    values["num_key_value_heads"] = draw.choice([n for n in range(1, heads // 2 + 1) if heads % (2 * n) == 0])
+
+
+def _fit_two_kinds(values: Values, draw: random.Random) -> None:
+    values["layer_types"][:2] = draw.sample(["linear_attention", "full_attention"], 2)  # transformers wants both
+
+
 def _fit_roformer(values: Values, draw: random.Random) -> None:
     values["embedding_size"] = draw.choice((values["hidden_size"], 20))
 
@@ -213,6 +229,8 @@ def _fit_albert(values: Values, draw: random.Random) -> None:
 
 FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "albert": _fit_albert,
+    "axk2": _fit_low_rank_query,
+    "bamba": _fit_mamba_beside_attention,
     "codegen": _fit_codegen,
     "axk1": _fit_low_rank_query,
     "bailing_hybrid": _fit_low_rank_query,
@@ -226,12 +244,17 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "glm_moe_dsa": _fit_low_rank_query,
     "gpt_neo": _fit_gpt_neo,
     "gptj": _fit_gptj,
+    "granitemoehybrid": _fit_mamba_beside_attention,
     "helium": _fit_helium,
     "hubert": _fit_wav2vec2,
+    "kimi_linear": _fit_latent_attention,
+    "llama4_text": _fit_smollm3,
     "luke": _fit_luke,
     "mamba2": _fit_mamba2,
+    "mimo_v2_flash": _fit_mimo,
     "minicpm3": _fit_latent_attention,
     "mobilebert": _fit_mobilebert,
+    "olmo_hybrid": _fit_two_kinds,
     "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,
