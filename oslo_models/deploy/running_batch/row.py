@@ -32,6 +32,7 @@ class Row:
         number: of the call.
         new: the tokens that were generated.
         ended: no more are to come.
+        shares: other prompts may take over its keys and values.
         is_plain: its tokens are the most probable ones, and nothing else is asked for.
     """
 
@@ -41,7 +42,7 @@ class Row:
         self._buffer_BL, self._length = ids_BL, ids_BL.shape[1]
         self._ends = _Ends(criteria)
         self.new: list[int] = []
-        self.ended = False
+        self.ended, self.shares = False, True
         self._generator: torch.Generator | None = None
         if self._config.do_sample:
             self._generator = torch.Generator(ids_BL.device).manual_seed(seed)
