@@ -17,7 +17,7 @@ _HELP = {
     "time_per_token_seconds": "Between the tokens of such an answer, on average.",
     "queue_seconds": "From the request to the start of its computation, of such an answer.",
     "prompt_tokens_total": "Tokens of prompts.",
-    "reused_prompt_tokens_total": "Tokens of them that were not computed again, as a prefix of a former prompt had them.",
+    "reused_prompt_tokens_total": "Tokens of them that were not computed again.",
     "generated_tokens_total": "Tokens generated.",
     "cancelled_calls_total": "Calls cancelled because their client left or the server ended.",
     "rejected_requests_total": "Requests answered with status 429.",

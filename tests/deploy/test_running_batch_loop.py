@@ -318,7 +318,7 @@ def test_shared_prefixes_are_computed_once(pair: Any, seed: int, reuses: bool) -
     model, whole = pair
     system = prompt(seed, 1, 20)["input_ids"]
     calls = {number: after(system, seed + number) for number in (0, 1)}
-    calls[2] = after(system, seed + 2, do_sample=True, temperature=0.9, seed=5)
+    calls[2] = {**after(system, seed + 2), "do_sample": True, "temperature": 0.9, "seed": 5}
     calls[3] = after(torch.tensor(alone(whole, calls[0])), seed + 3)  # the next turn of a chat
     calls[4] = calls[3]
     application = Application(model, BatchLimits(3, 64, 4, reuses))
@@ -358,7 +358,7 @@ def test_prefixes_are_forgotten_when_the_model_changes(pair: Any, seed: int) -> 
     """Also those of rows that are computed at that time."""
     model, whole = pair
     call, application = greedy(seed, 6, 20), Application(model)
-    answer, forgets = application.answer, iter((True, True, False))
+    forgets = iter((True, True, False))
 
     def other(message: Request) -> None:
         if next(forgets):
@@ -366,12 +366,13 @@ def test_prefixes_are_forgotten_when_the_model_changes(pair: Any, seed: int) -> 
         application._send(Reply(message.number, message.method), message.number)
 
     application._answer = other  # type: ignore[method-assign]
-    for number, step in ((0, 0), (2, 12), (4, 60), (6, 100)):
+    for number, step in enumerate((0, 20, 60, 100)):
         application.send(step, request(number, call))
-        application.send(step + 9, Request(number + 1, "save_pretrained", (), {}, 0))
+    for number, step in ((4, 3), (5, 50), (6, 80)):
+        application.send(step, Request(number, "save_pretrained", (), {}, 0))
     application.run()
-    for number in (0, 2, 4, 6):
-        assert answer(number).result.tolist() == alone(whole, call)
+    for number in range(4):
+        assert application.answer(number).result.tolist() == alone(whole, call)
     assert reused(application) == [19]
 
 
@@ -387,13 +388,13 @@ def test_failed_forward_leaves_no_prefixes(pair: Any, seed: int, monkeypatch: py
         return right(step)
 
     monkeypatch.setattr(application.batch.runner, "run", run)
-    for number, step in enumerate((0, 8, 60, 90)):
+    for number, step in enumerate((0, 8, 60, 90, 120)):
         application.send(step, request(number, call))
     application.run()
-    assert sum(isinstance(application.answer(number), Failure) for number in range(4)) == 1
-    for number in (0, 2, 3):
+    assert isinstance(application.answer(2), Failure)
+    for number in (0, 1, 3, 4):
         assert application.answer(number).result.tolist() == alone(whole, call)
-    assert reused(application) == [19, 19]
+    assert reused(application) == [19, 19, 19]  # by 1, 2 and 4
 
 
 @pytest.mark.parametrize(

@@ -128,5 +128,5 @@ class Scheduler:
 
 
 def _computed(row: Generated) -> list[int]:
-    """The tokens of a row whose keys and values are in its slot: the newest one has none yet. None if it shares none."""
+    """The tokens of a row whose keys and values others may take over: the newest one has none yet."""
     return [*row.prompt, *row.new[:-1]] if row.shares else []

@@ -100,7 +100,7 @@ class SlotCache(Cache):
         self.stop += more
 
     def free(self, slot: int) -> None:
-        """Remove a row; the last one moves into its slot. If former rows are kept, it moves into that of the last one."""
+        """Remove a row; the last one moves into its slot. If former rows are kept, both change places."""
         last, begin = len(self.lengths) - 1, self._begin(slot)
         if slot != last:
             for layer in self.layers:
