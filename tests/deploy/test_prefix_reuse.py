@@ -91,17 +91,19 @@ def test_what_is_reused_is_what_the_prompt_begins_with(calls: list[Any], slots: 
 
 def test_least_recently_used_is_lost_and_contained_ones_first() -> None:
     prefixes = Prefixes(4, least=2)
-    for slot in (3, 2, 1):
+    for slot in (2, 3, 1):
         prefixes.keep(slot, [slot, slot, slot, slot])
-    assert prefixes.find([3, 3, 3, 3], []) == (3, 3)  # the last token is computed
-    assert prefixes.find([2, 9, 9], []) == (0, 0)  # one token is not worth it
+    assert prefixes.find([2, 2, 2, 2], []) == (2, 3)  # the last token is computed
+    assert prefixes.find([3, 9, 9], []) == (0, 0)  # one token is not worth it
     assert prefixes.find([1, 1, 9, 9], [[0], [1, 1, 9]]) == (1, 3)  # of a row
     assert prefixes.displace(0, [7, 7]) == -1  # nothing is in the slot
-    assert prefixes.displace(1, [7, 7]) == 2  # the others are full: what was in 2 is lost
-    assert prefixes.find([2, 2, 2], []) == (0, 0) and prefixes.find([1, 1, 1], []) == (2, 2)
+    assert prefixes.displace(1, [7, 7]) == 3  # the others are full: what was in 3 is lost
+    assert prefixes.find([3, 3, 3], []) == (0, 0) and prefixes.find([1, 1, 1], []) == (3, 2)
     prefixes.keep(1, [5, 5])
-    assert prefixes.displace(1, [3, 3, 3, 3, 4]) == 3  # what was in 3 is in the row
-    assert prefixes.find([3, 3, 3], []) == (0, 0) and prefixes.find([5, 5, 5], []) == (3, 2)
+    assert prefixes.displace(1, [1, 1, 1, 1, 4]) == 3  # what was in 3 is in the row
+    assert prefixes.find([1, 1, 1], []) == (0, 0) and prefixes.find([5, 5, 5], []) == (3, 2)
+    assert prefixes.displace(2, [7, 7]) == -1  # the others are newer
+    assert prefixes.find([2, 2, 2], []) == (0, 0)
     prefixes.clear()
     assert prefixes.find([5, 5, 5], []) == (0, 0)
 
@@ -118,7 +120,7 @@ def test_deployed_model_counts_what_it_reuses(tmp_path: Path, seed: int, sizes: 
     """Also after it was idle, with the tokens of a call alone; not after an adapter or ``fuse`` has changed it."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     torch.manual_seed(seed)
-    whole: Any = transformers.GPT2LMHeadModel(deployment.CONFIG).double().eval()
+    whole: Any = transformers.GPT2LMHeadModel(deployment.SENSITIVE).double().eval()
     whole.save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(r=3, lora_alpha=40, target_modules=["c_attn"], init_lora_weights=False)
     adapted = peft.get_peft_model(copy.deepcopy(whole), config).eval()
@@ -150,7 +152,7 @@ def test_deployed_model_counts_what_it_reuses(tmp_path: Path, seed: int, sizes: 
 
 
 def test_reuse_can_be_turned_off(tmp_path: Path, seed: int) -> None:
-    whole: Any = transformers.GPT2LMHeadModel(deployment.CONFIG).double().eval()
+    whole: Any = transformers.GPT2LMHeadModel(deployment.SENSITIVE).double().eval()
     whole.save_pretrained(tmp_path)
     batch, options = deployment.prompt(seed, 1, 30), {"max_new_tokens": 4, "do_sample": False}
     made = GPT2LMHeadModel.from_pretrained_with_parallel(

@@ -333,25 +333,41 @@ def test_shared_prefixes_are_computed_once(pair: Any, seed: int, reuses: bool) -
     assert bool(reused(application)) is reuses is bool(application.batch.runner.rows.kept)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_row_that_ends_first_changes_places_with_the_last(pair: Any, seed: int) -> None:
+    """The others go on; the next turn of it, whose prompt is longer than theirs, takes over what it has computed."""
+    model, whole = pair
+    first = greedy(seed, 4, 10)
+    turn = after(torch.tensor(alone(whole, first)), seed + 9, length=40)
+    calls = [first, greedy(seed + 1, 40, 19), greedy(seed + 2, 40, 14), turn]
+    application = Application(model, BatchLimits(4, 90, 30))
+    for number, (call, step) in enumerate(zip(calls, (0, 0, 0, 12), strict=True)):
+        application.send(step, request(number, call))
+    application.run()
+    assert [0, 1, 2] in application.rows and [2, 1, 3] in application.rows
+    for number, call in enumerate(calls):
+        assert application.answer(number).result.tolist() == alone(whole, call)
+    assert reused(application) == [10 + 4 - 1]
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
 def test_prefixes_stay_while_rows_come_and_memory_grows(pair: Any, seed: int, rows: int) -> None:
     """Conversations in turns: each goes on from its last answer, in whatever slot that has come to lie."""
     model, whole = pair
     rng, application = random.Random(seed), Application(model, BatchLimits(rows, 120, 7))
     said = {chat: prompt(seed + chat, 1, 9)["input_ids"] for chat in range(4)}
     calls = []
-    for turn in range(12):
+    for turn in range(24):
         chat = rng.randrange(4)
         way = rng.choice(running.WAYS)
         call = {**after(said[chat], rng.getrandbits(30), rng.randint(1, 7)), "seed": turn, "pad_token_id": 0, **way}
         call.pop("min_new_tokens", None)
         calls.append((call, running.alone(whole, call)))
         said[chat] = calls[-1][1]
-        application.send(turn * rng.choice((1, 8)) if turn else 0, request(turn, call))
+        application.send(rng.randrange(60) if turn else 0, request(turn, call))
     application.run()
     for number, (_, expected) in enumerate(calls):
         assert torch.equal(application.answer(number).result, expected)
-    assert rows < 3 or reused(application)
+    assert reused(application)
 
 
 def test_prefixes_are_forgotten_when_the_model_changes(pair: Any, seed: int) -> None:
