@@ -30,6 +30,7 @@ FORGOTTEN, LOST = (
     "test_least_recently_used_is_lost_and_contained_ones_first",
 )
 ENDS_FIRST = "test_row_that_ends_first_changes_places_with_the_last"
+NUCLEUS = (f"{BATCH}.nucleus:Nucleus.__call__", "deploy/test_nucleus.py", "test_bits_of_equal_and_special_values")
 SIMULATED = "test_what_is_reused_is_what_the_prompt_begins_with"
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
 
@@ -47,6 +48,10 @@ FAST: list[Row] = [
 """In this process."""
 
 SLOW: list[Row] = [
+    (NUCLEUS[0], "sorted_V[removed - 1] == least", "False", *NUCLEUS[1:], {}),
+    (NUCLEUS[0], "warper.min_tokens_to_keep", "1", *NUCLEUS[1:], {}),
+    (NUCLEUS[0], "<= 1 - warper", "< 1 - warper", *NUCLEUS[1:], {}),
+    (NUCLEUS[0], "scores < least", "scores <= least", *NUCLEUS[1:], {}),
     (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", REUSED, SIMULATED, {}),
     (f"{PREFIXES}._drop_prefixes_of", "kept != tokens[: len(kept)]", "True", REUSED, LOST, {}),
     (f"{PREFIXES}.find", "self._held[slot] = self._held.pop(slot)", "pass", REUSED, LOST, {}),

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from oslo_models.deploy.decoding import Decoding
+from oslo_models.deploy.running_batch.nucleus import faster
 
 
 class Row:
@@ -38,7 +39,8 @@ class Row:
 
     def __init__(self, number: int, ids_BL: Tensor, prompt: list[int], seed: int, settings: Any) -> None:
         self.number, self.prompt, self.seed = number, prompt, seed
-        self._processors, criteria, self._config, self._scored = settings
+        processors, criteria, self._config, self._scored = settings
+        self._processors = LogitsProcessorList(map(faster, processors))
         self._buffer_BL, self._length = ids_BL, ids_BL.shape[1]
         self._ends = _Ends(criteria)
         self.new: list[int] = []
