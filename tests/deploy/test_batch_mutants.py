@@ -101,7 +101,7 @@ SLOW: list[Row] = [
         "self.stop = columns, before + self.window",
         "self.stop = columns, self.stop",
         LOOP,
-        OWN,
+        ENDS_FIRST,
         {},
     ),
     (

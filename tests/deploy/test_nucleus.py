@@ -35,7 +35,10 @@ def test_bits_of_random_logits(seed: int, scale: float, top_p: float) -> None:
 VALUES = st.sampled_from([-float("inf"), -2.0, -0.0, 0.0, 0.5, 0.75, 1.0, 3.0, float("inf"), float("nan")])
 
 
-@given(st.lists(VALUES, min_size=1, max_size=12), st.floats(0, 1), st.integers(1, 14))
+TOP_P = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]) | st.floats(0, 1)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=12), TOP_P, st.integers(1, 14))
 def test_bits_of_equal_and_special_values(values: list[float], top_p: float, least: int) -> None:
     check(torch.tensor([values]), top_p=top_p, min_tokens_to_keep=least)
 
