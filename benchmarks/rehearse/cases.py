@@ -50,8 +50,8 @@ def _tests() -> Iterator[Case]:
         yield Case("tests", name, f"{HERE}.checks:{name}", quick=name == "two_ranks")
     for path in gpu_tests():
         yield Case("tests", path, f"{HERE}.checks:pytest_file", 420, 6, {"path": path}, quick="ngrams" in path)
-    for name in ("autocast", "half_precision", "odd_sizes", "strided", "compiled", "deployed", "parallelized",
-                 "threads", "imports"):  # fmt: skip
+    for name in ("symmetric_memory", "autocast", "half_precision", "odd_sizes", "strided", "compiled", "deployed",
+                 "parallelized", "threads", "imports"):  # fmt: skip
         yield Case("tests", name, f"{HERE}.checks:{name}", 180)
 
 

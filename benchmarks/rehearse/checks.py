@@ -87,9 +87,15 @@ def single_rank(bench: Bench) -> None:
 
 def two_ranks(bench: Bench) -> None:
     """Tensor parallelism of two processes that share the device, through gloo: NCCL refuses two ranks on one GPU."""
-    for kind, errors in ranks.launch(bench.device).items():
-        for name, error in errors.items():
-            _report(bench, f"{kind}: {name}", error)
+    for name, error in ranks.launch(bench.device, ranks.compare_kinds).items():
+        _report(bench, name, error)
+
+
+def symmetric_memory(bench: Bench) -> None:
+    """Sums of two processes that share the device, through memory that both address, also from CUDA graphs."""
+    with bench.attempt(OURS):
+        for name, error in ranks.launch(bench.device, ranks.sum_in_shared_memory).items():
+            _report(bench, name, error)
 
 
 def _report(bench: Bench, name: str, error: float) -> None:

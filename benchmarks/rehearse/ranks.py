@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,18 +91,53 @@ def _a_folder_of_all_ranks() -> Iterator[str]:
         dist.barrier()
 
 
-def launch(device: torch.device) -> dict[str, dict[str, float]]:
-    """`compare` on two processes that share ``device``: by kind, the larger errors of both."""
+def compare_kinds(device: torch.device) -> dict[str, float]:
+    """`compare` for each kind, on two ranks."""
+    return {f"{kind}: {name}": x for kind in KINDS for name, x in compare(kind, 2, device).items()}
+
+
+def sum_in_shared_memory(device: torch.device) -> dict[str, float]:
+    """On two ranks: sums through memory that both address, in compiled code and replayed CUDA graphs.
+
+    torch refuses such memory to ranks of one GPU, unless a variable says that this is a test. On a CPU there is none.
+    """
+    from oslo_models.distributed.collectives import all_reduce
+    from oslo_models.distributed.mesh import ParallelMesh
+    from oslo_models.distributed.symmetric_memory import connect
+
+    axis = ParallelMesh(2).tp
+    with mock.patch.dict(os.environ, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1"):
+        try:
+            connect(axis, device)
+        except ValueError:
+            if device.type == "cuda":
+                raise
+            return {"refused on CPUs": 0.0}
+
+    def layers(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = all_reduce(axis, x * (axis.rank + 1)) / 3 + x
+        return x
+
+    compiled, error = torch.compile(layers, mode="reduce-overhead", fullgraph=True), 0.0
+    for number in range(6):  # of which the first compiles, and the next records
+        x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(number)).to(device)
+        error = max(error, _error(compiled(x).clone(), layers(x)))
+    return {"compiled sums": error}
+
+
+def launch(device: torch.device, work: Callable[[torch.device], dict[str, float]]) -> dict[str, float]:
+    """``work`` on two processes that share ``device``: by name, the larger error of both."""
     import torch.multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
         how = "spawn" if device.type == "cuda" else "fork"  # which takes seconds less
-        torch.multiprocessing.start_processes(_rank, (device, folder), nprocs=2, start_method=how)
+        torch.multiprocessing.start_processes(_rank, (device, folder, work), nprocs=2, start_method=how)
         found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(2)]
-    return {kind: {name: max(each[kind][name] for each in found) for name in found[0][kind]} for kind in KINDS}
+    return {name: max(each[name] for each in found) for name in found[0]}
 
 
-def _rank(rank: int, device: torch.device, folder: str) -> None:
+def _rank(rank: int, device: torch.device, folder: str, work: Callable[[torch.device], dict[str, float]]) -> None:
     """A rank. A mesh takes gloo for a group of CPUs, so here it is told the device."""
     from oslo_models.distributed import mesh
     from oslo_models.modeling import construction
@@ -114,7 +150,7 @@ def _rank(rank: int, device: torch.device, folder: str) -> None:
     with ExitStack() as stack:
         for module in (mesh, construction):
             stack.enter_context(mock.patch.object(module, "start_process_group", lambda *_, **__: device))
-        found = {kind: compare(kind, 2, device) for kind in KINDS}
+        found = work(device)
     Path(folder, str(rank)).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

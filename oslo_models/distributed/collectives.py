@@ -28,6 +28,9 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tens
     if axis.size == 1:
         return x
     if torch.compiler.is_compiling():  # becomes a node of the graph
+        memory = axis.symmetric_memory
+        if memory is not None and op == SUM and memory.takes(x):
+            return x.copy_(_symmetric_sum_op(x, memory.axis))
         dist.all_reduce(x, op=op, group=axis.group)
         return x
     # Every sharded layer of a decoding model comes through here. A call takes a few microseconds, mostly in Python.
@@ -80,7 +83,7 @@ def all_gather(axis: Axis, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         sizes: the size of each rank's shard along ``dim``.
     """
     if has_dispatch_mode():
-        return _all_gather_op(x, _axis_handle(axis), dim, sizes)
+        return _all_gather_op(x, axis_handle(axis), dim, sizes)
     largest = max(sizes)
     if sizes[axis.rank] < largest:
         padding = x.new_zeros(*x.shape[:dim], largest - sizes[axis.rank], *x.shape[dim + 1 :])
@@ -138,7 +141,7 @@ def _is_queued(axis: Axis, given: Tensor | list[Tensor]) -> bool:
     return x.is_cuda and axis.watchdog is not None and not torch.cuda.is_current_stream_capturing()
 
 
-# Collectives that activation checkpointing can keep -------------------------------------------------------------------
+# Collectives as operations: for activation checkpointing, which can keep them, and for compilers --------------------
 
 
 def has_dispatch_mode() -> bool:
@@ -157,14 +160,14 @@ def reduce_fresh(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Te
     checkpointing policy may keep its result, so that the backward pass does not communicate again.
     """
     if axis.size > 1 and has_dispatch_mode():
-        return _all_reduce_op(x, _axis_handle(axis), op == MAX)
+        return _all_reduce_op(x, axis_handle(axis), op == MAX)
     return all_reduce(axis, x, op)
 
 
 _AXES: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
 
 
-def _axis_handle(axis: Axis) -> int:
+def axis_handle(axis: Axis) -> int:
     """A number that stands for the axis: the arguments of a custom operation cannot be Python objects."""
     _AXES[id(axis)] = axis
     return id(axis)
@@ -191,6 +194,17 @@ def _all_gather_op(x: Tensor, axis: int, dim: int, sizes: Sequence[int]) -> Tens
 @_all_gather_op.register_fake
 def _(x: Tensor, axis: int, dim: int, sizes: Sequence[int]) -> Tensor:
     return x.new_empty(*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])
+
+
+@torch.library.custom_op("oslo::symmetric_sum", mutates_args=())
+def _symmetric_sum_op(x: Tensor, axis: int) -> Tensor:
+    summed: Tensor = _AXES[axis].symmetric_memory.sum(x.contiguous())
+    return summed
+
+
+@_symmetric_sum_op.register_fake
+def _(x: Tensor, axis: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 # From one rank to others ----------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ class Axis:
         timeout: seconds to wait for the other ranks in one collective.
         watchdog: knows what the other ranks are doing; ``None`` without a process group.
         threads: the group that replaces a process group where the ranks are threads of this process.
+        symmetric_memory: the `SymmetricMemory` through which compiled code computes small sums; ``None``: by NCCL.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Axis:
     watchdog: Watchdog | None = None
     threads: ThreadGroup | None = None
     size: int = field(init=False)  # read in every collective; a property would be measurably slower
+    symmetric_memory: Any = field(init=False, default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", len(self.ranks))

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, StaticCache
 from oslo_models import registry
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
+from oslo_models.distributed.symmetric_memory import connect, disconnect
 from oslo_models.fusion.decoding import Decoders, rounded_length, without_waiting
 from oslo_models.fusion.float8 import check_float8, in_float8
 from oslo_models.fusion.narrow_weights import check_narrow, narrow
@@ -43,6 +44,7 @@ class FusableModel(PreTrainedModel):
         measure: bool = True,
         weights: str | None = None,
         float8: str | None = None,
+        symmetric_memory: bool = False,
     ) -> Any:
         """Swap modules of this model, in place, for faster ones that compute the same up to rounding.
 
@@ -66,13 +68,16 @@ class FusableModel(PreTrainedModel):
                 the linear layers that tensor parallelism shards multiply in float8, in both passes, with the scales of
                 one process. Parameters keep their type. It needs a GPU from Ada or, for rows, Hopper on, or a CPU, on
                 which it is slow.
+            symmetric_memory: on GPUs of one host that read each other's memory, compiled code (and so the decoding of
+                ``generate``) computes sums of up to 128 KiB over the ranks by one kernel of torch, in place of NCCL. It
+                is used once it has given NCCL's sums here.
 
         Returns:
             The model itself.
 
         Raises:
-            ValueError: the model has no such class, or the backend, ``weights`` or ``float8`` is not available; the
-                model is unchanged.
+            ValueError: the model has no such class, or the backend, ``weights``, ``float8`` or ``symmetric_memory`` is
+                not available; the model is unchanged.
         """
         if modules is not None and not (isinstance(modules, list) and all(isinstance(cls, type) for cls in modules)):
             raise ValueError(f"modules must be a list of classes such as [GPT2MLP], or None, got {modules!r}")
@@ -82,7 +87,7 @@ class FusableModel(PreTrainedModel):
         names = None if modules is None else sorted(cls.__name__ for cls in modules)
         if self.mesh is not None:
             given = {"modules": names, "backend": backend, "measure": measure, "weights": weights}
-            given["float8"] = float8
+            given |= {"float8": float8, "symmetric_memory": symmetric_memory}
             require_equal(self.mesh.model, given, "arguments of fuse")
         chosen = choose_backend(backend, self.device)
         if weights is not None:
@@ -96,22 +101,24 @@ class FusableModel(PreTrainedModel):
         offered = self._layer_names({cls.__name__ for candidate in found for cls in candidate.classes})
         if unknown := [cls.__name__ for cls in modules or () if cls not in known and cls.__name__ not in offered]:
             raise ValueError(f"{type(self).__name__} has no {', '.join(unknown)} to fuse in; it has {sorted(offered)}")
-        if self._fusion is None:
-            self._fusion = Fusion(chosen, weights, float8)
+        fusion = self._fusion or Fusion(chosen, weights, float8)
         for name, before, now in (
-            ("backend", self._fusion.backend, chosen),
-            ("weights", self._fusion.weights, weights),
-            ("float8", self._fusion.float8, float8),
+            ("backend", fusion.backend, chosen),
+            ("weights", fusion.weights, weights),
+            ("float8", fusion.float8, float8),
         ):
             if before != now:
                 raise ValueError(f"the model is fused with {name}={before!r}: call unfuse() first")
+        if symmetric_memory and self.mesh is not None:
+            connect(self.mesh.tp, self.device)
+        self._fusion = fusion
         selected = None if modules is None else self._with_own_classes(set(modules))
         if chosen == "torch" and self.device.type == "cpu":
             tp = None if self.mesh is None else self.mesh.tp
             if weights is not None:
                 found = narrow(self, found, selected, tp, weights)
             found = decide(self, found, selected, tp, measure)
-        self._fusion.apply(self, found, selected)
+        fusion.apply(self, found, selected)
         return self
 
     def unfuse(self) -> Any:
@@ -119,6 +126,8 @@ class FusableModel(PreTrainedModel):
         if self._fusion is not None:
             self._fusion.undo()
             self._fusion = self._decoders = None
+            if self.mesh is not None:
+                disconnect(self.mesh.tp)
         return self
 
     def fusion_report(self) -> FusionReport:

@@ -19,7 +19,7 @@ from torch.overrides import BaseTorchFunctionMode
 from transformers.generation.utils import DeferredStopCheck
 from transformers.integrations import moe
 
-from oslo_models.distributed import autograd_collectives, collectives
+from oslo_models.distributed import autograd_collectives, collectives, symmetric_memory
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion import norms
@@ -228,11 +228,23 @@ def a_token_too_many(patch: Patch) -> None:
     patch.setattr(DeferredStopCheck, "finish", lambda self: 0)
 
 
+def symmetric_memory_unchecked(patch: Patch) -> None:
+    patch.setattr(symmetric_memory, "_sums_that_are_wrong", lambda axis, memory, device: [])
+
+
+def symmetric_memory_for_sums_of_any_size(patch: Patch) -> None:
+    patch.setattr(symmetric_memory.SymmetricMemory, "takes", lambda self, x: x.dtype in self.dtypes)
+
+
 def experts_in_a_loop(patch: Patch) -> None:
     patch.setattr(moe, "_can_use_grouped_mm", lambda *args: False)
 
 
 MUTANTS: dict[str, list[Caught]] = {
+    "distributed/test_symmetric_memory.py": [
+        (symmetric_memory_unchecked, "test_memory_that_is_missing_or_sums_wrongly_is_refused_on_all_ranks", {}),
+        (symmetric_memory_for_sums_of_any_size, "test_small_sums_of_compiled_code_go_through_the_memory", {"n": 2}),
+    ],
     "fusion/test_fused_attention.py": [
         (
             head_norms_without_sum_of_gradients,

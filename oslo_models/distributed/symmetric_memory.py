@@ -1,0 +1,161 @@
+"""Sums over the GPUs of one host through memory that all of them address, for the small sums of decoding steps.
+
+Each rank writes its part where the others can read it, and adds up all parts itself: one kernel and one exchange, where
+NCCL's ring has a step for each rank. The kernel is torch's ``symm_mem::one_shot_all_reduce_copy``. It waits until all
+ranks have written before it reads, and until all have read before it ends, so the next sum may use the same memory.
+
+`connect` gives an axis such memory; `collectives.all_reduce` then uses it in compiled code.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oslo_models.distributed.collectives import all_reduce, axis_handle
+from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.object_exchange import agree, gather_objects
+
+BYTES = 128 * 1024
+"""The largest sum, as in Inductor: beyond it, reading all parts takes longer than NCCL's further steps."""
+_ALIGNMENT = 16
+_ROUNDS = 8
+_WITHOUT = "leave symmetric_memory out, so that NCCL computes all sums"
+
+
+class SymmetricMemory:
+    """Memory of this rank that the other ranks of a group read, and the sums through it.
+
+    Two sums of a group may not run at the same time, on two streams.
+
+    Args:
+        device: a GPU.
+
+    Attributes:
+        dtypes: those of which it computes sums.
+        axis: the number by which operations of torch know its axis.
+    """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+    def __init__(self, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory
+
+        self._buffer = _symmetric_memory.empty(BYTES, dtype=torch.uint8, device=device)
+        self._group, self.axis = "", 0
+
+    def connect(self, axis: Axis) -> None:
+        """Exchange addresses with the other ranks of the axis, each of which calls this."""
+        from torch.distributed import _symmetric_memory
+
+        assert axis.group is not None
+        self._handle = _symmetric_memory.rendezvous(self._buffer, axis.group)
+        self._group, self.axis = axis.group.group_name, axis_handle(axis)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether this is the way to sum ``x``, rather than NCCL. All ranks of a sum find the same."""
+        size = x.numel() * x.element_size()
+        return x.dtype in self.dtypes and 0 < size <= BYTES and size % _ALIGNMENT == 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of ``x`` over the ranks, in new memory.
+
+        Args:
+            x: contiguous, and one that `takes` accepts.
+        """
+        if x.data_ptr() % _ALIGNMENT:  # the kernel wants it aligned as the buffer is
+            x = x.clone()
+        part = self._buffer.view(x.dtype)[: x.numel()].view(x.shape)
+        summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(part, x, "sum", self._group)
+        return summed
+
+
+def connect(axis: Axis, device: torch.device, memory_type: Callable[[torch.device], Any] = SymmetricMemory) -> None:
+    """Let compiled code sum small tensors over the axis through memory that its ranks share. Every rank calls this.
+
+    It is used only after it has given NCCL's sums, also when it is replayed from a CUDA graph, on these GPUs.
+
+    Args:
+        device: the GPU of this rank.
+        memory_type: makes a `SymmetricMemory`, or what stands for one.
+
+    Raises:
+        ValueError: the ranks have no such memory, or their sums through it are wrong. NCCL's remain.
+    """
+    if axis.size == 1 or axis.symmetric_memory is not None:
+        return
+    what = "symmetric_memory=True"
+    with agree(axis, what):
+        if axis.group is None or (memory_type is SymmetricMemory and device.type != "cuda"):
+            where = "threads" if axis.group is None else f"processes on {device}"
+            raise ValueError(f"{what} is for processes that have a GPU each, and the ranks are {where}: {_WITHOUT}")
+    hosts = gather_objects(axis, socket.gethostname())
+    if len(set(hosts)) > 1:
+        raise ValueError(f"{what} is for GPUs of one host, and the ranks are on {sorted(set(hosts))}: {_WITHOUT}")
+    with agree(axis, what), _explained(what):
+        memory = memory_type(device)
+    with agree(axis, what), _explained(what):
+        memory.connect(axis)
+    found = _sums_that_are_wrong(axis, memory, device)
+    with agree(axis, what):
+        if found:
+            raise ValueError(f"{what} gives wrong sums here, of {found} values: {_WITHOUT}")
+    object.__setattr__(axis, "symmetric_memory", memory)
+
+
+def disconnect(axis: Axis) -> None:
+    """Have NCCL compute all sums over the axis again."""
+    object.__setattr__(axis, "symmetric_memory", None)
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise errors of torch's memory as a ``ValueError`` that says what to do."""
+    try:
+        yield
+    except (RuntimeError, ImportError, AttributeError) as error:
+        raise ValueError(f"{what} cannot be used here: {error}; {_WITHOUT}") from error
+
+
+def _sums_that_are_wrong(axis: Axis, memory: Any, device: torch.device) -> list[int]:
+    """The sizes whose sums differ from those of the process group. Parts are small integers, so that sums are exact.
+
+    A rank that reads too early would see an older part; so there are several rounds, in which ranks begin sooner or
+    later than others.
+    """
+    alike = [(n, dtype) for dtype in memory.dtypes for n in (_ALIGNMENT, 1000 * _ALIGNMENT, BYTES // dtype.itemsize)]
+    parts = [torch.zeros(n, dtype=dtype, device=device) for n, dtype in alike]
+    replay, sums = _replayed(lambda: [memory.sum(part) for part in parts], device)
+    wrong = set()
+    generator = torch.Generator().manual_seed(axis.rank)
+    for number in range(_ROUNDS):
+        for part in parts:
+            part.copy_(torch.randint(-8, 9, part.shape, generator=generator))
+        expected = [part.clone() for part in parts]
+        for each in expected:
+            all_reduce(axis, each)
+        if number % axis.size == axis.rank and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        sums = replay() or sums
+        wrong |= {part.numel() for part, a, b in zip(parts, sums, expected, strict=True) if not torch.equal(a, b)}
+    return sorted(wrong)
+
+
+def _replayed(compute: Callable[[], list[Tensor]], device: torch.device) -> tuple[Callable[[], Any], list[Tensor]]:
+    """On a GPU, a CUDA graph of ``compute`` and the tensors that a replay writes; elsewhere the function itself."""
+    if device.type != "cuda":
+        return compute, []
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        compute()  # allocates and loads what a capture may not
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sums = compute()
+    return graph.replay, sums
