@@ -19,7 +19,7 @@ from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.connection import has_spare_core
 from oslo_models.deploy.errors import EngineError
 from oslo_models.deploy.loading import load_workers
-from oslo_models.deploy.messages import Cancel, Ping, Pong, Request, Stepped
+from oslo_models.deploy.messages import Cancel, Ping, Pong, Request, Reused, Stepped
 from oslo_models.deploy.pending_call import PendingCall
 from oslo_models.deploy.process_executor import LOOPBACK, Executor, ProcessExecutor, StartExecutor
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, BatchLimits
@@ -45,6 +45,7 @@ class Engine:
 
     Attributes:
         devices: the device of each rank.
+        reused_tokens: of prompts, which the running batch did not compute again.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Engine:
         self.limits, self._leader = limits, leader
         self.ranks, self._threads, self._make, self._start_executor = ranks, threads, make, start_executor
         self.devices: list[str] = []
+        self.reused_tokens = 0
         self._lock, self._starting, self._ending = threading.Lock(), threading.RLock(), threading.RLock()
         self._calls: dict[int, PendingCall] = {}
         self._pongs: dict[int, tuple[float, Pong]] = {}
@@ -362,6 +364,8 @@ class Engine:
     def _handle(self, rank: int, message: Any, pids: list[int]) -> None:
         if isinstance(message, Pong):
             self._pongs[rank] = time.monotonic(), message
+        elif isinstance(message, Reused):
+            self.reused_tokens += message.tokens
         elif isinstance(message, Stepped):
             for number, value in message.values:
                 if (streaming := self._calls.get(number)) is not None:

@@ -110,6 +110,12 @@ class Stepped(NamedTuple):
     values: list[tuple[int, Any]]
 
 
+class Reused(NamedTuple):
+    """From the leader of the running batch: so many tokens of a prompt were not computed, as a prefix had them."""
+
+    tokens: int
+
+
 class Reply(NamedTuple):
     """From a worker: a call has returned. ``result`` is set by the rank that has the outputs, or with ``gather``."""
 

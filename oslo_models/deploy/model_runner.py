@@ -113,6 +113,7 @@ class ModelRunner:
             self.model.generation_config = request.generation_config
         if self.model.pipeline is not None:  # an earlier call that was abandoned does not concern this one
             self.model.pipeline.runner.abandoned = False
+        self._forget_prefixes_before(request.method)
         kwargs = dict(request.kwargs)
         if request.method == "memory":
             return self._memory(*request.args)
@@ -127,6 +128,14 @@ class ModelRunner:
             return _OF_THE_RANK[request.method](self.model, *request.args)
         result = getattr(self.model, request.method)(*_to_device(request.args, self.device), **kwargs)
         return None if result is self.model else result
+
+    def _forget_prefixes_before(self, method: str) -> None:
+        if "batch" not in vars(self):  # not used yet
+            return
+        from oslo_models.deploy.running_batch.loop import UNCHANGING
+
+        if method not in UNCHANGING:
+            self.batch.forget_prefixes()
 
     def _generate(self, request: Request, kwargs: dict[str, Any]) -> Any:
         from transformers import StoppingCriteriaList

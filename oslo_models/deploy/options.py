@@ -34,6 +34,8 @@ class DeployOptions:
             together; 1: they are computed one after another.
         max_batch_length: tokens of a row, prompt and answer together; longer calls are computed between its steps.
         prefill_chunk_size: tokens of a prompt that are computed in one step, beside a token of every other row.
+        reuse_prefixes: prompts of the running batch take over the keys and values of tokens that they share with the
+            beginning of a call that was computed before.
         verbose: ``"simple"`` or ``"detail"`` prints the memory of each device.
         deploy_secret: known to the processes of a launcher and nobody else; required if they are on several hosts,
             which authenticate each other with it.
@@ -45,6 +47,7 @@ class DeployOptions:
     max_batch_size: int = DEFAULT_LIMITS.rows
     max_batch_length: int = DEFAULT_LIMITS.length
     prefill_chunk_size: int = DEFAULT_LIMITS.chunk
+    reuse_prefixes: bool = DEFAULT_LIMITS.reuse
     verbose: str | bool | None = None
     deploy_secret: str | None = field(default=None, repr=False)
     master_addr: str | None = None
@@ -61,6 +64,8 @@ class DeployOptions:
             raise ValueError(f"deploy_backend={self.deploy_backend!r} is none of {', '.join(map(repr, BACKENDS))}")
         for name in ("max_batch_size", "max_batch_length", "prefill_chunk_size"):
             check_size(name, getattr(self, name))
+        if not isinstance(self.reuse_prefixes, bool):
+            raise ValueError(f"reuse_prefixes must be True or False, got {self.reuse_prefixes!r}")
         if self.verbose not in (None, False, True, "simple", "detail"):
             raise ValueError(f"verbose must be None, 'simple' or 'detail', got {self.verbose!r}")
         if self.deploy_secret is not None:
@@ -72,7 +77,7 @@ class DeployOptions:
 
     def limits(self, config: Any) -> BatchLimits:
         """Of the running batch of a model."""
-        limits = BatchLimits(self.max_batch_size, self.max_batch_length, self.prefill_chunk_size)
+        limits = BatchLimits(self.max_batch_size, self.max_batch_length, self.prefill_chunk_size, self.reuse_prefixes)
         return replace(limits, length=longest(config, limits))
 
     def backend(self, ranks: int) -> str:

@@ -29,6 +29,7 @@ from oslo_models.deploy.messages import (
     Ready,
     Reply,
     Request,
+    Reused,
     Setup,
     Stepped,
     Streamed,
@@ -39,7 +40,8 @@ _HEADER = struct.Struct("<qq")
 _MESSAGES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        *(Setup, Join, Request, Cancel, Ping, Listening, Loading, Ready, Streamed, Stepped, Reply, Failure, Pong),
+        *(Setup, Join, Request, Cancel, Ping, Listening, Loading, Ready, Streamed, Stepped, Reused, Reply),
+        *(Failure, Pong),
     )
 }
 _NUMPY_DTYPES = {

@@ -204,7 +204,8 @@ def _kind(config: Any, args: argparse.Namespace) -> Any:
 def _load(name: str, args: argparse.Namespace, secret: str | None) -> Any:
     """The deployed model."""
     kind = _kind(AutoConfig.from_pretrained(name), args)
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "prefill_chunk_size", "dtype")
+    names: tuple[str, ...] = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "prefill_chunk_size")
+    names += ("reuse_prefixes", "dtype")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     if (length := args.max_batch_length or args.max_length) is not None:
         options["max_batch_length"] = length

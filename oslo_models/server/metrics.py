@@ -17,6 +17,7 @@ _HELP = {
     "time_per_token_seconds": "Between the tokens of such an answer, on average.",
     "queue_seconds": "From the request to the start of its computation, of such an answer.",
     "prompt_tokens_total": "Tokens of prompts.",
+    "reused_prompt_tokens_total": "Tokens of them that were not computed again.",
     "generated_tokens_total": "Tokens generated.",
     "cancelled_calls_total": "Calls cancelled because their client left or the server ended.",
     "rejected_requests_total": "Requests answered with status 429.",
@@ -38,6 +39,7 @@ class Metrics:
         self._gauges: dict[str, Callable[[], float]] = {}
 
     def gauge(self, name: str, value: Callable[[], float]) -> None:
+        """Ask for a value when it is read; one whose name ends with ``_total`` may only grow."""
         self._gauges[name] = value
 
     def count(self, name: str, by: float = 1, **labels: str) -> None:
@@ -58,9 +60,9 @@ class Metrics:
         for name, about in _HELP.items():
             counted = {labels: value for (key, labels), value in counts.items() if key == name}
             timed = {labels: row for (key, labels), row in times.items() if key == name}
-            kind = "gauge" if name in self._gauges else "counter" if name.endswith("_total") else "histogram"
+            kind = "counter" if name.endswith("_total") else "gauge" if name in self._gauges else "histogram"
             lines += [f"# HELP oslo_models_{name} {about}", f"# TYPE oslo_models_{name} {kind}"]
-            if kind == "gauge":
+            if name in self._gauges:
                 lines.append(f"oslo_models_{name} {self._gauges[name]():g}")
             lines += [f"oslo_models_{name}{_braces(labels)} {value:.17g}" for labels, value in counted.items()]
             for labels, row in timed.items():

@@ -42,6 +42,7 @@ class Service:
         generators = [model.generator for model in models if model.generator]
         metrics.gauge("calls_waiting", lambda: sum(generator.waiting for generator in generators))
         metrics.gauge("calls_limit", lambda: places)
+        metrics.gauge("reused_prompt_tokens_total", lambda: sum(each.model.reused_prompt_tokens for each in models))
 
     async def completions(self, request: CompletionRequest) -> Response:
         return await self._respond(request)

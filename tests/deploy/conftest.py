@@ -27,10 +27,11 @@ def model(stand: faults.Stand) -> Any:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Any, Any]]:
-    """A GPT-2 in float64, and the same in plain transformers."""
+    """A GPT-2 in float64 whose tokens depend on all that came before, and the same in plain transformers."""
     torch.manual_seed(0)
-    model: Any = GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, dtype=torch.float64).eval()
-    whole = transformers.GPT2LMHeadModel(deployment.CONFIG).double().eval()
+    config = deployment.SENSITIVE
+    model: Any = GPT2LMHeadModel.from_config_with_parallel(config, dtype=torch.float64).eval()
+    whole = transformers.GPT2LMHeadModel(config).double().eval()
     whole.load_state_dict(model.state_dict())
     with torch.no_grad():
         yield model, whole

@@ -23,6 +23,15 @@ FORWARD, REJECTED = (
     "test_failed_forward_ends_all_calls_and_later_ones_are_computed",
     "test_call_that_generate_rejects_fails_by_itself",
 )
+PREFIXES, REUSED = f"{BATCH}.prefixes:Prefixes", "deploy/test_prefix_reuse.py"
+SHARED, STAY = "test_shared_prefixes_are_computed_once", "test_prefixes_stay_while_rows_come_and_memory_grows"
+FORGOTTEN, LOST = (
+    "test_prefixes_are_forgotten_when_the_model_changes",
+    "test_least_recently_used_is_lost_and_contained_ones_first",
+)
+ENDS_FIRST = "test_row_that_ends_first_changes_places_with_the_last"
+NUCLEUS = (f"{BATCH}.nucleus:Nucleus.__call__", "deploy/test_nucleus.py", "test_bits_of_equal_and_special_values")
+SIMULATED = "test_what_is_reused_is_what_the_prompt_begins_with"
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
 
 Row = tuple[str, str, str, str, str, dict[str, Any]]
@@ -33,10 +42,45 @@ FAST: list[Row] = [
     (f"{ROW}:Row.__init__", "manual_seed(seed)", "manual_seed(0)", LOOP, OWN, {}),
     (f"{SCHEDULER}.drop", "row.ended or unwanted(row)", "row.ended", LOOP, CANCELLED, {"state": "row"}),
     (f"{TAKES}._take_all", "self._fail(row.number, error)", "raise", LOOP, RAISES, {"when": 1}),
+    (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", LOOP, SHARED, {"reuses": True}),
+    (f"{PREFIXES}.find", "prompt[:-1]", "prompt", REUSED, LOST, {}),
 ]
 """In this process."""
 
 SLOW: list[Row] = [
+    (NUCLEUS[0], "sorted_V[removed - 1] == least", "False", *NUCLEUS[1:], {}),
+    (NUCLEUS[0], "warper.min_tokens_to_keep", "1", *NUCLEUS[1:], {}),
+    (NUCLEUS[0], "<= 1 - warper", "< 1 - warper", *NUCLEUS[1:], {}),
+    (NUCLEUS[0], "scores < least", "scores <= least", *NUCLEUS[1:], {}),
+    (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", REUSED, SIMULATED, {}),
+    (f"{PREFIXES}._drop_prefixes_of", "kept != tokens[: len(kept)]", "True", REUSED, LOST, {}),
+    (f"{PREFIXES}.find", "self._held[slot] = self._held.pop(slot)", "pass", REUSED, LOST, {}),
+    (f"{PREFIXES}.displace", "other not in self._held", "True", REUSED, LOST, {}),
+    (f"{PREFIXES}.displace", "del self._held[slot]", "pass", REUSED, LOST, {}),
+    (
+        f"{PREFIXES}.find",
+        "(*enumerate(rows), *self._held.items())",
+        "self._held.items()",
+        LOOP,
+        SHARED,
+        {"reuses": True},
+    ),
+    (f"{SCHEDULER}.forget_prefixes", "row.shares = False", "pass", LOOP, FORGOTTEN, {}),
+    (f"{TAKES}.forget_prefixes", "self._scheduler.forget_prefixes()", "pass", LOOP, FORGOTTEN, {}),
+    (f"{SCHEDULER}.clear", "self.forget_prefixes()", "pass", LOOP, "test_failed_forward_leaves_no_prefixes", {}),
+    (f"{SLOTS}.free", "self.stop, self._keeps)", "self.stop)", LOOP, ENDS_FIRST, {}),
+    (f"{SLOTS}.free", "= begin, self.stop", "= 0, self.stop", LOOP, ENDS_FIRST, {}),
+    (f"{SLOTS}.append", "max(slot, displaced)", "slot", LOOP, STAY, {"rows": 5}),
+    (f"{SLOTS}.append", "layer.move(displaced, slot, *former)", "pass", LOOP, STAY, {"rows": 3}),
+    (f"{SLOTS}.begin_with", "other._begin(slot)", "0", LOOP, ENDS_FIRST, {}),
+    (
+        f"{BATCH}.slot_cache:_SlotLayer.relocate",
+        "target[slot, :, : held.shape[2]] = held[slot]",
+        "pass",
+        LOOP,
+        STAY,
+        {"rows": 5},
+    ),
     (f"{SLOTS}.free", "self.lengths[slot] = self.lengths[last]", "pass", LOOP, OWN, {}),
     (f"{RUNNER}._decode", "rows.lengths)[:, None]", "[rows.window] * len(tokens))[:, None]", LOOP, OWN, {}),
     (f"{ROW}:_Ends.__call__", "token in self._tokens", "False", LOOP, ENDS, {}),
@@ -49,15 +93,15 @@ SLOW: list[Row] = [
         {"what": "a row of padding"},
     ),
     (f"{SCHEDULER}.plan", "self._since_rows + len(chunk) > self.chunk", "False", POOLED, FAIR, {}),
-    (f"{SLOTS}.free", "layer.copy(slot, layer, last, self.stop, self.stop)", "pass", LOOP, OWN, {}),
-    (f"{SLOTS}.append", "max(0, length - self.window)", "0", LOOP, OWN, {}),
+    (f"{SLOTS}.free", "layer.move(slot, last, 0, self.stop, self._keeps)", "pass", LOOP, OWN, {}),
+    (f"{SLOTS}.append", "max(0, length - self.window)", "0", LOOP, ENDS_FIRST, {}),
     (f"{SLOTS}.start.fget", "self.stop - max(self.lengths, default=0)", "0", LOOP, OWN, {}),
     (
         f"{SLOTS}._relocate",
         "self.stop = columns, before + self.window",
         "self.stop = columns, self.stop",
         LOOP,
-        OWN,
+        ENDS_FIRST,
         {},
     ),
     (
@@ -69,7 +113,7 @@ SLOW: list[Row] = [
         {},
     ),
     (f"{RUNNER}._prefill", "prompt.lengths = [0]", "prompt.lengths = [1]", LOOP, OWN, {}),
-    (f"{RUNNER}.run", "self.rows.free(slot)", "pass", LOOP, OWN, {}),
+    (f"{RUNNER}.free", "self.rows.free(slot)", "pass", LOOP, OWN, {}),
     (f"{ROW}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, {}),
     (f"{ROW}:prepare", "(ids_BL >= vocabulary).any()", "False", LOOP, REJECTED, {}),
     (f"{ROW}:_prepare_row", "input_ids[0, mask_BL[0].bool()]", "input_ids[0]", LOOP, OWN, {}),

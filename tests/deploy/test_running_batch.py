@@ -221,7 +221,9 @@ def test_memory_is_reserved_and_described(served: Any, seed: int) -> None:
     sizes = model.reserve_batch()
     # keys and values of 2 layers and 24 of 48 channels on each rank, for 4 rows and a prompt of 512 positions and room
     assert sizes == {f"cpu:{rank}": 2 * 2 * 24 * 8 * (4 + 1) * (512 + 64) for rank in range(2)}
-    assert model.describe_batch() == ("a running batch of 4 rows of up to 512 tokens, 2.2 MB on cpu:0, 2.2 MB on cpu:1")
+    assert model.describe_batch() == (
+        "a running batch of 4 rows of up to 512 tokens, 2.2 MB on cpu:0, 2.2 MB on cpu:1; prompts reuse former prefixes"
+    )
     call = {**prompt(seed), "max_new_tokens": 5, "do_sample": False}
     assert torch.equal(model.generate(**call), whole.generate(**call))
 

@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from oslo_models.deploy.messages import Failure, Reply, Request, Stepped
-from oslo_models.deploy.running_batch.admission import joins
+from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
+from oslo_models.deploy.running_batch.admission import cuts_anywhere, joins
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import NoFollowers
@@ -83,7 +83,7 @@ class Application:
 
     def answer(self, number: int) -> Any:
         """The only reply or failure of a call."""
-        (found,) = [each for each in self.sent if not isinstance(each, Stepped) and each.number == number]
+        (found,) = [each for each in self.sent if isinstance(each, (Reply, Failure)) and each.number == number]
         return found
 
     def streamed(self, number: int) -> list[Any]:
@@ -290,3 +290,139 @@ def test_admission_looks_at_all_configurations() -> None:
     )
     assert joins(deployment.CONFIG, beams, LIMITS, {**call, "num_beams": 1}, False)
     assert not joins(deployment.CONFIG, None, LIMITS, call, False)
+
+
+# Prefixes -------------------------------------------------------------------------------------------------------------
+
+
+def after(ids_BL: Tensor, seed: int, new: int = 6, length: int = 3, **options: Any) -> dict[str, Any]:
+    """A call whose prompt goes on from other tokens."""
+    call = greedy(seed, new, length, **options)
+    ids = torch.cat([ids_BL, call["input_ids"]], 1)
+    return {**call, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def reused(application: Application) -> list[int]:
+    return [each.tokens for each in application.sent if isinstance(each, Reused)]
+
+
+def without_chance(calls: dict[int, dict[str, Any]]) -> bool:
+    """No two prompts go on alike after their common part."""
+    lasts = [tuple(call["input_ids"][0, -3:].tolist()) for call in calls.values()]
+    return len({last[0] for last in lasts}) == len(lasts)
+
+
+@pytest.mark.parametrize("reuses", [True, False])
+def test_shared_prefixes_are_computed_once(pair: Any, seed: int, reuses: bool) -> None:
+    """Of a row that goes on, of one that has ended, of all of a former prompt and answer; with tokens as if alone."""
+    model, whole = pair
+    system = prompt(seed, 1, 20)["input_ids"]
+    calls = {number: after(system, seed + number) for number in (0, 1)}
+    calls[2] = {**after(system, seed + 2), "do_sample": True, "temperature": 0.9, "seed": 5}
+    calls[3] = after(torch.tensor(alone(whole, calls[0])), seed + 3)  # the next turn of a chat
+    calls[4] = calls[3]
+    application = Application(model, BatchLimits(3, 64, 4, reuses))
+    for number, (call, step) in enumerate(zip(calls.values(), (0, 2, 50, 100, 150), strict=True)):
+        application.send(step, request(number, call))
+    application.run()
+    for number, call in calls.items():
+        assert application.answer(number).result.tolist() == alone(whole, call)
+    # of the answer the last token was not computed; of the same prompt again, the last token is
+    if reuses and without_chance({number: calls[number] for number in range(3)}):
+        assert reused(application) == [20, 20, 23 + 5, 29 + 3 - 1]
+    assert bool(reused(application)) is reuses is bool(application.batch.runner.rows.kept)
+
+
+def test_row_that_ends_first_changes_places_with_the_last(pair: Any, seed: int) -> None:
+    """The others go on; the next turn of it, whose prompt is longer than theirs, takes over what it has computed."""
+    model, whole = pair
+    first = greedy(seed, 4, 10)
+    turn = after(torch.tensor(alone(whole, first)), seed + 9, length=40)
+    calls = [first, greedy(seed + 1, 40, 19), greedy(seed + 2, 40, 14), turn]
+    application = Application(model, BatchLimits(4, 90, 30))
+    for number, (call, step) in enumerate(zip(calls, (0, 0, 0, 12), strict=True)):
+        application.send(step, request(number, call))
+    application.run()
+    assert [0, 1, 2] in application.rows and [2, 1, 3] in application.rows
+    for number, call in enumerate(calls):
+        assert application.answer(number).result.tolist() == alone(whole, call)
+    assert reused(application) == [10 + 4 - 1]
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+def test_prefixes_stay_while_rows_come_and_memory_grows(pair: Any, seed: int, rows: int) -> None:
+    """Conversations in turns: each goes on from its last answer, in whatever slot that has come to lie."""
+    model, whole = pair
+    rng, application = random.Random(seed), Application(model, BatchLimits(rows, 120, 7))
+    said = {chat: prompt(seed + chat, 1, 9)["input_ids"] for chat in range(4)}
+    calls = []
+    for turn in range(24):
+        chat = rng.randrange(4)
+        way = rng.choice(running.WAYS)
+        call = {**after(said[chat], rng.getrandbits(30), rng.randint(1, 7)), "seed": turn, "pad_token_id": 0, **way}
+        call.pop("min_new_tokens", None)
+        calls.append((call, running.alone(whole, call)))
+        said[chat] = calls[-1][1]
+        application.send(rng.randrange(60) if turn else 0, request(turn, call))
+    application.run()
+    for number, (_, expected) in enumerate(calls):
+        assert torch.equal(application.answer(number).result, expected)
+    assert reused(application)
+
+
+def test_prefixes_are_forgotten_when_the_model_changes(pair: Any, seed: int) -> None:
+    """Also those of rows that are computed at that time."""
+    model, whole = pair
+    call, application = greedy(seed, 6, 20), Application(model)
+    forgets = iter((True, True, False))
+
+    def other(message: Request) -> None:
+        if next(forgets):
+            application.batch.forget_prefixes()
+        application._send(Reply(message.number, message.method), message.number)
+
+    application._answer = other  # type: ignore[method-assign]
+    for number, step in enumerate((0, 20, 60, 100)):
+        application.send(step, request(number, call))
+    for number, step in ((4, 3), (5, 50), (6, 80)):
+        application.send(step, Request(number, "save_pretrained", (), {}, 0))
+    application.run()
+    for number in range(4):
+        assert application.answer(number).result.tolist() == alone(whole, call)
+    assert reused(application) == [19]
+
+
+def test_failed_forward_leaves_no_prefixes(pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, whole = pair
+    application, call = Application(model), greedy(seed, 6, 20)
+    right, runs = application.batch.runner.run, []
+
+    def run(step: Any) -> Any:
+        runs.append(step)
+        if len(runs) == 20:
+            raise MemoryError("of the step")
+        return right(step)
+
+    monkeypatch.setattr(application.batch.runner, "run", run)
+    for number, step in enumerate((0, 8, 60, 90, 120)):
+        application.send(step, request(number, call))
+    application.run()
+    assert isinstance(application.answer(2), Failure)
+    for number in (0, 1, 3, 4):
+        assert application.answer(number).result.tolist() == alone(whole, call)
+    assert reused(application) == [19, 19, 19]  # by 1, 2 and 4
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        (None, True),
+        ({"rope_type": "linear"}, True),
+        ({"rope_type": "dynamic"}, False),
+        ({"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}, False),
+    ],
+)
+def test_prefixes_are_not_reused_where_positions_depend_on_the_length(rope: Any, expected: bool) -> None:
+    config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, num_hidden_layers=1)
+    config.rope_parameters = rope
+    assert cuts_anywhere(config) is expected

@@ -26,7 +26,11 @@ from benchmarks.faulty import (
 from oslo_models import BertModel, GPT2LMHeadModel
 from oslo_models.deploy import torchrun_executor as torchrun
 
-__all__ = ["CONFIG", "LONG", "Collected", "Trouble", "application", "prompt", "server_address"]
+__all__ = ["CONFIG", "LONG", "SENSITIVE", "Collected", "Trouble", "application", "prompt", "server_address"]
+
+
+SENSITIVE = GPT2Config(**{**CONFIG.to_diff_dict(), "initializer_range": 0.3, "tie_word_embeddings": False})
+"""Each token depends on all before it: smaller random weights hardly let it, and tied ones repeat the last token."""
 
 
 def prompt(seed: int, rows: int = 2, length: int = 7) -> dict[str, Tensor]:

@@ -35,6 +35,8 @@ class StubModel:
         if act is not None:
             self.generate = act
 
+    reused_prompt_tokens = 0
+
     def can_generate(self) -> bool:
         return True
 

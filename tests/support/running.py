@@ -12,6 +12,7 @@ from torch import Tensor
 
 from oslo_models.deploy.messages import Request
 from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.row import Call, plain_tokens, prepare
 from oslo_models.deploy.running_batch.scheduler import Scheduler
 from oslo_models.deploy.running_batch.step import Step
@@ -31,13 +32,19 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 def requests(rng: random.Random, count: int, vocab: int = 101, longest: int = 11) -> list[dict[str, Any]]:
-    """Arguments of calls of `generate`, each with a ``seed`` for its draws; some have two rows, one of them padded."""
+    """Arguments of calls of `generate`, each with a ``seed`` for its draws; some have two rows, one of them padded.
+
+    Half of the prompts begin as the one before.
+    """
     made = []
     for number in range(count):
         options = {**WAYS[number % len(WAYS)], "max_new_tokens": rng.randint(4, 12), "seed": rng.getrandbits(32)}
         rows = 2 if not options["do_sample"] and rng.random() < 0.4 else 1
         length = rng.randint(1, longest)
         ids = torch.tensor([[rng.randrange(3, vocab) for _ in range(length)] for _ in range(rows)])
+        if made and rng.random() < 0.5:
+            former = made[-1]["input_ids"][:1, : rng.randint(1, length)]
+            ids[:, : former.shape[1]] = former
         mask = torch.ones_like(ids)
         if rows > 1 and length > 1:
             padding = rng.randint(0, length - 1)
@@ -59,7 +66,7 @@ def together(
     model: Any, given: Sequence[dict[str, Any]], rng: random.Random, limits: BatchLimits = LIMITS
 ) -> list[Tensor | None]:
     """The results of calls that arrive at random steps; ``None`` for a few that are dropped while they are computed."""
-    runner, scheduler = StepRunner(model, limits), Scheduler(limits.rows, limits.chunk)
+    runner, scheduler = StepRunner(model, limits), Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows, 2))
     calls: dict[int, Call] = {}
     results: list[Tensor | None] = [None] * len(given)
     left = list(range(len(given)))

@@ -101,6 +101,18 @@ def reason_against(config: Any) -> str | None:
     return next(filter(None, (_KINDS.get(kind, _STATES) for kind in kinds)), EXCLUSIVE.get(config.model_type))
 
 
+def cuts_anywhere(config: Any) -> bool:
+    """Whether the keys and values of a prefix are the same whatever comes after it.
+
+    They are not where rotary frequencies depend on the length of the whole sequence. Decoders whose blocks keep a state
+    do not join at all, and windows are cut by the mask, not in the cache.
+    """
+    text = config.get_text_config(decoder=True)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    by_layer_type = [each for each in parameters.values() if isinstance(each, Mapping)]
+    return all(each.get("rope_type") not in ("dynamic", "longrope") for each in (parameters, *by_layer_type))
+
+
 def longest(config: Any, limits: BatchLimits) -> int:
     """The tokens that a row may have: as the limits say, and not more than the model has positions."""
     text = config.get_text_config(decoder=True)

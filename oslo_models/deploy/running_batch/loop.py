@@ -5,13 +5,16 @@ from __future__ import annotations
 import queue
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from oslo_models.deploy.messages import Failure, Reply, Request, Stepped
+from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
+from oslo_models.deploy.running_batch.admission import cuts_anywhere
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
+from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.row import Call, Row, plain_tokens, prepare
 from oslo_models.deploy.running_batch.scheduler import Scheduler
 from oslo_models.deploy.running_batch.step import Step
@@ -21,6 +24,8 @@ from oslo_models.pipeline.stage_runner import OtherStageError
 
 CHANGING = frozenset(("adapters", "fuse", "unfuse"))
 """Methods that change what the model computes: they and all later calls wait until the rows have come to their end."""
+UNCHANGING = frozenset(("generate", "forward", "memory", "get_dtype", "reserve_batch"))
+"""Methods after which keys and values that were computed before are those that the model would compute again."""
 GRACE = 3.0
 """Seconds that the followers get to end a step that failed on the leader; they may wait in a collective for ever."""
 
@@ -48,9 +53,10 @@ class RunningBatch:
         cancelled: set[int],
         count_token: Callable[[], None],
     ) -> None:
+        limits = replace(limits, reuse=limits.reuse and cuts_anywhere(model.config))
         self.runner, self.channel, self.leads = StepRunner(model, limits), channel, leads
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
-        self._scheduler = Scheduler(limits.rows, limits.chunk)
+        self._scheduler = Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows) if limits.reuse else None)
         self._calls: dict[int, Call] = {}
         self._consumed = 0
         self._held: Request | None = None
@@ -68,6 +74,11 @@ class RunningBatch:
         else:
             self._follow(first, messages)
 
+    def forget_prefixes(self) -> None:
+        """Drop the keys and values of former rows. On all ranks, between the same two steps."""
+        self.runner.rows.kept.clear()
+        self._scheduler.forget_prefixes()
+
     # The leader -------------------------------------------------------------------------------------------------------
 
     def _lead(self, first: Request, messages: Messages) -> None:
@@ -78,7 +89,7 @@ class RunningBatch:
             step = self._scheduler.plan(self._consumed)
             self.channel.publish(step)
             if step.idle:
-                self.runner.clear()
+                self.runner.rest(step.leaving)
                 held, self._held = self._held, None
                 if held is not None:  # the followers take it as the first message after the batch
                     messages.answer(held)
@@ -139,6 +150,8 @@ class RunningBatch:
             self._give_up(error)
             return
         rows = self._scheduler.rows[-1:] if step.chunk else self._scheduler.rows
+        if step.reused:
+            self._send(Reused(step.reused), 0)
         if logits_BV is not None:
             self._take_all(rows, logits_BV, streamed)
             self._count_token()
@@ -191,12 +204,13 @@ class RunningBatch:
                     joined.add(message.number)
                 else:
                     messages.answer(message)
-            if step.reset or step.idle:
+            if step.reset:
                 failed = False
                 self.runner.clear()
             if failed:
                 raise SystemExit("a step of the running batch failed on this rank only")
             if step.idle:
+                self.runner.rest(step.leaving)
                 self._cancelled -= joined
                 return
             try:

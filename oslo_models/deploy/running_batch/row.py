@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from oslo_models.deploy.decoding import Decoding
+from oslo_models.deploy.running_batch.nucleus import faster
 
 
 class Row:
@@ -32,16 +33,18 @@ class Row:
         number: of the call.
         new: the tokens that were generated.
         ended: no more are to come.
+        shares: other prompts may take over its keys and values.
         is_plain: its tokens are the most probable ones, and nothing else is asked for.
     """
 
     def __init__(self, number: int, ids_BL: Tensor, prompt: list[int], seed: int, settings: Any) -> None:
         self.number, self.prompt, self.seed = number, prompt, seed
-        self._processors, criteria, self._config, self._scored = settings
+        processors, criteria, self._config, self._scored = settings
+        self._processors = LogitsProcessorList(map(faster, processors))
         self._buffer_BL, self._length = ids_BL, ids_BL.shape[1]
         self._ends = _Ends(criteria)
         self.new: list[int] = []
-        self.ended = False
+        self.ended, self.shares = False, True
         self._generator: torch.Generator | None = None
         if self._config.do_sample:
             self._generator = torch.Generator(ids_BL.device).manual_seed(seed)

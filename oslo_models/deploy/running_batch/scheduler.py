@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.step import Step
 
 
@@ -17,6 +18,7 @@ class Generated(Protocol):
     prompt: list[int]
     new: list[int]
     ended: bool
+    shares: bool
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Scheduler:
     Args:
         slots: rows at most.
         chunk: tokens of a prompt in one step.
+        prefixes: tokens that are not computed again where prompts share them; ``None``: all are.
 
     Attributes:
         rows: by slot.
@@ -39,6 +42,7 @@ class Scheduler:
 
     slots: int
     chunk: int
+    prefixes: Prefixes | None = None
     rows: list[Any] = field(default_factory=list)
     prompt: Any = None
     waiting: deque[Any] = field(default_factory=deque)
@@ -64,6 +68,14 @@ class Scheduler:
         """Drop everything."""
         self.rows, self.prompt = [], None
         self.waiting.clear()
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Later prompts share nothing with the rows that there are or were: the model may have changed."""
+        if self.prefixes is not None:
+            self.prefixes.clear()
+            for row in (*self.rows, *([] if self.prompt is None else [self.prompt])):
+                row.shares = False
 
     def plan(self, consumed: int) -> Step:
         """The next step; the rows are then those that it computes.
@@ -72,9 +84,11 @@ class Scheduler:
             consumed: see `Step`.
         """
         leaving, begins = self._free_slots(), self.prompt is None
-        if begins:
-            self._done = 0
         prompt = self._next_prompt() if begins else self.prompt
+        source = reused = 0
+        if begins:
+            source, reused = self._find_prefix(prompt)
+            self._done = reused
         chunk = [] if prompt is None else prompt.prompt[self._done : self._done + self.chunk]
         if not chunk or (self.rows and self._since_rows + len(chunk) > self.chunk):
             self._since_rows = 0
@@ -83,11 +97,19 @@ class Scheduler:
             self.prompt = self.waiting.popleft()
         self._since_rows += len(chunk)
         self._done += len(chunk)
-        joins = self._done == len(prompt.prompt)
-        if joins:
+        step = Step(consumed, leaving=leaving, chunk=chunk, begins=begins, number=prompt.number)
+        step.source, step.reused, step.joins = source, reused, self._done == len(prompt.prompt)
+        if step.joins:
+            if self.prefixes is not None:
+                step.displaced = self.prefixes.displace(len(self.rows), prompt.prompt)
             self.rows.append(prompt)
             self.prompt = None
-        return Step(consumed, leaving=leaving, chunk=chunk, begins=begins, joins=joins, number=prompt.number)
+        return step
+
+    def _find_prefix(self, prompt: Any) -> tuple[int, int]:
+        if prompt is None or self.prefixes is None:
+            return 0, 0
+        return self.prefixes.find(prompt.prompt, map(_computed, self.rows))
 
     def _next_prompt(self) -> Any:
         return self.waiting[0] if self.waiting and len(self.rows) < self.slots else None
@@ -95,8 +117,16 @@ class Scheduler:
     def _free_slots(self) -> list[int]:
         leaving = []
         for slot in reversed(range(len(self.rows))):
-            if self.rows[slot].ended:
+            row = self.rows[slot]
+            if row.ended:
                 self.rows[slot] = self.rows[-1]
                 self.rows.pop()
                 leaving.append(slot)
+                if self.prefixes is not None:
+                    self.prefixes.keep(len(self.rows), _computed(row))
         return leaving
+
+
+def _computed(row: Generated) -> list[int]:
+    """The tokens of a row whose keys and values others may take over: the newest one has none yet."""
+    return [*row.prompt, *row.new[:-1]] if row.shares else []

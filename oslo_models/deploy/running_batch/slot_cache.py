@@ -26,17 +26,23 @@ class SlotCache(Cache):
     and the columns before it are zeros, which an attention mask hides. Every layer keeps all positions, also where the
     model looks back over a sliding window only: its mask hides the others. Memory grows by doubling up to the limits.
 
+    The slots after the rows hold former rows, whose columns end where they ended, until other rows need the slots.
+
     Args:
         rows: at most.
         length: positions of a row at most.
+        keeps: former rows stay.
 
     Attributes:
         lengths: of the rows, by slot.
         stop: the column after the last position of every row.
+        kept: the first column of each former row and the one after its last, by slot.
     """
 
-    def __init__(self, rows: int, length: int) -> None:
+    def __init__(self, rows: int, length: int, keeps: bool = False) -> None:
         super().__init__(layer_class_to_replicate=partial(_SlotLayer, self))
+        self._keeps = keeps
+        self.kept: dict[int, tuple[int, int]] = {}
         self.most_rows, self.most_columns = rows, length + max(_LEAST_COLUMNS, length // 8)
         self.lengths: list[int] = []
         self.stop = self.rows = self.columns = 0
@@ -62,8 +68,8 @@ class SlotCache(Cache):
         return self.window + query_length, 0
 
     def clear(self) -> None:
-        """Remove all rows."""
-        self.lengths, self.stop = [], 0
+        """Remove all rows, former ones too."""
+        self.lengths, self.stop, self.kept = [], 0, {}
 
     def mask(self, more: int) -> Tensor | None:
         """The attention mask of the rows with ``more`` positions to come, [B, L]; ``None`` if nothing is hidden."""
@@ -94,28 +100,53 @@ class SlotCache(Cache):
         self.stop += more
 
     def free(self, slot: int) -> None:
-        """Remove a row; the last one moves into its slot."""
-        last = len(self.lengths) - 1
+        """Remove a row; the last one moves into its slot. If former rows are kept, both change places."""
+        last, begin = len(self.lengths) - 1, self._begin(slot)
         if slot != last:
             for layer in self.layers:
-                layer.copy(slot, layer, last, self.stop, self.stop)
+                layer.move(slot, last, 0, self.stop, self._keeps)
             self.lengths[slot] = self.lengths[last]
         self.lengths.pop()
+        if self._keeps:
+            self.kept[last] = begin, self.stop
 
-    def append(self, other: SlotCache) -> None:
-        """Take the only row of another cache into the slot after the last."""
+    def _begin(self, slot: int) -> int:
+        """The first column of a row or a former row."""
+        return self.kept[slot][0] if slot in self.kept else self.stop - self.lengths[slot]
+
+    def append(self, other: SlotCache, displaced: int = -1) -> None:
+        """Take the only row of another cache into the slot after the last.
+
+        Args:
+            displaced: the slot to which the former row in that slot moves; -1: it is lost.
+        """
         (length,) = other.lengths
         if not self.lengths:
             self.stop = 0
         slot, before = len(self.lengths), max(0, length - self.window)
-        self.make_room(slot + 1, 0, before)
+        self.make_room(max(slot, displaced) + 1, 0, before)
+        former = self.kept.pop(slot, None)
+        if former is not None and displaced >= 0:
+            for layer in self.layers:
+                layer.move(displaced, slot, *former)
+            self.kept[displaced] = former
         if not self.lengths:
             self.stop = length
+        self._take(slot, other, 0, other.stop, length)
+        self.lengths.append(length)
+
+    def begin_with(self, other: SlotCache, slot: int, length: int) -> None:
+        """Have one row: the first positions of a row, or former row, of another cache."""
+        self.clear()
+        self.make_room(1, length)
+        self.lengths, self.stop = [length], length
+        self._take(0, other, slot, other._begin(slot) + length, length)
+
+    def _take(self, slot: int, other: SlotCache, row: int, stop: int, length: int) -> None:
+        """Copy the positions of a row of another cache that end at a column of it."""
         for index, layer in enumerate(other.layers):
             if layer.is_initialized:
-                own = self._layer(index, layer)
-                own.copy(slot, layer, 0, self.stop, other.stop, length)
-        self.lengths.append(length)
+                self._layer(index, layer).copy(slot, layer, row, self.stop, stop, length)
 
     def _layer(self, index: int, like: Any) -> Any:
         while len(self.layers) <= index:
@@ -181,15 +212,25 @@ class _SlotLayer(CacheLayerMixin):
                 target[:rows, :, :at] = 0
             else:
                 target = held.new_zeros(cache.rows, held.shape[1], columns, held.shape[3])
+                for slot in cache.kept:
+                    target[slot, :, : held.shape[2]] = held[slot]
             target[:rows, :, at : at + window] = kept
             moved.append(target)
         self.keys, self.values = moved
 
-    def copy(self, slot: int, source: Any, row: int, stop: int, source_stop: int, length: int | None = None) -> None:
-        """Copy ``length`` positions (default: all columns) of a row of a layer into a slot; zeros before them."""
+    def move(self, slot: int, source: int, start: int, stop: int, exchange: bool = False) -> None:
+        """Copy columns from one slot to another, or exchange those of both."""
         if not self.is_initialized:  # another stage holds the layer
             return
-        length = source_stop if length is None else length
+        for held in (self.keys, self.values):
+            columns = held[:, :, start:stop]
+            lost = columns[slot].clone() if exchange else None
+            columns[slot] = columns[source]
+            if lost is not None:
+                columns[source] = lost
+
+    def copy(self, slot: int, source: Any, row: int, stop: int, source_stop: int, length: int) -> None:
+        """Copy ``length`` positions of a row of a layer into a slot; zeros before them."""
         for own, theirs in ((self.keys, source.keys), (self.values, source.values)):
             own[slot, :, : stop - length] = 0
             own[slot, :, stop - length : stop] = theirs[row, :, source_stop - length : source_stop]

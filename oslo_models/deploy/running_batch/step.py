@@ -22,6 +22,9 @@ class Step:
         begins: the chunk is the first one of its prompt.
         joins: it is the last one; the prompt's row takes the slot after the last.
         number: of the call that the prompt is from.
+        source: the slot of a row, or former row, whose first tokens are also those of a prompt that begins.
+        reused: so many of them; the chunk comes after them.
+        displaced: the slot to which the former row moves that is in the slot of the row that joins; -1: it is lost.
     """
 
     consumed: int
@@ -33,11 +36,15 @@ class Step:
     begins: bool = False
     joins: bool = False
     number: int = 0
+    source: int = 0
+    reused: int = 0
+    displaced: int = -1
 
     def encode(self) -> bytes:
         """As bytes, with a checksum."""
         flags = self.idle | self.reset << 1 | self.begins << 2 | self.joins << 3
-        head = (self.consumed, flags, self.number, len(self.leaving), len(self.tokens), len(self.chunk))
+        prefix = (self.source, self.reused, self.displaced)
+        head = (self.consumed, flags, self.number, len(self.leaving), len(self.tokens), *prefix)
         data = array("q", (*head, *self.leaving, *self.tokens, *self.chunk)).tobytes()
         return zlib.crc32(data).to_bytes(8, "little") + data
 
@@ -47,8 +54,8 @@ class Step:
         if zlib.crc32(data[8:]) != int.from_bytes(data[:8], "little"):
             return None
         values = array("q", data[8:]).tolist()
-        consumed, flags, number, leaving, tokens, _ = values[:6]
-        lists, first, second = values[6:], leaving, leaving + tokens
+        consumed, flags, number, leaving, tokens, *prefix = values[:8]
+        lists, first, second = values[8:], leaving, leaving + tokens
         parts = (lists[:first], lists[first:second], lists[second:])
         flag = (bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8))
-        return cls(consumed, flag[0], flag[1], *parts, flag[2], flag[3], number)
+        return cls(consumed, flag[0], flag[1], *parts, flag[2], flag[3], number, *prefix)

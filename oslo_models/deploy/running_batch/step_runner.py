@@ -34,13 +34,19 @@ class StepRunner:
     def __init__(self, model: Any, limits: BatchLimits) -> None:
         self.model = model
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.rows = SlotCache(limits.rows, limits.length)
+        self.rows = SlotCache(limits.rows, limits.length, keeps=limits.reuse)
         self.prompt = SlotCache(1, limits.length)
         self.numbers: list[int] = []
         self._prompt_number: int | None = None
 
+    def rest(self, leaving: Sequence[int]) -> None:
+        """The last rows leave, and the prompt if it was dropped; former rows stay."""
+        self.free(leaving)
+        self.prompt.clear()
+        self._prompt_number = None
+
     def clear(self) -> None:
-        """Remove all rows and the prompt."""
+        """Remove all rows, former ones too, and the prompt."""
         self.rows.clear()
         self.prompt.clear()
         self.numbers, self._prompt_number = [], None
@@ -56,14 +62,18 @@ class StepRunner:
             The logits after the newest token of each row, [B, V], or those after a prompt whose row joins, [1, V];
             ``None`` if more of the prompt is to come.
         """
-        for slot in step.leaving:
-            self.rows.free(slot)
-            self.numbers[slot] = self.numbers[-1]
-            self.numbers.pop()
+        self.free(step.leaving)
         with self.model.generating(), fast_head(self.model):
             if step.chunk:
                 return self._prefill(step)
             return self._decode(step.tokens) if step.tokens else None
+
+    def free(self, leaving: Sequence[int]) -> None:
+        """Remove the rows that a step says."""
+        for slot in leaving:
+            self.rows.free(slot)
+            self.numbers[slot] = self.numbers[-1]
+            self.numbers.pop()
 
     def _decode(self, tokens: Sequence[int]) -> Tensor:
         rows = self.rows
@@ -77,15 +87,17 @@ class StepRunner:
         if step.begins:
             prompt.clear()
             prompt.lengths = [0]
+            if step.reused:
+                prompt.begin_with(self.rows, step.source, step.reused)
             self._prompt_number = step.number
         (done,) = prompt.lengths
         prompt.make_room(1, len(step.chunk))
         position_ids_BL = torch.arange(done, done + len(step.chunk))[None]
-        options = {"is_first_iteration": step.begins}
+        options = {"is_first_iteration": done == 0}
         logits_BV = self._forward(prompt, torch.tensor([step.chunk]), position_ids_BL, options)
         if not step.joins:
             return None
-        self.rows.append(prompt)
+        self.rows.append(prompt, step.displaced)
         self.numbers.append(step.number)
         prompt.clear()
         self._prompt_number = None

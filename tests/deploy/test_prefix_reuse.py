@@ -1,0 +1,164 @@
+"""Prompts take over the keys and values of prefixes that were computed before."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oslo_models import GPT2LMHeadModel
+from oslo_models.deploy.running_batch.prefixes import Prefixes
+from oslo_models.deploy.running_batch.scheduler import Scheduler
+from oslo_models.deploy.running_batch.step import Step
+
+from support import deployment
+
+
+class Row:
+    """A row without a model, whose new tokens are given."""
+
+    def __init__(self, number: int, prompt: list[int], answer: list[int]) -> None:
+        self.number, self.prompt, self.answer = number, prompt, answer
+        self.new: list[int] = []
+        self.ended, self.shares = False, True
+
+    def take(self) -> None:
+        self.new.append(self.answer[len(self.new)])
+        self.ended = self.ended or len(self.new) == len(self.answer)
+
+
+class Slots:
+    """A follower: the tokens whose keys and values each slot holds, by the steps alone."""
+
+    def __init__(self, slots: int) -> None:
+        self.held: list[list[int]] = [[] for _ in range(slots)]
+        self.rows, self.prompt = 0, list[int]()
+
+    def run(self, step: Step) -> None:
+        for slot in step.leaving:
+            self.rows -= 1
+            self.held[slot], self.held[self.rows] = self.held[self.rows], self.held[slot]
+        for slot, token in enumerate(step.tokens):
+            self.held[slot].append(token)
+        if step.begins:
+            self.prompt = self.held[step.source][: step.reused]
+        self.prompt = [*self.prompt, *step.chunk]
+        if step.joins:
+            if step.displaced >= 0:
+                self.held[step.displaced] = self.held[self.rows]
+            self.held[self.rows] = self.prompt
+            self.rows += 1
+
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+CALLS = st.lists(st.tuples(TOKENS, TOKENS, st.integers(0, 12), st.integers(0, 25)), max_size=14)
+
+
+@given(CALLS, st.integers(1, 4), st.integers(1, 3))
+def test_what_is_reused_is_what_the_prompt_begins_with(calls: list[Any], slots: int, least: int) -> None:
+    """Whatever joins, leaves, is cancelled or displaced; nothing that is there and worth it is computed again."""
+    scheduler, follower = Scheduler(slots, 3, Prefixes(slots, least)), Slots(slots)
+    arrivals = [(when, Row(number, prompt, answer)) for number, (prompt, answer, when, _) in enumerate(calls)]
+    cancelled = {number: at for number, (*_, at) in enumerate(calls)}
+    number = 0
+    while arrivals or not scheduler.is_idle:
+        for arrival in [each for each in arrivals if each[0] <= number]:
+            arrivals.remove(arrival)
+            scheduler.add(arrival[1])
+        scheduler.drop(lambda row: cancelled[row.number] == number)  # noqa: B023
+        before = [list(held) for held in follower.held]
+        step, number = scheduler.plan(number), number + 1
+        assert Step.decode(step.encode()) == step and number < 500
+        follower.run(step)
+        if step.begins:
+            prompt = calls[step.number][0]
+            assert step.chunk and follower.prompt == prompt[: step.reused + len(step.chunk)]
+            assert step.reused == 0 or least <= step.reused < len(prompt)
+            if slots == 1 and before[0] == prompt[: len(before[0])] and least <= len(before[0]) < len(prompt):
+                assert step.reused == len(before[0])
+        if step.joins:
+            assert follower.held[follower.rows - 1] == scheduler.rows[-1].prompt
+        assert follower.rows == len(scheduler.rows)
+        for row in scheduler.rows[-1:] if step.joins else scheduler.rows[: len(step.tokens)]:
+            row.take()
+
+
+def test_least_recently_used_is_lost_and_contained_ones_first() -> None:
+    prefixes = Prefixes(4, least=2)
+    for slot in (2, 3, 1):
+        prefixes.keep(slot, [slot, slot, slot, slot])
+    assert prefixes.find([2, 2, 2, 2], []) == (2, 3)  # the last token is computed
+    assert prefixes.find([3, 9, 9], []) == (0, 0)  # one token is not worth it
+    assert prefixes.find([1, 1, 9, 9], [[0], [1, 1, 9]]) == (1, 3)  # of a row
+    assert prefixes.displace(0, [7, 7]) == -1  # nothing is in the slot
+    assert prefixes.displace(1, [7, 7]) == 3  # the others are full: what was in 3 is lost
+    assert prefixes.find([3, 3, 3], []) == (0, 0) and prefixes.find([1, 1, 1], []) == (3, 2)
+    prefixes.keep(1, [5, 5])
+    assert prefixes.displace(1, [1, 1, 1, 1, 4]) == 3  # what was in 3 is in the row
+    assert prefixes.find([1, 1, 1], []) == (0, 0) and prefixes.find([5, 5, 5], []) == (3, 2)
+    assert prefixes.displace(2, [7, 7]) == -1  # the others are newer
+    assert prefixes.find([2, 2, 2], []) == (0, 0)
+    prefixes.clear()
+    assert prefixes.find([5, 5, 5], []) == (0, 0)
+
+
+SIZES: list[dict[str, Any]] = [
+    {"tensor_parallel_size": 1},
+    {"tensor_parallel_size": 2},
+    {"pipeline_parallel_size": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_deployed_model_counts_what_it_reuses(tmp_path: Path, seed: int, sizes: dict[str, Any]) -> None:
+    """Also after it was idle, with the tokens of a call alone; not after an adapter or ``fuse`` has changed it."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(seed)
+    whole: Any = transformers.GPT2LMHeadModel(deployment.SENSITIVE).double().eval()
+    whole.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=3, lora_alpha=40, target_modules=["c_attn"], init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(whole), config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    batch, options = deployment.prompt(seed, 1, 30), {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    expected, other = whole.generate(**batch, **options), adapted.generate(**batch, **options)
+    assert not torch.equal(expected, other)
+    made = GPT2LMHeadModel.from_pretrained_with_parallel(
+        tmp_path / "base", deploy=True, dtype=torch.float64, max_batch_size=2, **sizes
+    )
+    with made as model:
+        for change, found, reused in (
+            (None, expected, 0),
+            (None, expected, 29),
+            (lambda: model.load_adapter(tmp_path / "adapter"), other, 0),
+            (lambda: model(**batch), other, 29),
+            (model.disable_adapters, expected, 0),
+            (model.reserve_batch, expected, 29),
+        ):
+            before = model.reused_prompt_tokens
+            if change is not None:
+                change()
+            assert torch.equal(model.generate(**batch, **options), found)
+            assert model.reused_prompt_tokens - before == reused
+        turn = {"input_ids": torch.cat([expected, batch["input_ids"]], 1)}
+        turn["attention_mask"] = torch.ones_like(turn["input_ids"])
+        assert torch.equal(model.generate(**turn, **options), whole.generate(**turn, **options))
+        assert model.reused_prompt_tokens - before == 29 + 37
+
+
+def test_reuse_can_be_turned_off(tmp_path: Path, seed: int) -> None:
+    whole: Any = transformers.GPT2LMHeadModel(deployment.SENSITIVE).double().eval()
+    whole.save_pretrained(tmp_path)
+    batch, options = deployment.prompt(seed, 1, 30), {"max_new_tokens": 4, "do_sample": False}
+    made = GPT2LMHeadModel.from_pretrained_with_parallel(
+        tmp_path, deploy=True, dtype=torch.float64, reuse_prefixes=False
+    )
+    with made as model:
+        for _ in range(2):
+            assert torch.equal(model.generate(**batch, **options), whole.generate(**batch, **options))
+        assert model.reused_prompt_tokens == 0 and "prefixes" not in model.describe_batch()
