@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import importlib.util
 import os
 import random
@@ -72,6 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported and collected stays to the end, so no garbage collection need look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where two processes run tests, one that is marked ``alone`` waits until no other test runs, and holds them up."""
@@ -88,6 +95,7 @@ def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # else libraries complain at the end of the process that their objects are still there
     run = getattr(session.config, "workerinput", {}).get("testrunuid")
     if run is not None:
         for path in Path(tempfile.gettempdir()).glob(f"oslo-models-tests-{run}*"):

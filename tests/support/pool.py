@@ -21,6 +21,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from support import ROOT
 from support.pool_worker import WORN, dumps, environment, serve
 
 PRELOAD = (
@@ -33,7 +34,9 @@ PRELOAD = (
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "oslo_models.integrations.trainer",  # with transformers' and accelerate
-    *(f"oslo_models.models.{name}" for name in ("bert", "gpt2", "gpt_neo", "gptj", "llama", "t5")),
+    # all: a worker imports the module of its function, and those about every model need them. It takes 4 s once here,
+    # and for each worker there
+    *sorted(f"oslo_models.models.{path.stem}" for path in (ROOT / "oslo_models" / "models").glob("[a-z]*.py")),
 )
 TIMEOUT = 2.0
 """Seconds that the other ranks get to finish by themselves once one has failed; then its connections are closed."""
