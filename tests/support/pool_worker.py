@@ -111,7 +111,7 @@ def _clean_slate(job: Mapping[str, Any]) -> Iterator[None]:
             with suppress(Exception):  # a peer may be gone already
                 dist.destroy_process_group()
     gc.collect()
-    gc.freeze()  # what is left are modules and caches; looking at all of them again took a seventh of the time
+    gc.freeze()  # what is left are modules and caches; looking at all of them again takes up to a seventh of the time
 
 
 @contextmanager
