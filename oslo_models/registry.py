@@ -69,6 +69,8 @@ ARCHITECTURES = {
     "gemma": "Gemma",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3",
+    "gemma4_text": "Gemma4",
+    "gemma4_unified_text": "Gemma4Unified",
     "glm": "Glm",
     "glm4": "Glm4",
     "glm4_moe": "Glm4Moe",
