@@ -1,4 +1,4 @@
-"""Gemma 4, its text model: Gemma 3 with other heads in its full-attention blocks and, in some sizes, experts beside the MLP.
+"""Gemma 4, its text model: Gemma 3 with other heads in full-attention blocks; some sizes have experts beside the MLP.
 
 The small sizes give each block an input of its own, which every rank makes in full, or keys of an earlier block.
 """

@@ -436,6 +436,18 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LLAMA, **_WINDOW, **_MIXTURE, "top_k_experts": 2, "enable_moe_block": True, "global_head_dim": 8},
         **{"attention_k_eq_v": True, "num_global_key_value_heads": 3, "hidden_size_per_layer_input": 0},
     },
+    "cohere_compass_text": {
+        **{**_KV, **_WINDOW, "logit_scale": 0.5},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]},
+            "full_attention": None,
+        },
+    },
+    "recurrent_gemma": {
+        **{"hidden_size": 24, "intermediate_size": 70, "num_hidden_layers": 3, "num_attention_heads": 6},
+        **{"num_key_value_heads": 2, "attention_window_size": 4},
+        "block_types": ["attention", "recurrent", "recurrent"],
+    },
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
 }
 
@@ -489,6 +501,9 @@ LEFT_OUT: dict[str, set[str]] = {
     "gemma4_text": {
         *("Gemma4AudioModel", "Gemma4ForConditionalGeneration", "Gemma4Model", "Gemma4VisionModel"),
     },
+    "cohere_compass_text": {
+        *("CohereCompassForConditionalGeneration", "CohereCompassModel", "CohereCompassVisionModel"),
+    },
     "gemma4_unified_text": {"Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedModel"},
     "gemma3_text": {"Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification", "Gemma3Model"},
     "qwen3_5_text": {
@@ -509,7 +524,7 @@ SLOW_TESTS_ONLY = {
     "glm_moe_dsa-shared",
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
-    *("gemma4_text", "gemma4_text-small", "gemma4_unified_text"),
+    *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""

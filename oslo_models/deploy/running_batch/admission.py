@@ -13,7 +13,7 @@ from oslo_models.deploy.running_batch.limits import BatchLimits
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
 _STATEFUL = (
     *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2"),
-    *("nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "recurrent_gemma"),
 )
 EXCLUSIVE: Mapping[str, str] = {
     "openai-gpt": "it has no key-value cache",
