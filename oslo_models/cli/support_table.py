@@ -99,7 +99,9 @@ def _fused_operations(cls: Any) -> list[str]:
         config.attn_config.rope_theta = 10000.0
     if getattr(config, "layer_types", "") is None:  # the default of LFM2 MoE
         config.layer_types = ["full_attention"]
-    if getattr(config, "head_dim", 0) is None:
+    if config.model_type == "cohere_compass_text":  # the default lacks those of each kind of block
+        config.rope_parameters = dict.fromkeys(config.layer_types)
+    if vars(config).get("head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):
         model = cls._from_config(config)

@@ -184,7 +184,8 @@ def apply_plan(
             module.set_groups(entry.groups)  # type: ignore[operator]
         elif isinstance(entry, StateSpace):
             module.convolution, module.scales = entry.convolution, entry.scales  # type: ignore[assignment]
-            module.scaled = layouts[f"{key}.in_proj.weight"]  # type: ignore[assignment]
+            if entry.scales:
+                module.scaled = layouts[f"{key}.in_proj.weight"]  # type: ignore[assignment]
             module.filters = {  # type: ignore[assignment]
                 leaf: layouts[f"{key}.{entry.convolution}.{leaf}"]
                 for leaf, _ in getattr(module, entry.convolution).named_parameters()

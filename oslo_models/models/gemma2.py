@@ -1,5 +1,7 @@
 """Gemma 2: Llama with four norms per block, soft caps on scores and logits, sliding windows in every other block."""
 
+from typing import ClassVar
+
 from transformers import Gemma2Config
 from transformers.models.gemma2 import modeling_gemma2 as hf
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
@@ -11,7 +13,7 @@ from oslo_models.models.llama import LlamaParallel
 class Gemma2Parallel(LlamaParallel):
     """Sharding plan of the Gemma 2 family."""
 
-    norms = (
+    norms: ClassVar[tuple[str, ...]] = (
         "input_layernorm",
         "post_attention_layernorm",
         "pre_feedforward_layernorm",

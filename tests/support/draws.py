@@ -227,6 +227,13 @@ def _fit_albert(values: Values, draw: random.Random) -> None:
     values["inner_group_num"] = draw.randint(1, 2)
 
 
+def _fit_gemma4(values: Values, draw: random.Random) -> None:
+    heads = values["num_attention_heads"]
+    values["num_global_key_value_heads"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    if "num_kv_shared_layers" in values:  # each kind of block has one before those that share
+        values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
+
+
 FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "albert": _fit_albert,
     "axk2": _fit_low_rank_query,
@@ -240,6 +247,8 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v32": _fit_low_rank_query,
     "detr": _fit_detr,
     "funnel": _fit_funnel,
+    "gemma4_text": _fit_gemma4,
+    "gemma4_unified_text": _fit_gemma4,
     "glm4_moe_lite": _fit_latent_attention,
     "glm_moe_dsa": _fit_low_rank_query,
     "gpt_neo": _fit_gpt_neo,

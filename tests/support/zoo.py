@@ -432,9 +432,34 @@ MORE: dict[str, Mapping[str, Any]] = {
         "linear_value_head_dim": 8,
         "linear_conv_kernel_dim": 3,
     },
+    "gemma4_text": {
+        **{**_LLAMA, **_WINDOW, **_MIXTURE, "top_k_experts": 2, "enable_moe_block": True, "global_head_dim": 8},
+        **{"attention_k_eq_v": True, "num_global_key_value_heads": 3, "hidden_size_per_layer_input": 0},
+    },
+    "cohere_compass_text": {
+        **{**_KV, **_WINDOW, "logit_scale": 0.5},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]},
+            "full_attention": None,
+        },
+    },
+    "recurrent_gemma": {
+        **{"hidden_size": 24, "intermediate_size": 70, "num_hidden_layers": 3, "num_attention_heads": 6},
+        **{"num_key_value_heads": 2, "attention_window_size": 4},
+        "block_types": ["attention", "recurrent", "recurrent"],
+    },
+    "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "gemma4_text-small": (
+        "gemma4_text",
+        {
+            **{**_LLAMA, "num_hidden_layers": 4, "layer_types": 2 * _WINDOW["layer_types"], "sliding_window": 4},
+            **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"]},
+            **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "global_head_dim": 8},
+        },
+    ),
     "falcon_h1-normed": ("falcon_h1", {**_KV, **_MAMBA, "mamba_d_ssm": 48, "mamba_rms_norm": True}),
     "glm_moe_dsa-shared": ("glm_moe_dsa", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"]}),
     "bamba-one-group": ("bamba", {**_KV, **_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [0]}),
@@ -473,6 +498,13 @@ LEFT_OUT: dict[str, set[str]] = {
     # of images too
     "llama4_text": {"Llama4ForConditionalGeneration", "Llama4VisionModel"},
     "aria_text": {"AriaForConditionalGeneration", "AriaModel"},
+    "gemma4_text": {
+        *("Gemma4AudioModel", "Gemma4ForConditionalGeneration", "Gemma4Model", "Gemma4VisionModel"),
+    },
+    "cohere_compass_text": {
+        *("CohereCompassForConditionalGeneration", "CohereCompassModel", "CohereCompassVisionModel"),
+    },
+    "gemma4_unified_text": {"Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedModel"},
     "gemma3_text": {"Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification", "Gemma3Model"},
     "qwen3_5_text": {
         *("Qwen3_5ForConditionalGeneration", "Qwen3_5ForSequenceClassification", "Qwen3_5ForTokenClassification"),
@@ -492,6 +524,7 @@ SLOW_TESTS_ONLY = {
     "glm_moe_dsa-shared",
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
+    *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
