@@ -23,6 +23,7 @@ FORWARD, REJECTED = (
     "test_failed_forward_ends_all_calls_and_later_ones_are_computed",
     "test_call_that_generate_rejects_fails_by_itself",
 )
+STAY = "test_logits_stay_on_the_last_stage"
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
 
 Row = tuple[str, str, str, str, str, dict[str, Any]]
@@ -117,6 +118,15 @@ SLOW: list[Row] = [
         TWO_RANKS,
     ),
     (f"{SLOTS}.mask", ">= (self.window", "> (self.window", POOLED, "test_calls_get_their_own_tokens", TWO_RANKS),
+    ("pipeline.pipeline:Pipeline._generation_step", "if self._keeps_logits:", "if False:", POOLED, STAY, {}),
+    (
+        "pipeline.pipeline:Pipeline._generation_step",
+        "if self.stage.is_last else none",
+        "if False else none",
+        POOLED,
+        STAY,
+        {},
+    ),
 ]
 """`make test-zoo` runs them; the last ones on two ranks."""
 

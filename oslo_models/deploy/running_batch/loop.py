@@ -48,7 +48,7 @@ class RunningBatch:
         cancelled: set[int],
         count_token: Callable[[], None],
     ) -> None:
-        self.runner, self.channel, self.leads = StepRunner(model, limits), channel, leads
+        self.runner, self.channel, self.leads = StepRunner(model, limits, keeps_logits=True), channel, leads
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
         self._scheduler = Scheduler(limits.rows, limits.chunk)
         self._calls: dict[int, Call] = {}
