@@ -51,7 +51,7 @@ RMS_NORMS = _names("""
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
 GEMMA_NORMS = _names("""
     gemma.GemmaRMSNorm gemma2.Gemma2RMSNorm gemma3.Gemma3RMSNorm qwen3_5.Qwen3_5RMSNorm qwen3_5_moe.Qwen3_5MoeRMSNorm
-    qwen3_next.Qwen3NextRMSNorm vaultgemma.VaultGemmaRMSNorm
+    qwen3_next.Qwen3NextRMSNorm recurrent_gemma.RecurrentGemmaRMSNorm vaultgemma.VaultGemmaRMSNorm
 """)
 """Copies of GemmaRMSNorm."""
 OLMO2_NORMS = _names("""
@@ -64,10 +64,11 @@ OLMO2_NORMS = _names("""
 
 GATED_MLPS = _names("""
     afmoe.AfmoeMLP aria.AriaSharedExpertsMLP axk1.AXK1MLP axk2.AXK2MLP bailing_hybrid.BailingHybridMLP bamba.BambaMLP
-    cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cwm.CwmMLP deepseek_v2.DeepseekV2MLP
-    deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP diffllama.DiffLlamaMLP dots1.Dots1MLP ernie4_5.Ernie4_5MLP
-    ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP
-    gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP
+    cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cohere_compass.CohereCompassMLP cwm.CwmMLP
+    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP diffllama.DiffLlamaMLP
+    dots1.Dots1MLP ernie4_5.Ernie4_5MLP ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP
+    flex_olmo.FlexOlmoMLP flint.FlintMLP gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP gemma4.Gemma4TextMLP
+    gemma4.Gemma4VisionMLP gemma4_unified.Gemma4UnifiedTextMLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP
     glm_moe_dsa.GlmMoeDsaMLP granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP
     hunyuan_v1_dense.HunYuanDenseV1MLP hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP
     jamba.JambaMLP kimi_linear.KimiLinearMLP kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP mellum.MellumMLP
@@ -181,14 +182,15 @@ CALL_EAGER_ATTENTION = _names("""
     bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention bitnet.BitNetAttention
     blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention camembert.CamembertCrossAttention
     camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention cohere2.Cohere2Attention
-    cohere2_moe.Cohere2MoeAttention ctrl.MultiHeadAttention cwm.CwmAttention data2vec.Data2VecTextCrossAttention
-    data2vec.Data2VecTextSelfAttention dbrx.DbrxAttention deepseek_v2.DeepseekV2Attention
-    deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention detr.DetrCrossAttention detr.DetrSelfAttention
-    diffllama.DiffLlamaAttention distilbert.DistilBertSelfAttention dots1.Dots1Attention electra.ElectraCrossAttention
-    electra.ElectraSelfAttention ernie.ErnieCrossAttention ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention
-    ernie4_5_moe.Ernie4_5_MoeAttention exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention
-    falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention gemma.GemmaAttention gemma2.Gemma2Attention
-    gemma3.Gemma3Attention glm.GlmAttention glm4.Glm4Attention glm4_moe.Glm4MoeAttention
+    cohere2_moe.Cohere2MoeAttention cohere_compass.CohereCompassAttention cohere_compass.CohereCompassVisionAttention
+    ctrl.MultiHeadAttention cwm.CwmAttention data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention
+    dbrx.DbrxAttention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention
+    detr.DetrCrossAttention detr.DetrSelfAttention diffllama.DiffLlamaAttention distilbert.DistilBertSelfAttention
+    dots1.Dots1Attention electra.ElectraCrossAttention electra.ElectraSelfAttention ernie.ErnieCrossAttention
+    ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention exaone4.Exaone4Attention
+    exaone_moe.ExaoneMoeAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention gemma.GemmaAttention
+    gemma2.Gemma2Attention gemma3.Gemma3Attention gemma4.Gemma4TextAttention gemma4.Gemma4VisionAttention
+    gemma4_unified.Gemma4UnifiedTextAttention glm.GlmAttention glm4.Glm4Attention glm4_moe.Glm4MoeAttention
     glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention gpt_bigcode.GPTBigCodeAttention
     granite.GraniteAttention granitemoe.GraniteMoeAttention granitemoehybrid.GraniteMoeHybridAttention
     granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention hubert.HubertAttention
@@ -204,7 +206,7 @@ CALL_EAGER_ATTENTION = _names("""
     phi3.Phi3Attention phimoe.PhimoeAttention plbart.PLBartAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention
     qwen3.Qwen3Attention qwen3_5.Qwen3_5Attention qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention
     qwen3_5_moe.Qwen3_5MoeVisionAttention qwen3_moe.Qwen3MoeAttention qwen3_next.Qwen3NextAttention
-    roberta.RobertaCrossAttention roberta.RobertaSelfAttention
+    recurrent_gemma.RecurrentGemmaAttention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
     roberta_prelayernorm.RobertaPreLayerNormCrossAttention roberta_prelayernorm.RobertaPreLayerNormSelfAttention
     roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention seed_oss.SeedOssAttention smollm3.SmolLM3Attention
     solar_open.SolarOpenAttention speech_to_text.Speech2TextAttention stablelm.StableLmAttention
@@ -251,14 +253,15 @@ ROTARY_ATTENTIONS = {
 ``apply_rotary_pos_emb``, or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
     afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention beam.BeamAttention bitnet.BitNetAttention
-    dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention diffllama.DiffLlamaAttention falcon.FalconAttention
-    falcon.FalconFlashAttention2 falcon_h1.FalconH1Attention flint.FlintAttention glm4_moe.Glm4MoeAttention
-    glm4_moe_lite.Glm4MoeLiteAttention gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention
-    granitemoe_swa.GraniteMoeSWAAttention granitemoehybrid.GraniteMoeHybridAttention hy_v3.HYV3Attention
-    jetmoe.JetMoeAttention laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
-    mimo_v2_flash.MiMoV2FlashAttention minicpm3.MiniCPM3Attention ministral3.Ministral3Attention
-    nanochat.NanoChatAttention olmo.OlmoAttention olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention
-    persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention
+    cohere_compass.CohereCompassAttention dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention
+    diffllama.DiffLlamaAttention falcon.FalconAttention falcon.FalconFlashAttention2 falcon_h1.FalconH1Attention
+    flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
+    gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
+    granitemoehybrid.GraniteMoeHybridAttention hy_v3.HYV3Attention jetmoe.JetMoeAttention laguna.LagunaAttention
+    lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention mimo_v2_flash.MiMoV2FlashAttention
+    minicpm3.MiniCPM3Attention ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention
+    olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention
+    qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention recurrent_gemma.RecurrentGemmaAttention
     youtu.YoutuAttention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

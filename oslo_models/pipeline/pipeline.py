@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Pipeline:
         self.model, self.stage, self.mesh = model, stage, model.mesh
         self.runner = StageRunner(model, stage, forward)
         self._signature = inspect.signature(forward)
+        self._keeps_logits = False
         # Every rank has to take part in the creation of every group.
         self._shared_axes = {name: self.mesh.stages(stages) for name, stages in sorted(stage.shared_parameters.items())}
 
@@ -144,6 +146,18 @@ class Pipeline:
 
     # Generation -------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def keeping_logits(self) -> Iterator[None]:
+        """Within the block, steps of generation leave their logits on the last stage; others get [rows, 0, vocab].
+
+        All stages have to enter it for the same steps.
+        """
+        self._keeps_logits = True
+        try:
+            yield
+        finally:
+            self._keeps_logits = False
+
     @torch.no_grad()
     def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BaseModelOutput:
         """Run the encoder on the arguments of ``generate``; returns its output on every stage."""
@@ -164,7 +178,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _generation_step(self, batch: dict[str, Any]) -> ModelOutput:
-        """Run one forward of generation; returns the logits of the last positions on every stage.
+        """Run one forward of generation; returns the logits of the last positions on every stage, see `keeping_logits`.
 
         The cache stays on the stage of its blocks.
         """
@@ -195,7 +209,11 @@ class Pipeline:
                 self._send_hidden(stack, outgoing[number], failure)
             if self.stage.is_last and output is not None:
                 logits = output.logits[:, -keep:]
-        shared = self._broadcast_from(logits, self.stage.count - 1, failure)
+        if self._keeps_logits:  # the others still learn whether a stage has raised
+            none = self._broadcast_from(logits[:, :0], self.stage.count - 1, failure)
+            shared = logits.to(self.model.dtype) if self.stage.is_last else none
+        else:
+            shared = self._broadcast_from(logits, self.stage.count - 1, failure)
         kind = CausalLMOutputWithPast if cache == "past_key_values" else ModelOutput
         return kind(**{"logits": shared, cache: past})
 

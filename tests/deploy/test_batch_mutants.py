@@ -32,6 +32,7 @@ FORGOTTEN, LOST = (
 ENDS_FIRST = "test_row_that_ends_first_changes_places_with_the_last"
 NUCLEUS = (f"{BATCH}.nucleus:Nucleus.__call__", "deploy/test_nucleus.py", "test_bits_of_equal_and_special_values")
 SIMULATED = "test_what_is_reused_is_what_the_prompt_begins_with"
+KEPT = "test_logits_stay_on_the_last_stage"
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
 
 Row = tuple[str, str, str, str, str, dict[str, Any]]
@@ -161,6 +162,15 @@ SLOW: list[Row] = [
         TWO_RANKS,
     ),
     (f"{SLOTS}.mask", ">= (self.window", "> (self.window", POOLED, "test_calls_get_their_own_tokens", TWO_RANKS),
+    ("pipeline.pipeline:Pipeline._generation_step", "if self._keeps_logits:", "if False:", POOLED, KEPT, {}),
+    (
+        "pipeline.pipeline:Pipeline._generation_step",
+        "if self.stage.is_last else none",
+        "if False else none",
+        POOLED,
+        KEPT,
+        {},
+    ),
 ]
 """`make test-zoo` runs them; the last ones on two ranks."""
 

@@ -25,6 +25,7 @@ from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.plan_channel import SharedMemoryChannel
 from oslo_models.deploy.running_batch.scheduler import Scheduler
 from oslo_models.deploy.running_batch.step import Step
+from oslo_models.deploy.running_batch.step_runner import StepRunner
 
 from support import deployment, running, zoo
 from support.deployment import Collected, prompt
@@ -119,6 +120,27 @@ def test_schedule_is_fair_and_bounded(calls: list[tuple[int, int, int]], slots: 
             row.ended = len(row.new) == row.wanted
     assert sorted(begun) == list(range(len(calls)))
     assert begun == sorted(begun, key=lambda number: (calls[number][2], number))
+
+
+def kept_logits(folder: Any) -> list[tuple[int, ...]]:
+    """On a rank: the shapes of the logits of a prompt and of a row, after a comparison with those that all get."""
+    model: Any = registry.find("LlamaForCausalLM").from_pretrained_with_parallel(  # type: ignore[attr-defined]
+        folder, dtype=torch.float64, pipeline_parallel_size=2
+    )
+    steps = [Step(0, chunk=[5, 7, 11], begins=True, joins=True, number=1), Step(0, tokens=[13])]
+    shapes = []
+    with torch.no_grad():
+        runners = [StepRunner(model.eval(), running.LIMITS, keeps_logits=keeps) for keeps in (False, True)]
+        for step in steps:
+            shared_BV, kept_BV = (runner.run(step) for runner in runners)
+            assert torch.equal(shared_BV[: len(kept_BV)], kept_BV)
+            shapes.append((len(shared_BV), len(kept_BV)))
+    return shapes
+
+
+def test_logits_stay_on_the_last_stage(pool: Pool, tmp_path: Path, seed: int) -> None:
+    running.checked("llama", tmp_path, seed, 1)
+    assert pool.run(2, kept_logits, tmp_path) == [[(1, 0)] * 2, [(1, 1)] * 2]
 
 
 # With workers ---------------------------------------------------------------------------------------------------------

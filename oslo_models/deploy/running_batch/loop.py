@@ -54,7 +54,7 @@ class RunningBatch:
         count_token: Callable[[], None],
     ) -> None:
         limits = replace(limits, reuse=limits.reuse and cuts_anywhere(model.config))
-        self.runner, self.channel, self.leads = StepRunner(model, limits), channel, leads
+        self.runner, self.channel, self.leads = StepRunner(model, limits, keeps_logits=True), channel, leads
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
         self._scheduler = Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows) if limits.reuse else None)
         self._calls: dict[int, Call] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ class StepRunner:
     A prompt is computed in a cache of its own, chunk by chunk, while the rows go on; then its keys and values are
     copied into a slot.
 
+    Args:
+        keeps_logits: only the last pipeline stage gets logits; the other stages get none, [0, V].
+
     Attributes:
         numbers: of the calls that the rows and, last, the prompt are from.
     """
 
-    def __init__(self, model: Any, limits: BatchLimits) -> None:
-        self.model = model
+    def __init__(self, model: Any, limits: BatchLimits, keeps_logits: bool = False) -> None:
+        self.model, self._keeps_logits = model, keeps_logits
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.rows = SlotCache(limits.rows, limits.length, keeps=limits.reuse)
         self.prompt = SlotCache(1, limits.length)
@@ -114,9 +118,11 @@ class StepRunner:
         if model._supports_logits_to_keep():
             given["logits_to_keep"] = 1
         inputs = model.prepare_inputs_for_generation(ids_BL.to(device), **given)
-        logits_BLV = model(**inputs, return_dict=True).logits
+        keeps = self._keeps_logits and model.pipeline is not None
+        with model.pipeline.keeping_logits() if keeps else nullcontext():
+            logits_BLV = model(**inputs, return_dict=True).logits
         cache.grow(ids_BL.shape[1])
-        return logits_BLV[:, -1]
+        return logits_BLV[:, -1:].flatten(0, 1)
 
     def reserve(self) -> int:
         """Allocate the whole cache, and return its bytes. A collective.
