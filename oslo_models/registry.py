@@ -108,6 +108,7 @@ ARCHITECTURES = {
     "lfm2": "Lfm2",
     "lfm2_moe": "Lfm2Moe",
     "lfm3": "Lfm3",
+    "longcat_flash": "LongcatFlash",
     "llama": "Llama",
     "llama4_text": "Llama4",
     "longformer": "Longformer",

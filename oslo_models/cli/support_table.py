@@ -9,10 +9,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from oslo_models import registry
 from oslo_models.fusion.rules import fusion_candidates
-from oslo_models.sharding.plan import ColumnParallel, Plan, StateSpace, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, Experts, Plan, StateSpace, VocabParallel
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
-COLUMNS = ("model type", "classes", "tp", "pp", "fused", "kind of model, and what stays replicated")
+COLUMNS = ("model type", "classes", "tp", "pp", "ep", "fused", "kind of model, and what stays replicated")
 DEPTHS = {
     *("num_hidden_layers", "num_layers", "num_encoder_layers", "num_decoder_layers", "n_layer", "n_layers"),
     *("encoder_layers", "decoder_layers", "l_layers", "r_layers", "x_layers"),
@@ -59,6 +59,7 @@ def _row(model_type: str) -> list[str]:
         f"{prefix}: {', '.join(heads)}",
         _tensor_parallel(next(iter(plans.values()))),
         pp,
+        "experts" if any(_divides_experts(plan) for plan in plans.values()) else "-",
         ", ".join(_fused_operations(first)) or "-",
         notes,
     ]
@@ -80,6 +81,12 @@ def _tensor_parallel(plan: Plan) -> str:
     if any(isinstance(entry, StateSpace) for entry in entries):
         return "channels"
     return "MLP" if any(isinstance(entry, ColumnParallel) for entry in entries) else "vocabulary"
+
+
+def _divides_experts(plan: Plan) -> bool:
+    """Whether expert parallelism can give ranks some of the experts."""
+    entries = [entry for kind in plan.kinds_of_blocks() for entry in kind.values()]
+    return any(isinstance(entry, Experts) and not entry.identities for entry in entries)
 
 
 def _fused_operations(cls: Any) -> list[str]:

@@ -137,7 +137,7 @@ class Arguments:
         if self.expert_parallel_size > 1 and not plan.has_experts():
             raise ValueError(
                 f"expert_parallel_size={self.expert_parallel_size} is for mixtures of experts, and {cls.__name__} has "
-                "none: leave it at 1"
+                "none that can be divided: leave it at 1"
             )
         if (quantization := quantization_of(config)) is not None:
             check_quantization(quantization, self.dequantize)

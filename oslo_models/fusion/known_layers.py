@@ -42,11 +42,12 @@ RMS_NORMS = _names("""
     granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
     hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm jetmoe.JetMoeRMSNorm
     kimi_linear.KimiLinearRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm
-    lfm3.Lfm3RMSNorm llama.LlamaRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm mellum.MellumRMSNorm
-    mimo_v2_flash.MiMoV2FlashRMSNorm minicpm3.MiniCPM3RMSNorm minimax_m2.MiniMaxM2RMSNorm ministral.MinistralRMSNorm
-    ministral3.Ministral3RMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm
-    qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm
-    smollm3.SmolLM3RMSNorm solar_open.SolarOpenRMSNorm t5.T5LayerNorm youtu.YoutuRMSNorm
+    lfm3.Lfm3RMSNorm llama.LlamaRMSNorm longcat_flash.LongcatFlashRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm
+    mellum.MellumRMSNorm mimo_v2_flash.MiMoV2FlashRMSNorm minicpm3.MiniCPM3RMSNorm minimax_m2.MiniMaxM2RMSNorm
+    ministral.MinistralRMSNorm ministral3.Ministral3RMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm
+    olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm
+    qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm solar_open.SolarOpenRMSNorm t5.T5LayerNorm
+    youtu.YoutuRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
 GEMMA_NORMS = _names("""
@@ -71,12 +72,12 @@ GATED_MLPS = _names("""
     gemma4.Gemma4VisionMLP gemma4_unified.Gemma4UnifiedTextMLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP
     glm_moe_dsa.GlmMoeDsaMLP granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP
     hunyuan_v1_dense.HunYuanDenseV1MLP hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP
-    jamba.JambaMLP kimi_linear.KimiLinearMLP kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP mellum.MellumMLP
-    mimo_v2_flash.MiMoV2FlashMLP minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP
-    olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmo_hybrid.OlmoHybridMLP olmoe.OlmoeMLP qwen2.Qwen2MLP
-    qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP
-    qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP vaultgemma.VaultGemmaMLP
-    youtu.YoutuMLP
+    jamba.JambaMLP kimi_linear.KimiLinearMLP kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP
+    longcat_flash.LongcatFlashMLP mellum.MellumMLP mimo_v2_flash.MiMoV2FlashMLP minicpm3.MiniCPM3MLP
+    ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP
+    olmo_hybrid.OlmoHybridMLP olmoe.OlmoeMLP qwen2.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP
+    qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP
+    stablelm.StableLmMLP vaultgemma.VaultGemmaMLP youtu.YoutuMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -197,22 +198,22 @@ CALL_EAGER_ATTENTION = _names("""
     hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention hy_v3.HYV3Attention
     hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention jamba.JambaAttention jetmoe.JetMoeAttention
     kimi_linear.KimiLinearAttention kolibri1.Kolibri1Attention laguna.LagunaAttention lfm2.Lfm2Attention
-    lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention llama.LlamaAttention m2m_100.M2M100Attention marian.MarianAttention
-    mbart.MBartAttention mellum.MellumAttention minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention
-    ministral.MinistralAttention ministral3.Ministral3Attention mistral.MistralAttention mixtral.MixtralAttention
-    mobilebert.MobileBertSelfAttention mt5.MT5Attention nanochat.NanoChatAttention nemotron.NemotronAttention
-    nemotron_h.NemotronHAttention olmo.OlmoAttention olmo2.Olmo2Attention olmo3.Olmo3Attention
-    olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention opt.OPTAttention pegasus.PegasusAttention phi.PhiAttention
-    phi3.Phi3Attention phimoe.PhimoeAttention plbart.PLBartAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention
-    qwen3.Qwen3Attention qwen3_5.Qwen3_5Attention qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention
-    qwen3_5_moe.Qwen3_5MoeVisionAttention qwen3_moe.Qwen3MoeAttention qwen3_next.Qwen3NextAttention
-    recurrent_gemma.RecurrentGemmaAttention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
-    roberta_prelayernorm.RobertaPreLayerNormCrossAttention roberta_prelayernorm.RobertaPreLayerNormSelfAttention
-    roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention seed_oss.SeedOssAttention smollm3.SmolLM3Attention
-    solar_open.SolarOpenAttention speech_to_text.Speech2TextAttention stablelm.StableLmAttention
-    starcoder2.Starcoder2Attention t5.T5Attention umt5.UMT5Attention vaultgemma.VaultGemmaAttention
-    wav2vec2.Wav2Vec2Attention whisper.WhisperAttention xlm_roberta.XLMRobertaCrossAttention
-    xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
+    lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention llama.LlamaAttention longcat_flash.LongcatFlashMLA
+    m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention mellum.MellumAttention
+    minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention ministral3.Ministral3Attention
+    mistral.MistralAttention mixtral.MixtralAttention mobilebert.MobileBertSelfAttention mt5.MT5Attention
+    nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention olmo.OlmoAttention
+    olmo2.Olmo2Attention olmo3.Olmo3Attention olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention opt.OPTAttention
+    pegasus.PegasusAttention phi.PhiAttention phi3.Phi3Attention phimoe.PhimoeAttention plbart.PLBartAttention
+    qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention qwen3.Qwen3Attention qwen3_5.Qwen3_5Attention
+    qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention qwen3_5_moe.Qwen3_5MoeVisionAttention
+    qwen3_moe.Qwen3MoeAttention qwen3_next.Qwen3NextAttention recurrent_gemma.RecurrentGemmaAttention
+    roberta.RobertaCrossAttention roberta.RobertaSelfAttention roberta_prelayernorm.RobertaPreLayerNormCrossAttention
+    roberta_prelayernorm.RobertaPreLayerNormSelfAttention roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention
+    seed_oss.SeedOssAttention smollm3.SmolLM3Attention solar_open.SolarOpenAttention speech_to_text.Speech2TextAttention
+    stablelm.StableLmAttention starcoder2.Starcoder2Attention t5.T5Attention umt5.UMT5Attention
+    vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
+    xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
     xlm_roberta_xl.XLMRobertaXLSelfAttention xmod.XmodCrossAttention xmod.XmodSelfAttention youtu.YoutuAttention
 """)
 """Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5

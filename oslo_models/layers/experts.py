@@ -48,6 +48,7 @@ class ParallelExperts(_ShardedModule):
     sharers: int
     returns_partial_sums = False
     num_experts: int
+    num_routed_experts: int
     config: Any
     layouts: Mapping[str, Layout]
 
@@ -75,6 +76,8 @@ class ParallelExperts(_ShardedModule):
     def _check_strides(self, layouts: Mapping[str, Layout]) -> None:
         """``torch._grouped_mm`` wants rows of a multiple of 16 bytes, and takes no float64."""
         dtype = self._parameters["down_proj"].dtype  # type: ignore[union-attr]
+        if not hasattr(self, "config"):  # they have one implementation, a loop
+            return
         if self.config._experts_implementation != "grouped_mm" or dtype == torch.float64:
             return
         for name, layout in layouts.items():
@@ -103,7 +106,7 @@ class ParallelExperts(_ShardedModule):
         """
         with without_override():
             hidden_states = self.enter_region(hidden_states)
-            weights = copy_to(self.tp, top_k_weights)
+            weights = self._identities_once(top_k_index, copy_to(self.tp, top_k_weights))
             if self.over_ranks and not self.mesh.has_experts_over_replicas:
                 top_k_index, weights = self._own(top_k_index, weights)
             # No dropout is in experts: the region ends before the product, as `leave_region` wants it.
@@ -112,6 +115,12 @@ class ParallelExperts(_ShardedModule):
                 compute = self._exchanged if self.mesh.has_experts_over_replicas else self.compute
                 output = compute(hidden_states, top_k_index, weights, *args)
                 return output if self.returns_partial_sums else reduce_from(self.tp, output)
+
+    def _identities_once(self, index: Tensor, weights: Tensor) -> Tensor:
+        """Weights with which experts that return their input count on one rank only (LongCat-Flash has such)."""
+        if self.tp.rank == 0 or not getattr(self, "zero_expert_num", 0):
+            return weights
+        return weights.masked_fill(index >= self.num_routed_experts, 0)
 
     def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
         """As `forward`, of what this rank holds: partial sums. Experts that are not here count nothing."""

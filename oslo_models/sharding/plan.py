@@ -139,14 +139,21 @@ class Experts(Replicated):
         groups: over how many groups of consecutive ranks the experts are divided (expert parallelism). The ranks of
             a group share the width of its experts. More groups than ranks are over as many ranks of several replicas.
         shared: the name beside them of a gated MLP whose output is added to theirs, if there is one.
+        identities: how many further experts return their input. They have rows in ``gate_up_proj`` that nothing reads.
     """
 
     transposed: bool = False
     interleaved: bool = False
     groups: int = 1
     shared: str = ""
+    identities: int = 0
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        if self.groups > 1 and self.identities:
+            raise ValueError(
+                f"expert_parallel_size={self.groups} divides experts with weights, and {self.identities} have none: "
+                "leave it out, so that ranks share the width of each"
+            )
         if self.groups > shape[0]:
             raise ValueError(f"expert_parallel_size={self.groups} is more than {shape[0]}, the number of experts")
         if self.groups == 1:

@@ -200,6 +200,10 @@ def _fit_mimo(values: Values, draw: random.Random) -> None:
     values["num_key_value_heads"] = draw.choice([n for n in range(1, heads // 2 + 1) if heads % (2 * n) == 0])
 
 
+def _fit_longcat(values: Values, draw: random.Random) -> None:
+    values["head_dim"] = values["qk_rope_head_dim"]  # by which positions are made
+
+
 def _fit_two_kinds(values: Values, draw: random.Random) -> None:
     values["layer_types"][:2] = draw.sample(["linear_attention", "full_attention"], 2)  # transformers wants both
 
@@ -258,6 +262,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "hubert": _fit_wav2vec2,
     "kimi_linear": _fit_latent_attention,
     "llama4_text": _fit_smollm3,
+    "longcat_flash": _fit_longcat,
     "luke": _fit_luke,
     "mamba2": _fit_mamba2,
     "mimo_v2_flash": _fit_mimo,

@@ -337,6 +337,12 @@ MORE: dict[str, Mapping[str, Any]] = {
     "axk1": {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v32": {**_LATENT, **_INDEXED, "mlp_layer_types": ["dense", "sparse"]},
     "glm_moe_dsa": {**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"]},
+    "longcat_flash": {
+        **{"hidden_size": 24, "num_layers": 2, "num_attention_heads": 6, "max_position_embeddings": 32, "moe_topk": 3},
+        **{"ffn_hidden_size": 35, "expert_ffn_hidden_size": 11, "n_routed_experts": 5, "zero_expert_num": 3},
+        **{"q_lora_rank": 10, "kv_lora_rank": 7, "qk_rope_head_dim": 4, "qk_nope_head_dim": 5, "v_head_dim": 3},
+        "head_dim": 4,
+    },
     "lfm3": {**_LLAMA, **_WINDOW, "num_hidden_layers": 3, "layer_types": [*_WINDOW["layer_types"], "conv"]},
     # without noise, its router does not sample
     "phimoe": {**_KV, **_MIXTURE, "num_local_experts": 5, "router_jitter_noise": 0.0},
@@ -520,7 +526,7 @@ SLOW_TESTS_ONLY = {
     *("hyperclovax", "jais2", "kolibri1", "laguna", "mellum", "minicpm3", "ministral3", "nanochat", "persimmon"),
     *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "modernbert-decoder"),
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
-    *("axk1", "deepseek_v32", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3"),
+    *("axk1", "deepseek_v32", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3", "longcat_flash"),
     "glm_moe_dsa-shared",
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
