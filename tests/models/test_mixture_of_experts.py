@@ -80,6 +80,19 @@ def test_biases_and_interleaved_projections_match_with_expert_parallelism(
     pool.run(3, check_step, step, tmp_path, 3, options)
 
 
+def check_refusal_of_expert_parallelism(config: Any) -> None:
+    cls: Any = registry.find("LongcatFlashForCausalLM")
+    with pytest.raises(ValueError, match="expert_parallel_size=2 divides experts with weights, and 3 have none"):
+        cls.from_config_with_parallel(config, 2, expert_parallel_size=2)
+
+
+def test_experts_without_weights_count_on_one_rank(pool: Pool, tmp_path: Path, seed: int) -> None:
+    name, config = "LongcatFlashForCausalLM", zoo.config("longcat_flash")
+    step = saved_step(name, config, seed, pipelines.batch(name, config, seed), tmp_path)
+    pool.run(2, check_step, step, tmp_path, 2, {})
+    pool.run(2, check_refusal_of_expert_parallelism, config)
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [

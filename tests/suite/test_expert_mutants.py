@@ -102,6 +102,10 @@ MUTANTS: dict[str, Row] = {
         ),
         *(OVER_REPLICAS, TRAINING, ALL_REPLICAS),
     ),
+    "experts without weights on every rank": (
+        Edit("layers.experts:ParallelExperts._identities_once", "self.tp.rank == 0", "self.tp.size"),
+        *(OVER_RANKS, "test_experts_without_weights_count_on_one_rank", {}),
+    ),
     "norm counts experts of one group of ranks": (
         Edit(
             "modeling.training:TrainableModel._counted",
