@@ -36,8 +36,9 @@ class _Auto:
             ValueError: the zoo has none; the message has the nearest model type, and lists those for this task.
         """
         found = getattr(modeling_auto, cls.mapping).get(config.model_type)
+        kind = registry.SAME_CLASSES.get(config.model_type, config.model_type)
         for name in found if isinstance(found, (tuple, list)) else (found,):
-            if config.model_type in registry.ARCHITECTURES and name in registry.names(config.model_type):
+            if kind in registry.ARCHITECTURES and name in registry.names(kind):
                 return registry.find(name)
         raise cls._unknown(config.model_type)
 

@@ -192,6 +192,9 @@ ARCHITECTURES = {
     "youtu": "Youtu",
 }
 
+SAME_CLASSES = {"internlm3": "llama", "iquestcoder": "llama"}
+"""Model types with configurations of their own that transformers runs by the classes of another type."""
+
 
 def load(model_type: str) -> ModuleType:
     """Import the module of an architecture."""

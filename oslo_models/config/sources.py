@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
-from oslo_models import checkpoint
+from oslo_models import checkpoint, registry
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 """Arguments of transformers' ``from_pretrained`` that are passed on to the download."""
@@ -91,10 +91,11 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
     raw, _ = PreTrainedConfig.get_config_dict(directory)
     section = raw.get(cls.config_class.base_config_key, raw)  # the class may be of a submodel: CLIPTextModel of CLIP
     wanted, found = cls.config_class.model_type, section.get("model_type", cls.config_class.model_type)
-    if found != wanted:
+    if wanted not in (found, registry.SAME_CLASSES.get(found)):
         saved = ", ".join(raw.get("architectures") or ["one of its own classes"])
         raise ValueError(f"{directory} is a {found} checkpoint and {cls.__name__} is for {wanted}; use {saved}")
-    config, unused = cls.config_class.from_pretrained(directory, return_unused_kwargs=True, **options)
+    config_class = cls.config_class if found == wanted else CONFIG_MAPPING[found]
+    config, unused = config_class.from_pretrained(directory, return_unused_kwargs=True, **options)
     options.clear()
     options.update(unused)
     return config
@@ -102,7 +103,8 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
 
 def copy_config(cls: type[Any], config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of a configuration. Raises ``ValueError`` if it is not one for ``cls``."""
-    if not isinstance(config, cls.config_class):
+    same = registry.SAME_CLASSES.get(getattr(config, "model_type", ""))
+    if not isinstance(config, cls.config_class) and same != cls.config_class.model_type:
         raise ValueError(f"config must be a {cls.config_class.__name__} for {cls.__name__}, got {config!r:.200}")
     return copy.deepcopy(config)
 

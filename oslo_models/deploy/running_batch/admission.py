@@ -91,7 +91,7 @@ def joins(config: Any, defaults: Any, limits: BatchLimits, kwargs: Mapping[str, 
 
 def reason_against(config: Any) -> str | None:
     """Why no call of a model can join; ``None`` if calls can."""
-    if config.model_type not in registry.ARCHITECTURES:
+    if registry.SAME_CLASSES.get(config.model_type, config.model_type) not in registry.ARCHITECTURES:
         return "the running batch was not tested with models of its type"
     if config.is_encoder_decoder:
         return "it is an encoder-decoder, whose encoder computes a batch at once"
