@@ -28,7 +28,7 @@ from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
 from oslo_models.deploy.options import OF_DEPLOYMENT, DeployOptions, executor_of, prepare
 from oslo_models.deploy.remote_module import RemoteModule, deployed_class
-from oslo_models.deploy.running_batch.admission import cuts_anywhere, joins, reason_against
+from oslo_models.deploy.running_batch.admission import joins, reason_against
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, serve
 from oslo_models.distributed.devices import visible_gpus
 
@@ -216,7 +216,7 @@ class Deployment(DeployedAdapters, RemoteModule):
     def describe_batch(self) -> str:
         """The limits of the running batch and its memory, if that is allocated; or why there is none."""
         limits, reason = self._engine.limits, reason_against(self.config)
-        reuse = "; prompts reuse former prefixes" if limits.reuse and cuts_anywhere(self.config) else ""
+        reuse = "; prompts reuse former prefixes" if limits.reuse else ""
         if reason is None and limits.rows == 1:
             reason = "max_batch_size=1"
         if reason is not None:

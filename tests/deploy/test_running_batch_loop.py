@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
-from oslo_models.deploy.running_batch.admission import cuts_anywhere, joins
+from oslo_models.deploy.running_batch.admission import joins, reason_against
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import NoFollowers
@@ -422,7 +422,7 @@ def test_failed_forward_leaves_no_prefixes(pair: Any, seed: int, monkeypatch: py
         ({"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}, False),
     ],
 )
-def test_prefixes_are_not_reused_where_positions_depend_on_the_length(rope: Any, expected: bool) -> None:
+def test_models_whose_positions_depend_on_the_longest_row_do_not_join(rope: Any, expected: bool) -> None:
     config = transformers.LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, num_hidden_layers=1)
     config.rope_parameters = rope
-    assert cuts_anywhere(config) is expected
+    assert (reason_against(config) is None) is expected

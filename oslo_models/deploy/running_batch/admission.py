@@ -97,17 +97,15 @@ def reason_against(config: Any) -> str | None:
         return "it is an encoder-decoder, whose encoder computes a batch at once"
     if getattr(config, "is_decoder", True) is False:
         return "it is an encoder: is_decoder=False in its configuration"
-    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    text = config.get_text_config(decoder=True)
+    if not _has_positions_of_their_own(text):
+        return "its rotary positions depend on the longest sequence of a batch (rope_type dynamic or longrope)"
+    kinds = getattr(text, "layer_types", None) or ()
     return next(filter(None, (_KINDS.get(kind, _STATES) for kind in kinds)), EXCLUSIVE.get(config.model_type))
 
 
-def cuts_anywhere(config: Any) -> bool:
-    """Whether the keys and values of a prefix are the same whatever comes after it.
-
-    They are not where rotary frequencies depend on the length of the whole sequence. Decoders whose blocks keep a state
-    do not join at all, and windows are cut by the mask, not in the cache.
-    """
-    text = config.get_text_config(decoder=True)
+def _has_positions_of_their_own(text: Any) -> bool:
+    """Whether the rotary positions of a row depend on nothing but the row: two types depend on the longest of all."""
     parameters = getattr(text, "rope_parameters", None) or {}
     by_layer_type = [each for each in parameters.values() if isinstance(each, Mapping)]
     return all(each.get("rope_type") not in ("dynamic", "longrope") for each in (parameters, *by_layer_type))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import queue
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
-from oslo_models.deploy.running_batch.admission import cuts_anywhere
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
 from oslo_models.deploy.running_batch.prefixes import Prefixes
@@ -53,7 +51,6 @@ class RunningBatch:
         cancelled: set[int],
         count_token: Callable[[], None],
     ) -> None:
-        limits = replace(limits, reuse=limits.reuse and cuts_anywhere(model.config))
         self.runner, self.channel, self.leads = StepRunner(model, limits, keeps_logits=True), channel, leads
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
         self._scheduler = Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows) if limits.reuse else None)
