@@ -33,18 +33,20 @@ ENDS_FIRST = "test_row_that_ends_first_changes_places_with_the_last"
 NUCLEUS = (f"{BATCH}.nucleus:Nucleus.__call__", "deploy/test_nucleus.py", "test_bits_of_equal_and_special_values")
 SIMULATED = "test_what_is_reused_is_what_the_prompt_begins_with"
 KEPT = "test_logits_stay_on_the_last_stage"
+CHUNKS, TOGETHER = {"chunk": 4}, "test_short_prompts_are_computed_together"
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
 
 Row = tuple[str, str, str, str, str, dict[str, Any]]
 """A function of the library, a piece of its source, what stands there instead; a test: file, name, arguments."""
 
 FAST: list[Row] = [
-    (f"{SLOTS}.mask", ">= (self.window", "> (self.window", LOOP, OWN, {}),
-    (f"{ROW}:Row.__init__", "manual_seed(seed)", "manual_seed(0)", LOOP, OWN, {}),
+    (f"{SLOTS}.mask", ">= (self.window", "> (self.window", LOOP, OWN, CHUNKS),
+    (f"{ROW}:Row.__init__", "manual_seed(seed)", "manual_seed(0)", LOOP, OWN, CHUNKS),
     (f"{SCHEDULER}.drop", "row.ended or unwanted(row)", "row.ended", LOOP, CANCELLED, {"state": "row"}),
     (f"{TAKES}._take_all", "self._fail(row.number, error)", "raise", LOOP, RAISES, {"when": 1}),
     (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", LOOP, SHARED, {"reuses": True}),
     (f"{PREFIXES}.find", "prompt[:-1]", "prompt", REUSED, LOST, {}),
+    (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL >= -1", LOOP, OWN, {"chunk": 64}),
 ]
 """In this process."""
 
@@ -66,6 +68,14 @@ SLOW: list[Row] = [
         SHARED,
         {"reuses": True},
     ),
+    (f"{RUNNER}._prefill_whole", "cache.layers, row", "cache.layers, 0", LOOP, OWN, {"chunk": 64}),
+    (f"{RUNNER}._prefill_whole", "positions_BL.clamp(min=0)", "torch.arange(longest)[None]", LOOP, OWN, {"chunk": 64}),
+    (f"{SCHEDULER}._whole_prompts", "self._find_prefix(row)[1]", "False", REUSED, SIMULATED, {}),
+    (f"{SCHEDULER}._whole_prompts", "any(self.prefixes.are_alike", "all(self.prefixes.are_alike", LOOP, TOGETHER, {}),
+    (f"{SCHEDULER}._whole_prompts", "PADDED * tokens", "self.chunk", LOOP, TOGETHER, {}),
+    (f"{SCHEDULER}._whole_prompts", "self.slots - len(self.rows)", "self.slots", POOLED, FAIR, {}),
+    (f"{SCHEDULER}._join", "self._since_rows += len(whole)", "self._since_rows += 0 * len(whole)", POOLED, FAIR, {}),
+    (f"{TAKES}._compute", "step.joining :", "1 :", LOOP, OWN, {"chunk": 64}),
     (f"{SCHEDULER}.forget_prefixes", "row.shares = False", "pass", LOOP, FORGOTTEN, {}),
     (f"{TAKES}.forget_prefixes", "self._scheduler.forget_prefixes()", "pass", LOOP, FORGOTTEN, {}),
     (f"{SCHEDULER}.clear", "self.forget_prefixes()", "pass", LOOP, "test_failed_forward_leaves_no_prefixes", {}),
@@ -82,8 +92,8 @@ SLOW: list[Row] = [
         STAY,
         {"rows": 5},
     ),
-    (f"{SLOTS}.free", "self.lengths[slot] = self.lengths[last]", "pass", LOOP, OWN, {}),
-    (f"{RUNNER}._decode", "rows.lengths)[:, None]", "[rows.window] * len(tokens))[:, None]", LOOP, OWN, {}),
+    (f"{SLOTS}.free", "self.lengths[slot] = self.lengths[last]", "pass", LOOP, OWN, CHUNKS),
+    (f"{RUNNER}._decode", "rows.lengths)[:, None]", "[rows.window] * len(tokens))[:, None]", LOOP, OWN, CHUNKS),
     (f"{ROW}:_Ends.__call__", "token in self._tokens", "False", LOOP, ENDS, {}),
     (
         f"{ADMISSION}:_is_padded_left",
@@ -93,10 +103,10 @@ SLOW: list[Row] = [
         "test_admission",
         {"what": "a row of padding"},
     ),
-    (f"{SCHEDULER}.plan", "self._since_rows + len(chunk) > self.chunk", "False", POOLED, FAIR, {}),
-    (f"{SLOTS}.free", "layer.move(slot, last, 0, self.stop, self._keeps)", "pass", LOOP, OWN, {}),
+    (f"{SCHEDULER}._rows_wait", "self._since_rows + tokens > self.chunk", "False", POOLED, FAIR, {}),
+    (f"{SLOTS}.free", "layer.move(slot, last, 0, self.stop, self._keeps)", "pass", LOOP, OWN, CHUNKS),
     (f"{SLOTS}.append", "max(0, length - self.window)", "0", LOOP, ENDS_FIRST, {}),
-    (f"{SLOTS}.start.fget", "self.stop - max(self.lengths, default=0)", "0", LOOP, OWN, {}),
+    (f"{SLOTS}.start.fget", "self.stop - max(self.lengths, default=0)", "0", LOOP, OWN, CHUNKS),
     (
         f"{SLOTS}._relocate",
         "self.stop = columns, before + self.window",
@@ -111,15 +121,15 @@ SLOW: list[Row] = [
         "torch.arange(len(step.chunk))",
         LOOP,
         OWN,
-        {},
+        CHUNKS,
     ),
-    (f"{RUNNER}._prefill", "prompt.lengths = [0]", "prompt.lengths = [1]", LOOP, OWN, {}),
-    (f"{RUNNER}.free", "self.rows.free(slot)", "pass", LOOP, OWN, {}),
-    (f"{ROW}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, {}),
+    (f"{RUNNER}._prefill", "prompt.lengths = [0]", "prompt.lengths = [1]", LOOP, OWN, CHUNKS),
+    (f"{RUNNER}.free", "self.rows.free(slot)", "pass", LOOP, OWN, CHUNKS),
+    (f"{ROW}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, CHUNKS),
     (f"{ROW}:prepare", "(ids_BL >= vocabulary).any()", "False", LOOP, REJECTED, {}),
-    (f"{ROW}:_prepare_row", "input_ids[0, mask_BL[0].bool()]", "input_ids[0]", LOOP, OWN, {}),
-    (f"{ROW}:Row.take", "self._processors(self.ids_BL, logits_BV)", "logits_BV", LOOP, OWN, {}),
-    (f"{ROW}:Row.take_token", "self._buffer_BL[:, : self._length] = held_BL", "pass", LOOP, OWN, {}),
+    (f"{ROW}:_prepare_row", "input_ids[0, mask_BL[0].bool()]", "input_ids[0]", LOOP, OWN, CHUNKS),
+    (f"{ROW}:Row.take", "self._processors(self.ids_BL, logits_BV)", "logits_BV", LOOP, OWN, CHUNKS),
+    (f"{ROW}:Row.take_token", "self._buffer_BL[:, : self._length] = held_BL", "pass", LOOP, OWN, CHUNKS),
     (f"{ROW}:Call.result", "[row.pad]", "[0]", LOOP, ENDS, {}),
     (f"{ROW}:Call.ended.fget", "all(", "any(", LOOP, ENDS, {}),
     (f"{SCHEDULER}.plan", "self._done += len(chunk)", "self._done = len(chunk)", POOLED, FAIR, {}),
@@ -139,7 +149,7 @@ SLOW: list[Row] = [
     (f"{TAKES}._take_messages", "message.method in CHANGING", "False", LOOP, BETWEEN, {}),
     (f"{TAKES}._take_messages", "message.joins", "True", LOOP, BETWEEN, {}),
     (f"{TAKES}._lead", "messages.answer(held)", "pass", LOOP, BETWEEN, {}),
-    (f"{TAKES}._finish", "[(call.number, None) for call in ended if call.streams]", "[]", LOOP, OWN, {}),
+    (f"{TAKES}._finish", "[(call.number, None) for call in ended if call.streams]", "[]", LOOP, OWN, CHUNKS),
     (f"{TAKES}._give_up", "self._scheduler.clear()", "pass", LOOP, FORWARD, {}),
     (f"{TAKES}._give_up", "self.runner.clear()", "pass", LOOP, FORWARD, {}),
     (f"{ADMISSION}:joins", "1 if streams", "2 if streams", LOOP, "test_admission", {"what": "two sampled rows"}),

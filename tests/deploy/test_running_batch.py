@@ -104,10 +104,17 @@ def test_schedule_is_fair_and_bounded(calls: list[tuple[int, int, int]], slots: 
             slotted[slot] = slotted[-1]
             slotted.pop()
         assert not any(row.ended for row in slotted)
-        since = len(step.chunk) + (0 if step.tokens or not slotted else since)
+        padded = len(step.whole) * max((prompt.length for prompt in step.whole), default=0) or len(step.chunk)
+        since = padded + (0 if step.tokens or not slotted else since)
         assert step.tokens == ([] if step.chunk else [row.new[-1] for row in slotted]) and since <= 3
         decoded = slotted[: len(step.tokens)]
-        if step.chunk:
+        chunk = list(step.chunk)
+        for number, length, _ in step.whole:
+            begun.append(number)
+            computed[number], chunk = chunk[:length], chunk[length:]
+            slotted.append(scheduler.rows[len(slotted)])
+            assert slotted[-1].number == number and computed[number] == slotted[-1].prompt
+        if chunk:
             assert len(step.chunk) <= 3 and step.begins == (not computed.get(step.number))
             begun += [step.number] if step.begins else []
             computed[step.number] = [*computed.get(step.number, []), *step.chunk]
@@ -115,7 +122,7 @@ def test_schedule_is_fair_and_bounded(calls: list[tuple[int, int, int]], slots: 
             slotted.append(scheduler.rows[-1])
             assert computed[step.number] == slotted[-1].prompt
         assert slotted == scheduler.rows and len(slotted) <= slots
-        for row in decoded + (slotted[-1:] if step.joins else []):
+        for row in decoded + slotted[len(slotted) - step.joining :]:
             row.new.append(len(row.new))
             row.ended = len(row.new) == row.wanted
     assert sorted(begun) == list(range(len(calls)))

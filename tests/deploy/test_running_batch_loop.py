@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,10 +106,11 @@ def alone(whole: Any, call: dict[str, Any]) -> list[list[int]]:
     return tokens.tolist()
 
 
-def test_calls_are_answered_with_their_own_tokens(pair: Any, seed: int) -> None:
-    """Streams too: the prompt, each token in a message of its step, and the end."""
+@pytest.mark.parametrize("chunk", [LIMITS.chunk, LIMITS.length])
+def test_calls_are_answered_with_their_own_tokens(pair: Any, seed: int, chunk: int) -> None:
+    """Streams too: the prompt, each token in a message of its step, and the end. Prompts in chunks, or together."""
     model, whole = pair
-    rng, application = random.Random(seed), Application(model)
+    rng, application = random.Random(seed), Application(model, replace(LIMITS, chunk=chunk))
     calls = running.requests(rng, 12)
     for number, call in enumerate(calls):
         application.send(rng.randrange(20), request(number, call, len(call["input_ids"]) == 1))
@@ -120,6 +122,31 @@ def test_calls_are_answered_with_their_own_tokens(pair: Any, seed: int) -> None:
             length = call["input_ids"].shape[1]
             new = expected[0, length:].tolist()
             assert application.streamed(number) == [call["input_ids"].tolist(), *new, None]
+
+
+def test_short_prompts_are_computed_together(pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as padding is worth it, and none begins with another; each gets its first token then."""
+    model, whole = pair
+    lengths = (9, 7, 8, 2, 12, 12)
+    calls = [greedy(seed + number, 5, length) for number, length in enumerate(lengths)]
+    calls.append({**calls[5], "input_ids": calls[5]["input_ids"].clone()})
+    application = Application(model, BatchLimits(8, 64, 30))
+    for number, call in enumerate(calls):
+        application.send(0, request(number, call, stream=True))
+    right, steps = application.batch.runner.run, []
+
+    def run(step: Any) -> Any:
+        steps.append(step)
+        return right(step)
+
+    monkeypatch.setattr(application.batch.runner, "run", run)
+    application.run()
+    joined = [[prompt.number for prompt in step.whole] or [step.number] for step in steps if step.chunk]
+    assert joined == [[0, 1, 2], [3], [4, 5], [6]]
+    assert reused(application) == [11]
+    for number, call in enumerate(calls):
+        assert application.answer(number).result.tolist() == alone(whole, call)
+        assert len(application.streamed(number)) == 7
 
 
 def test_rows_end_at_their_own_tokens_and_are_padded(pair: Any, seed: int) -> None:
@@ -356,14 +383,14 @@ def test_prefixes_stay_while_rows_come_and_memory_grows(pair: Any, seed: int, ro
     rng, application = random.Random(seed), Application(model, BatchLimits(rows, 120, 7))
     said = {chat: prompt(seed + chat, 1, 9)["input_ids"] for chat in range(4)}
     calls = []
-    for turn in range(24):
+    for turn in range(40):
         chat = rng.randrange(4)
         way = rng.choice(running.WAYS)
         call = {**after(said[chat], rng.getrandbits(30), rng.randint(1, 7)), "seed": turn, "pad_token_id": 0, **way}
         call.pop("min_new_tokens", None)
         calls.append((call, running.alone(whole, call)))
         said[chat] = calls[-1][1]
-        application.send(rng.randrange(60) if turn else 0, request(turn, call))
+        application.send(rng.randrange(100) if turn else 0, request(turn, call))
     application.run()
     for number, (_, expected) in enumerate(calls):
         assert torch.equal(application.answer(number).result, expected)

@@ -138,15 +138,18 @@ class RunningBatch:
         self._send(Failure(number, portable(error), text, secondary), number)
 
     def _compute(self, step: Step) -> None:
-        streamed: list[tuple[int, Any]] = []
-        if step.begins and self._calls[step.number].streams:
-            streamed.append((step.number, self._calls[step.number].rows[0].ids_BL.tolist()))
+        begun = [step.number] if step.begins else [prompt.number for prompt in step.whole]
+        calls = [self._calls[number] for number in begun]
+        streamed: list[tuple[int, Any]] = [
+            (each.number, each.rows[0].ids_BL.tolist()) for each in calls if each.streams
+        ]
         try:
             logits_BV = self.runner.run(step)
         except Exception as error:  # noqa: BLE001  everything is reported
             self._give_up(error)
             return
-        rows = self._scheduler.rows[-1:] if step.chunk else self._scheduler.rows
+        rows = self._scheduler.rows
+        rows = rows[len(rows) - step.joining :] if step.chunk else rows
         if step.reused:
             self._send(Reused(step.reused), 0)
         if logits_BV is not None:
