@@ -121,9 +121,11 @@ def differences(
     ]
 
 
-def checked(variant: str, folder: Any, seed: int, count: int) -> tuple[str, list[dict[str, Any]], list[Tensor]]:
+def checked(
+    variant: str, folder: Any, seed: int, count: int, **changes: Any
+) -> tuple[str, list[dict[str, Any]], list[Tensor]]:
     """Save a decoder; returns its class, calls, and what plain transformers answers to each by itself."""
-    name, config = zoo.lm_head(variant), zoo.config(variant)
+    name, config = zoo.lm_head(variant), zoo.config(variant, **changes)
     reference = reference_model(name, config, seed, torch.float64).eval()
     reference.save_pretrained(folder)
     given = requests(random.Random(seed), count)

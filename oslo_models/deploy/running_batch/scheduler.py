@@ -58,8 +58,17 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not (self.rows or self.prompt or self.waiting)
 
+    @property
+    def load(self) -> int:
+        """How many rows have not ended, those that wait for a slot included."""
+        return sum(not row.ended for row in self.rows) + len(self.waiting) + (self.prompt is not None)
+
     def add(self, row: Generated) -> None:
         self.waiting.append(row)
+
+    def reusable(self, row: Generated) -> int:
+        """How many tokens of a prompt would not be computed again."""
+        return self._find_prefix(row)[1]
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
         """End rows: those that wait leave at once, those in a slot with the next step."""
@@ -114,7 +123,7 @@ class Scheduler:
 
     def _decode(self, consumed: int, leaving: list[int]) -> Step:
         self._since_rows = 0
-        return Step(consumed, idle=self.is_idle, leaving=leaving, tokens=[row.new[-1] for row in self.rows])
+        return Step(consumed, leaving=leaving, tokens=[row.new[-1] for row in self.rows])
 
     def _join(self, consumed: int, leaving: list[int], whole: list[Any]) -> Step:
         """A step that computes prompts as a whole."""

@@ -32,8 +32,8 @@ class Step:
     Attributes:
         consumed: messages of the application that the leader has taken since the batch began to run. Each rank has the
             same messages in the same order; a follower catches up, and so takes part in calls between two steps.
-        idle: no row is left: the ranks go back to waiting for messages.
-        reset: the step before has failed: all rows are gone.
+        idle: no row is left in any group: the ranks go back to waiting for messages.
+        reset: a step has failed: all rows are gone.
         leaving: slots to be freed one after the other; the last row moves into the slot that becomes free.
         tokens: the newest token of each row.
         whole: the prompts that are computed as a whole; their rows take the slots after the last.
@@ -44,6 +44,7 @@ class Step:
         source: the slot of a row, or former row, whose first tokens are also those of a prompt that begins.
         reused: so many of them; the chunk comes after them.
         displaced: as in `WholePrompt`.
+        group: the group of slots that all of this is about.
     """
 
     consumed: int
@@ -59,6 +60,14 @@ class Step:
     source: int = 0
     reused: int = 0
     displaced: int = -1
+    group: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and positions that are computed; the rows are 0 if nothing is."""
+        if self.whole:
+            return len(self.whole), max(prompt.length for prompt in self.whole)
+        return (1, len(self.chunk)) if self.chunk else (len(self.tokens), 1)
 
     @property
     def joining(self) -> int:
@@ -69,7 +78,7 @@ class Step:
         """As bytes, with a checksum."""
         flags = self.idle | self.reset << 1 | self.begins << 2 | self.joins << 3
         counts = (len(self.leaving), len(self.tokens), len(self.whole))
-        head = (self.consumed, flags, self.number, *counts, self.source, self.reused, self.displaced)
+        head = (self.consumed, flags, self.number, *counts, self.source, self.reused, self.displaced, self.group)
         whole = [value for prompt in self.whole for value in prompt]
         data = array("q", (*head, *self.leaving, *self.tokens, *whole, *self.chunk)).tobytes()
         return zlib.crc32(data).to_bytes(8, "little") + data
@@ -84,7 +93,7 @@ class Step:
         def take(count: int) -> list[int]:
             return list(islice(values, count))
 
-        consumed, flags, number, leaving, tokens, whole, *prefix = take(9)
+        consumed, flags, number, leaving, tokens, whole, *prefix = take(10)
         lists = (take(leaving), take(tokens), [WholePrompt(*take(3)) for _ in range(whole)], list(values))
         flag = (bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8))
         return cls(consumed, flag[0], flag[1], *lists, flag[2], flag[3], number, *prefix)

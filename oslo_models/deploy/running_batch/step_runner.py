@@ -44,10 +44,10 @@ class StepRunner:
         self.prompt = SlotCache(1, limits.length)
         self.numbers: list[int] = []
         self._computed: set[int] = set()  # the calls whose prompts are being computed
+        self._is_passed_on = False
 
-    def rest(self, leaving: Sequence[int]) -> None:
-        """The last rows leave, and the prompt if it was dropped; former rows stay."""
-        self.free(leaving)
+    def rest(self) -> None:
+        """No row is left, and no prompt, unless it was dropped; former rows stay."""
         self.prompt.clear()
         self._computed = set()
 
@@ -66,15 +66,27 @@ class StepRunner:
 
         Returns:
             The logits after the newest token of each row, [B, V], or those after each prompt whose row joins; ``None``
-            if more of the prompt is to come.
+            if more of the prompt is to come, or nothing was to be computed.
         """
-        self.free(step.leaving)
-        with self.model.generating(), fast_head(self.model):
-            if step.whole:
-                return self._prefill_whole(step)
-            if step.chunk:
-                return self._prefill(step)
-            return self._decode(step.tokens) if step.tokens else None
+        self._is_passed_on = False
+        try:
+            self.free(step.leaving)
+            if not step.shape[0]:
+                return None
+            with self.model.generating(), fast_head(self.model):
+                if step.whole:
+                    return self._prefill_whole(step)
+                return self._prefill(step) if step.chunk else self._decode(step.tokens)
+        except Exception:
+            if not self._is_passed_on:
+                self.skip(step)
+            raise
+
+    def skip(self, step: Step) -> None:
+        """Compute nothing, but have the other pipeline stages go on; the next one learns that the step has failed."""
+        rows, length = step.shape
+        if rows and self._keeps_logits and self.model.pipeline is not None:
+            self.model.pipeline.skip_generation_step(rows, length)
 
     def free(self, leaving: Sequence[int]) -> None:
         """Remove the rows that a step says."""
@@ -144,6 +156,7 @@ class StepRunner:
             given["logits_to_keep"] = 1
         inputs = model.prepare_inputs_for_generation(ids_BL.to(device), **given)
         keeps = self._keeps_logits and model.pipeline is not None
+        self._is_passed_on = True  # if the model raises, it tells the other stages itself
         with model.pipeline.keeping_logits() if keeps else nullcontext():
             logits_BLV = model(**inputs, return_dict=True).logits
         return logits_BLV[:, -1:].flatten(0, 1)
