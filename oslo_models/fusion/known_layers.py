@@ -46,8 +46,8 @@ RMS_NORMS = _names("""
     mellum.MellumRMSNorm mimo_v2_flash.MiMoV2FlashRMSNorm minicpm3.MiniCPM3RMSNorm minimax_m2.MiniMaxM2RMSNorm
     ministral.MinistralRMSNorm ministral3.Ministral3RMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm
     olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm
-    qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm solar_open.SolarOpenRMSNorm t5.T5LayerNorm
-    youtu.YoutuRMSNorm
+    qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm solar_open.SolarOpenRMSNorm
+    switch_transformers.SwitchTransformersLayerNorm t5.T5LayerNorm youtu.YoutuRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
 GEMMA_NORMS = _names("""
@@ -202,16 +202,17 @@ CALL_EAGER_ATTENTION = _names("""
     m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention mellum.MellumAttention
     minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention ministral3.Ministral3Attention
     mistral.MistralAttention mixtral.MixtralAttention mobilebert.MobileBertSelfAttention mt5.MT5Attention
-    nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention olmo.OlmoAttention
-    olmo2.Olmo2Attention olmo3.Olmo3Attention olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention opt.OPTAttention
-    pegasus.PegasusAttention phi.PhiAttention phi3.Phi3Attention phimoe.PhimoeAttention plbart.PLBartAttention
-    qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention qwen3.Qwen3Attention qwen3_5.Qwen3_5Attention
-    qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention qwen3_5_moe.Qwen3_5MoeVisionAttention
-    qwen3_moe.Qwen3MoeAttention qwen3_next.Qwen3NextAttention recurrent_gemma.RecurrentGemmaAttention
-    roberta.RobertaCrossAttention roberta.RobertaSelfAttention roberta_prelayernorm.RobertaPreLayerNormCrossAttention
-    roberta_prelayernorm.RobertaPreLayerNormSelfAttention roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention
-    seed_oss.SeedOssAttention smollm3.SmolLM3Attention solar_open.SolarOpenAttention speech_to_text.Speech2TextAttention
-    stablelm.StableLmAttention starcoder2.Starcoder2Attention t5.T5Attention umt5.UMT5Attention
+    nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention nllb_moe.NllbMoeAttention
+    olmo.OlmoAttention olmo2.Olmo2Attention olmo3.Olmo3Attention olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention
+    opt.OPTAttention pegasus.PegasusAttention phi.PhiAttention phi3.Phi3Attention phimoe.PhimoeAttention
+    plbart.PLBartAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention qwen3.Qwen3Attention
+    qwen3_5.Qwen3_5Attention qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention
+    qwen3_5_moe.Qwen3_5MoeVisionAttention qwen3_moe.Qwen3MoeAttention qwen3_next.Qwen3NextAttention
+    recurrent_gemma.RecurrentGemmaAttention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
+    roberta_prelayernorm.RobertaPreLayerNormCrossAttention roberta_prelayernorm.RobertaPreLayerNormSelfAttention
+    roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention seed_oss.SeedOssAttention smollm3.SmolLM3Attention
+    solar_open.SolarOpenAttention speech_to_text.Speech2TextAttention stablelm.StableLmAttention
+    starcoder2.Starcoder2Attention switch_transformers.SwitchTransformersAttention t5.T5Attention umt5.UMT5Attention
     vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
     xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
     xlm_roberta_xl.XLMRobertaXLSelfAttention xmod.XmodCrossAttention xmod.XmodSelfAttention youtu.YoutuAttention

@@ -261,6 +261,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "mt5": _T5,
     "nanochat": _KV,
     "nemotron": {**_LLAMA, "head_dim": 4},
+    "nllb-moe": {**_BART, "num_experts": 5, "encoder_sparse_step": 2, "decoder_sparse_step": 1},
     "olmo": _KV,
     "olmo2": _KV,
     "olmo3": {**_KV, **_WINDOW},
@@ -296,6 +297,11 @@ MORE: dict[str, Mapping[str, Any]] = {
     "speech_to_text": {**_SPEECH, "input_feat_per_channel": 5, "conv_channels": 8, "max_source_positions": 30},
     "stablelm": _KV,
     "starcoder2": _KV,
+    # with one sparse block in the encoder and two in the decoder, of experts that have too many tokens
+    "switch_transformers": {
+        **{**_T5, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2},
+        **{"num_experts": 5, "expert_capacity": 2, "router_jitter_noise": 0.0},
+    },
     "tapas": _BERT,
     "umt5": _T5,
     "vaultgemma": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
@@ -531,6 +537,7 @@ SLOW_TESTS_ONLY = {
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
+    *("nllb-moe", "switch_transformers"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
