@@ -192,6 +192,8 @@ ARCHITECTURES = {
     "xlnet": "XLNet",
     "xmod": "Xmod",
     "youtu": "Youtu",
+    "zamba": "Zamba",
+    "zamba2": "Zamba2",
 }
 
 SAME_CLASSES = {"internlm3": "llama", "iquestcoder": "llama"}

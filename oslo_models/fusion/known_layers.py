@@ -47,7 +47,8 @@ RMS_NORMS = _names("""
     ministral.MinistralRMSNorm ministral3.Ministral3RMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm
     olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm
     qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm solar_open.SolarOpenRMSNorm
-    switch_transformers.SwitchTransformersLayerNorm t5.T5LayerNorm youtu.YoutuRMSNorm
+    switch_transformers.SwitchTransformersLayerNorm t5.T5LayerNorm youtu.YoutuRMSNorm zamba.ZambaRMSNorm
+    zamba2.Zamba2RMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
 GEMMA_NORMS = _names("""
@@ -77,7 +78,7 @@ GATED_MLPS = _names("""
     ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP
     olmo_hybrid.OlmoHybridMLP olmoe.OlmoeMLP qwen2.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP
     qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP
-    stablelm.StableLmMLP vaultgemma.VaultGemmaMLP youtu.YoutuMLP
+    stablelm.StableLmMLP vaultgemma.VaultGemmaMLP youtu.YoutuMLP zamba.ZambaMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -216,6 +217,7 @@ CALL_EAGER_ATTENTION = _names("""
     vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
     xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
     xlm_roberta_xl.XLMRobertaXLSelfAttention xmod.XmodCrossAttention xmod.XmodSelfAttention youtu.YoutuAttention
+    zamba.ZambaAttention zamba2.Zamba2Attention
 """)
 """Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5
 or Gemma 2."""
@@ -264,6 +266,6 @@ ROTARY_LEFT_UNFUSED = _names("""
     minicpm3.MiniCPM3Attention ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention
     olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention
     qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention recurrent_gemma.RecurrentGemmaAttention
-    youtu.YoutuAttention
+    youtu.YoutuAttention zamba2.Zamba2Attention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

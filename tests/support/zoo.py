@@ -135,6 +135,11 @@ _MAMBA: dict[str, Any] = {
     **{"mamba_chunk_size": 4},
 }
 
+_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
+}
+
 _DELTA = {"layer_types": ["linear_attention", "full_attention"]}
 
 MORE: dict[str, Mapping[str, Any]] = {
@@ -461,6 +466,12 @@ MORE: dict[str, Mapping[str, Any]] = {
         "block_types": ["attention", "recurrent", "recurrent"],
     },
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
+    "zamba": {**_KV, **_SHARED, "n_mamba_heads": 3, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 4},
+    "zamba2": {
+        **{**_KV, **_SHARED, "num_key_value_heads": 6, "n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 5},
+        **{"mamba_d_conv": 3, "chunk_size": 4, "num_mem_blocks": 2, "use_shared_attention_adapter": True},
+        **{"adapter_rank": 5, "use_mem_rope": True},
+    },
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -471,6 +482,10 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
             **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"]},
             **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "global_head_dim": 8},
         },
+    ),
+    "zamba2-without-adapters": (
+        "zamba2",
+        {**_KV, **_SHARED, "n_mamba_heads": 6, "mamba_d_state": 5, "mamba_d_conv": 3, "chunk_size": 4},
     ),
     "falcon_h1-normed": ("falcon_h1", {**_KV, **_MAMBA, "mamba_d_ssm": 48, "mamba_rms_norm": True}),
     "glm_moe_dsa-shared": ("glm_moe_dsa", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"]}),
@@ -537,7 +552,7 @@ SLOW_TESTS_ONLY = {
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
-    *("nllb-moe", "switch_transformers"),
+    *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
