@@ -238,6 +238,10 @@ def _fit_gemma4(values: Values, draw: random.Random) -> None:
         values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
 
 
+def _fit_xlstm(values: Values, draw: random.Random) -> None:
+    values["hidden_size"], values["num_heads"] = 128, draw.choice((4, 8))  # widths of which the cache knows
+
+
 def _fit_zamba(values: Values, draw: random.Random) -> None:
     values["layers_block_type"] = ["hybrid", *draw.choices(["hybrid", "linear_attention"], k=3)]
     values["num_hidden_layers"] = 4
@@ -288,6 +292,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "smollm3": _fit_smollm3,
     "squeezebert": _fit_squeezebert,
     "wav2vec2": _fit_wav2vec2,
+    "xlstm": _fit_xlstm,
     "youtu": _fit_latent_attention,
     "zamba": _fit_zamba,
     "zamba2": _fit_zamba,

@@ -466,6 +466,14 @@ MORE: dict[str, Mapping[str, Any]] = {
         "block_types": ["attention", "recurrent", "recurrent"],
     },
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
+    "rwkv": {
+        **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 3, "context_length": 32},
+        "rescale_every": 1,
+    },
+    "xlstm": {  # its cache is for widths that are multiples of 64
+        **{"hidden_size": 128, "num_hidden_layers": 2, "num_heads": 4, "ffn_round_up_to_multiple_of": 3},
+        **{"autocast_kernel_dtype": "float32", "chunk_size": 4},
+    },
     "zamba": {**_KV, **_SHARED, "n_mamba_heads": 3, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 4},
     "zamba2": {
         **{**_KV, **_SHARED, "num_key_value_heads": 6, "n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 5},
@@ -541,6 +549,9 @@ LEFT_OUT: dict[str, set[str]] = {
 }
 """Classes that transformers has in the module of a model type and the zoo does not."""
 
+WITHOUT_BEAMS = {"rwkv", "xlstm"}
+"""Model types whose states transformers does not reorder."""
+
 SLOW_TESTS_ONLY = {
     # close relatives of types that the fast tests cover
     *("apertus", "biogpt", "bitnet", "cohere2_moe", "granite_swa", "granitemoe_swa", "granitemoeshared", "hy_v3"),
@@ -553,6 +564,7 @@ SLOW_TESTS_ONLY = {
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
+    *("rwkv", "xlstm"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
@@ -674,6 +686,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         ids[row, ..., :padding] = config.pad_token_id
         mask[row, ..., :padding] = 0
     given = {"input_ids": ids, "attention_mask": mask}
+    if name.startswith("xLSTM"):
+        given["use_cache"] = False  # type: ignore[assignment]  # transformers has no gradients with its cache
     if name == "OpenAIGPTDoubleHeadsModel":
         del given["attention_mask"]  # transformers cannot
     if name in ("FalconModel", "FalconForQuestionAnswering"):  # they compare or choose among all positions, and with
