@@ -91,6 +91,7 @@ ARCHITECTURES = {
     "granitemoehybrid": "GraniteMoeHybrid",
     "granitemoeshared": "GraniteMoeShared",
     "helium": "Helium",
+    "hrm_text": "HrmText",
     "hubert": "Hubert",
     "hunyuan_v1_dense": "HunYuanDenseV1",
     "hunyuan_v1_moe": "HunYuanMoEV1",

@@ -344,7 +344,7 @@ def test_experts_survive_changes_of_sizes_byte_for_byte(
     assert all(expected[name].equal(merged[name]) for name in expected)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_neox-in-turn"])
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_neox-in-turn", "hrm_text"])
 def test_command_line_merges_to_the_file_of_transformers(tmp_path: Path, model_type: str) -> None:
     zoo.original(zoo.main_head(model_type))(zoo.config(model_type)).save_pretrained(tmp_path / "hub")
     assert main(["reshard", str(tmp_path / "hub"), str(tmp_path / "split"), "--tensor-parallel-size", "2"]) == 0

@@ -466,6 +466,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         "block_types": ["attention", "recurrent", "recurrent"],
     },
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
+    "hrm_text": {**_LLAMA, "L_cycles": 2, "embedding_scale": 3.0},
     "rwkv": {
         **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 3, "context_length": 32},
         "rescale_every": 1,
@@ -564,7 +565,7 @@ SLOW_TESTS_ONLY = {
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
-    *("rwkv", "xlstm"),
+    *("hrm_text", "rwkv", "xlstm"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
