@@ -91,6 +91,7 @@ ARCHITECTURES = {
     "granitemoehybrid": "GraniteMoeHybrid",
     "granitemoeshared": "GraniteMoeShared",
     "helium": "Helium",
+    "hrm_text": "HrmText",
     "hubert": "Hubert",
     "hunyuan_v1_dense": "HunYuanDenseV1",
     "hunyuan_v1_moe": "HunYuanMoEV1",
@@ -138,6 +139,7 @@ ARCHITECTURES = {
     "nanochat": "NanoChat",
     "nemotron": "Nemotron",
     "nemotron_h": "NemotronH",
+    "nllb-moe": "NllbMoe",
     "olmo": "Olmo",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
@@ -167,6 +169,7 @@ ARCHITECTURES = {
     "roberta-prelayernorm": "RobertaPreLayerNorm",
     "roc_bert": "RoCBert",
     "roformer": "RoFormer",
+    "rwkv": "Rwkv",
     "seed_oss": "SeedOss",
     "smollm3": "SmolLM3",
     "solar_open": "SolarOpen",
@@ -174,6 +177,7 @@ ARCHITECTURES = {
     "squeezebert": "SqueezeBert",
     "stablelm": "StableLm",
     "starcoder2": "Starcoder2",
+    "switch_transformers": "SwitchTransformers",
     "t5": "T5",
     "tapas": "Tapas",
     "trocr": "TrOCR",
@@ -188,8 +192,11 @@ ARCHITECTURES = {
     "xlm-roberta": "XLMRoberta",
     "xlm-roberta-xl": "XLMRobertaXL",
     "xlnet": "XLNet",
+    "xlstm": "xLSTM",
     "xmod": "Xmod",
     "youtu": "Youtu",
+    "zamba": "Zamba",
+    "zamba2": "Zamba2",
 }
 
 SAME_CLASSES = {"internlm3": "llama", "iquestcoder": "llama"}

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from oslo_models import registry
 from oslo_models.fusion.rules import fusion_candidates
-from oslo_models.sharding.plan import ColumnParallel, Experts, Plan, StateSpace, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, Experts, Plan, RecurrentState, StateSpace, VocabParallel
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
 COLUMNS = ("model type", "classes", "tp", "pp", "ep", "fused", "kind of model, and what stays replicated")
@@ -78,7 +78,7 @@ def _tensor_parallel(plan: Plan) -> str:
     if plan.max_ranks() is not None:
         return "heads"
     entries = [entry for kind in plan.kinds_of_blocks() for entry in kind.values()]
-    if any(isinstance(entry, StateSpace) for entry in entries):
+    if any(isinstance(entry, (StateSpace, RecurrentState)) for entry in entries):
         return "channels"
     return "MLP" if any(isinstance(entry, ColumnParallel) for entry in entries) else "vocabulary"
 

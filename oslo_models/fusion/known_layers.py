@@ -46,8 +46,9 @@ RMS_NORMS = _names("""
     mellum.MellumRMSNorm mimo_v2_flash.MiMoV2FlashRMSNorm minicpm3.MiniCPM3RMSNorm minimax_m2.MiniMaxM2RMSNorm
     ministral.MinistralRMSNorm ministral3.Ministral3RMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm
     olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm
-    qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm solar_open.SolarOpenRMSNorm t5.T5LayerNorm
-    youtu.YoutuRMSNorm
+    qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm solar_open.SolarOpenRMSNorm
+    switch_transformers.SwitchTransformersLayerNorm t5.T5LayerNorm youtu.YoutuRMSNorm zamba.ZambaRMSNorm
+    zamba2.Zamba2RMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
 GEMMA_NORMS = _names("""
@@ -70,14 +71,14 @@ GATED_MLPS = _names("""
     dots1.Dots1MLP ernie4_5.Ernie4_5MLP ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP
     flex_olmo.FlexOlmoMLP flint.FlintMLP gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP gemma4.Gemma4TextMLP
     gemma4.Gemma4VisionMLP gemma4_unified.Gemma4UnifiedTextMLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP
-    glm_moe_dsa.GlmMoeDsaMLP granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP
+    glm_moe_dsa.GlmMoeDsaMLP granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP hrm_text.HrmTextMLP
     hunyuan_v1_dense.HunYuanDenseV1MLP hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP
     jamba.JambaMLP kimi_linear.KimiLinearMLP kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP
     longcat_flash.LongcatFlashMLP mellum.MellumMLP mimo_v2_flash.MiMoV2FlashMLP minicpm3.MiniCPM3MLP
     ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP
     olmo_hybrid.OlmoHybridMLP olmoe.OlmoeMLP qwen2.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP
     qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP
-    stablelm.StableLmMLP vaultgemma.VaultGemmaMLP youtu.YoutuMLP
+    stablelm.StableLmMLP vaultgemma.VaultGemmaMLP youtu.YoutuMLP zamba.ZambaMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -116,14 +117,14 @@ LLAMA_BLOCKS = _names("""
     deepseek_v32.DeepseekV32DecoderLayer diffllama.DiffLlamaDecoderLayer dots1.Dots1DecoderLayer
     ernie4_5.Ernie4_5DecoderLayer ernie4_5_moe.Ernie4_5_MoeDecoderLayer exaone_moe.ExaoneMoeDecoderLayer
     flint.FlintDecoderLayer gemma.GemmaDecoderLayer glm.GlmDecoderLayer glm4_moe.Glm4MoeDecoderLayer
-    glm4_moe_lite.Glm4MoeLiteDecoderLayer helium.HeliumDecoderLayer hunyuan_v1_dense.HunYuanDenseV1DecoderLayer
-    hunyuan_v1_moe.HunYuanMoEV1DecoderLayer hy_v3.HYV3DecoderLayer jais2.Jais2DecoderLayer laguna.LagunaDecoderLayer
-    llama.LlamaDecoderLayer mellum.MellumDecoderLayer mimo_v2_flash.MiMoV2FlashDecoderLayer
-    ministral.MinistralDecoderLayer ministral3.Ministral3DecoderLayer mistral.MistralDecoderLayer
-    nanochat.NanoChatDecoderLayer olmo.OlmoDecoderLayer olmoe.OlmoeDecoderLayer qwen2.Qwen2DecoderLayer
-    qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer qwen3_moe.Qwen3MoeDecoderLayer seed_oss.SeedOssDecoderLayer
-    smollm3.SmolLM3DecoderLayer solar_open.SolarOpenDecoderLayer starcoder2.Starcoder2DecoderLayer
-    youtu.YoutuDecoderLayer
+    glm4_moe_lite.Glm4MoeLiteDecoderLayer helium.HeliumDecoderLayer hrm_text.HrmTextDecoderLayer
+    hunyuan_v1_dense.HunYuanDenseV1DecoderLayer hunyuan_v1_moe.HunYuanMoEV1DecoderLayer hy_v3.HYV3DecoderLayer
+    jais2.Jais2DecoderLayer laguna.LagunaDecoderLayer llama.LlamaDecoderLayer mellum.MellumDecoderLayer
+    mimo_v2_flash.MiMoV2FlashDecoderLayer ministral.MinistralDecoderLayer ministral3.Ministral3DecoderLayer
+    mistral.MistralDecoderLayer nanochat.NanoChatDecoderLayer olmo.OlmoDecoderLayer olmoe.OlmoeDecoderLayer
+    qwen2.Qwen2DecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer qwen3_moe.Qwen3MoeDecoderLayer
+    seed_oss.SeedOssDecoderLayer smollm3.SmolLM3DecoderLayer solar_open.SolarOpenDecoderLayer
+    starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
 PHI3_BLOCKS = _names("""
@@ -194,7 +195,7 @@ CALL_EAGER_ATTENTION = _names("""
     gemma4_unified.Gemma4UnifiedTextAttention glm.GlmAttention glm4.Glm4Attention glm4_moe.Glm4MoeAttention
     glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention gpt_bigcode.GPTBigCodeAttention
     granite.GraniteAttention granitemoe.GraniteMoeAttention granitemoehybrid.GraniteMoeHybridAttention
-    granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention hubert.HubertAttention
+    granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention hrm_text.HrmTextAttention hubert.HubertAttention
     hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention hy_v3.HYV3Attention
     hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention jamba.JambaAttention jetmoe.JetMoeAttention
     kimi_linear.KimiLinearAttention kolibri1.Kolibri1Attention laguna.LagunaAttention lfm2.Lfm2Attention
@@ -202,19 +203,21 @@ CALL_EAGER_ATTENTION = _names("""
     m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention mellum.MellumAttention
     minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention ministral3.Ministral3Attention
     mistral.MistralAttention mixtral.MixtralAttention mobilebert.MobileBertSelfAttention mt5.MT5Attention
-    nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention olmo.OlmoAttention
-    olmo2.Olmo2Attention olmo3.Olmo3Attention olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention opt.OPTAttention
-    pegasus.PegasusAttention phi.PhiAttention phi3.Phi3Attention phimoe.PhimoeAttention plbart.PLBartAttention
-    qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention qwen3.Qwen3Attention qwen3_5.Qwen3_5Attention
-    qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention qwen3_5_moe.Qwen3_5MoeVisionAttention
-    qwen3_moe.Qwen3MoeAttention qwen3_next.Qwen3NextAttention recurrent_gemma.RecurrentGemmaAttention
-    roberta.RobertaCrossAttention roberta.RobertaSelfAttention roberta_prelayernorm.RobertaPreLayerNormCrossAttention
-    roberta_prelayernorm.RobertaPreLayerNormSelfAttention roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention
-    seed_oss.SeedOssAttention smollm3.SmolLM3Attention solar_open.SolarOpenAttention speech_to_text.Speech2TextAttention
-    stablelm.StableLmAttention starcoder2.Starcoder2Attention t5.T5Attention umt5.UMT5Attention
+    nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention nllb_moe.NllbMoeAttention
+    olmo.OlmoAttention olmo2.Olmo2Attention olmo3.Olmo3Attention olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention
+    opt.OPTAttention pegasus.PegasusAttention phi.PhiAttention phi3.Phi3Attention phimoe.PhimoeAttention
+    plbart.PLBartAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention qwen3.Qwen3Attention
+    qwen3_5.Qwen3_5Attention qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention
+    qwen3_5_moe.Qwen3_5MoeVisionAttention qwen3_moe.Qwen3MoeAttention qwen3_next.Qwen3NextAttention
+    recurrent_gemma.RecurrentGemmaAttention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
+    roberta_prelayernorm.RobertaPreLayerNormCrossAttention roberta_prelayernorm.RobertaPreLayerNormSelfAttention
+    roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention seed_oss.SeedOssAttention smollm3.SmolLM3Attention
+    solar_open.SolarOpenAttention speech_to_text.Speech2TextAttention stablelm.StableLmAttention
+    starcoder2.Starcoder2Attention switch_transformers.SwitchTransformersAttention t5.T5Attention umt5.UMT5Attention
     vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
     xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
     xlm_roberta_xl.XLMRobertaXLSelfAttention xmod.XmodCrossAttention xmod.XmodSelfAttention youtu.YoutuAttention
+    zamba.ZambaAttention zamba2.Zamba2Attention
 """)
 """Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5
 or Gemma 2."""
@@ -258,11 +261,11 @@ ROTARY_LEFT_UNFUSED = _names("""
     diffllama.DiffLlamaAttention falcon.FalconAttention falcon.FalconFlashAttention2 falcon_h1.FalconH1Attention
     flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
     gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
-    granitemoehybrid.GraniteMoeHybridAttention hy_v3.HYV3Attention jetmoe.JetMoeAttention laguna.LagunaAttention
-    lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention mimo_v2_flash.MiMoV2FlashAttention
-    minicpm3.MiniCPM3Attention ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention
-    olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention
-    qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention recurrent_gemma.RecurrentGemmaAttention
-    youtu.YoutuAttention
+    granitemoehybrid.GraniteMoeHybridAttention hrm_text.HrmTextAttention hy_v3.HYV3Attention jetmoe.JetMoeAttention
+    laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
+    mimo_v2_flash.MiMoV2FlashAttention minicpm3.MiniCPM3Attention ministral3.Ministral3Attention
+    nanochat.NanoChatAttention olmo.OlmoAttention olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention
+    persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention
+    recurrent_gemma.RecurrentGemmaAttention youtu.YoutuAttention zamba2.Zamba2Attention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

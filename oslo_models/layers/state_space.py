@@ -5,16 +5,16 @@ Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor paralleli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.linear import SumReplicatedGrad
-from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.layout import EvenSplit, Layout
 
 
 class StateSpaceModule(nn.Module):
@@ -54,3 +54,29 @@ class StateSpaceModule(nn.Module):
             for name in self.filters:
                 attributes.pop(name, None)
             vars(self).pop(self.scales, None)
+
+
+class RecurrentStateModule(nn.Module):
+    """Mixed in before a recurrent mixer that is called with states of all heads: it sees those of this rank.
+
+    States keep the shapes that transformers gives them; a rank reads and writes the entries of its own heads.
+
+    Attributes:
+        heads: the heads, of width 1.
+        replicated: the number of the first states that every rank reads and writes in full.
+    """
+
+    tp: Axis
+    heads: EvenSplit
+    replicated: int
+
+    def forward(self, hidden: Tensor, state: Sequence[Tensor] | None = None, **kwargs: Any) -> Any:
+        if state is None:
+            return super().forward(hidden, None, **kwargs)
+        start, stop = self.heads.ranges(self.tp.size)[self.tp.rank]
+        own = [*state[: self.replicated], *(each[:, start:stop] for each in state[self.replicated :])]
+        output, new = super().forward(hidden, own, **kwargs)
+        if new is not own:  # made anew, rather than written in place
+            for before, after in zip(own, new, strict=True):
+                before.copy_(after)
+        return output, state

@@ -46,7 +46,7 @@ from oslo_models.layers.linear import (
 from oslo_models.layers.multihead_attention import HeadParallelAttention
 from oslo_models.layers.norm import GroupParallelNorm, HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
 from oslo_models.layers.shared_experts import SharedExpertsModule
-from oslo_models.layers.state_space import StateSpaceModule
+from oslo_models.layers.state_space import RecurrentStateModule, StateSpaceModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.modeling.quantizing import shard_of
 from oslo_models.sharding.derived import (
@@ -73,6 +73,7 @@ from oslo_models.sharding.plan import (
     LocalModule,
     LocalValue,
     Plan,
+    RecurrentState,
     Replicated,
     ReplicatedDropout,
     RowParallel,
@@ -97,6 +98,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (WidthNorm, nn.Module): WidthParallelNorm,
     (GroupWidthNorm, nn.Module): GroupParallelNorm,
     (StateSpace, nn.Module): StateSpaceModule,
+    (RecurrentState, nn.Module): RecurrentStateModule,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
     (SummedModule, nn.Module): SummedModuleMixin,
     (Experts, nn.Module): ParallelExperts,
@@ -190,6 +192,9 @@ def apply_plan(
                 leaf: layouts[f"{key}.{entry.convolution}.{leaf}"]
                 for leaf, _ in getattr(module, entry.convolution).named_parameters()
             }
+            _set_local_attributes(module, entry.attributes, tp)
+        elif isinstance(entry, RecurrentState):
+            module.heads, module.replicated = entry.heads, entry.replicated  # type: ignore[assignment]
             _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, Latent):
             module.rotary = entry.rotary  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The names of what checkpoints of transformers hold in parts: experts one by one, and concatenated filters."""
+"""The names of what checkpoints hold in other parts than models: experts one by one, filters, and projections."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
     Concatenate,
     MergeModulelist,
     PrefixChange,
@@ -18,6 +19,7 @@ from transformers.core_model_loading import (
 )
 
 from oslo_models.checkpoint import CheckpointError, CheckpointReader
+from oslo_models.checkpoint.chunked import chunked_reader
 from oslo_models.checkpoint.concatenated import concatenated_reader
 from oslo_models.checkpoint.stacked import Piece, stacked_reader
 from oslo_models.sharding.layout import Layout, Range
@@ -85,6 +87,34 @@ def _concatenates(converter: WeightConverter) -> bool:
     return known and operations[0].dim == 0 and operations[0].num_shards_attribute is None
 
 
+def chunked_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
+    """The names of the equal parts that transformers makes of a tensor when it loads it, by that of the tensor.
+
+    Args:
+        model: the model, or a stage of it.
+        names: the names of tensors in the full model.
+    """
+    conversions, found = _conversions(model), {}
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter) and _chunks(entry)]
+    names = set(names) if converters else set()
+    for name in sorted(names):
+        for converter in converters:
+            first, *others = converter.target_patterns
+            parts = [name, *(name.removesuffix(first) + other for other in others)]
+            if name.endswith(first) and names.issuperset(parts):
+                marks = {part: torch.arange(1) for part in parts}
+                (saved,) = revert_weight_conversion(_Conversions(conversions, model.config), marks)
+                found[str(saved)] = parts
+    return found
+
+
+def _chunks(converter: WeightConverter) -> bool:
+    """Whether a conversion divides a tensor along its first dimension."""
+    operations = converter.operations
+    known = [type(operation) for operation in operations] == [Chunk] and len(converter.target_patterns) > 1
+    return known and operations[0].dim == 0 and len(converter.source_patterns) == 1
+
+
 def _stacks(converter: WeightConverter, name: str) -> bool:
     """Whether a conversion stacks matrices into the parameter ``name``."""
     kinds = [type(operation) for operation in converter.operations]
@@ -93,7 +123,7 @@ def _stacks(converter: WeightConverter, name: str) -> bool:
 
 
 def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
-    """A reader that gives stacks where the checkpoint holds experts one by one, and whole tensors where it holds parts.
+    """A reader that gives the model's tensors where the checkpoint holds experts one by one, or other parts of tensors.
 
     Args:
         reader: the checkpoint; the names in it may lack or have the prefix of the base model.
@@ -123,7 +153,14 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
         for name, own in concatenated_parts(model, shapes).items()
         if name not in reader.tensors and all(part in reader.tensors for part in own)
     }
-    return concatenated_reader(reader, parts) if parts else reader
+    reader = concatenated_reader(reader, parts) if parts else reader
+    chunks = {
+        saved: [rename(part) for part in own]
+        for name, own in chunked_names(model, shapes).items()
+        for rename in (str, lambda each: each.removeprefix(prefix), lambda each: prefix + each)
+        if (saved := rename(name)) in reader.tensors
+    }
+    return chunked_reader(reader, chunks) if chunks else reader
 
 
 def as_saved(
@@ -147,9 +184,19 @@ def as_saved(
 
     stacks = expert_pieces(model, {name: layout.shape for name, layout in layouts.items()})
     joined = concatenated_parts(model, layouts)
+    chunked = {
+        saved: chunks
+        for saved, chunks in chunked_names(model, layouts).items()
+        if len({layouts[chunk].dim for chunk in chunks}) == 1  # else they stay apart, as transformers loads them too
+    }
+    inside = {part for parts in chunked.values() for part in parts}
     places: dict[str, _Place] = {}
     sharded = {}
+    for saved, chunks in chunked.items():
+        places[saved], sharded[saved] = _Place(chunks[0], others=tuple(chunks[1:])), _together(layouts, chunks)
     for name in tensors:
+        if name in inside:
+            continue
         if name in joined:
             for index, part in enumerate(joined[name]):
                 sharded[part], rows = _of_part(layouts[name], index, len(joined[name]), model.mesh)
@@ -179,6 +226,7 @@ class _Place:
         part: which of the ``parts`` matrices of the expert it is.
         shape: its local shape, which is empty where another rank has the expert.
         rows: which rows of the local tensor it is, if it is a part of one.
+        others: the tensors that follow in it, if it is several.
     """
 
     name: str
@@ -187,6 +235,7 @@ class _Place:
     parts: int = 1
     shape: tuple[int, ...] = ()
     rows: Range | None = None
+    others: tuple[str, ...] = ()
 
 
 class _SavedTensors(Mapping[str, Tensor]):
@@ -200,6 +249,8 @@ class _SavedTensors(Mapping[str, Tensor]):
         place = self._places[name]
         if place.rows is not None:
             return self._tensors[place.name][slice(*place.rows)]
+        if place.others:
+            return torch.cat([self._tensors[each] for each in (place.name, *place.others)])
         if place.expert is None:
             return self._tensors[place.name]
         if self._latest is None or self._latest[0] != place.name:
@@ -247,3 +298,17 @@ def _of_part(whole: Layout, index: int, parts: int, mesh: Any) -> tuple[Layout, 
     local = whole.ranges[0 if mesh is None else mesh.rank_in(whole)]
     start, stop = (sum(max(min(b, end) - a, 0) for a, b in local) for end in (first, last))
     return Layout(shape, 0, tuple(ranges or ((0, 0),) for ranges in own)), (start, stop)
+
+
+def _together(layouts: Mapping[str, Layout], names: Sequence[str]) -> Layout:
+    """The layout of several tensors that are concatenated along their first dimension, on each rank too."""
+    parts = [layouts[name] for name in names]
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    if parts[0].dim != 0:
+        return replace(parts[0], shape=shape)
+    firsts = [sum(part.shape[0] for part in parts[:index]) for index in range(len(parts))]
+    own = [
+        tuple((a + first, b + first) for first, part in zip(firsts, parts, strict=True) for a, b in part.ranges[rank])
+        for rank in range(len(parts[0].ranges))
+    ]
+    return Layout(shape, 0, tuple(own))

@@ -12,13 +12,30 @@ from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.blocks import qkv
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, CLASSIFIER, LM_HEAD, QA_OUTPUTS
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, LocalModule, Norm, Plan, Replicated, RowParallel, VocabParallel
+from oslo_models.sharding.plan import (
+    ColumnParallel,
+    Entries,
+    LocalModule,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    VocabParallel,
+)
 
 
 class T5Parallel(ParallelModel):
     """Sharding plan of the T5 family."""
 
     stacks: tuple[str, ...] = ("encoder", "decoder")
+    optional: tuple[str, ...] = ()
+
+    @classmethod
+    def mlp(cls, config: Any, layer: str) -> Entries:
+        """The entries of the MLP in the last layer of a block, which has this name in the block."""
+        wi = ("wi_0", "wi_1") if config.is_gated_act else ("wi",)
+        mlp = f"{layer}.DenseReluDense"
+        return {**{f"{mlp}.{name}": ColumnParallel() for name in wi}, f"{mlp}.wo": RowParallel()}
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -30,19 +47,17 @@ class T5Parallel(ParallelModel):
             return {path: local, **qkv(path, heads, "qkv"), f"{path}.o": RowParallel(heads)}
 
         def block(layers: int) -> dict[str, Replicated]:
-            mlp = f"layer.{layers - 1}.DenseReluDense"
-            wi = ("wi_0", "wi_1") if config.is_gated_act else ("wi",)
             entries: dict[str, Replicated] = {f"layer.{layer}.layer_norm": Norm() for layer in range(layers)}
             entries |= attention("layer.0.SelfAttention")
             entries |= {bias: ColumnParallel(EvenSplit(config.num_heads), transposed=True)}  # [buckets, heads]
-            return entries | {f"{mlp}.{name}": ColumnParallel() for name in wi} | {f"{mlp}.wo": RowParallel()}
+            return entries | dict(cls.mlp(config, f"layer.{layers - 1}"))
 
         blocks = {"encoder": block(2), "decoder": block(3) | attention("layer.1.EncDecAttention")}
         return Plan(
             embed={"shared": VocabParallel(), **{f"{stack}.embed_tokens": VocabParallel() for stack in cls.stacks}},
             blocks={f"{stack}.block": blocks[stack] for stack in cls.stacks},
             head={f"{stack}.final_layer_norm": Norm() for stack in cls.stacks},
-            optional=(bias,),
+            optional=(bias, *cls.optional),
             embedding_dropouts=[f"{stack}.dropout" for stack in cls.stacks],  # also applied after the final norm
             copied_from_first_block=(bias,),
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoEModelOutput
 from transformers.utils import ModelOutput
 
 from oslo_models.distributed.collectives import broadcast, receive, send
@@ -160,7 +160,7 @@ class Pipeline:
             self._keeps_logits = False
 
     @torch.no_grad()
-    def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BaseModelOutput:
+    def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MoEModelOutput:
         """Run the encoder on the arguments of ``generate``; returns its output on every stage."""
         name, accepted = self.model.main_input_name, inspect.signature(self.model.get_encoder().forward).parameters
         prompt = args[0] if args else kwargs.get(name, kwargs.get("inputs"))
@@ -175,7 +175,7 @@ class Pipeline:
                 result, failure = _catch(lambda: self.runner.run_stack(0, batch, arrived))
             self._send_hidden(stack, hidden if result is None else result, failure)
         hidden = self._broadcast_from(hidden if result is None else result, stack.last, failure)
-        return BaseModelOutput(last_hidden_state=hidden)
+        return MoEModelOutput(last_hidden_state=hidden)
 
     @torch.no_grad()
     def _generation_step(self, batch: dict[str, Any]) -> ModelOutput:

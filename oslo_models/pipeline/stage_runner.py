@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.modeling_outputs import MoEModelOutput
 from transformers.utils import ModelOutput
 
 from oslo_models.pipeline.placeholders import BoundaryDropout
@@ -153,7 +154,7 @@ class StageRunner:
             elif i in self._returned:
                 self.model.get_submodule(self._returned[i]).arrived = hidden
             elif self.stage.stacks[i].last < self.stage.index and self.model.config.is_encoder_decoder:
-                batch["encoder_outputs"] = (hidden,)
+                batch["encoder_outputs"] = MoEModelOutput(last_hidden_state=hidden)  # all that decoders may read
             else:
                 self._insert_hidden(i, batch, hidden)
         for dropout in self._boundary_dropouts:

@@ -290,6 +290,21 @@ class StateSpace(LocalModule):
     scales: str = ""
 
 
+@dataclass(frozen=True)
+class RecurrentState(LocalModule):
+    """A recurrent mixer that is called with its states, tensors ``[rows, heads, ...]`` with an entry for every head.
+
+    Its forward takes hidden states and a list of states or ``None``, and returns its output and the new states.
+
+    Args:
+        heads: its heads, or channels, of width 1.
+        replicated: how many of the first states are of hidden states, and the same on every rank.
+    """
+
+    heads: EvenSplit = field(kw_only=True)
+    replicated: int = 0
+
+
 Entries = Mapping[str, Replicated]
 InputPositions = Callable[[Mapping[str, Any]], tuple[int, int]]
 """``arguments of a forward -> (rows, positions)`` of the hidden states that they are embedded into."""

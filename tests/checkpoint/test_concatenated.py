@@ -1,4 +1,4 @@
-"""Checkpoints that hold in parts what is one tensor of the model: filters of queries, keys and values."""
+"""Checkpoints that hold in parts what is one tensor of the model, such as filters, or as one what are several."""
 
 from __future__ import annotations
 
@@ -30,3 +30,13 @@ def test_parts_that_do_not_fit_are_refused_by_name(tmp_path: Path, part: torch.T
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=says):
         registry.find("OlmoHybridForCausalLM").from_pretrained_with_parallel(tmp_path)  # type: ignore[attr-defined]
+
+
+def test_rows_that_are_no_equal_parts_are_refused_by_name(tmp_path: Path) -> None:
+    zoo.original("HrmTextForCausalLM")(zoo.config("hrm_text")).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(key for key in tensors if key.endswith("attn.gqkv_proj.weight"))
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"gqkv_proj\.weight .* has 143 rows, and is 4 tensors .*self_attn\.gate"):
+        registry.find("HrmTextForCausalLM").from_pretrained_with_parallel(tmp_path)  # type: ignore[attr-defined]

@@ -46,6 +46,25 @@ def test_step_with_auxiliary_loss_matches_on_three_ranks(
         pool.run(3, check_step, step, tmp_path, 3, options)
 
 
+@pytest.mark.zoo
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("switch_transformers", {"num_layers": 4, "num_decoder_layers": 4, "router_z_loss_coef": 0.5}),
+        ("nllb-moe", {"expert_capacity": 2, "normalize_router_prob_before_dropping": True}),
+    ],
+)
+def test_step_with_losses_of_the_routers_of_both_stacks_matches(
+    pool: Pool, tmp_path: Path, seed: int, model_type: str, changes: dict[str, Any]
+) -> None:
+    name, config = zoo.main_head(model_type), zoo.config(model_type, router_aux_loss_coef=0.5, **changes)
+    batch = {**zoo.batch(name, config, seed), "output_router_logits": True}
+    step = saved_step(name, config, seed, batch, tmp_path)
+    without = reference_model(name, config, seed)(**{**batch, "output_router_logits": False})
+    assert abs(step.value - without.loss) > 0.01 and {"encoder_aux_loss", "decoder_aux_loss"} <= step.outputs.keys()
+    pool.run(3, check_step, step, tmp_path, 3, {})
+
+
 @pytest.mark.parametrize(
     "model_type", zoo.cases(["mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32"])
 )
@@ -325,7 +344,7 @@ def test_experts_survive_changes_of_sizes_byte_for_byte(
     assert all(expected[name].equal(merged[name]) for name in expected)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "gpt_neox-in-turn"])
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_neox-in-turn", "hrm_text"])
 def test_command_line_merges_to_the_file_of_transformers(tmp_path: Path, model_type: str) -> None:
     zoo.original(zoo.main_head(model_type))(zoo.config(model_type)).save_pretrained(tmp_path / "hub")
     assert main(["reshard", str(tmp_path / "hub"), str(tmp_path / "split"), "--tensor-parallel-size", "2"]) == 0

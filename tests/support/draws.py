@@ -238,6 +238,21 @@ def _fit_gemma4(values: Values, draw: random.Random) -> None:
         values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
 
 
+def _fit_xlstm(values: Values, draw: random.Random) -> None:
+    values["hidden_size"], values["num_heads"] = 128, draw.choice((4, 8))  # widths of which the cache knows
+
+
+def _fit_zamba(values: Values, draw: random.Random) -> None:
+    values["layers_block_type"] = ["hybrid", *draw.choices(["hybrid", "linear_attention"], k=3)]
+    values["num_hidden_layers"] = 4
+    heads = [n for n in range(2, 7) if 2 * values["hidden_size"] % n == 0]  # which divide twice the width
+    count = values["n_mamba_heads"] = draw.choice(heads)
+    if "mamba_ngroups" in values:
+        values["mamba_ngroups"] = draw.choice([n for n in range(1, count + 1) if count % n == 0])
+    if values.get("use_shared_attention_adapter"):  # which is as wide for keys as for queries
+        values["num_key_value_heads"] = values["num_attention_heads"]
+
+
 FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "albert": _fit_albert,
     "axk2": _fit_low_rank_query,
@@ -277,7 +292,10 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "smollm3": _fit_smollm3,
     "squeezebert": _fit_squeezebert,
     "wav2vec2": _fit_wav2vec2,
+    "xlstm": _fit_xlstm,
     "youtu": _fit_latent_attention,
+    "zamba": _fit_zamba,
+    "zamba2": _fit_zamba,
 }
 """What the sizes of a type have to fit."""
 

@@ -135,6 +135,11 @@ _MAMBA: dict[str, Any] = {
     **{"mamba_chunk_size": 4},
 }
 
+_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
+}
+
 _DELTA = {"layer_types": ["linear_attention", "full_attention"]}
 
 MORE: dict[str, Mapping[str, Any]] = {
@@ -261,6 +266,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "mt5": _T5,
     "nanochat": _KV,
     "nemotron": {**_LLAMA, "head_dim": 4},
+    "nllb-moe": {**_BART, "num_experts": 5, "encoder_sparse_step": 2, "decoder_sparse_step": 1},
     "olmo": _KV,
     "olmo2": _KV,
     "olmo3": {**_KV, **_WINDOW},
@@ -296,6 +302,11 @@ MORE: dict[str, Mapping[str, Any]] = {
     "speech_to_text": {**_SPEECH, "input_feat_per_channel": 5, "conv_channels": 8, "max_source_positions": 30},
     "stablelm": _KV,
     "starcoder2": _KV,
+    # with one sparse block in the encoder and two in the decoder, of experts that have too many tokens
+    "switch_transformers": {
+        **{**_T5, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2},
+        **{"num_experts": 5, "expert_capacity": 2, "router_jitter_noise": 0.0},
+    },
     "tapas": _BERT,
     "umt5": _T5,
     "vaultgemma": {**_LLAMA, **_WINDOW, "query_pre_attn_scalar": 6},
@@ -455,6 +466,21 @@ MORE: dict[str, Mapping[str, Any]] = {
         "block_types": ["attention", "recurrent", "recurrent"],
     },
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
+    "hrm_text": {**_LLAMA, "L_cycles": 2, "embedding_scale": 3.0},
+    "rwkv": {
+        **{"hidden_size": 24, "intermediate_size": 35, "num_hidden_layers": 3, "context_length": 32},
+        "rescale_every": 1,
+    },
+    "xlstm": {  # its cache is for widths that are multiples of 64
+        **{"hidden_size": 128, "num_hidden_layers": 2, "num_heads": 4, "ffn_round_up_to_multiple_of": 3},
+        **{"autocast_kernel_dtype": "float32", "chunk_size": 4},
+    },
+    "zamba": {**_KV, **_SHARED, "n_mamba_heads": 3, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 4},
+    "zamba2": {
+        **{**_KV, **_SHARED, "num_key_value_heads": 6, "n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 5},
+        **{"mamba_d_conv": 3, "chunk_size": 4, "num_mem_blocks": 2, "use_shared_attention_adapter": True},
+        **{"adapter_rank": 5, "use_mem_rope": True},
+    },
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
@@ -465,6 +491,10 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
             **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"]},
             **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "global_head_dim": 8},
         },
+    ),
+    "zamba2-without-adapters": (
+        "zamba2",
+        {**_KV, **_SHARED, "n_mamba_heads": 6, "mamba_d_state": 5, "mamba_d_conv": 3, "chunk_size": 4},
     ),
     "falcon_h1-normed": ("falcon_h1", {**_KV, **_MAMBA, "mamba_d_ssm": 48, "mamba_rms_norm": True}),
     "glm_moe_dsa-shared": ("glm_moe_dsa", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"]}),
@@ -520,6 +550,9 @@ LEFT_OUT: dict[str, set[str]] = {
 }
 """Classes that transformers has in the module of a model type and the zoo does not."""
 
+WITHOUT_BEAMS = {"rwkv", "xlstm"}
+"""Model types whose states transformers does not reorder."""
+
 SLOW_TESTS_ONLY = {
     # close relatives of types that the fast tests cover
     *("apertus", "biogpt", "bitnet", "cohere2_moe", "granite_swa", "granitemoe_swa", "granitemoeshared", "hy_v3"),
@@ -531,6 +564,8 @@ SLOW_TESTS_ONLY = {
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
+    *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
+    *("hrm_text", "rwkv", "xlstm"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
@@ -652,6 +687,8 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
         ids[row, ..., :padding] = config.pad_token_id
         mask[row, ..., :padding] = 0
     given = {"input_ids": ids, "attention_mask": mask}
+    if name.startswith("xLSTM"):
+        given["use_cache"] = False  # type: ignore[assignment]  # transformers has no gradients with its cache
     if name == "OpenAIGPTDoubleHeadsModel":
         del given["attention_mask"]  # transformers cannot
     if name in ("FalconModel", "FalconForQuestionAnswering"):  # they compare or choose among all positions, and with

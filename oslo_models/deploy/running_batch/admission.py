@@ -22,6 +22,8 @@ EXCLUSIVE: Mapping[str, str] = {
     "flaubert": "it has no key-value cache",
     "xlnet": "it predicts with a query of its own, and its cache grows by the prompt",
     "reformer": "its cache holds hidden states in buckets of hashes",
+    "rwkv": _STATES,
+    "xlstm": _STATES,
     "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
 }
 """Types of decoders of the zoo that cannot join, and why, beside those whose blocks tell."""

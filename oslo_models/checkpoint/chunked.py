@@ -1,0 +1,65 @@
+"""Reads tensors that a checkpoint holds as one, such as the projections of an attention, as those of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from oslo_models.checkpoint.filenames import CheckpointError
+from oslo_models.checkpoint.reader import CheckpointReader, StoredTensor, range_layout
+from oslo_models.sharding.layout import Layout, Range
+
+
+@dataclass(frozen=True)
+class ChunkedReader(CheckpointReader):
+    """A checkpoint in which some tensors are rows of others.
+
+    Attributes:
+        inner: the checkpoint that holds the others.
+        chunks: for each of these tensors, the name of the other one and its rows there.
+    """
+
+    inner: CheckpointReader | None = None
+    chunks: Mapping[str, tuple[str, Range]] = field(default_factory=dict)
+
+    def read(self, name: str, layout: Layout, rank: int) -> Tensor:
+        assert self.inner is not None
+        if name not in self.chunks:
+            return self.inner.read(name, layout, rank)
+        if layout.shape != self.tensors[name].shape:
+            raise ValueError(f"{name} in {self.directory} has shape {self.tensors[name].shape}, not {layout.shape}")
+        source, (first, _) = self.chunks[name]
+        out = torch.empty(layout.local_shape(rank), dtype=self.tensors[name].dtype)
+        for (rows, *others), local in layout.shard_indices(rank):
+            region = range_layout(self.inner.tensors[source].shape, 0, first + rows.start, first + rows.stop)
+            out[local].copy_(self.inner.read(source, region, 0)[(slice(None), *others)])
+        return out
+
+
+def chunked_reader(reader: CheckpointReader, chunks: Mapping[str, Sequence[str]]) -> ChunkedReader:
+    """A reader in which the tensors of a checkpoint that are named by ``chunks`` are replaced by their equal parts.
+
+    Args:
+        chunks: the names of the parts of each tensor, in order.
+
+    Raises:
+        CheckpointError: a tensor has rows that cannot be divided into so many parts.
+    """
+    tensors, places = dict(reader.tensors), {}
+    for source, names in chunks.items():
+        stored = tensors.pop(source)
+        rows, left = divmod(stored.shape[0], len(names))
+        if left:
+            raise CheckpointError(
+                f"{source} in {reader.directory} has {stored.shape[0]} rows, and is {len(names)} tensors of equal size "
+                f"in the model ({', '.join(names)}): copy or save the checkpoint again"
+            )
+        for index, name in enumerate(names):
+            tensors[name] = StoredTensor(Layout((rows, *stored.shape[1:])), stored.dtype, ())
+            places[name] = source, (index * rows, (index + 1) * rows)
+    return ChunkedReader(
+        reader.directory, reader.files, reader.grid, reader.manifest, tensors, inner=reader, chunks=places
+    )
