@@ -15,6 +15,7 @@ from oslo_models.distributed.object_exchange import gather_objects, require_equa
 from oslo_models.distributed.symmetric_memory import connect, disconnect
 from oslo_models.fusion.decoding import Decoders, rounded_length, without_waiting
 from oslo_models.fusion.float8 import check_float8, in_float8
+from oslo_models.fusion.growing_cache import let_grow
 from oslo_models.fusion.narrow_weights import check_narrow, narrow
 from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
@@ -192,7 +193,9 @@ class FusableModel(PreTrainedModel):
         max_cache_length: int,
         *args: Any,
     ) -> Any:
-        """transformers' method; selects a static cache, whose decoding it compiles, where that is faster."""
+        """transformers' method; selects a static cache, whose decoding it compiles, where that is faster, or one that
+        grows in place.
+        """
         plain = generation_config.cache_implementation is None and model_kwargs.get("past_key_values") is None
         plain = plain and generation_config.use_cache is not False and not generation_config.disable_compile
         rows = limit = 0
@@ -209,6 +212,8 @@ class FusableModel(PreTrainedModel):
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
         )
         made = model_kwargs.get("past_key_values")
+        if self._fusion is not None and plain and generation_config.num_beams in (None, 1):
+            let_grow(made)  # beams replace it for each token
         if limit and generation_config.cache_implementation == "static" and type(made) is StaticCache:
             self._decoders = self._decoders or Decoders()
             model_kwargs["past_key_values"] = self._decoders.cache(self, rows, max_cache_length, made, limit)

@@ -1,0 +1,74 @@
+"""A key-value cache that grows in place: transformers' copies all keys and values for each token.
+
+The longer the text, the longer that copy takes: with as many bytes of keys and values as of weights, it takes longer
+than the products of a step.
+
+Legend:
+    B: rows.
+    H: key-value heads of this rank.
+    L: positions.
+    D: size of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
+
+LEAST_SPARE = 64
+"""Positions for which memory is allocated ahead, or an eighth of those that there are."""
+
+
+class GrowingLayer(DynamicLayer):
+    """A `DynamicLayer` with spare memory behind its keys and values, [B, H, L, D], which are views of it."""
+
+    keys: Any
+    values: Any
+    _views: tuple[Tensor, Tensor] | None = None
+    _memory: tuple[Tensor, Tensor]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append positions; returns all keys and values."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return super().update(key_states, value_states, *args, **kwargs)  # writing in place, values would be lost
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        length = self.get_seq_length()
+        stop = length + key_states.shape[-2]
+        views = self._views
+        is_own = views is not None and self.keys is views[0] and self.values is views[1]
+        if not is_own or stop > self._memory[0].shape[-2]:
+            self._allocate(key_states, value_states, length, stop)
+        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
+            memory[..., length:stop, :] = states
+        self.keys, self.values = self._views = self._memory[0][..., :stop, :], self._memory[1][..., :stop, :]
+        return self.keys, self.values
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor, length: int, stop: int) -> None:
+        """New memory, with a copy of what there is: also after another method of the cache has replaced that."""
+        spare = stop + max(LEAST_SPARE, stop // 8)
+        made = []
+        for held, states in ((self.keys, key_states), (self.values, value_states)):
+            memory = states.new_empty(*states.shape[:-2], spare, states.shape[-1])
+            if length:
+                memory[..., :length, :] = held
+            made.append(memory)
+        self._memory = (made[0], made[1])
+
+    def reset(self) -> None:
+        """Drop all positions."""
+        super().reset()
+        self._views = None
+
+
+def let_grow(cache: Any) -> None:
+    """Have an empty cache of transformers grow in place, where its layers keep all positions."""
+    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if type(cache) is DynamicCache and not cache.offloading:
+        cache.layers = [
+            GrowingLayer() if type(layer) is DynamicLayer and not layer.is_initialized else layer
+            for layer in cache.layers
+        ]
