@@ -19,8 +19,10 @@ import torch
 
 from oslo_kernels.build import cache_folder, processor, texts_of
 
-Timings = Mapping[int, tuple[float, float]]
-"""Seconds of a product here and in torch, by number of rows."""
+Seconds = tuple[float, float]
+"""Of a product here, and of the same in torch."""
+Timings = Mapping[int, Mapping[str, Seconds]]
+"""Seconds by number of rows and way of computing a product here."""
 
 
 class KeptTimings:
@@ -52,7 +54,7 @@ class KeptTimings:
     def _read(self) -> dict[str, Timings]:
         try:
             kept = json.loads(self._path.read_text())
-            return {key: {int(n): (float(a), float(b)) for n, (a, b) in rows.items()} for key, rows in kept.items()}
+            return {key: {int(n): _read_ways(ways) for n, ways in rows.items()} for key, rows in kept.items()}
         except (OSError, ValueError, TypeError, AttributeError):
             return {}
 
@@ -68,3 +70,7 @@ class KeptTimings:
     def _path(self) -> Path:
         parts = (processor(), str(os.cpu_count()), str(torch.__version__), *texts_of("linear.cpp"))
         return cache_folder() / f"linear-timings-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"
+
+
+def _read_ways(ways: Mapping[str, list[float]]) -> dict[str, Seconds]:
+    return {way: (float(here), float(torchs)) for way, (here, torchs) in ways.items()}

@@ -6,7 +6,7 @@ import resource
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oslo_kernels import linear
-from oslo_kernels.kept_timings import KeptTimings, Timings
+from oslo_kernels.kept_timings import KeptTimings, Seconds, Timings
 
 FASTER = 1.05
 """The `gain` above which a product counts as faster; anything less is noise."""
-SAMPLED = (1, 2, 4, 8, 16, 32)
+SAMPLED = (1, 2, 4, 8, 16, 32, 64, linear.MOST_TIMED)
 """The numbers of rows that are timed. Between two of them a product counts as faster if it is faster at both."""
+LARGEST = 1 << 31
+"""Multiplications of the largest product that is timed: some ten milliseconds."""
 FEWEST, ENOUGH, MOST, BUDGET = 3, 5, 15, 0.01
 """Timed pairs per number of rows: at least, enough if all agree, at most; and the seconds that they may take."""
 WEIGHTS = 64 << 20
@@ -37,7 +39,7 @@ def timings(layers: _Weights, io: bool, processes: int = 1) -> Timings | str:
     often that happens, timings of milliseconds cannot tell.
 
     Args:
-        layers: weights and biases for which `linear.why_torch` returns ``None``.
+        layers: weights and biases for which `linear.ways_of` names ways.
         io: whether the weights are ``[in, out]``, those of ``Conv1D``.
         processes: how many time theirs at once, since these share the memory's bandwidth.
 
@@ -64,40 +66,52 @@ def _preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def gain(seconds: tuple[float, float]) -> float:
+def gain(seconds: Seconds) -> float:
     """Torch's time divided by ours."""
     return seconds[1] / seconds[0]
 
 
+def fastest(timed: Mapping[str, Seconds]) -> tuple[str, Seconds]:
+    """The way that gains most, with its seconds and torch's."""
+    return max(timed.items(), key=lambda item: gain(item[1]))
+
+
 def faster_rows(found: Timings, dtype: torch.dtype) -> linear.FasterRows:
-    """The numbers of rows for which a product is faster here, by its timings."""
-    wins = {rows: gain(pair) > FASTER for rows, pair in found.items()}
-    rows = {sample for sample, won in wins.items() if won}
-    for low, high in zip(wins, list(wins)[1:], strict=False):
-        if wins[low] and wins[high]:
-            rows.update(range(low, high))
-    return linear.FasterRows(frozenset(rows), dtype, torch.get_num_threads())
+    """The numbers of rows for which a product is faster here, and in which way, by its timings."""
+    ways = {rows: way for rows, timed in found.items() for way, pair in (fastest(timed),) if gain(pair) > FASTER}
+    sampled = list(found)
+    for low, high in zip(sampled, sampled[1:], strict=False):
+        both = {
+            way: (1.0, min(gain(found[low][way]), gain(found[high][way])))
+            for way in found[low].keys() & found[high].keys()
+        }
+        if both and gain(fastest(both)[1]) > FASTER:
+            ways.update(dict.fromkeys(range(low + 1, high), fastest(both)[0]))
+    return linear.FasterRows(ways, ways.get(linear.MOST_TIMED), dtype, torch.get_num_threads())
 
 
 def _time(layers: _Weights, io: bool) -> Timings:
-    (weight, _), found = layers[0], {}
+    (weight, bias), found = layers[0], dict[int, dict[str, Seconds]]()
     ours, torchs = (linear.conv1d, linear.plain_conv1d) if io else (linear.linear, F.linear)
     for used, _ in layers:
         used.sum()  # pages of a memory-mapped weight are loaded now, not while it is timed
-    always = linear.FasterRows(frozenset(SAMPLED), weight.dtype, torch.get_num_threads())  # its look-up is timed too
+    ways = linear.ways_of(weight, bias, io)
     for rows in SAMPLED:
-        if rows <= linear.most_rows(weight.dtype, io):
-            x = weight.new_full(
-                (1, rows, weight.shape[1 - io]), 0.5
-            )  # constant, so that the user's random state does not change
-            found[rows] = _in_turn(partial(ours, x, faster=always), partial(torchs, x), layers)
+        x = weight.new_full((1, rows, weight.shape[1 - io]), 0.5)  # constant: the user's random state does not change
+        for way in ways:
+            limit = linear.most_rows(weight.dtype, io) if way == linear.CPP else LARGEST // weight.numel()
+            if rows <= limit:
+                # the look-up is timed too
+                always = linear.FasterRows({rows: way}, None, weight.dtype, torch.get_num_threads())
+                pair = _in_turn(partial(ours, x, faster=always), partial(torchs, x), layers)
+                found.setdefault(rows, {})[way] = pair
     return found
 
 
 _Product = Callable[[Tensor, Tensor | None], Tensor]
 
 
-def _in_turn(ours: _Product, torchs: _Product, layers: _Weights) -> tuple[float, float]:
+def _in_turn(ours: _Product, torchs: _Product, layers: _Weights) -> Seconds:
     """Seconds of both, timed in pairs until all pairs agree on which is faster or the time budget is spent.
 
     Consecutive products use different weights, since the caches may hold those of the previous one. Single timings are

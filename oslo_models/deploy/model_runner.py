@@ -74,11 +74,13 @@ class ModelRunner:
         """The running batch, once a call joins it."""
         from oslo_models.deploy.running_batch.loop import RunningBatch
 
-        channel, limits = self._plan_channel(), self._setup.limits
+        groups = self.model.mesh.pp.size if self._setup.directory is not None else 1
+        channel, limits = self._plan_channel(groups), self._setup.limits
         cancelled: Any = self._cancelled
-        return RunningBatch(self.model, limits, channel, self.has_outputs, self._send, cancelled, self._count_token)
+        report = (self._send, cancelled, self._count_token)
+        return RunningBatch(self.model, limits, channel, self.has_outputs, *report, groups)
 
-    def _plan_channel(self) -> PlanChannel:
+    def _plan_channel(self, groups: int) -> PlanChannel:
         from oslo_models.deploy.running_batch import plan_channel
 
         setup, mesh = self._setup, self.model.mesh
@@ -87,7 +89,7 @@ class ModelRunner:
         if setup.directory is None:
             return plan_channel.BroadcastChannel(mesh.model, mesh.model.ranks.index(self._leader))
         path, size = Path(setup.directory) / "running-batch", setup.limits.step_bytes
-        return plan_channel.SharedMemoryChannel(path, setup.rank, self._leader, setup.world_size, size)
+        return plan_channel.SharedMemoryChannel(path, setup.rank, self._leader, setup.world_size, size, groups)
 
     def _count_token(self) -> None:
         self.progress += 1
@@ -119,7 +121,7 @@ class ModelRunner:
             return self._memory(*request.args)
         if request.method == "reserve_batch":
             device = str(self.device) if self.device.type == "cuda" else f"cpu:{self.rank}"
-            return device, self.batch.runner.reserve()
+            return device, self.batch.reserve()
         if request.method == "generate":
             return self._generate(request, kwargs)
         if request.method == "forward":

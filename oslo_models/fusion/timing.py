@@ -10,8 +10,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels import linear
-from oslo_kernels.kept_timings import Timings
-from oslo_kernels.linear_timing import faster_rows, gain, timings
+from oslo_kernels.kept_timings import Seconds, Timings
+from oslo_kernels.linear_timing import faster_rows, fastest, gain, timings
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.distributed.sharded_tensor import without_override
@@ -59,7 +59,7 @@ def _measure(modules: Mapping[str, Any], measure: bool, processes: int = 1) -> d
     alike: dict[Any, list[str]] = {}
     for name, module in modules.items():
         io, weight = isinstance(module, Conv1D), module.weight
-        if why := linear.why_torch(weight, module.bias, io):
+        if isinstance(why := linear.ways_of(weight, module.bias, io), str):
             found[name] = why
         elif not measure:
             found[name] = {}
@@ -81,7 +81,12 @@ def _slowest(ranks: list[dict[str, _Measured]]) -> dict[str, _Measured]:
             found[name] = reasons[0]
         else:
             measured = [one for one in each if not isinstance(one, str)]
-            found[name] = {rows: min((one[rows] for one in measured), key=gain) for rows in measured[0]}
+            common = {
+                rows: {way: min((one[rows][way] for one in measured), key=gain) for way in ways}
+                for rows in measured[0]
+                if (ways := set(measured[0][rows]).intersection(*(one.get(rows, ()) for one in measured)))
+            }
+            found[name] = common if common or not measured[0] else "the ranks have no way of computing it in common"
     return found
 
 
@@ -91,23 +96,28 @@ def _decided(candidate: FusionCandidate, module: Any, found: _Measured) -> Fusio
         return replace(candidate, cls=candidate.otherwise, reason=f"{kept}left to torch: {found}", timed=False)
     if not found:
         return replace(
-            candidate, reason=f"{candidate.reason}{', product in C++' if kept else ''} (not timed)", timed=False
+            candidate, reason=f"{candidate.reason}{', product' * bool(kept)} in C++ (not timed)", timed=False
         )
     faster = faster_rows(found, module.weight.dtype)
-    won = {rows: pair for rows, pair in found.items() if rows in faster.rows}
-    lost = {rows: pair for rows, pair in found.items() if rows not in faster.rows}
-    level = any(gain(pair) >= 1 for pair in lost.values())
+    best = {rows: fastest(ways) for rows, ways in found.items()}
+    won = {rows: timed for rows, timed in best.items() if rows in faster.ways}
+    lost = {rows: timed for rows, timed in best.items() if rows not in faster.ways}
+    level = any(gain(pair) >= 1 for _, pair in lost.values())
     slower = f"because it would be slower{' or level' if level else ''} ({_figures(lost)})"
     attributes = {**candidate.attributes, "faster": faster}
     if not won:
         attributes = attributes if candidate.otherwise else candidate.attributes
         reason = f"{kept}left unfused {slower}"
         return replace(candidate, cls=candidate.otherwise, reason=reason, attributes=attributes, timed=False)
-    reason = f"{candidate.reason}{', product in C++' if kept else ''} ({_figures(won)})"
+    ways = sorted({way for way, _ in won.values()})
+    by_way = [f"{way}, {_figures({n: timed for n, timed in won.items() if timed[0] == way})}" for way in ways]
+    reason = f"{candidate.reason}{', product' * bool(kept)} (by {'; by '.join(by_way)})"
     reason += f"; others left to torch {slower}" if lost else ""
     return replace(candidate, reason=reason, attributes=attributes, timed=False)
 
 
-def _figures(found: Timings) -> str:
-    rows = [f"{n} row{'s' * (n > 1)}: {ours * 1e6:.0f} vs {torchs * 1e6:.0f} us" for n, (ours, torchs) in found.items()]
+def _figures(found: Mapping[int, tuple[str, Seconds]]) -> str:
+    rows = [
+        f"{n} row{'s' * (n > 1)}: {ours * 1e6:.0f} vs {torchs * 1e6:.0f} us" for n, (_, (ours, torchs)) in found.items()
+    ]
     return ", ".join(rows)

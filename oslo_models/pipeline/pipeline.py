@@ -20,7 +20,7 @@ from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, asks_for_loss
 from oslo_models.pipeline.schedule import Schedule
 from oslo_models.pipeline.shared_outputs import SharedOutputs
-from oslo_models.pipeline.stage import Stack, Stage
+from oslo_models.pipeline.stage import Stack, Stage, hidden_size
 from oslo_models.pipeline.stage_runner import OtherStageError, StageRunner
 
 
@@ -150,7 +150,8 @@ class Pipeline:
     def keeping_logits(self) -> Iterator[None]:
         """Within the block, steps of generation leave their logits on the last stage; others get [rows, 0, vocab].
 
-        All stages have to enter it for the same steps.
+        A stage does not wait for those after it, and does not learn whether they have raised. All stages have to enter
+        it for the same steps.
         """
         self._keeps_logits = True
         try:
@@ -209,13 +210,24 @@ class Pipeline:
                 self._send_hidden(stack, outgoing[number], failure)
             if self.stage.is_last and output is not None:
                 logits = output.logits[:, -keep:]
-        if self._keeps_logits:  # the others still learn whether a stage has raised
-            none = self._broadcast_from(logits[:, :0], self.stage.count - 1, failure)
-            shared = logits.to(self.model.dtype) if self.stage.is_last else none
-        else:
+        if not self._keeps_logits:
             shared = self._broadcast_from(logits, self.stage.count - 1, failure)
+        elif failure is not None:
+            raise failure
+        else:
+            shared = logits.to(self.model.dtype) if self.stage.is_last else logits[:, :0]
         kind = CausalLMOutputWithPast if cache == "past_key_values" else ModelOutput
         return kind(**{"logits": shared, cache: past})
+
+    @torch.no_grad()
+    def skip_generation_step(self, rows: int, length: int) -> None:
+        """Take part in a step `keeping_logits` of a stage that cannot compute it: the stages after it raise."""
+        stack = self.stage.stacks[-1]
+        if stack.is_local:
+            width = hidden_size(self.model, stack.blocks)
+            hidden = torch.zeros(rows, length, width, dtype=self.model.dtype, device=self.mesh.device)
+            self._receive_hidden(stack, hidden)
+            self._send_hidden(stack, hidden, OtherStageError("a stage has skipped a step"))
 
     def _count_positions(self, cache: Any, rows: int, length: int) -> None:
         """Let the cache of a stage without attention know its length: keys of width zero, in a layer of their own."""

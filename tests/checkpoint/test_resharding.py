@@ -19,8 +19,10 @@ from support.pool import Pool
 VARIANTS = ["bert", "gpt2", "gpt_neo", "gptj", "llama", "llama-9-heads", "llama-one-kv", "t5", "t5-gated-untied"]
 
 
-def load_and_save(source: Path, target: Path, tp: int, names: list[str]) -> None:
-    """Load these classes from ``source``, compare with the original, save split and merged below ``target``."""
+def load_and_save(
+    source: Path, tp: int, names: list[str], split: Path | None = None, merged: Path | None = None
+) -> None:
+    """Load these classes from ``source``, compare with the original, and save below the folders that are given."""
     for name in names:
         cls = registry.find(name)
         model = cls.from_pretrained_with_parallel(source / name, tensor_parallel_size=tp)  # type: ignore[attr-defined]
@@ -29,8 +31,10 @@ def load_and_save(source: Path, target: Path, tp: int, names: list[str]) -> None
             assert torch.equal(param.detach(), model.layouts[key].shard(original[key], model.mesh.tp.rank)), (name, key)
         share = [math.prod(model.layouts[key].local_shape(model.mesh.tp.rank)) for key, _ in model.named_parameters()]
         assert sum(param.numel() for param in model.parameters()) == sum(share)
-        model.save_pretrained_with_parallel(target / name)
-        model.save_pretrained_with_parallel(target.parent / f"{target.name}-merged" / name, save_with_merging=True)
+        if split:
+            model.save_pretrained_with_parallel(split / name)
+        if merged:
+            model.save_pretrained_with_parallel(merged / name, save_with_merging=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -42,10 +46,10 @@ def test_split_checkpoint_of_four_ranks_loads_at_other_sizes(
     names = zoo.heads(variant) if variant in zoo.FOUNDING else [main]
     for name in names:
         write_original(tmp_path, name, zoo.config(variant), seed)
-    pool.run(4, load_and_save, tmp_path / "whole", tmp_path / "four", 4, names)
+    pool.run(4, load_and_save, tmp_path / "whole", 4, names, tmp_path / "four", tmp_path / "four-merged")
     taken = {tp: sorted({main, *names[tp - 1 :: 3]}) for tp in (1, 2, 3)}
     for tp, some in taken.items():
-        pool.run(tp, load_and_save, tmp_path / "four", tmp_path / f"at-{tp}", tp, some)
+        pool.run(tp, load_and_save, tmp_path / "four", tp, some, None, tmp_path / f"at-{tp}-merged")
     for merged, some in (("four-merged", names), *((f"at-{tp}-merged", taken[tp]) for tp in taken)):
         for name in some:
             expected = safetensors.torch.load_file(tmp_path / "whole" / name / "model.safetensors")
@@ -75,10 +79,10 @@ def test_oslo_1_split_files_load_without_a_manifest(
     """Replicated key-value heads, or heads interleaved with them, from files that say nothing of their layout."""
     name = zoo.lm_head(variant)
     write_original(tmp_path, name, zoo.config(variant), seed)
-    pool.run(saved_at, load_and_save, tmp_path / "whole", tmp_path / "split", saved_at, [name])
+    pool.run(saved_at, load_and_save, tmp_path / "whole", saved_at, [name], tmp_path / "split")
     (tmp_path / "split" / name / "oslo_manifest.json").unlink()
     for tp in (1, 2, 3):
-        pool.run(tp, load_and_save, tmp_path / "split", tmp_path / f"at-{tp}", tp, [name])
+        pool.run(tp, load_and_save, tmp_path / "split", tp, [name])
 
 
 def _refused(directory: Path, tp: int) -> str:
@@ -92,7 +96,7 @@ def test_oslo_1_split_files_that_contradict_the_config_are_rejected(pool: Pool, 
     """Nobody is told to have weights that are there initialised anew."""
     name = zoo.lm_head("llama")
     write_original(tmp_path, name, zoo.config("llama"), seed)
-    pool.run(3, load_and_save, tmp_path / "whole", tmp_path / "split", 3, [name])
+    pool.run(3, load_and_save, tmp_path / "whole", 3, [name], tmp_path / "split")
     (tmp_path / "split" / name / "oslo_manifest.json").unlink()
     for tp in (1, 2):
         for message in pool.run(tp, _refused, tmp_path / "split" / name, tp):

@@ -23,6 +23,11 @@ FORWARD, REJECTED = (
     "test_failed_forward_ends_all_calls_and_later_ones_are_computed",
     "test_call_that_generate_rejects_fails_by_itself",
 )
+GROUPS, DROPPED, DIVIDED = (
+    f"{BATCH}.slot_groups:SlotGroups",
+    "test_row_that_is_dropped_while_its_step_is_computed_ends",
+    "test_groups_share_the_rows_and_prefixes_decide",
+)
 PREFIXES, REUSED = f"{BATCH}.prefixes:Prefixes", "deploy/test_prefix_reuse.py"
 SHARED, STAY = "test_shared_prefixes_are_computed_once", "test_prefixes_stay_while_rows_come_and_memory_grows"
 FORGOTTEN, LOST = (
@@ -32,19 +37,22 @@ FORGOTTEN, LOST = (
 ENDS_FIRST = "test_row_that_ends_first_changes_places_with_the_last"
 NUCLEUS = (f"{BATCH}.nucleus:Nucleus.__call__", "deploy/test_nucleus.py", "test_bits_of_equal_and_special_values")
 SIMULATED = "test_what_is_reused_is_what_the_prompt_begins_with"
+STAGE_FAILS = "test_stage_that_fails_ends_the_calls_and_no_others"
 KEPT = "test_logits_stay_on_the_last_stage"
+CHUNKS, TOGETHER = {"chunk": 4, "groups": 1}, "test_short_prompts_are_computed_together"
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
 
 Row = tuple[str, str, str, str, str, dict[str, Any]]
 """A function of the library, a piece of its source, what stands there instead; a test: file, name, arguments."""
 
 FAST: list[Row] = [
-    (f"{SLOTS}.mask", ">= (self.window", "> (self.window", LOOP, OWN, {}),
-    (f"{ROW}:Row.__init__", "manual_seed(seed)", "manual_seed(0)", LOOP, OWN, {}),
+    (f"{SLOTS}.mask", ">= (self.window", "> (self.window", LOOP, OWN, CHUNKS),
+    (f"{ROW}:Row.__init__", "manual_seed(seed)", "manual_seed(0)", LOOP, OWN, CHUNKS),
     (f"{SCHEDULER}.drop", "row.ended or unwanted(row)", "row.ended", LOOP, CANCELLED, {"state": "row"}),
     (f"{TAKES}._take_all", "self._fail(row.number, error)", "raise", LOOP, RAISES, {"when": 1}),
     (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", LOOP, SHARED, {"reuses": True}),
     (f"{PREFIXES}.find", "prompt[:-1]", "prompt", REUSED, LOST, {}),
+    (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL >= -1", LOOP, OWN, {"chunk": 64, "groups": 1}),
 ]
 """In this process."""
 
@@ -66,8 +74,27 @@ SLOW: list[Row] = [
         SHARED,
         {"reuses": True},
     ),
+    (f"{RUNNER}._prefill_whole", "cache.layers, row", "cache.layers, 0", LOOP, OWN, {"chunk": 64, "groups": 1}),
+    (
+        f"{RUNNER}._prefill_whole",
+        "positions_BL.clamp(min=0)",
+        "torch.arange(longest)[None]",
+        LOOP,
+        OWN,
+        {"chunk": 64, "groups": 1},
+    ),
+    (f"{SCHEDULER}._whole_prompts", "self._find_prefix(row)[1]", "False", REUSED, SIMULATED, {}),
+    (f"{SCHEDULER}._whole_prompts", "any(self.prefixes.are_alike", "all(self.prefixes.are_alike", LOOP, TOGETHER, {}),
+    (f"{SCHEDULER}._whole_prompts", "PADDED * tokens", "self.chunk", LOOP, TOGETHER, {}),
+    (f"{SCHEDULER}._whole_prompts", "self.slots - len(self.rows)", "self.slots", POOLED, FAIR, {}),
+    (f"{SCHEDULER}._join", "self._since_rows += len(whole)", "self._since_rows += 0 * len(whole)", POOLED, FAIR, {}),
+    (f"{GROUPS}.rows", "step.joining :", "1 :", LOOP, OWN, {"chunk": 64, "groups": 1}),
+    (f"{TAKES}._take_all", "if row.ended:", "if False:", LOOP, DROPPED, {}),
+    (f"{TAKES}._take_messages", "while self._ahead:", "while False:", LOOP, BETWEEN, {"groups": 2}),
+    (f"{GROUPS}.add", "if group is not None and saved", "if False", LOOP, DIVIDED, {}),
+    (f"{GROUPS}.add", "min(groups", "max(groups", LOOP, DIVIDED, {}),
     (f"{SCHEDULER}.forget_prefixes", "row.shares = False", "pass", LOOP, FORGOTTEN, {}),
-    (f"{TAKES}.forget_prefixes", "self._scheduler.forget_prefixes()", "pass", LOOP, FORGOTTEN, {}),
+    (f"{TAKES}.forget_prefixes", "self._slots.forget_prefixes()", "pass", LOOP, FORGOTTEN, {}),
     (f"{SCHEDULER}.clear", "self.forget_prefixes()", "pass", LOOP, "test_failed_forward_leaves_no_prefixes", {}),
     (f"{SLOTS}.free", "self.stop, self._keeps)", "self.stop)", LOOP, ENDS_FIRST, {}),
     (f"{SLOTS}.free", "= begin, self.stop", "= 0, self.stop", LOOP, ENDS_FIRST, {}),
@@ -82,8 +109,8 @@ SLOW: list[Row] = [
         STAY,
         {"rows": 5},
     ),
-    (f"{SLOTS}.free", "self.lengths[slot] = self.lengths[last]", "pass", LOOP, OWN, {}),
-    (f"{RUNNER}._decode", "rows.lengths)[:, None]", "[rows.window] * len(tokens))[:, None]", LOOP, OWN, {}),
+    (f"{SLOTS}.free", "self.lengths[slot] = self.lengths[last]", "pass", LOOP, OWN, CHUNKS),
+    (f"{RUNNER}._decode", "rows.lengths)[:, None]", "[rows.window] * len(tokens))[:, None]", LOOP, OWN, CHUNKS),
     (f"{ROW}:_Ends.__call__", "token in self._tokens", "False", LOOP, ENDS, {}),
     (
         f"{ADMISSION}:_is_padded_left",
@@ -93,10 +120,10 @@ SLOW: list[Row] = [
         "test_admission",
         {"what": "a row of padding"},
     ),
-    (f"{SCHEDULER}.plan", "self._since_rows + len(chunk) > self.chunk", "False", POOLED, FAIR, {}),
-    (f"{SLOTS}.free", "layer.move(slot, last, 0, self.stop, self._keeps)", "pass", LOOP, OWN, {}),
+    (f"{SCHEDULER}._rows_wait", "self._since_rows + tokens > self.chunk", "False", POOLED, FAIR, {}),
+    (f"{SLOTS}.free", "layer.move(slot, last, 0, self.stop, self._keeps)", "pass", LOOP, OWN, CHUNKS),
     (f"{SLOTS}.append", "max(0, length - self.window)", "0", LOOP, ENDS_FIRST, {}),
-    (f"{SLOTS}.start.fget", "self.stop - max(self.lengths, default=0)", "0", LOOP, OWN, {}),
+    (f"{SLOTS}.start.fget", "self.stop - max(self.lengths, default=0)", "0", LOOP, OWN, CHUNKS),
     (
         f"{SLOTS}._relocate",
         "self.stop = columns, before + self.window",
@@ -111,15 +138,15 @@ SLOW: list[Row] = [
         "torch.arange(len(step.chunk))",
         LOOP,
         OWN,
-        {},
+        CHUNKS,
     ),
-    (f"{RUNNER}._prefill", "prompt.lengths = [0]", "prompt.lengths = [1]", LOOP, OWN, {}),
-    (f"{RUNNER}.free", "self.rows.free(slot)", "pass", LOOP, OWN, {}),
-    (f"{ROW}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, {}),
+    (f"{RUNNER}._prefill", "prompt.lengths = [0]", "prompt.lengths = [1]", LOOP, OWN, CHUNKS),
+    (f"{RUNNER}.free", "self.rows.free(slot)", "pass", LOOP, OWN, CHUNKS),
+    (f"{ROW}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, CHUNKS),
     (f"{ROW}:prepare", "(ids_BL >= vocabulary).any()", "False", LOOP, REJECTED, {}),
-    (f"{ROW}:_prepare_row", "input_ids[0, mask_BL[0].bool()]", "input_ids[0]", LOOP, OWN, {}),
-    (f"{ROW}:Row.take", "self._processors(self.ids_BL, logits_BV)", "logits_BV", LOOP, OWN, {}),
-    (f"{ROW}:Row.take_token", "self._buffer_BL[:, : self._length] = held_BL", "pass", LOOP, OWN, {}),
+    (f"{ROW}:_prepare_row", "input_ids[0, mask_BL[0].bool()]", "input_ids[0]", LOOP, OWN, CHUNKS),
+    (f"{ROW}:Row.take", "self._processors(self.ids_BL, logits_BV)", "logits_BV", LOOP, OWN, CHUNKS),
+    (f"{ROW}:Row.take_token", "self._buffer_BL[:, : self._length] = held_BL", "pass", LOOP, OWN, CHUNKS),
     (f"{ROW}:Call.result", "[row.pad]", "[0]", LOOP, ENDS, {}),
     (f"{ROW}:Call.ended.fget", "all(", "any(", LOOP, ENDS, {}),
     (f"{SCHEDULER}.plan", "self._done += len(chunk)", "self._done = len(chunk)", POOLED, FAIR, {}),
@@ -136,12 +163,12 @@ SLOW: list[Row] = [
     (f"{SCHEDULER}.drop", "if not unwanted(row)", "", LOOP, CANCELLED, {"state": "waiting"}),
     (f"{TAKES}._drop_cancelled", "self._send(Reply(number), number)", "pass", LOOP, CANCELLED, {"state": "row"}),
     (f"{TAKES}._forget", "self._cancelled.discard(number)", "pass", LOOP, CANCELLED, {"state": "row"}),
-    (f"{TAKES}._take_messages", "message.method in CHANGING", "False", LOOP, BETWEEN, {}),
-    (f"{TAKES}._take_messages", "message.joins", "True", LOOP, BETWEEN, {}),
-    (f"{TAKES}._lead", "messages.answer(held)", "pass", LOOP, BETWEEN, {}),
-    (f"{TAKES}._finish", "[(call.number, None) for call in ended if call.streams]", "[]", LOOP, OWN, {}),
-    (f"{TAKES}._give_up", "self._scheduler.clear()", "pass", LOOP, FORWARD, {}),
-    (f"{TAKES}._give_up", "self.runner.clear()", "pass", LOOP, FORWARD, {}),
+    (f"{TAKES}._take_messages", "message.method in CHANGING", "False", LOOP, BETWEEN, {"groups": 2}),
+    (f"{TAKES}._take_messages", "message.joins", "True", LOOP, BETWEEN, {"groups": 2}),
+    (f"{TAKES}._lead", "messages.answer(held)", "pass", LOOP, BETWEEN, {"groups": 2}),
+    (f"{TAKES}._finish", "[(call.number, None) for call in ended if call.streams]", "[]", LOOP, OWN, CHUNKS),
+    (f"{TAKES}._give_up", "self._slots.clear()", "pass", LOOP, FORWARD, {}),
+    (f"{TAKES}._give_up", "self._clear()", "pass", LOOP, FORWARD, {}),
     (f"{ADMISSION}:joins", "1 if streams", "2 if streams", LOOP, "test_admission", {"what": "two sampled rows"}),
     (f"{ADMISSION}:joins", "total <= longest", "total - 1 <= longest", LOOP, "test_admission", {"what": "too long"}),
     (
@@ -162,14 +189,38 @@ SLOW: list[Row] = [
         TWO_RANKS,
     ),
     (f"{SLOTS}.mask", ">= (self.window", "> (self.window", POOLED, "test_calls_get_their_own_tokens", TWO_RANKS),
-    ("pipeline.pipeline:Pipeline._generation_step", "if self._keeps_logits:", "if False:", POOLED, KEPT, {}),
+    ("pipeline.pipeline:Pipeline._generation_step", "not self._keeps_logits", "True", POOLED, KEPT, {}),
     (
         "pipeline.pipeline:Pipeline._generation_step",
-        "if self.stage.is_last else none",
-        "if False else none",
+        "if self.stage.is_last else logits[:, :0]",
+        "",
         POOLED,
         KEPT,
         {},
+    ),
+    (
+        f"{TAKES}._give_up",
+        "self.runners[step.group].skip(step)",
+        "pass",
+        POOLED,
+        STAGE_FAILS,
+        {"stages": 2, "failing": 0, "where": "in the model"},
+    ),
+    (
+        f"{RUNNER}.run",
+        "not self._is_passed_on",
+        "False",
+        POOLED,
+        STAGE_FAILS,
+        {"stages": 2, "failing": 0, "where": "before the model"},
+    ),
+    (
+        f"{TAKES}._follow",
+        "self.runners[step.group].skip(step)",
+        "pass",
+        POOLED,
+        STAGE_FAILS,
+        {"stages": 2, "failing": 0, "where": "in the model"},
     ),
 ]
 """`make test-zoo` runs them; the last ones on two ranks."""

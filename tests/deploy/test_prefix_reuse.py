@@ -46,14 +46,21 @@ class Slots:
             self.held[slot], self.held[self.rows] = self.held[self.rows], self.held[slot]
         for slot, token in enumerate(step.tokens):
             self.held[slot].append(token)
+        chunk = list(step.chunk)
+        for _, length, displaced in step.whole:
+            self.join(chunk[:length], displaced)
+            chunk = chunk[length:]
         if step.begins:
             self.prompt = self.held[step.source][: step.reused]
-        self.prompt = [*self.prompt, *step.chunk]
+        self.prompt = [*self.prompt, *chunk]
         if step.joins:
-            if step.displaced >= 0:
-                self.held[step.displaced] = self.held[self.rows]
-            self.held[self.rows] = self.prompt
-            self.rows += 1
+            self.join(self.prompt, step.displaced)
+
+    def join(self, prompt: list[int], displaced: int) -> None:
+        if displaced >= 0:
+            self.held[displaced] = self.held[self.rows]
+        self.held[self.rows] = prompt
+        self.rows += 1
 
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
@@ -82,10 +89,15 @@ def test_what_is_reused_is_what_the_prompt_begins_with(calls: list[Any], slots: 
             assert step.reused == 0 or least <= step.reused < len(prompt)
             if slots == 1 and before[0] == prompt[: len(before[0])] and least <= len(before[0]) < len(prompt):
                 assert step.reused == len(before[0])
-        if step.joins:
-            assert follower.held[follower.rows - 1] == scheduler.rows[-1].prompt
         assert follower.rows == len(scheduler.rows)
-        for row in scheduler.rows[-1:] if step.joins else scheduler.rows[: len(step.tokens)]:
+        joined = range(follower.rows - step.joining, follower.rows)
+        assert all(follower.held[slot] == scheduler.rows[slot].prompt for slot in joined)
+        prompts = [calls[prompt.number][0] for prompt in step.whole]
+        for index, prompt in enumerate(prompts):  # none of them begins with what is there, or with one before it
+            there = [*before, *prompts[:index]]
+            assert not any(len(held) >= least and prompt[:-1][:least] == held[:least] for held in there if slots == 1)
+            assert not any(prompt[:-1][:least] == each[:least] for each in prompts[:index] if len(prompt) > least)
+        for row in scheduler.rows[-step.joining :] if step.joining else scheduler.rows[: len(step.tokens)]:
             row.take()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
 import random
 import threading
 import time
@@ -20,8 +22,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from oslo_models import GPT2LMHeadModel, registry
 from oslo_models.deploy import engine
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
+from oslo_models.deploy.messages import Failure, Request, Reused
 from oslo_models.deploy.running_batch import admission
 from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import SharedMemoryChannel
 from oslo_models.deploy.running_batch.scheduler import Scheduler
 from oslo_models.deploy.running_batch.step import Step
@@ -104,10 +108,17 @@ def test_schedule_is_fair_and_bounded(calls: list[tuple[int, int, int]], slots: 
             slotted[slot] = slotted[-1]
             slotted.pop()
         assert not any(row.ended for row in slotted)
-        since = len(step.chunk) + (0 if step.tokens or not slotted else since)
+        padded = len(step.whole) * max((prompt.length for prompt in step.whole), default=0) or len(step.chunk)
+        since = padded + (0 if step.tokens or not slotted else since)
         assert step.tokens == ([] if step.chunk else [row.new[-1] for row in slotted]) and since <= 3
         decoded = slotted[: len(step.tokens)]
-        if step.chunk:
+        chunk = list(step.chunk)
+        for number, length, _ in step.whole:
+            begun.append(number)
+            computed[number], chunk = chunk[:length], chunk[length:]
+            slotted.append(scheduler.rows[len(slotted)])
+            assert slotted[-1].number == number and computed[number] == slotted[-1].prompt
+        if chunk:
             assert len(step.chunk) <= 3 and step.begins == (not computed.get(step.number))
             begun += [step.number] if step.begins else []
             computed[step.number] = [*computed.get(step.number, []), *step.chunk]
@@ -115,7 +126,7 @@ def test_schedule_is_fair_and_bounded(calls: list[tuple[int, int, int]], slots: 
             slotted.append(scheduler.rows[-1])
             assert computed[step.number] == slotted[-1].prompt
         assert slotted == scheduler.rows and len(slotted) <= slots
-        for row in decoded + (slotted[-1:] if step.joins else []):
+        for row in decoded + slotted[len(slotted) - step.joining :]:
             row.new.append(len(row.new))
             row.ended = len(row.new) == row.wanted
     assert sorted(begun) == list(range(len(calls)))
@@ -141,6 +152,62 @@ def kept_logits(folder: Any) -> list[tuple[int, ...]]:
 def test_logits_stay_on_the_last_stage(pool: Pool, tmp_path: Path, seed: int) -> None:
     running.checked("llama", tmp_path, seed, 1)
     assert pool.run(2, kept_logits, tmp_path) == [[(1, 0)] * 2, [(1, 1)] * 2]
+
+
+def failing_stage(folder: Path, stages: int, failing: int, where: str, calls: list[Any]) -> list[Any]:
+    """On a rank: what it sends for calls in groups, during which a stage fails, and for one after that."""
+    rank, sent = torch.distributed.get_rank(), list[Any]()
+    model: Any = registry.find("LlamaForCausalLM").from_pretrained_with_parallel(  # type: ignore[attr-defined]
+        folder, dtype=torch.float64, pipeline_parallel_size=stages
+    )
+    channel = SharedMemoryChannel(folder / "steps", rank, stages - 1, stages, 4096, stages)
+    limits, send = BatchLimits(2 * stages, 64, 8), lambda message, number: sent.append(message)
+    batch = RunningBatch(model.eval(), limits, channel, rank == stages - 1, send, set(), lambda: None, stages)
+    requests = [
+        Request(number, "generate", (), {key: call[key] for key in call.keys() - {"seed"}}, call["seed"], joins=True)
+        for number, call in enumerate(calls)
+    ]
+    inbox: Any = queue.SimpleQueue()
+    for request in requests[1:-1]:
+        inbox.put(request)
+    count, forward = itertools.count(1), StepRunner._forward
+
+    def breaks(*args: Any) -> None:
+        if next(count) == 8:
+            raise MemoryError("of one stage")
+
+    def broken(*args: Any) -> Any:
+        breaks()
+        return forward(*args)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        if rank == failing and where == "before the model":
+            patch.setattr(StepRunner, "_forward", broken)
+        elif rank == failing:
+            next(model.base_model.layers.children()).register_forward_pre_hook(breaks)
+        batch.run(requests[0], Messages(inbox, pytest.fail))
+    assert next(count) > 8 or rank != failing
+    with torch.no_grad():
+        batch.run(requests[-1], Messages(inbox, pytest.fail))
+    assert not batch._ahead and not any(runner.calls() for runner in batch.runners)
+    return [(type(each), each.number, getattr(each, "result", None)) for each in sent if not isinstance(each, Reused)]
+
+
+@pytest.mark.parametrize("where", ["before the model", "in the model"])
+@pytest.mark.parametrize(("stages", "failing"), [(2, 0), (2, 1), (3, 1)])
+def test_stage_that_fails_ends_the_calls_and_no_others(
+    pool: Pool, tmp_path: Path, seed: int, stages: int, failing: int, where: str
+) -> None:
+    """Steps of other groups are on their way: every stage comes to the end of them, and the next call is answered."""
+    _, calls, expected = running.checked("llama", tmp_path, seed, 1, num_hidden_layers=3)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "seed": 0}
+    calls = [{**prompt(seed + number, 1), **options} for number in range(5)] + calls
+    *others, last = pool.run(stages, failing_stage, tmp_path, stages, failing, where, calls)
+    (_, number, result), failed = last[-1], last[:-1]
+    assert number == 5 and torch.equal(result, expected[0])
+    assert [kind for kind, *_ in failed] == [Failure] * 5 and {number for _, number, _ in failed} == set(range(5))
+    for rank, sent in enumerate(others):  # those from the one that fails on tell of the calls that they compute
+        assert all(kind is Failure for kind, *_ in sent) and bool(sent) is (rank >= failing)
 
 
 # With workers ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from oslo_kernels.linear import has_onednn
 from oslo_models import LlamaForCausalLM
 from oslo_models.deploy.running_batch import head_product
 from oslo_models.layers.vocab_parallel import VocabParallelHead
@@ -20,13 +21,20 @@ from support.pool import Pool
 
 
 def always(patch: Patch) -> None:
-    """Take the faster product for all weights: those of tests are too small for it."""
-    patch.setattr(head_product, "_is_faster", lambda *args: True)
+    """Take the faster products for all weights: those of tests are too small, and of float64, which oneDNN lacks."""
+    patch.setattr(head_product, "_fits", lambda *args: True)
+    patch.setattr(
+        head_product, "by_onednn", lambda x, weight, bias=None: x @ weight.t() + (0 if bias is None else bias)
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 65])
 @pytest.mark.parametrize("bias", [False, True])
-def test_product_is_that_of_a_linear_layer(seed: int, rows: int, bias: bool) -> None:
+@pytest.mark.parametrize("by_mkl", [False, True])
+def test_product_is_that_of_a_linear_layer(
+    seed: int, rows: int, bias: bool, by_mkl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_product, "_is_for_mkl", lambda *args: by_mkl)
     torch.manual_seed(seed)
     layer = nn.Linear(24, head_product.FEWEST_OUTPUTS, bias=bias)
     x = torch.randn(rows, 3, 24)[:, -1:]  # not contiguous
@@ -63,13 +71,13 @@ class Packed(nn.Parameter):
 def test_weights_of_other_classes_and_gradients_are_left_to_torch() -> None:
     weight, x = torch.ones(head_product.FEWEST_OUTPUTS, 4), torch.ones(2, 4)
     with torch.no_grad():
-        assert head_product._is_faster(2, x, weight) is torch.backends.mkl.is_available()
-        assert not head_product._is_faster(2, x, Packed(weight))
-        assert not head_product._is_faster(2, x.double(), weight.double())
-        assert not head_product._is_faster(2, x, weight[1:])
+        assert head_product._fits(x, weight) is has_onednn()
+        assert not head_product._fits(x, Packed(weight))
+        assert not head_product._fits(x.double(), weight.double())
+        assert not head_product._fits(x, weight[1:])
         with torch.autocast("cpu"):
-            assert not head_product._is_faster(2, x, weight)
-    assert not head_product._is_faster(2, x, weight)
+            assert not head_product._fits(x, weight)
+    assert not head_product._fits(x, weight)
 
 
 def test_sharded_head_computes_its_shard(pool: Pool, tmp_path: Path, seed: int) -> None:

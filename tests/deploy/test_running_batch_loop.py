@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,14 +34,14 @@ class Application:
         rows: after each step, the calls that its rows are of.
     """
 
-    def __init__(self, model: Any, limits: BatchLimits = LIMITS) -> None:
+    def __init__(self, model: Any, limits: BatchLimits = LIMITS, groups: int = 1) -> None:
         self.sent: list[Any] = []
         self.at: list[int] = []
         self.rows: list[list[int]] = []
         self.cancelled: set[int] = set()
         self._looks, self._steps, self._later = 0, 0, list[tuple[int, Callable[[], Any]]]()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.batch = RunningBatch(model, limits, NoFollowers(), True, self._send, self.cancelled, self._count)
+        self.batch = RunningBatch(model, limits, NoFollowers(), True, self._send, self.cancelled, self._count, groups)
 
     def send(self, step: int, message: Any) -> None:
         self._later.append((step, lambda: self._inbox.put(message)))
@@ -72,13 +73,14 @@ class Application:
 
     def _count(self) -> None:
         self._steps += 1
-        self.rows.append(list(self.batch.runner.numbers))
+        self.rows.append(list(self.batch.runners[0].numbers))
 
     def _send(self, message: Any, number: int) -> None:
         self.sent.append(message)
         self.at.append(self._steps)
 
     def _answer(self, request: Request) -> None:
+        assert not self.batch._ahead, "other ranks have yet to compute steps"
         self._send(Reply(request.number, request.method), request.number)
 
     def answer(self, number: int) -> Any:
@@ -105,10 +107,11 @@ def alone(whole: Any, call: dict[str, Any]) -> list[list[int]]:
     return tokens.tolist()
 
 
-def test_calls_are_answered_with_their_own_tokens(pair: Any, seed: int) -> None:
-    """Streams too: the prompt, each token in a message of its step, and the end."""
+@pytest.mark.parametrize(("chunk", "groups"), [(LIMITS.chunk, 1), (LIMITS.length, 1), (LIMITS.chunk, 2)])
+def test_calls_are_answered_with_their_own_tokens(pair: Any, seed: int, chunk: int, groups: int) -> None:
+    """Streams too: the prompt, each token in a message of its step, and the end. Prompts in chunks, or together."""
     model, whole = pair
-    rng, application = random.Random(seed), Application(model)
+    rng, application = random.Random(seed), Application(model, replace(LIMITS, chunk=chunk), groups)
     calls = running.requests(rng, 12)
     for number, call in enumerate(calls):
         application.send(rng.randrange(20), request(number, call, len(call["input_ids"]) == 1))
@@ -120,6 +123,31 @@ def test_calls_are_answered_with_their_own_tokens(pair: Any, seed: int) -> None:
             length = call["input_ids"].shape[1]
             new = expected[0, length:].tolist()
             assert application.streamed(number) == [call["input_ids"].tolist(), *new, None]
+
+
+def test_short_prompts_are_computed_together(pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as padding is worth it, and none begins with another; each gets its first token then."""
+    model, whole = pair
+    lengths = (9, 7, 8, 2, 12, 12)
+    calls = [greedy(seed + number, 5, length) for number, length in enumerate(lengths)]
+    calls.append({**calls[5], "input_ids": calls[5]["input_ids"].clone()})
+    application = Application(model, BatchLimits(8, 64, 30))
+    for number, call in enumerate(calls):
+        application.send(0, request(number, call, stream=True))
+    right, steps = application.batch.runners[0].run, []
+
+    def run(step: Any) -> Any:
+        steps.append(step)
+        return right(step)
+
+    monkeypatch.setattr(application.batch.runners[0], "run", run)
+    application.run()
+    joined = [[prompt.number for prompt in step.whole] or [step.number] for step in steps if step.chunk]
+    assert joined == [[0, 1, 2], [3], [4, 5], [6]]
+    assert reused(application) == [11]
+    for number, call in enumerate(calls):
+        assert application.answer(number).result.tolist() == alone(whole, call)
+        assert len(application.streamed(number)) == 7
 
 
 def test_rows_end_at_their_own_tokens_and_are_padded(pair: Any, seed: int) -> None:
@@ -184,13 +212,64 @@ def test_cancelled_call_leaves_at_once(pair: Any, seed: int, state: str) -> None
     for number, call in enumerate(calls):
         assert application.answer(number).result.tolist() == alone(whole, call)
     assert application.cancelled == set()
-    assert application.batch.runner.rows.lengths == [] and application.batch.runner.calls() == set()
+    assert application.batch.runners[0].rows.lengths == [] and application.batch.runners[0].calls() == set()
 
 
-def test_other_calls_are_answered_between_steps_and_changes_after_the_rows(pair: Any, seed: int) -> None:
+def test_row_that_is_dropped_while_its_step_is_computed_ends(pair: Any, seed: int) -> None:
+    """Two groups: one call is cancelled after the next step of its row was published; its slot becomes free."""
     model, whole = pair
-    application = Application(model)
-    calls = {0: greedy(seed, 10), 4: greedy(seed + 1, 6)}
+    application = Application(model, BatchLimits(2, 64, 32), groups=2)
+    calls = [greedy(seed + number, 10 if number != 1 else 50) for number in range(3)]
+    batch, publish = application.batch, application.batch.channel.publish
+
+    def published(step: Any) -> None:
+        publish(step)
+        if step.group == 1 and len(application.rows) >= 9 and 1 in batch._calls:
+            application.cancelled.add(1)
+
+    batch.channel.publish = published  # type: ignore[method-assign]
+    take = batch._take_all
+
+    def take_all(rows: list[Any], *rest: Any) -> None:
+        batch._drop_cancelled()  # as another thread may have it at any time
+        take(rows, *rest)
+
+    batch._take_all = take_all  # type: ignore[method-assign]
+    for number, call in enumerate(calls):
+        application.send(0, request(number, call, stream=True))
+    application.run()
+    assert application.answer(1).result is None and 2 < len(application.streamed(1)) < 10
+    assert len(application.rows) < 40
+    for number in (0, 2):
+        assert application.answer(number).result.tolist() == alone(whole, calls[number])
+    assert [runner.rows.lengths for runner in batch.runners] == [[], []]
+
+
+def test_groups_share_the_rows_and_prefixes_decide(pair: Any, seed: int) -> None:
+    """Rows are divided over groups; a prompt goes to the group that has computed its beginning, if that has a slot."""
+    model, whole = pair
+    application = Application(model, BatchLimits(4, 90, 30), groups=2)
+    calls = [greedy(seed + number, 12, 10 + number) for number in range(4)]
+    calls.append(after(torch.tensor(alone(whole, calls[1])), seed + 9))
+    for number, call in enumerate(calls):
+        application.send(0 if number < 4 else 80, request(number, call))
+    seen: list[list[list[int]]] = []
+    count = application.batch._count_token
+    application.batch._count_token = lambda: (
+        seen.append([list(r.numbers) for r in application.batch.runners]) or count()
+    )  # type: ignore[func-returns-value]
+    application.run()
+    assert [[0, 2], [1, 3]] in seen and any(groups == [[], [4]] for groups in seen)
+    assert reused(application) == [11 + 12 - 1]
+    for number, call in enumerate(calls):
+        assert application.answer(number).result.tolist() == alone(whole, call)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_other_calls_are_answered_between_steps_and_changes_after_the_rows(pair: Any, seed: int, groups: int) -> None:
+    model, whole = pair
+    application = Application(model, groups=groups)
+    calls = {0: {**greedy(seed, 10), **prompt(seed, groups)}, 4: greedy(seed + 1, 6)}
     application.send(0, request(0, calls[0]))
     application.send(2, Request(1, "forward", (), {}, 0))
     application.send(4, Request(2, "fuse", (), {}, 0))
@@ -199,7 +278,7 @@ def test_other_calls_are_answered_between_steps_and_changes_after_the_rows(pair:
     application.run()
     order = [each.number for each in application.sent if isinstance(each, Reply)]
     assert order == [1, 0, 2, 3, 4]
-    assert application.at[0] == 2 and application.answer(1).result == "forward"
+    assert 2 <= application.at[0] <= 1 + groups and application.answer(1).result == "forward"
     for number, call in calls.items():
         assert application.answer(number).result.tolist() == alone(whole, call)
 
@@ -209,7 +288,7 @@ def test_failed_forward_ends_all_calls_and_later_ones_are_computed(
 ) -> None:
     model, whole = pair
     application = Application(model)
-    right, runs = application.batch.runner.run, []
+    right, runs = application.batch.runners[0].run, []
 
     def run(step: Any) -> Any:
         runs.append(step)
@@ -218,7 +297,7 @@ def test_failed_forward_ends_all_calls_and_later_ones_are_computed(
             raise MemoryError("of the step")
         return right(step)
 
-    monkeypatch.setattr(application.batch.runner, "run", run)
+    monkeypatch.setattr(application.batch.runners[0], "run", run)
     for number in range(5):  # two of them wait for a slot
         application.send(0, request(number, greedy(seed, 10, 4)))
     application.run()
@@ -330,7 +409,7 @@ def test_shared_prefixes_are_computed_once(pair: Any, seed: int, reuses: bool) -
     # of the answer the last token was not computed; of the same prompt again, the last token is
     if reuses and without_chance({number: calls[number] for number in range(3)}):
         assert reused(application) == [20, 20, 23 + 5, 29 + 3 - 1]
-    assert bool(reused(application)) is reuses is bool(application.batch.runner.rows.kept)
+    assert bool(reused(application)) is reuses is bool(application.batch.runners[0].rows.kept)
 
 
 def test_row_that_ends_first_changes_places_with_the_last(pair: Any, seed: int) -> None:
@@ -356,14 +435,14 @@ def test_prefixes_stay_while_rows_come_and_memory_grows(pair: Any, seed: int, ro
     rng, application = random.Random(seed), Application(model, BatchLimits(rows, 120, 7))
     said = {chat: prompt(seed + chat, 1, 9)["input_ids"] for chat in range(4)}
     calls = []
-    for turn in range(24):
+    for turn in range(40):
         chat = rng.randrange(4)
         way = rng.choice(running.WAYS)
         call = {**after(said[chat], rng.getrandbits(30), rng.randint(1, 7)), "seed": turn, "pad_token_id": 0, **way}
         call.pop("min_new_tokens", None)
         calls.append((call, running.alone(whole, call)))
         said[chat] = calls[-1][1]
-        application.send(rng.randrange(60) if turn else 0, request(turn, call))
+        application.send(rng.randrange(100) if turn else 0, request(turn, call))
     application.run()
     for number, (_, expected) in enumerate(calls):
         assert torch.equal(application.answer(number).result, expected)
@@ -395,7 +474,7 @@ def test_prefixes_are_forgotten_when_the_model_changes(pair: Any, seed: int) -> 
 def test_failed_forward_leaves_no_prefixes(pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, whole = pair
     application, call = Application(model), greedy(seed, 6, 20)
-    right, runs = application.batch.runner.run, []
+    right, runs = application.batch.runners[0].run, []
 
     def run(step: Any) -> Any:
         runs.append(step)
@@ -403,7 +482,7 @@ def test_failed_forward_leaves_no_prefixes(pair: Any, seed: int, monkeypatch: py
             raise MemoryError("of the step")
         return right(step)
 
-    monkeypatch.setattr(application.batch.runner, "run", run)
+    monkeypatch.setattr(application.batch.runners[0], "run", run)
     for number, step in enumerate((0, 8, 60, 90, 120)):
         application.send(step, request(number, call))
     application.run()

@@ -32,7 +32,7 @@ def small(cls: Any = LlamaForCausalLM, **options: Any) -> Any:
 def faster(model: Any) -> list[frozenset[int]]:
     """The numbers of rows that every fused product of a model takes, the head's last."""
     products = [module for module in model.modules() if isinstance(module, FusedProduct)]
-    return [frozenset() if module.faster is None else module.faster.rows for module in products]
+    return [frozenset() if module.faster is None else frozenset(module.faster.ways) for module in products]
 
 
 def slowed(function: Any) -> Any:
@@ -54,6 +54,7 @@ def test_fuse_leaves_slower_linear_layers_to_torch(cls: Any) -> None:
         mock.patch.object(linear_timing, "_kept", KeptTimings(in_file=False)),
         mock.patch.object(linear_timing, "_preemptions", return_value=0),
         mock.patch.object(kernel, "_of_few_rows", slowed(kernel._of_few_rows)) as slow,
+        mock.patch.object(kernel, "by_onednn", slowed(kernel.by_onednn)),
         mock.patch.object(small_operations, "why_not", return_value="left out, for equal bits"),
     ):
         expected = model(ids).logits
@@ -78,31 +79,73 @@ def test_fuse_keeps_faster_linear_layers(cls: Any) -> None:
         mock.patch.object(owner, plain, slowed(getattr(owner, plain))),
     ):
         model.fuse()
-    most = kernel.most_rows(torch.float32, cls is GPT2LMHeadModel)
+    most = kernel.most_rows(torch.float32, cls is GPT2LMHeadModel)  # in C++; oneDNN computes more
     *layers, _ = faster(model)
-    assert layers and all(rows == frozenset(range(1, most + 1)) for rows in layers)
+    assert layers and all(rows.issuperset(range(1, most + 1)) for rows in layers)
     linear = [row for row in model.fusion_report() if row.operation == "linear"]
     assert linear and all(row.fused and "1 row: " in row.reason and "slower" not in row.reason for row in linear)
 
 
-def test_fused_linear_is_used_between_row_counts_measured_faster(seed: int) -> None:
+@pytest.mark.parametrize("way", [kernel.CPP, kernel.ONEDNN])
+def test_fused_linear_is_used_between_row_counts_measured_faster(way: str, seed: int) -> None:
     """A number of rows is torch's unless both of the timed ones around it are faster here."""
     torch.manual_seed(seed)
     model = small()
     left_out = mock.patch.object(small_operations, "why_not", return_value="left out, for equal bits")
-    with faster_at({1, 2, 4, 16}), left_out, torch.no_grad():
+    with faster_at({1, 2, 4, 16}, way=way), left_out, torch.no_grad():
         exact = {rows: model(torch.arange(rows)[None]).logits for rows in range(1, 18)}
         model.fuse()
         assert set(faster(model)) == {frozenset({1, 2, 3, 4, 16})}
         for rows in range(1, 18):
-            with spy_on_few_rows() as product:
+            with spy_on_few_rows(way) as product:
                 logits = model(torch.arange(rows)[None]).logits
             assert product.called == (rows in (1, 2, 3, 4, 16)), f"{rows} rows"
             assert torch.equal(logits, exact[rows]) or product.called
             assert torch.allclose(logits, exact[rows], atol=1e-5)
     report = str(model.fusion_report())
-    assert "(1 row: 100 vs 200 us, 2 rows: 100 vs 200 us" in report
-    assert "others left to torch because it would be slower (8 rows: 200 vs 100 us)" in report
+    assert f"(by {way}, 1 row: 100 vs 200 us, 2 rows: 100 vs 200 us" in report
+    assert "others left to torch because it would be slower (8 rows: 200 vs 100 us, 32 rows: " in report
+
+
+def test_many_rows_are_computed_as_the_most_that_are_timed() -> None:
+    layer, most = torch.nn.Linear(32, 16), kernel.MOST_TIMED
+    for rows, many in (({most}, True), ({64}, False), ({64, most}, True)):
+        with faster_at(rows, way=kernel.ONEDNN):
+            timed = linear_timing.timings([(layer.weight, layer.bias)], False)
+        found = linear_timing.faster_rows(timed, torch.float32)
+        assert (found.way(4 * most, torch.float32) == kernel.ONEDNN) is many
+        assert (found.way(most - 1, torch.float32) == kernel.ONEDNN) is (len(rows) == 2)
+
+
+def test_faster_of_two_ways_is_taken_and_never_one_slower_than_torch() -> None:
+    """Between two timed numbers of rows, the way that gains at both, and of several the one that gains most."""
+    cpp, onednn, level = kernel.CPP, kernel.ONEDNN, (1.0, 1.0)
+    timed = {
+        1: {cpp: (1.0, 3.0), onednn: (1.0, 2.0)},
+        4: {cpp: (1.0, 1.2), onednn: (1.0, 1.5)},
+        8: {cpp: (1.0, 1.9), onednn: level},
+        16: {onednn: (1.0, 1.9)},
+    }
+    ways = linear_timing.faster_rows(timed, torch.float32).ways
+    assert [ways.get(rows) for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16)] == [
+        *(cpp, onednn, onednn, onednn, cpp, cpp, cpp, None, onednn),
+    ]
+
+
+@pytest.mark.parametrize("form", ["out x in", "in x out"])
+def test_product_of_onednn_is_that_of_torch(form: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    for rows in (1, 7, 33, 300):
+        x, weight, bias = torch.randn(1, rows, 40), torch.randn(24, 40), torch.randn(24)
+        faster = kernel.FasterRows({rows: kernel.ONEDNN}, None, torch.float32, torch.get_num_threads())
+        for given in (bias, None):
+            with torch.no_grad(), spy_on_few_rows(kernel.ONEDNN) as product:
+                if form == "in x out":
+                    found = kernel.conv1d(x, weight.t().contiguous(), given, faster)
+                else:
+                    found = kernel.linear(x, weight, given, faster)
+            assert product.called and found.is_contiguous()
+            torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, given))
 
 
 def test_other_thread_counts_and_dtypes_are_left_to_torch() -> None:
@@ -110,7 +153,8 @@ def test_other_thread_counts_and_dtypes_are_left_to_torch() -> None:
     layer = torch.nn.Linear(32, 16)
     with faster_at(), torch.no_grad():
         found = linear_timing.faster_rows(linear_timing.timings([(layer.weight, layer.bias)], False), torch.float32)
-        assert found.has(4, torch.float32) and not found.has(4, torch.float16) and not found.has(17, torch.float32)
+        assert found.way(4, torch.float32) == kernel.CPP
+        assert found.way(4, torch.float16) is None and found.way(17, torch.float32) is None
         try:
             torch.set_num_threads(before + 1)
             with spy_on_few_rows() as product:

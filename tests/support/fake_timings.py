@@ -11,23 +11,27 @@ from unittest import mock
 
 from torch import Tensor
 
-from oslo_kernels import linear_timing
+from oslo_kernels import linear, linear_timing
 from oslo_kernels.kept_timings import KeptTimings
 
 
 @contextmanager
-def faster_at(rows: Collection[int] | None = None, in_file: bool = False, preempted: int = 0) -> Iterator[mock.Mock]:
+def faster_at(
+    rows: Collection[int] | None = None, in_file: bool = False, preempted: int = 0, way: str = linear.CPP
+) -> Iterator[mock.Mock]:
     """Our product takes half of torch's time at these numbers of rows (default: at all), and twice its time elsewhere.
 
     Gives what stands in for the measurement of a pair. Nothing is read from or written to the file, unless ``in_file``.
 
     Args:
         preempted: how often each measurement is said to have lost its core.
+        way: in which our product is faster; in others it is slower.
     """
 
     def seconds(ours: partial[Tensor], torchs: Any, layers: Any) -> tuple[float, float]:
-        (x,) = ours.args
-        return (1e-4, 2e-4) if rows is None or x.shape[1] in rows else (2e-4, 1e-4)
+        (x,), faster = ours.args, ours.keywords["faster"]
+        wins = (rows is None or x.shape[1] in rows) and faster.ways[x.shape[1]] == way
+        return (1e-4, 2e-4) if wins else (2e-4, 1e-4)
 
     with (
         mock.patch.object(linear_timing, "_kept", KeptTimings(in_file)),

@@ -45,6 +45,7 @@ def as_on_a_gpu(model: Any, backend: str = "triton") -> Any:
     return model
 
 
-def spy_on_few_rows() -> Any:
-    """Records whether the kernel for few rows is called."""
-    return mock.patch.object(kernel, "_of_few_rows", wraps=kernel._of_few_rows)
+def spy_on_few_rows(way: str = kernel.CPP) -> Any:
+    """Records whether the kernel for few rows, or another way of computing a product, is called."""
+    name = {kernel.CPP: "_of_few_rows", kernel.ONEDNN: "by_onednn"}[way]
+    return mock.patch.object(kernel, name, wraps=getattr(kernel, name))

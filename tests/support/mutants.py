@@ -98,8 +98,19 @@ def load_test(file: str, name: str) -> Callable[..., None]:
     return test
 
 
+def is_in_run(request: Any, file: str, name: str, arguments: dict[str, Any]) -> bool:
+    """Whether this run has the test with these arguments as a case of its own, which shows that it passes."""
+    path, missing = ROOT / "tests" / file, object()
+    for item in request.session.items:
+        if item.path == path and getattr(item, "originalname", None) == name:
+            given = item.callspec.params if hasattr(item, "callspec") else {}
+            if all(given.get(key, missing) == value for key, value in arguments.items()):
+                return True
+    return False
+
+
 def assert_is_caught(request: Any, pool: Pool, edit: Edit, file: str, name: str, arguments: dict[str, Any]) -> None:
-    """That a test passes, and fails with a mistake.
+    """That a test passes (unless the run shows it anyway), and fails with a mistake.
 
     Args:
         request: pytest's, for the fixtures of the test.
@@ -117,7 +128,8 @@ def assert_is_caught(request: Any, pool: Pool, edit: Edit, file: str, name: str,
         folder.mkdir()
         return {**given, "tmp_path": folder}
 
-    test(**in_folder(0))
+    if not is_in_run(request, file, name, arguments):
+        test(**in_folder(0))
     mutated = {"pool": MutantPool(pool, edit)} if "pool" in given else {}
     with pytest.MonkeyPatch.context() as patch:
         edit(patch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,11 @@ def alone(model: Any, given: dict[str, Any]) -> Tensor:
 def together(
     model: Any, given: Sequence[dict[str, Any]], rng: random.Random, limits: BatchLimits = LIMITS
 ) -> list[Tensor | None]:
-    """The results of calls that arrive at random steps; ``None`` for a few that are dropped while they are computed."""
+    """The results of calls that arrive at random steps; ``None`` for a few that are dropped while they are computed.
+
+    Prompts are computed in chunks, or several together.
+    """
+    limits = replace(limits, chunk=rng.choice((limits.chunk, limits.length)))
     runner, scheduler = StepRunner(model, limits), Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows, 2))
     calls: dict[int, Call] = {}
     results: list[Tensor | None] = [None] * len(given)
@@ -87,7 +92,7 @@ def together(
         rows = list(scheduler.rows)
         assert len(rows) <= limits.rows and len(steps[-1].chunk) <= limits.chunk
         logits_BV = runner.run(steps[-1])
-        some = rows[: len(steps[-1].tokens)] or (rows[-1:] if steps[-1].joins else [])
+        some = rows[: len(steps[-1].tokens)] or rows[len(rows) - steps[-1].joining :]
         assert (logits_BV is None) == (not some)
         tokens = [] if logits_BV is None else plain_tokens(some, logits_BV)
         for index, row in enumerate(some):
@@ -116,9 +121,11 @@ def differences(
     ]
 
 
-def checked(variant: str, folder: Any, seed: int, count: int) -> tuple[str, list[dict[str, Any]], list[Tensor]]:
+def checked(
+    variant: str, folder: Any, seed: int, count: int, **changes: Any
+) -> tuple[str, list[dict[str, Any]], list[Tensor]]:
     """Save a decoder; returns its class, calls, and what plain transformers answers to each by itself."""
-    name, config = zoo.lm_head(variant), zoo.config(variant)
+    name, config = zoo.lm_head(variant), zoo.config(variant, **changes)
     reference = reference_model(name, config, seed, torch.float64).eval()
     reference.save_pretrained(folder)
     given = requests(random.Random(seed), count)

@@ -1,16 +1,21 @@
 """The product of a language-model head with the few rows of the running batch, on a CPU.
 
-MKL computes ``weight @ x.T`` up to four times as fast as ``x @ weight.T`` where the weight has many rows and ``x`` has
-few. Both sum the same products, so the weight stays as it is; results differ in the last bits, as they do between
-batches of different sizes. Measured in float32 on two cores of an AMD EPYC, `F.linear` in ms, and this:
+torch leaves products of float32 to MKL. oneDNN, which is a part of torch too, takes half of its time for the many rows
+of such a weight. With one thread and fewer rows, ``weight @ x.T`` by MKL is the fastest. All sum the same products, and
+the weight stays as it is; results differ in the last bits, as they do between batches of different sizes. Measured in
+float32 on two cores of an AMD EPYC, ms:
 
-| weight | threads | 2 rows | 4 rows | 8 rows | 16 rows | 32 rows |
-|---|---|---|---|---|---|---|
-| 32000 x 256 | 1 | 11.4, 3.7 | 8.1, 3.7 | 8.5, 5.1 | 10.7, 10.9 | 18.3, 19.0 |
-| 32000 x 256 | 2 | 10.5, 2.1 | 8.6, 2.9 | 9.1, 4.7 | 10.6, 7.6 | 12.3, 10.1 |
-| 32000 x 768 | 1 | 24.0, 11.6 | 18.8, 9.4 | 22.1, 22.5 | 27.3, 30.5 | 43.1, 45.4 |
-
-In float64 and bfloat16 there is no gain.
+| weight | threads | | 2 rows | 4 rows | 8 rows | 16 rows | 32 rows |
+|---|---|---|---|---|---|---|---|
+| 32000 x 256 | 1 | `F.linear` | 11.2 | 8.9 | 10.1 | 12.0 | 18.3 |
+| | | ``weight @ x.T`` | 3.7 | 3.7 | 5.1 | 10.9 | 19.0 |
+| | | oneDNN | 5.4 | 5.7 | 6.2 | 7.6 | 10.3 |
+| 32000 x 256 | 2 | `F.linear` | 8.0 | 6.1 | 6.3 | 9.7 | 12.0 |
+| | | ``weight @ x.T`` | 2.1 | 2.9 | 4.7 | 7.6 | 10.1 |
+| | | oneDNN | 2.0 | 2.2 | 2.9 | 4.7 | 5.9 |
+| 32000 x 768 | 1 | `F.linear` | 21.8 | 20.3 | 23.7 | 27.9 | 31.6 |
+| | | ``weight @ x.T`` | 11.6 | 9.4 | 22.5 | 30.5 | 45.4 |
+| | | oneDNN | 10.4 | 10.7 | 12.4 | 16.4 | 21.6 |
 
 Legend:
     B: rows.
@@ -28,14 +33,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oslo_kernels.linear import by_onednn, has_onednn
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 
 FEWEST_OUTPUTS = 8192
-"""Smaller weights are in MKL's fast range either way."""
+"""Smaller weights are in MKL's fast range."""
 MOST_ROWS = 64
-"""With several threads, of which `F.linear` uses only one well."""
-MOST_ROWS_ALONE, MOST_ROWS_NARROW, NARROW = 5, 8, 512
-"""With one thread: of any input, of one of at most ``NARROW`` features, and that size."""
+"""More rows are left to torch."""
+MOST_ROWS_ALONE, MOST_ROWS_NARROW, NARROW = 4, 8, 512
+"""The most rows for ``weight @ x.T`` with one thread: of any input, of one of at most ``NARROW`` features, and that."""
 
 
 @contextmanager
@@ -56,29 +62,28 @@ def fast_head(model: Any) -> Iterator[None]:
 def product(x: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
     """``F.linear``: ``[..., D]`` to ``[..., V]``."""
     rows = x.numel() // x.shape[-1]
-    if not (1 < rows <= MOST_ROWS and _is_faster(rows, x, weight_VD)):
+    if not (1 < rows <= MOST_ROWS and _fits(x, weight_VD)):
         return F.linear(x, weight_VD, bias_V)
+    if not _is_for_mkl(rows, x):
+        return by_onednn(x, weight_VD, bias_V)
     out_BV = torch.mm(weight_VD, x.reshape(rows, -1).t()).t().contiguous()
     if bias_V is not None:
         out_BV += bias_V
     return out_BV.view(*x.shape[:-1], -1)
 
 
-def _is_faster(rows: int, x: Tensor, weight_VD: Tensor) -> bool:
-    outputs, inputs = weight_VD.shape
+def _is_for_mkl(rows: int, x: Tensor) -> bool:
+    most = MOST_ROWS_NARROW if x.shape[-1] <= NARROW else MOST_ROWS_ALONE
+    return rows <= most and torch.get_num_threads() == 1 and torch.backends.mkl.is_available()
+
+
+def _fits(x: Tensor, weight_VD: Tensor) -> bool:
     kind = type(weight_VD)
     if not (kind is nn.Parameter or kind is Tensor or getattr(kind, "has_plain_storage", False)):
         return False  # a quantised weight, whose class computes the product
-    if x.dtype is not torch.float32 or weight_VD.dtype is not torch.float32 or outputs < FEWEST_OUTPUTS:
+    if x.dtype is not torch.float32 or weight_VD.dtype is not torch.float32 or len(weight_VD) < FEWEST_OUTPUTS:
         return False
-    if not x.is_cpu or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not _has_mkl():
-        return False
-    alone = MOST_ROWS_NARROW if inputs <= NARROW else MOST_ROWS_ALONE
-    return rows <= alone or torch.get_num_threads() > 1
-
-
-def _has_mkl() -> bool:
-    return torch.backends.mkl.is_available()
+    return x.is_cpu and has_onednn() and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
 
 
 class _FastLinear(nn.Linear):

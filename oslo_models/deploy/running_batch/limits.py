@@ -24,7 +24,7 @@ class BatchLimits:
     @property
     def step_bytes(self) -> int:
         """That tell the ranks about one step, at most."""
-        return 8 * (2 * self.rows + self.chunk + 16)
+        return 8 * (5 * self.rows + self.chunk + 16)
 
 
 DEFAULT_LIMITS = BatchLimits()

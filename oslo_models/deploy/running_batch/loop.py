@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,9 +13,8 @@ from torch import Tensor
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
-from oslo_models.deploy.running_batch.prefixes import Prefixes
 from oslo_models.deploy.running_batch.row import Call, Row, plain_tokens, prepare
-from oslo_models.deploy.running_batch.scheduler import Scheduler
+from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_group
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.deploy.serialization import portable
@@ -33,9 +33,11 @@ class RunningBatch:
 
     Every rank takes the same messages of the application in the same order. `run` begins with the first call that may
     join; the leader then takes messages between two steps and tells the followers how many it has taken. Calls that
-    cannot join are carried out there, by all ranks, while the rows keep their places.
+    cannot join are carried out there, by all ranks, while the rows keep their places. With several groups of slots, the
+    leader publishes a step of each before it computes the first of them, see `slot_groups`.
 
     Args:
+        groups: of slots; as many as there are pipeline stages, if the channel lets the leader publish so many steps.
         send: sends a message about a call to the application.
         cancelled: numbers of calls to be ended; changed by another thread.
         count_token: is told of each step in which tokens are generated.
@@ -50,11 +52,14 @@ class RunningBatch:
         send: Callable[[tuple[Any, ...], int], None],
         cancelled: set[int],
         count_token: Callable[[], None],
+        groups: int = 1,
     ) -> None:
-        self.runner, self.channel, self.leads = StepRunner(model, limits, keeps_logits=True), channel, leads
+        own = limits_of_group(limits, groups)
+        self.runners = [StepRunner(model, own, keeps_logits=True) for _ in range(groups)]
+        self.channel, self.leads, self._slots = channel, leads, SlotGroups(own, groups)
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
-        self._scheduler = Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows) if limits.reuse else None)
         self._calls: dict[int, Call] = {}
+        self._ahead: deque[Step] = deque()  # published, and not computed yet
         self._consumed = 0
         self._held: Request | None = None
 
@@ -73,8 +78,17 @@ class RunningBatch:
 
     def forget_prefixes(self) -> None:
         """Drop the keys and values of former rows. On all ranks, between the same two steps."""
-        self.runner.rows.kept.clear()
-        self._scheduler.forget_prefixes()
+        for runner in self.runners:
+            runner.rows.kept.clear()
+        self._slots.forget_prefixes()
+
+    def reserve(self) -> int:
+        """Allocate all caches, and return their bytes. A collective.
+
+        Raises:
+            MemoryError: there is too little memory.
+        """
+        return sum(runner.reserve() for runner in self.runners)
 
     # The leader -------------------------------------------------------------------------------------------------------
 
@@ -83,15 +97,22 @@ class RunningBatch:
         while True:
             self._take_messages(messages)
             self._drop_cancelled()
-            step = self._scheduler.plan(self._consumed)
-            self.channel.publish(step)
-            if step.idle:
-                self.runner.rest(step.leaving)
-                held, self._held = self._held, None
-                if held is not None:  # the followers take it as the first message after the batch
-                    messages.answer(held)
-                return
-            self._compute(step)
+            for step in self._slots.plan(self._consumed, {step.group for step in self._ahead}):
+                self.channel.publish(step)
+                self._ahead.append(step)
+            if self._ahead:
+                self._compute(self._ahead.popleft())
+                continue
+            self.channel.publish(Step(self._consumed, idle=True))
+            self._rest()
+            held, self._held = self._held, None
+            if held is not None:  # the followers take it as the first message after the batch
+                messages.answer(held)
+            return
+
+    def _rest(self) -> None:
+        for runner in self.runners:
+            runner.rest()
 
     def _take_messages(self, messages: Messages) -> None:
         """Take what has arrived, up to one call that cannot join: the rows go on before the next one."""
@@ -103,6 +124,8 @@ class RunningBatch:
             if isinstance(message, Request) and message.joins:
                 self._add(message)
                 continue
+            while self._ahead:
+                self._compute(self._ahead.popleft())
             self.channel.publish(Step(self._consumed))
             messages.answer(message)
             return
@@ -117,7 +140,7 @@ class RunningBatch:
             return
         self._calls[call.number] = call
         for row in call.rows:
-            self._scheduler.add(row)
+            self._slots.add(row)
 
     def _drop_cancelled(self) -> None:
         if self._cancelled:
@@ -128,7 +151,7 @@ class RunningBatch:
     def _forget(self, number: int) -> None:
         """Drop a call with its rows."""
         self._calls.pop(number, None)
-        self._scheduler.drop(lambda row: row.number == number)
+        self._slots.drop(lambda row: row.number == number)
         self._cancelled.discard(number)
 
     def _fail(self, number: int, error: BaseException) -> None:
@@ -138,15 +161,17 @@ class RunningBatch:
         self._send(Failure(number, portable(error), text, secondary), number)
 
     def _compute(self, step: Step) -> None:
-        streamed: list[tuple[int, Any]] = []
-        if step.begins and self._calls[step.number].streams:
-            streamed.append((step.number, self._calls[step.number].rows[0].ids_BL.tolist()))
+        begun = [step.number] if step.begins else [prompt.number for prompt in step.whole]
+        calls = [self._calls[number] for number in begun if number in self._calls]
+        streamed: list[tuple[int, Any]] = [
+            (each.number, each.rows[0].ids_BL.tolist()) for each in calls if each.streams
+        ]
         try:
-            logits_BV = self.runner.run(step)
+            logits_BV = self.runners[step.group].run(step)
         except Exception as error:  # noqa: BLE001  everything is reported
             self._give_up(error)
             return
-        rows = self._scheduler.rows[-1:] if step.chunk else self._scheduler.rows
+        rows = self._slots.rows(step)
         if step.reused:
             self._send(Reused(step.reused), 0)
         if logits_BV is not None:
@@ -158,6 +183,8 @@ class RunningBatch:
         """Let each row take its token; what one raises ends its call only."""
         tokens = plain_tokens(rows, logits_BV)
         for index, row in enumerate(rows):
+            if row.ended:  # dropped after the step was published
+                continue
             try:
                 value = row.take_token(tokens[index]) if row.is_plain else row.take(logits_BV[index])
             except Exception as error:  # noqa: BLE001  everything is reported
@@ -182,8 +209,11 @@ class RunningBatch:
         """End all calls after a forward has failed, and the process if the other ranks have not noticed."""
         for number in list(self._calls):
             self._fail(number, error)
-        self._scheduler.clear()
-        self.runner.clear()
+        self._slots.clear()
+        while self._ahead:  # the other stages compute them, or wait for this one
+            step = self._ahead.popleft()
+            self.runners[step.group].skip(step)
+        self._clear()
         self.channel.publish(Step(self._consumed, reset=True))
         if not self.channel.settles(GRACE):
             raise SystemExit("a step of the running batch failed on one rank, and the others did not end it")
@@ -191,7 +221,7 @@ class RunningBatch:
     # The followers ----------------------------------------------------------------------------------------------------
 
     def _follow(self, first: Request, messages: Messages) -> None:
-        joined, failed = {first.number}, False
+        joined, failed, skipped = {first.number}, False, 0
         while True:
             step = self.channel.receive()
             while self._consumed < step.consumed:
@@ -202,16 +232,20 @@ class RunningBatch:
                 else:
                     messages.answer(message)
             if step.reset:
-                failed = False
-                self.runner.clear()
-            if failed:
-                raise SystemExit("a step of the running batch failed on this rank only")
+                failed, skipped = False, 0
+                self._clear()
+            if failed:  # the leader had published other steps before it could know
+                if step.idle or skipped >= len(self.runners) - 1:
+                    raise SystemExit("a step of the running batch failed on this rank only")
+                self.runners[step.group].skip(step)
+                skipped += bool(step.shape[0])
+                continue
             if step.idle:
-                self.runner.rest(step.leaving)
+                self._rest()
                 self._cancelled -= joined
                 return
             try:
-                self.runner.run(step)
+                self.runners[step.group].run(step)
             except Exception as error:  # noqa: BLE001  everything is reported
                 failed = True
                 self._report(error)
@@ -219,9 +253,13 @@ class RunningBatch:
     def _report(self, error: Exception) -> None:
         """Tell the application of the calls that cannot go on; it waits for the leader's answer for a while."""
         secondary, text = isinstance(error, OtherStageError), "".join(traceback.format_exception(error))
-        for number in self.runner.calls():
+        for number in {number for runner in self.runners for number in runner.calls()}:
             self._send(Failure(number, portable(error), text, secondary), number)
-        self.runner.clear()
+        self._clear()
+
+    def _clear(self) -> None:
+        for runner in self.runners:
+            runner.clear()
 
 
 class Inbox(Protocol):

@@ -10,6 +10,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,46 +50,55 @@ class NoFollowers:
 
 
 class SharedMemoryChannel:
-    """A file that all ranks of one host have mapped: the number of a step, that which each rank has read, and the step.
+    """A file that all ranks of one host have mapped: the number of the step that each rank has read, and the steps.
 
     Args:
         path: of the file, in a directory that only this user can enter.
         size: bytes of the largest step.
+        ahead: the steps that the leader may publish before the followers have read the first of them.
     """
 
-    def __init__(self, path: Path, rank: int, leader: int, ranks: int, size: int) -> None:
+    def __init__(self, path: Path, rank: int, leader: int, ranks: int, size: int, ahead: int = 1) -> None:
+        size = -(-size // _WORD) * _WORD
+        whole = (ranks + 2 * ahead) * _WORD + ahead * size
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, (ranks + 2) * _WORD + size)  # the same on every rank: zeros, or what is there
-            self._memory = memoryview(mmap.mmap(descriptor, (ranks + 2) * _WORD + size))
+            os.ftruncate(descriptor, whole)  # the same on every rank: zeros, or what is there
+            memory = memoryview(mmap.mmap(descriptor, whole))
         finally:
             os.close(descriptor)
-        words = self._memory[: (ranks + 2) * _WORD].cast("q")
-        self._numbers, self._heading = words[:ranks], words[ranks:]  # the heading: number and length of the step
-        self._data = self._memory[(ranks + 2) * _WORD :]
+        words, data = memory[: -size * ahead].cast("q"), memory[-size * ahead :]
+        self._numbers = words[:ranks]
+        # of each step: number and length, and its bytes
+        self._headings = [words[ranks + 2 * i : ranks + 2 * i + 2] for i in range(ahead)]
+        self._data = [data[i * size : (i + 1) * size] for i in range(ahead)]
         self._rank, self._followers = rank, [other for other in range(ranks) if other != leader]
         self._number = 0
 
     def publish(self, step: Step) -> None:
-        _wait_for(self._all_have_read, float("inf"))
-        data = step.encode()
-        if len(data) > len(self._data):
-            raise ValueError(f"a step of {len(data)} bytes is longer than the {len(self._data)} of the channel")
-        self._data[: len(data)] = data
-        self._heading[1] = len(data)
         self._number += 1
-        self._heading[0] = self._number
+        index = self._number % len(self._data)
+        _wait_for(partial(self._all_have_read, self._number - len(self._data)), float("inf"))
+        data = step.encode()
+        if len(data) > len(self._data[index]):
+            self._number -= 1
+            raise ValueError(f"a step of {len(data)} bytes is longer than the {len(self._data[index])} of the channel")
+        self._data[index][: len(data)] = data
+        self._headings[index][1] = len(data)
+        self._headings[index][0] = self._number
 
     def receive(self) -> Step:
         self._number += 1
         step: Step | None = None
+        index = self._number % len(self._data)
 
         def arrived() -> bool:
             nonlocal step
-            if self._heading[0] != self._number:
+            number, length = self._headings[index]
+            if number != self._number:
                 return False
             # Processors other than x86 may show the number before the data: the checksum tells.
-            step = Step.decode(bytes(self._data[: self._heading[1]]))
+            step = Step.decode(bytes(self._data[index][:length]))
             return step is not None
 
         _wait_for(arrived, float("inf"))
@@ -97,10 +107,10 @@ class SharedMemoryChannel:
         return step
 
     def settles(self, seconds: float) -> bool:
-        return _wait_for(self._all_have_read, seconds)
+        return _wait_for(partial(self._all_have_read, self._number), seconds)
 
-    def _all_have_read(self) -> bool:
-        return all(self._numbers[rank] == self._number for rank in self._followers)
+    def _all_have_read(self, number: int) -> bool:
+        return all(self._numbers[rank] >= number for rank in self._followers)
 
 
 class BroadcastChannel:

@@ -52,6 +52,10 @@ class Prefixes:
             self._held[slot] = self._held.pop(slot)
         return slot, longest
 
+    def are_alike(self, prompt: Sequence[int], other: Sequence[int]) -> bool:
+        """Whether a prompt would take over tokens of another if that were computed."""
+        return _shared(prompt[:-1], other) >= self._least
+
     def displace(self, slot: int, tokens: list[int]) -> int:
         """A row with such tokens takes a slot: where the former row that is in it moves; -1: it is lost, or none is."""
         self._drop_prefixes_of(tokens)

@@ -9,6 +9,7 @@ Legend:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -114,13 +115,16 @@ class SlotCache(Cache):
         """The first column of a row or a former row."""
         return self.kept[slot][0] if slot in self.kept else self.stop - self.lengths[slot]
 
-    def append(self, other: SlotCache, displaced: int = -1) -> None:
-        """Take the only row of another cache into the slot after the last.
+    def append(self, layers: Sequence[Any], row: int, stop: int, length: int, displaced: int = -1) -> None:
+        """Take a row of another cache into the slot after the last.
 
         Args:
+            layers: of the other cache.
+            row: of these layers.
+            stop: the column after its last position.
+            length: its positions.
             displaced: the slot to which the former row in that slot moves; -1: it is lost.
         """
-        (length,) = other.lengths
         if not self.lengths:
             self.stop = 0
         slot, before = len(self.lengths), max(0, length - self.window)
@@ -132,7 +136,7 @@ class SlotCache(Cache):
             self.kept[displaced] = former
         if not self.lengths:
             self.stop = length
-        self._take(slot, other, 0, other.stop, length)
+        self._take(slot, layers, row, stop, length)
         self.lengths.append(length)
 
     def begin_with(self, other: SlotCache, slot: int, length: int) -> None:
@@ -140,11 +144,11 @@ class SlotCache(Cache):
         self.clear()
         self.make_room(1, length)
         self.lengths, self.stop = [length], length
-        self._take(0, other, slot, other._begin(slot) + length, length)
+        self._take(0, other.layers, slot, other._begin(slot) + length, length)
 
-    def _take(self, slot: int, other: SlotCache, row: int, stop: int, length: int) -> None:
-        """Copy the positions of a row of another cache that end at a column of it."""
-        for index, layer in enumerate(other.layers):
+    def _take(self, slot: int, layers: Sequence[Any], row: int, stop: int, length: int) -> None:
+        """Copy the positions of a row of other layers that end at a column of them."""
+        for index, layer in enumerate(layers):
             if layer.is_initialized:
                 self._layer(index, layer).copy(slot, layer, row, self.stop, stop, length)
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
 
 from oslo_models.deploy.running_batch.head_product import fast_head
 from oslo_models.deploy.running_batch.limits import BatchLimits
@@ -25,14 +27,14 @@ from oslo_models.deploy.running_batch.step import Step
 class StepRunner:
     """The rows of the batch as one rank holds them.
 
-    A prompt is computed in a cache of its own, chunk by chunk, while the rows go on; then its keys and values are
-    copied into a slot.
+    Prompts are computed in caches of their own, several together or one chunk by chunk while the rows go on; then their
+    keys and values are copied into slots.
 
     Args:
         keeps_logits: only the last pipeline stage gets logits; the other stages get none, [0, V].
 
     Attributes:
-        numbers: of the calls that the rows and, last, the prompt are from.
+        numbers: of the calls that the rows are from.
     """
 
     def __init__(self, model: Any, limits: BatchLimits, keeps_logits: bool = False) -> None:
@@ -41,36 +43,50 @@ class StepRunner:
         self.rows = SlotCache(limits.rows, limits.length, keeps=limits.reuse)
         self.prompt = SlotCache(1, limits.length)
         self.numbers: list[int] = []
-        self._prompt_number: int | None = None
+        self._computed: set[int] = set()  # the calls whose prompts are being computed
+        self._is_passed_on = False
 
-    def rest(self, leaving: Sequence[int]) -> None:
-        """The last rows leave, and the prompt if it was dropped; former rows stay."""
-        self.free(leaving)
+    def rest(self) -> None:
+        """No row is left, and no prompt, unless it was dropped; former rows stay."""
         self.prompt.clear()
-        self._prompt_number = None
+        self._computed = set()
 
     def clear(self) -> None:
         """Remove all rows, former ones too, and the prompt."""
         self.rows.clear()
         self.prompt.clear()
-        self.numbers, self._prompt_number = [], None
+        self.numbers, self._computed = [], set()
 
     def calls(self) -> set[int]:
         """The numbers of the calls that are being computed."""
-        return {*self.numbers, *(() if self._prompt_number is None else (self._prompt_number,))}
+        return {*self.numbers, *self._computed}
 
     def run(self, step: Step) -> Tensor | None:
         """Compute a step.
 
         Returns:
-            The logits after the newest token of each row, [B, V], or those after a prompt whose row joins, [1, V];
-            ``None`` if more of the prompt is to come.
+            The logits after the newest token of each row, [B, V], or those after each prompt whose row joins; ``None``
+            if more of the prompt is to come, or nothing was to be computed.
         """
-        self.free(step.leaving)
-        with self.model.generating(), fast_head(self.model):
-            if step.chunk:
-                return self._prefill(step)
-            return self._decode(step.tokens) if step.tokens else None
+        self._is_passed_on = False
+        try:
+            self.free(step.leaving)
+            if not step.shape[0]:
+                return None
+            with self.model.generating(), fast_head(self.model):
+                if step.whole:
+                    return self._prefill_whole(step)
+                return self._prefill(step) if step.chunk else self._decode(step.tokens)
+        except Exception:
+            if not self._is_passed_on:
+                self.skip(step)
+            raise
+
+    def skip(self, step: Step) -> None:
+        """Compute nothing, but have the other pipeline stages go on; the next one learns that the step has failed."""
+        rows, length = step.shape
+        if rows and self._keeps_logits and self.model.pipeline is not None:
+            self.model.pipeline.skip_generation_step(rows, length)
 
     def free(self, leaving: Sequence[int]) -> None:
         """Remove the rows that a step says."""
@@ -84,7 +100,26 @@ class StepRunner:
         assert len(tokens) == len(rows.lengths)
         rows.make_room(len(tokens), 1)
         position_ids_BL = torch.tensor(rows.lengths)[:, None]
-        return self._forward(rows, torch.tensor(tokens)[:, None], position_ids_BL, {"next_sequence_length": 1})
+        options = {"next_sequence_length": 1, "attention_mask": rows.mask(1)}
+        logits_BV = self._forward(rows, torch.tensor(tokens)[:, None], position_ids_BL, options)
+        rows.grow(1)
+        return logits_BV
+
+    def _prefill_whole(self, step: Step) -> Tensor:
+        """Compute prompts as `generate` computes a batch, padded on the left."""
+        prompts, tokens = step.whole, iter(step.chunk)
+        self._computed = {prompt.number for prompt in prompts}
+        longest, cache = max(prompt.length for prompt in prompts), DynamicCache()
+        ids = [[0] * (longest - prompt.length) + list(islice(tokens, prompt.length)) for prompt in prompts]
+        positions_BL = torch.arange(longest) - torch.tensor([[longest - prompt.length] for prompt in prompts])
+        shown_BL = positions_BL >= 0
+        options = {"is_first_iteration": True, "attention_mask": None if shown_BL.all() else shown_BL.long()}
+        logits_BV = self._forward(cache, torch.tensor(ids), positions_BL.clamp(min=0), options)
+        for row, (number, length, displaced) in enumerate(prompts):
+            self.rows.append(cache.layers, row, longest, length, displaced)
+            self.numbers.append(number)
+        self._computed = set()
+        return logits_BV
 
     def _prefill(self, step: Step) -> Tensor | None:
         prompt = self.prompt
@@ -93,35 +128,37 @@ class StepRunner:
             prompt.lengths = [0]
             if step.reused:
                 prompt.begin_with(self.rows, step.source, step.reused)
-            self._prompt_number = step.number
+            self._computed = {step.number}
         (done,) = prompt.lengths
         prompt.make_room(1, len(step.chunk))
         position_ids_BL = torch.arange(done, done + len(step.chunk))[None]
-        options = {"is_first_iteration": done == 0}
-        logits_BV = self._forward(prompt, torch.tensor([step.chunk]), position_ids_BL, options)
+        logits_BV = self._forward(
+            prompt, torch.tensor([step.chunk]), position_ids_BL, {"is_first_iteration": done == 0}
+        )
+        prompt.grow(len(step.chunk))
         if not step.joins:
             return None
-        self.rows.append(prompt, step.displaced)
+        self.rows.append(prompt.layers, 0, prompt.stop, prompt.lengths[0], step.displaced)
         self.numbers.append(step.number)
         prompt.clear()
-        self._prompt_number = None
+        self._computed = set()
         return logits_BV
 
-    def _forward(self, cache: SlotCache, ids_BL: Tensor, position_ids_BL: Tensor, options: dict[str, Any]) -> Tensor:
-        """The logits of the last position of each row; the cache gets the positions."""
+    def _forward(self, cache: Cache, ids_BL: Tensor, position_ids_BL: Tensor, options: dict[str, Any]) -> Tensor:
+        """The logits of the last position of each row; the layers of the cache get the positions."""
         model, device = self.model, self.model.device
-        mask_BL = cache.mask(ids_BL.shape[1])
-        given: dict[str, Any] = {"use_cache": True, "past_key_values": cache, **options}
-        given["attention_mask"] = None if mask_BL is None else mask_BL.to(device)
+        given: dict[str, Any] = {"use_cache": True, "past_key_values": cache, "attention_mask": None, **options}
+        if given["attention_mask"] is not None:
+            given["attention_mask"] = given["attention_mask"].to(device)
         if self._takes_positions:
             given["position_ids"] = position_ids_BL.to(device)
         if model._supports_logits_to_keep():
             given["logits_to_keep"] = 1
         inputs = model.prepare_inputs_for_generation(ids_BL.to(device), **given)
         keeps = self._keeps_logits and model.pipeline is not None
+        self._is_passed_on = True  # if the model raises, it tells the other stages itself
         with model.pipeline.keeping_logits() if keeps else nullcontext():
             logits_BLV = model(**inputs, return_dict=True).logits
-        cache.grow(ids_BL.shape[1])
         return logits_BLV[:, -1:].flatten(0, 1)
 
     def reserve(self) -> int:
@@ -135,6 +172,7 @@ class StepRunner:
         probe.make_room(1, 1)
         with self.model.generating():
             self._forward(probe, torch.tensor([[0]]), torch.tensor([[0]]), {"is_first_iteration": True})
+        probe.grow(1)
         try:
             self.rows.reserve(probe)
             self.prompt.reserve(probe)
