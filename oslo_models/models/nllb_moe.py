@@ -20,6 +20,8 @@ class NllbMoeParallel(M2M100Parallel):
     """Sharding plan of the NLLB-MoE family.
 
     The capacity of an expert is for all tokens of a batch: where it is too small, micro-batches lose other tokens.
+    Experts compute what transformers lets them compute: in its version 5.23 the first two of them compute everything
+    (`NllbMoeExperts` takes a mask of experts for their numbers), and the others have no gradients.
     """
 
     @classmethod

@@ -15,7 +15,8 @@ from oslo_models.sharding.plan import ColumnParallel, Norm, Plan, RecurrentState
 class RwkvParallel(ParallelModel):
     """Sharding plan of the RWKV family.
 
-    Of a state that a model returns, a rank has written the channels that are its own.
+    Of a state that a model returns, a rank has written the channels that are its own. Outside of training, transformers
+    divides some weights by powers of two (``rescale_every``), until the next forward in training: save before that.
     """
 
     @classmethod

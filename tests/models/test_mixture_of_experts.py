@@ -420,6 +420,14 @@ def refuse_routers_of_one_stage(name: str, variant: str) -> None:
             list(model(input_ids=ids, labels=ids, output_router_logits=True))
 
 
-@pytest.mark.parametrize(("name", "variant"), [("DbrxForCausalLM", "dbrx"), ("JetMoeForCausalLM", "jetmoe")])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("DbrxForCausalLM", "dbrx"),
+        ("JetMoeForCausalLM", "jetmoe"),
+        ("NllbMoeForConditionalGeneration", "nllb-moe"),
+        ("SwitchTransformersForConditionalGeneration", "switch_transformers"),
+    ],
+)
 def test_auxiliary_loss_without_the_routers_of_other_stages_is_refused(pool: Pool, name: str, variant: str) -> None:
     pool.run(2, refuse_routers_of_one_stage, name, variant)
