@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -93,7 +94,14 @@ def _slowest(ranks: list[dict[str, _Measured]]) -> dict[str, _Measured]:
 def _decided(candidate: FusionCandidate, module: Any, found: _Measured) -> FusionCandidate:
     kept = "" if candidate.otherwise is None else f"{candidate.reason}; product "
     if isinstance(found, str):
-        return replace(candidate, cls=candidate.otherwise, reason=f"{kept}left to torch: {found}", timed=False)
+        none = {"faster": linear.FasterRows({}, None, module.weight.dtype, torch.get_num_threads())} if kept else {}
+        return replace(
+            candidate,
+            cls=candidate.otherwise,
+            reason=f"{kept}left to torch: {found}",
+            attributes={**candidate.attributes, **none},
+            timed=False,
+        )
     if not found:
         return replace(
             candidate, reason=f"{candidate.reason}{', product' * bool(kept)} in C++ (not timed)", timed=False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from torch import nn
 from oslo_kernels.linear import has_onednn
 from oslo_models import LlamaForCausalLM
 from oslo_models.deploy.running_batch import head_product
+from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 
 from support import running, zoo
+from support.fake_timings import faster_at
+from support.fusion import spy_on_few_rows
 from support.mutants import MutantPool, Patch
 from support.pool import Pool
 
@@ -64,6 +68,35 @@ def test_head_is_lent_another_class(seed: int, monkeypatch: pytest.MonkeyPatch) 
         assert type(model.lm_head) is other
 
 
+@pytest.mark.parametrize("rows", [2, 5, 30])
+def test_fused_head_keeps_what_was_timed_and_leaves_the_rest(seed: int, rows: int) -> None:
+    model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed).eval()
+    hidden = torch.randn(rows, 1, model.config.hidden_size)
+    with faster_at({4, 8}), torch.no_grad():
+        expected = model.lm_head(hidden)
+        model.fuse()
+        own = type(model.lm_head)
+        spy = mock.patch.object(head_product, "product", wraps=head_product.product)
+        with spy as product, spy_on_few_rows() as timed, head_product.fast_head(model):
+            found = model.lm_head(hidden)
+        torch.testing.assert_close(found, expected)
+        assert timed.called is (rows == 5) and product.called is (rows != 5) and type(model.lm_head) is own
+
+
+def test_head_of_a_busy_machine_is_left_to_torch(seed: int) -> None:
+    """What could not be timed is not computed otherwise either."""
+    model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed).eval()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with faster_at(preempted=90), torch.no_grad(), spy_on_few_rows() as product:
+            assert "other programs keep the cores busy" in str(model.fuse().fusion_report())
+            model(torch.tensor([[5, 6, 7]]))
+        assert not product.called
+    finally:
+        torch.set_num_threads(before)
+
+
 class Packed(nn.Parameter):
     """As a quantised weight, whose class computes the product."""
 
@@ -81,5 +114,5 @@ def test_weights_of_other_classes_and_gradients_are_left_to_torch() -> None:
 
 
 def test_sharded_head_computes_its_shard(pool: Pool, tmp_path: Path, seed: int) -> None:
-    assert head_product._FAST.keys() == {nn.Linear, VocabParallelHead}
+    assert head_product._FAST.keys() == {nn.Linear, VocabParallelHead, LazyFullHead, LazyVocabParallelHead}
     running.compare(MutantPool(pool, always), "llama", tmp_path, seed, 6, tensor_parallel_size=2)

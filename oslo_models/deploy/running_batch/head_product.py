@@ -34,6 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oslo_kernels.linear import by_onednn, has_onednn
+from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
+from oslo_models.fusion.modules import FusedProduct
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 
 FEWEST_OUTPUTS = 8192
@@ -46,7 +48,7 @@ MOST_ROWS_ALONE, MOST_ROWS_NARROW, NARROW = 4, 8, 512
 
 @contextmanager
 def fast_head(model: Any) -> Iterator[None]:
-    """Within the block, the head of a model computes its logits with `product`, if it is not fused or adapted."""
+    """Within the block, the head of a model computes its logits with `product`, unless it is adapted or quantised."""
     head = model.get_output_embeddings()
     own = type(head)
     if own not in _FAST:
@@ -95,4 +97,26 @@ class _FastVocabParallelHead(VocabParallelHead):
     product = staticmethod(product)
 
 
-_FAST: dict[type, type] = {nn.Linear: _FastLinear, VocabParallelHead: _FastVocabParallelHead}
+class _FastProduct(FusedProduct):
+    """A fused head that keeps the way which `fuse` has timed, and leaves to `product` what that leaves to torch."""
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.faster is not None and self.faster.way(x.numel() // x.shape[-1], x.dtype) is None:
+            return product(x, weight, bias)
+        return super().product(x, weight, bias)
+
+
+class _FastFullHead(_FastProduct, LazyFullHead):
+    pass
+
+
+class _FastLazyVocabParallelHead(_FastProduct, LazyVocabParallelHead):
+    pass
+
+
+_FAST: dict[type, type] = {
+    nn.Linear: _FastLinear,
+    VocabParallelHead: _FastVocabParallelHead,
+    LazyFullHead: _FastFullHead,
+    LazyVocabParallelHead: _FastLazyVocabParallelHead,
+}
