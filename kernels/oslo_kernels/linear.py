@@ -16,10 +16,12 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from oslo_kernels import build
 
@@ -64,7 +66,7 @@ MOST_TIMED = 256
 
 
 def linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
-    """``F.linear``: ``[..., in]`` to ``[..., out]``. On a CPU, without gradients, it may be computed here.
+    """``F.linear``: ``[..., in]`` to ``[..., out]``. On a CPU, it may be computed here; with gradients, by oneDNN only.
 
     Args:
         faster: the numbers of rows that are computed here, and how; ``None``: all up to `most_rows`, in C++.
@@ -123,8 +125,11 @@ def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: bool, faster: FasterRows | None
 ) -> Tensor:
     # Decoding calls this a hundred times per token, so the cheapest checks come first.
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not x.is_cpu or not _is_usual(x, weight, bias):
+    if torch.compiler.is_compiling() or not x.is_cpu or not _is_usual(x, weight, bias):
         return plain(x, weight, bias)
+    if torch.is_grad_enabled():
+        is_faster = faster is not None and _is_trained_faster(x, weight, faster, io)
+        return _TrainedProduct.apply(x, weight, bias, io) if is_faster else plain(x, weight, bias)
     inner, outer = weight.shape if io else weight.shape[::-1]
     rows = x.numel() // inner if inner else 0
     half = x.dtype is not torch.float32
@@ -145,6 +150,41 @@ def _product(
 def has_onednn() -> bool:
     """Whether this build of torch has oneDNN's product, which `torch.compile` uses as well."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _is_trained_faster(x: Tensor, weight: Tensor, faster: FasterRows, io: bool) -> bool:
+    """Whether a product of many rows and its gradients are left to oneDNN, outside of ``torch.func``."""
+    inner = weight.shape[1 - io]
+    rows = x.numel() // inner if inner and x.shape[-1] == inner else 0
+    if rows < MOST_TIMED or faster.way(rows, x.dtype) != ONEDNN:
+        return False
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+
+
+class _TrainedProduct(torch.autograd.Function):
+    """A product and its gradients by oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, io: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.io = io
+        out_no = by_onednn(x.flatten(0, -2), weight.t() if io else weight, bias)
+        # no view, which could not be changed in place, as sums over ranks are
+        made: Tensor = torch.ops.aten._unsafe_view(out_no, (*x.shape[:-1], out_no.shape[-1]))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        product = F.linear if torch.is_grad_enabled() else by_onednn  # for gradients of gradients
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = product(grad, weight if ctx.io else weight.t())
+        grad_no = grad.flatten(0, -2)
+        if ctx.needs_input_grad[1]:
+            x_ni = x.flatten(0, -2)
+            of_weight = product(x_ni.t(), grad_no.t()) if ctx.io else product(grad_no.t(), x_ni.t())
+        return of_x, of_weight, grad_no.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 def by_onednn(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:

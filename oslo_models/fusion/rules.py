@@ -126,7 +126,7 @@ def _lm_head(s: Subject) -> Iterator[FusionCandidate]:
 
 def _linear(s: Subject) -> Iterator[FusionCandidate]:
     if (cls := _fused_linear(s)) is not None:
-        yield s.candidate("linear", cls, "products without gradients", timed=True)
+        yield s.candidate("linear", cls, "products", timed=True)
 
 
 def _fused_linear(s: Subject) -> type | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from oslo_kernels import build, small_operations
 from oslo_kernels import linear as kernel
@@ -33,7 +37,7 @@ def operands(rows: int, inner: int, outer: int, dtype: torch.dtype, io: bool) ->
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+    return ((found.double() - exact).norm() / exact.norm()).item()
 
 
 def emulated() -> Any:
@@ -217,3 +221,83 @@ def test_fused_linear_under_torch_compile_is_left_to_inductor() -> None:
         product.reset_mock()
         found = torch.compile(model, backend="eager", fullgraph=True)(ids).logits
     assert not product.called and torch.allclose(found, expected, atol=1e-5)
+
+
+# With gradients -------------------------------------------------------------------------------------------------------
+
+MANY = kernel.FasterRows({kernel.MOST_TIMED: kernel.ONEDNN}, kernel.ONEDNN, torch.float32, torch.get_num_threads())
+WANTED = list(itertools.product((False, True), repeat=3))[1:]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wanted", WANTED, ids=str)
+def test_gradients_of_many_rows_are_those_of_torch(form: str, wanted: tuple[bool, ...], seed: int) -> None:
+    """By oneDNN, for any operands that need them, and gradients of gradients."""
+    torch.manual_seed(seed)
+    ours, plain = FORMS[form]
+    drawn = operands(300, 40, 24, torch.float32, form == "in x out")
+    given = [each.requires_grad_(wants) for each, wants in zip(drawn, wanted, strict=True)]
+    exact = [each.detach().double().requires_grad_(wants) for each, wants in zip(given, wanted, strict=True)]
+    threads = replace(MANY, threads=torch.get_num_threads())
+    found: list[list[Tensor]] = []
+    for product, (x, weight, bias) in ((partial(ours, faster=threads), given), (plain, exact)):
+        with mock.patch.object(kernel, "by_onednn", wraps=kernel.by_onednn) as used:
+            out = product(x.view(3, 100, 40), weight, bias)
+            needed = [each for each, wants in zip((x, weight, bias), wanted, strict=True) if wants]
+            once = torch.autograd.grad(out.pow(2).sum(), needed, retain_graph=True)
+            assert used.call_count == (1 + sum(wanted[:2]) if product is not plain else 0)
+        twice = torch.autograd.grad(out.pow(2).sum(), needed, create_graph=True)
+        again = torch.autograd.grad(sum(each.pow(2).sum() for each in twice), needed)
+        found.append([out, *once, *again])
+    for mine, right in zip(*found, strict=True):
+        assert error(mine, right) < 1e-5
+
+
+def test_gradients_of_few_rows_and_transforms_are_left_to_torch(seed: int) -> None:
+    torch.manual_seed(seed)
+    faster = replace(MANY, threads=torch.get_num_threads())
+    x, weight, bias = operands(300, 40, 24, torch.float32, False)
+    few = kernel.FasterRows({2: kernel.ONEDNN}, None, torch.float32, torch.get_num_threads())
+    with mock.patch.object(kernel, "by_onednn", wraps=kernel.by_onednn) as used:
+        kernel.linear(x[:2], weight.requires_grad_(), bias, few).sum().backward()
+        loss = lambda weight: kernel.linear(x, weight, bias, faster).pow(2).sum()  # noqa: E731
+        found = torch.func.grad(loss)(weight.detach())
+        kernel.linear(x.double(), weight.double(), bias.double(), faster)
+        with torch.autocast("cpu", torch.bfloat16):
+            kernel.linear(x, weight, bias, faster)
+        with forward_ad.dual_level():
+            kernel.linear(forward_ad.make_dual(x, x), weight, bias, faster)
+    assert not used.called
+    (expected,) = torch.autograd.grad(F.linear(x, weight, bias).pow(2).sum(), weight)
+    torch.testing.assert_close(found, expected)
+
+
+def test_fused_model_trains_as_an_unfused_one(pool: Pool, seed: int) -> None:
+    for rank in pool.run(2, trained, seed):
+        assert rank == "equal"
+
+
+def trained(seed: int) -> str:
+    """On a rank: whether losses and parameters after three steps are those without oneDNN, and that it was used."""
+    made = []
+    batch = torch.randint(3, 90, (4, 80), generator=torch.Generator().manual_seed(seed))
+    for fused in (False, True):
+        model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed, tensor_parallel_size=2)
+        with mock.patch.object(kernel, "by_onednn", wraps=kernel.by_onednn) as used, faster_at(way=kernel.ONEDNN):
+            if fused:
+                model.fuse()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses = []
+            for _ in range(3):
+                loss = model(batch, labels=batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        assert used.called is fused
+        made.append((losses, {name: param.detach().clone() for name, param in model.named_parameters()}))
+    (losses, plain), (others, fused_ones) = made
+    assert losses == pytest.approx(others, rel=1e-5)
+    for name, value in plain.items():
+        torch.testing.assert_close(torch.as_tensor(fused_ones[name]), torch.as_tensor(value), rtol=1e-4, atol=1e-5)
+    return "equal"
