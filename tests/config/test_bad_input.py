@@ -360,14 +360,14 @@ def test_unsupported_model_types_and_classes_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "lama"}')
     with pytest.raises(ValueError, match=f"no class for 'lama'; did you mean llama\\? it has: .*{page}"):
         AutoModelForCausalLM.from_pretrained_with_parallel(tmp_path)
-    with pytest.raises(ValueError, match=r"AutoModelForCausalLM has no class for 'rwkv'; it has: .*gpt2"):
-        AutoModelForCausalLM.from_config_with_parallel(transformers.RwkvConfig())
+    with pytest.raises(ValueError, match=r"AutoModelForCausalLM has no class for 'musicgen_decoder'; it has: .*gpt2"):
+        AutoModelForCausalLM.from_config_with_parallel(transformers.MusicgenDecoderConfig())
     with pytest.raises(
         ValueError, match=r"MaskedLM has no class for 'gpt2'; it has: .*bert.* Classes of gpt2: .*GPT2Model"
     ):
         AutoModelForMaskedLM.from_config_with_parallel(GPT2Config())
-    with pytest.raises(AttributeError, match=r"has no RwkvForCausalLM; architectures: .*gpt2.*Adding an architecture"):
-        oslo_models.RwkvForCausalLM  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no Emu3VQVAE; architectures: .*gpt2.*Adding an architecture"):
+        oslo_models.Emu3VQVAE  # noqa: B018
 
 
 def _save_into_a_file(path: Path, **kwargs: Any) -> None:
