@@ -1,4 +1,4 @@
-"""Dots 3 Note, its text model: DeepSeek-V3.2 with a gate per head, a norm of the shared rotary key, and sliding windows.
+"""Dots 3 Note, its text model: DeepSeek-V3.2 with a gate per head, a norm of the rotary key, and sliding windows.
 
 Blocks with sliding windows have no indexer, and may have other heads.
 """
