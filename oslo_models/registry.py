@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "diffllama": "DiffLlama",
     "distilbert": "DistilBert",
     "dots1": "Dots1",
+    "dots3_note_text": "Dots3Note",
     "dpr": "DPR",
     "electra": "Electra",
     "encoder-decoder": "EncoderDecoder",

@@ -97,7 +97,7 @@ def _fused_operations(cls: Any) -> list[str]:
             setattr(each, name, 1)
     if getattr(config, "backbone_config", None) is not None:  # the default is from a package that may be missing
         config.backbone_config = CONFIG_MAPPING["resnet"]()
-    if getattr(config, "num_key_value_heads", 0) is None:  # the default of HunYuan
+    if vars(config).get("num_key_value_heads", 0) is None:  # the default of HunYuan
         config.num_key_value_heads = config.num_attention_heads
     for name in ("num_local_experts", "n_routed_experts", "n_shared_experts"):  # those of dots.llm1
         if getattr(config, name, 0) is None:

@@ -34,11 +34,11 @@ RMS_NORMS = _names("""
     apertus.ApertusRMSNorm arcee.ArceeRMSNorm aria.AriaTextRMSNorm axk1.AXK1RMSNorm axk2.AXK2RMSNorm
     bailing_hybrid.BailingHybridRMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm cohere2_moe.Cohere2MoeRMSNorm
     cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm deepseek_v32.DeepseekV32RMSNorm
-    diffllama.DiffLlamaRMSNorm dots1.Dots1RMSNorm ernie4_5.Ernie4_5RMSNorm ernie4_5_moe.Ernie4_5_MoeRMSNorm
-    exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm falcon_h1.FalconH1RMSNorm falcon_mamba.FalconMambaRMSNorm
-    glm.GlmRMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm glm4_moe_lite.Glm4MoeLiteRMSNorm
-    glm_moe_dsa.GlmMoeDsaRMSNorm granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm
-    granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
+    diffllama.DiffLlamaRMSNorm dots1.Dots1RMSNorm dots3_note.Dots3NoteRMSNorm ernie4_5.Ernie4_5RMSNorm
+    ernie4_5_moe.Ernie4_5_MoeRMSNorm exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm falcon_h1.FalconH1RMSNorm
+    falcon_mamba.FalconMambaRMSNorm glm.GlmRMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm
+    glm4_moe_lite.Glm4MoeLiteRMSNorm glm_moe_dsa.GlmMoeDsaRMSNorm granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm
+    granitemoe.GraniteMoeRMSNorm granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
     granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
     hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm jetmoe.JetMoeRMSNorm
     kimi_linear.KimiLinearRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm
@@ -68,21 +68,22 @@ GATED_MLPS = _names("""
     afmoe.AfmoeMLP aria.AriaSharedExpertsMLP axk1.AXK1MLP axk2.AXK2MLP bailing_hybrid.BailingHybridMLP bamba.BambaMLP
     cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cohere_compass.CohereCompassMLP cwm.CwmMLP
     deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP diffllama.DiffLlamaMLP
-    dots1.Dots1MLP ernie4_5.Ernie4_5MLP ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP
-    flex_olmo.FlexOlmoMLP flint.FlintMLP gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP gemma4.Gemma4TextMLP
-    gemma4.Gemma4VisionMLP gemma4_unified.Gemma4UnifiedTextMLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP
-    glm_moe_dsa.GlmMoeDsaMLP granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP hrm_text.HrmTextMLP
-    hunyuan_v1_dense.HunYuanDenseV1MLP hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP
-    jamba.JambaMLP kimi_linear.KimiLinearMLP kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP
-    longcat_flash.LongcatFlashMLP mellum.MellumMLP mimo_v2_flash.MiMoV2FlashMLP minicpm3.MiniCPM3MLP
-    ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP
-    olmo_hybrid.OlmoHybridMLP olmoe.OlmoeMLP qwen2.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP
-    qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP
-    stablelm.StableLmMLP vaultgemma.VaultGemmaMLP youtu.YoutuMLP zamba.ZambaMLP
+    dots1.Dots1MLP dots3_note.Dots3NoteTextMLP dots3_note.Dots3NoteVisionMLP ernie4_5.Ernie4_5MLP
+    ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP
+    gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP gemma4.Gemma4TextMLP gemma4.Gemma4VisionMLP
+    gemma4_unified.Gemma4UnifiedTextMLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP glm_moe_dsa.GlmMoeDsaMLP
+    granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP hrm_text.HrmTextMLP hunyuan_v1_dense.HunYuanDenseV1MLP
+    hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP jamba.JambaMLP kimi_linear.KimiLinearMLP
+    kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP longcat_flash.LongcatFlashMLP mellum.MellumMLP
+    mimo_v2_flash.MiMoV2FlashMLP minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP
+    olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmo_hybrid.OlmoHybridMLP olmoe.OlmoeMLP qwen2.Qwen2MLP
+    qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP
+    qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP vaultgemma.VaultGemmaMLP
+    youtu.YoutuMLP zamba.ZambaMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
-    glm.GlmMLP glm4.Glm4MLP phi3.Phi3MLP
+    dots3_note.Dots3NoteAudioMLP glm.GlmMLP glm4.Glm4MLP phi3.Phi3MLP
 """)
 """Copies of Phi3MLP, with gate and up projection in one matrix."""
 NEOX_MLPS = _names("""
@@ -115,20 +116,20 @@ LLAMA_BLOCKS = _names("""
     arcee.ArceeDecoderLayer aria.AriaTextDecoderLayer axk1.AXK1DecoderLayer axk2.AXK2DecoderLayer
     bitnet.BitNetDecoderLayer cwm.CwmDecoderLayer deepseek_v2.DeepseekV2DecoderLayer deepseek_v3.DeepseekV3DecoderLayer
     deepseek_v32.DeepseekV32DecoderLayer diffllama.DiffLlamaDecoderLayer dots1.Dots1DecoderLayer
-    ernie4_5.Ernie4_5DecoderLayer ernie4_5_moe.Ernie4_5_MoeDecoderLayer exaone_moe.ExaoneMoeDecoderLayer
-    flint.FlintDecoderLayer gemma.GemmaDecoderLayer glm.GlmDecoderLayer glm4_moe.Glm4MoeDecoderLayer
-    glm4_moe_lite.Glm4MoeLiteDecoderLayer helium.HeliumDecoderLayer hrm_text.HrmTextDecoderLayer
-    hunyuan_v1_dense.HunYuanDenseV1DecoderLayer hunyuan_v1_moe.HunYuanMoEV1DecoderLayer hy_v3.HYV3DecoderLayer
-    jais2.Jais2DecoderLayer laguna.LagunaDecoderLayer llama.LlamaDecoderLayer mellum.MellumDecoderLayer
-    mimo_v2_flash.MiMoV2FlashDecoderLayer ministral.MinistralDecoderLayer ministral3.Ministral3DecoderLayer
-    mistral.MistralDecoderLayer nanochat.NanoChatDecoderLayer olmo.OlmoDecoderLayer olmoe.OlmoeDecoderLayer
-    qwen2.Qwen2DecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer qwen3_moe.Qwen3MoeDecoderLayer
-    seed_oss.SeedOssDecoderLayer smollm3.SmolLM3DecoderLayer solar_open.SolarOpenDecoderLayer
-    starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
+    dots3_note.Dots3NoteTextDecoderLayer ernie4_5.Ernie4_5DecoderLayer ernie4_5_moe.Ernie4_5_MoeDecoderLayer
+    exaone_moe.ExaoneMoeDecoderLayer flint.FlintDecoderLayer gemma.GemmaDecoderLayer glm.GlmDecoderLayer
+    glm4_moe.Glm4MoeDecoderLayer glm4_moe_lite.Glm4MoeLiteDecoderLayer helium.HeliumDecoderLayer
+    hrm_text.HrmTextDecoderLayer hunyuan_v1_dense.HunYuanDenseV1DecoderLayer hunyuan_v1_moe.HunYuanMoEV1DecoderLayer
+    hy_v3.HYV3DecoderLayer jais2.Jais2DecoderLayer laguna.LagunaDecoderLayer llama.LlamaDecoderLayer
+    mellum.MellumDecoderLayer mimo_v2_flash.MiMoV2FlashDecoderLayer ministral.MinistralDecoderLayer
+    ministral3.Ministral3DecoderLayer mistral.MistralDecoderLayer nanochat.NanoChatDecoderLayer olmo.OlmoDecoderLayer
+    olmoe.OlmoeDecoderLayer qwen2.Qwen2DecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer
+    qwen3_moe.Qwen3MoeDecoderLayer seed_oss.SeedOssDecoderLayer smollm3.SmolLM3DecoderLayer
+    solar_open.SolarOpenDecoderLayer starcoder2.Starcoder2DecoderLayer youtu.YoutuDecoderLayer
 """)
 """Copies of LlamaDecoderLayer."""
 PHI3_BLOCKS = _names("""
-    phi3.Phi3DecoderLayer
+    dots3_note.Dots3NoteAudioLayer phi3.Phi3DecoderLayer
 """)
 """Copies of Phi3DecoderLayer, which has dropout before its residuals."""
 GEMMA2_BLOCKS = _names("""
@@ -188,26 +189,27 @@ CALL_EAGER_ATTENTION = _names("""
     ctrl.MultiHeadAttention cwm.CwmAttention data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention
     dbrx.DbrxAttention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention
     detr.DetrCrossAttention detr.DetrSelfAttention diffllama.DiffLlamaAttention distilbert.DistilBertSelfAttention
-    dots1.Dots1Attention electra.ElectraCrossAttention electra.ElectraSelfAttention ernie.ErnieCrossAttention
-    ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention exaone4.Exaone4Attention
-    exaone_moe.ExaoneMoeAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention gemma.GemmaAttention
-    gemma2.Gemma2Attention gemma3.Gemma3Attention gemma4.Gemma4TextAttention gemma4.Gemma4VisionAttention
-    gemma4_unified.Gemma4UnifiedTextAttention glm.GlmAttention glm4.Glm4Attention glm4_moe.Glm4MoeAttention
-    glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention gpt_bigcode.GPTBigCodeAttention
-    granite.GraniteAttention granitemoe.GraniteMoeAttention granitemoehybrid.GraniteMoeHybridAttention
-    granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention hrm_text.HrmTextAttention hubert.HubertAttention
-    hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention hy_v3.HYV3Attention
-    hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention jamba.JambaAttention jetmoe.JetMoeAttention
-    kimi_linear.KimiLinearAttention kolibri1.Kolibri1Attention laguna.LagunaAttention lfm2.Lfm2Attention
-    lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention llama.LlamaAttention longcat_flash.LongcatFlashMLA
-    m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention mellum.MellumAttention
-    minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention ministral3.Ministral3Attention
-    mistral.MistralAttention mixtral.MixtralAttention mobilebert.MobileBertSelfAttention mt5.MT5Attention
-    nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention nllb_moe.NllbMoeAttention
-    olmo.OlmoAttention olmo2.Olmo2Attention olmo3.Olmo3Attention olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention
-    opt.OPTAttention pegasus.PegasusAttention phi.PhiAttention phi3.Phi3Attention phimoe.PhimoeAttention
-    plbart.PLBartAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention qwen3.Qwen3Attention
-    qwen3_5.Qwen3_5Attention qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention
+    dots1.Dots1Attention dots3_note.Dots3NoteAudioAttention dots3_note.Dots3NoteTextAttention
+    dots3_note.Dots3NoteVisionAttention electra.ElectraCrossAttention electra.ElectraSelfAttention
+    ernie.ErnieCrossAttention ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention
+    exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention
+    gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention gemma4.Gemma4TextAttention
+    gemma4.Gemma4VisionAttention gemma4_unified.Gemma4UnifiedTextAttention glm.GlmAttention glm4.Glm4Attention
+    glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention
+    gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention granitemoe.GraniteMoeAttention
+    granitemoehybrid.GraniteMoeHybridAttention granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention
+    hrm_text.HrmTextAttention hubert.HubertAttention hunyuan_v1_dense.HunYuanDenseV1Attention
+    hunyuan_v1_moe.HunYuanMoEV1Attention hy_v3.HYV3Attention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention
+    jamba.JambaAttention jetmoe.JetMoeAttention kimi_linear.KimiLinearAttention kolibri1.Kolibri1Attention
+    laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention llama.LlamaAttention
+    longcat_flash.LongcatFlashMLA m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention
+    mellum.MellumAttention minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention
+    ministral3.Ministral3Attention mistral.MistralAttention mixtral.MixtralAttention mobilebert.MobileBertSelfAttention
+    mt5.MT5Attention nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention
+    nllb_moe.NllbMoeAttention olmo.OlmoAttention olmo2.Olmo2Attention olmo3.Olmo3Attention
+    olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention opt.OPTAttention pegasus.PegasusAttention phi.PhiAttention
+    phi3.Phi3Attention phimoe.PhimoeAttention plbart.PLBartAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention
+    qwen3.Qwen3Attention qwen3_5.Qwen3_5Attention qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention
     qwen3_5_moe.Qwen3_5MoeVisionAttention qwen3_moe.Qwen3MoeAttention qwen3_next.Qwen3NextAttention
     recurrent_gemma.RecurrentGemmaAttention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
     roberta_prelayernorm.RobertaPreLayerNormCrossAttention roberta_prelayernorm.RobertaPreLayerNormSelfAttention

@@ -234,8 +234,9 @@ class FusableModel(PreTrainedModel):
     def _cached_positions(self) -> int:
         """How many positions a static cache may have: reading all, as every step does, takes as long as the weights."""
         config = self.config.get_text_config(decoder=True)
-        heads = config.num_attention_heads
-        width = config.hidden_size * (getattr(config, "num_key_value_heads", None) or heads) // heads
+        block = config.per_layer_config[0]  # numbers of heads may differ from block to block
+        heads = block.num_attention_heads
+        width = config.hidden_size * (getattr(block, "num_key_value_heads", None) or heads) // heads
         weights = sum(param.numel() for param in self.parameters()) * (1 if self.mesh is None else self.mesh.tp.size)
         return weights // (2 * config.num_hidden_layers * width)
 

@@ -67,7 +67,8 @@ def test_step_with_losses_of_the_routers_of_both_stacks_matches(
 
 
 @pytest.mark.parametrize(
-    "model_type", zoo.cases(["mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32"])
+    "model_type",
+    zoo.cases(["mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32", "dots3_note_text"]),
 )
 def test_experts_over_a_part_of_the_ranks_match(pool: Pool, tmp_path: Path, seed: int, model_type: str) -> None:
     """Five experts over two groups of two ranks."""

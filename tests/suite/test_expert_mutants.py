@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from transformers.models.mixtral import modeling_mixtral
 
+from oslo_models.models import dots3_note_text
+from oslo_models.sharding.plan import Norm
+
 from support.mutants import Edit, MutantPool, Patch, load_test
 from support.pool import Pool, WorkerError
 
@@ -18,6 +21,11 @@ def auxiliary_loss_of_each_rank(patch: Patch) -> None:
     """As if the ranks' losses were added up."""
     right = modeling_mixtral.load_balancing_loss_func
     patch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *args: 3 * right(*args))
+
+
+def gradient_of_a_rotary_norm_of_each_rank(patch: Patch) -> None:
+    """As if all ranks computed the same with the one key that their heads share."""
+    patch.setattr(dots3_note_text, "HeadNorm", Norm)
 
 
 EXCHANGED, FORWARD = "layers.experts:ParallelExperts._exchanged", "layers.experts:ParallelExperts.forward"
@@ -101,6 +109,10 @@ MUTANTS: dict[str, Row] = {
             *("self.mesh.experts if self.mesh.is_over_replicas(self.layout) else self.mesh.tp", "self.mesh.tp"),
         ),
         *(OVER_REPLICAS, TRAINING, ALL_REPLICAS),
+    ),
+    "gradient of a norm of the shared key is not summed": (
+        gradient_of_a_rotary_norm_of_each_rank,
+        *(OVER_RANKS, "test_experts_over_a_part_of_the_ranks_match", {"model_type": "dots3_note_text"}),
     ),
     "experts without weights on every rank": (
         Edit("layers.experts:ParallelExperts._identities_once", "self.tp.rank == 0", "self.tp.size"),

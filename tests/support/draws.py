@@ -124,6 +124,12 @@ def _fit_low_rank_query(values: Values, draw: random.Random) -> None:
     values["q_lora_rank"] = 9
 
 
+def _fit_dots3_note(values: Values, draw: random.Random) -> None:
+    _fit_low_rank_query(values, draw)
+    values["swa_num_attention_heads"] = values["swa_num_key_value_heads"] = draw.randint(3, 6)
+    values["swa_kv_lora_rank"], values["swa_v_head_dim"] = draw.randint(5, 9), draw.randint(3, 5)
+
+
 def _fit_gptj(values: Values, draw: random.Random) -> None:
     values["rotary_dim"] = draw.choice(range(2, values["n_embd"] // values["n_head"] + 1, 2))
 
@@ -265,6 +271,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v3": _fit_latent_attention,
     "deepseek_v32": _fit_low_rank_query,
     "detr": _fit_detr,
+    "dots3_note_text": _fit_dots3_note,
     "funnel": _fit_funnel,
     "gemma4_text": _fit_gemma4,
     "gemma4_unified_text": _fit_gemma4,

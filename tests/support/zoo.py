@@ -348,6 +348,12 @@ MORE: dict[str, Mapping[str, Any]] = {
     "axk1": {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v32": {**_LATENT, **_INDEXED, "mlp_layer_types": ["dense", "sparse"]},
     "glm_moe_dsa": {**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"]},
+    "dots3_note_text": {
+        **{**_LATENT, **_INDEXED, **_SPARSE, "layer_types": ["indexed_attention", "sliding_attention"]},
+        **{"head_dim": 8, "shared_experts_intermediate_size": 13, "sliding_window": 4},
+        **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_q_lora_rank": 9, "swa_kv_lora_rank": 8},
+        **{"swa_head_dim": 8, "swa_qk_nope_head_dim": 6, "swa_v_head_dim": 4},
+    },
     "longcat_flash": {
         **{"hidden_size": 24, "num_layers": 2, "num_attention_heads": 6, "max_position_embeddings": 32, "moe_topk": 3},
         **{"ffn_hidden_size": 35, "expert_ffn_hidden_size": 11, "n_routed_experts": 5, "zero_expert_num": 3},
@@ -541,6 +547,9 @@ LEFT_OUT: dict[str, set[str]] = {
         *("CohereCompassForConditionalGeneration", "CohereCompassModel", "CohereCompassVisionModel"),
     },
     "gemma4_unified_text": {"Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedModel"},
+    "dots3_note_text": {
+        *("Dots3NoteAudioModel", "Dots3NoteForConditionalGeneration", "Dots3NoteModel", "Dots3NoteVisionModel"),
+    },
     "gemma3_text": {"Gemma3ForConditionalGeneration", "Gemma3ForSequenceClassification", "Gemma3Model"},
     "qwen3_5_text": {
         *("Qwen3_5ForConditionalGeneration", "Qwen3_5ForSequenceClassification", "Qwen3_5ForTokenClassification"),
@@ -560,7 +569,7 @@ SLOW_TESTS_ONLY = {
     *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "modernbert-decoder"),
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("axk1", "deepseek_v32", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3", "longcat_flash"),
-    "glm_moe_dsa-shared",
+    *("glm_moe_dsa-shared", "dots3_note_text"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
