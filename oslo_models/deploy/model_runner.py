@@ -74,13 +74,13 @@ class ModelRunner:
         """The running batch, once a call joins it."""
         from oslo_models.deploy.running_batch.loop import RunningBatch
 
-        groups = self.model.mesh.pp.size if self._setup.directory is not None else 1
-        channel, limits = self._plan_channel(groups), self._setup.limits
+        stages = self.model.mesh.pp.size if self._setup.directory is not None else 1
+        channel, limits = self._plan_channel(stages), self._setup.limits
         cancelled: Any = self._cancelled
         report = (self._send, cancelled, self._count_token)
-        return RunningBatch(self.model, limits, channel, self.has_outputs, *report, groups)
+        return RunningBatch(self.model, limits, channel, self.has_outputs, *report, stages)
 
-    def _plan_channel(self, groups: int) -> PlanChannel:
+    def _plan_channel(self, stages: int) -> PlanChannel:
         from oslo_models.deploy.running_batch import plan_channel
 
         setup, mesh = self._setup, self.model.mesh
@@ -89,7 +89,7 @@ class ModelRunner:
         if setup.directory is None:
             return plan_channel.BroadcastChannel(mesh.model, mesh.model.ranks.index(self._leader))
         path, size = Path(setup.directory) / "running-batch", setup.limits.step_bytes
-        return plan_channel.SharedMemoryChannel(path, setup.rank, self._leader, setup.world_size, size, groups)
+        return plan_channel.SharedMemoryChannel(path, setup.rank, self._leader, setup.world_size, size, stages)
 
     def _count_token(self) -> None:
         self.progress += 1

@@ -50,7 +50,8 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     Args:
         experts: a module with the stacked parameters of transformers' experts.
         hidden_states: ``[tokens, hidden]``.
-        top_k_index: the experts of each token, ``[tokens, k]``; those from ``num_experts`` on are not here.
+        top_k_index: the experts of each token, ``[tokens, k]``; those from ``num_experts`` on are not here, and a token
+            may have one twice.
         top_k_weights: their weights, ``[tokens, k]``.
     """
     output, (tokens, k) = torch.zeros_like(hidden_states), top_k_index.shape
@@ -61,9 +62,9 @@ def few_tokens(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
     weights = top_k_weights.reshape(-1, 1)
     for expert, chosen in choices.items():
         rows = [choice // k for choice in chosen]
-        x = hidden_states if rows == [*range(tokens)] else hidden_states[rows]
-        y = _mlp(experts, expert, x) * weights[chosen]
-        if len(x) == tokens:
+        is_for_all = rows == [*range(tokens)]
+        y = _mlp(experts, expert, hidden_states if is_for_all else hidden_states[rows]) * weights[chosen]
+        if is_for_all:
             output += y
         else:
             output.index_add_(0, torch.tensor(rows), y.to(output.dtype))

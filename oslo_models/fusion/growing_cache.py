@@ -32,14 +32,16 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append positions; returns all keys and values."""
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            return super().update(key_states, value_states, *args, **kwargs)  # writing in place, values would be lost
+        if torch.is_grad_enabled():  # a backward pass may need what was returned before, unchanged
+            return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = self.get_seq_length()
         stop = length + key_states.shape[-2]
         views = self._views
         is_own = views is not None and self.keys is views[0] and self.values is views[1]
+        # memory from inference mode cannot be written to outside of it
+        is_own = is_own and (torch.is_inference_mode_enabled() or not self._memory[0].is_inference())
         if not is_own or stop > self._memory[0].shape[-2]:
             self._allocate(key_states, value_states, length, stop)
         for memory, states in zip(self._memory, (key_states, value_states), strict=True):

@@ -33,7 +33,7 @@ class Zamba2Parallel(ZambaParallel):
             adapted |= {f"self_attn.linear_{name}": ColumnParallel(heads.query) for name in "qkv"}
         return {
             **LlamaParallel.attention(config, heads),
-            "feed_forward.gate_up_proj": ColumnParallel(parts=2),
+            "feed_forward.gate_up_proj": adapted["feed_forward.gate_up_proj"],
             "feed_forward.down_proj": RowParallel(),
             **{f"{name}_adapter_list.{use}.0": Replicated() for name in adapted for use in uses},
             **{f"{name}_adapter_list.{use}.1": entry for name, entry in adapted.items() for use in uses},

@@ -18,6 +18,7 @@ from oslo_models.deploy.running_batch.admission import joins, reason_against
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import NoFollowers
+from oslo_models.deploy.running_batch.slot_groups import limits_of_groups
 
 from support import deployment, running
 from support.deployment import prompt
@@ -243,6 +244,12 @@ def test_row_that_is_dropped_while_its_step_is_computed_ends(pair: Any, seed: in
     for number in (0, 2):
         assert application.answer(number).result.tolist() == alone(whole, calls[number])
     assert [runner.rows.lengths for runner in batch.runners] == [[], []]
+
+
+@pytest.mark.parametrize(("rows", "stages", "expected"), [(8, 2, [4, 4]), (3, 2, [2, 1]), (2, 4, [1, 1]), (5, 1, [5])])
+def test_groups_have_as_many_rows_as_were_asked_for(rows: int, stages: int, expected: list[int]) -> None:
+    found = limits_of_groups(BatchLimits(rows, 64, 4), stages)
+    assert [own.rows for own in found] == expected and {own.length for own in found} == {64}
 
 
 def test_groups_share_the_rows_and_prefixes_decide(pair: Any, seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from oslo_models.fusion import experts
 
 from support import pipelines, zoo
 from support.float64 import lifted_casts
+from support.mutants import Edit, with_mutant
 from support.pool import Pool
 from support.reference import TOLERANCE, differences, full_parameters, reference_model
 
@@ -50,6 +52,35 @@ def check(
     before = len(counts)
     model(input_ids=batches(config, seed)[1]).logits.sum().backward()  # with gradients, by transformers
     assert len(counts) == before
+
+
+def check_choices(seed: int) -> None:
+    """Experts that a token has twice, not at all, or that are not here, against a sum over all choices."""
+    torch.manual_seed(seed)
+    name, config = zoo.main_head("mixtral"), zoo.config("mixtral")
+    stack = reference_model(name, config, seed).model.layers[0].mlp.experts
+    count, width = stack.num_experts, stack.down_proj.shape[-2]
+    for tokens, k in ((1, 2), (2, 2), (3, 2), (3, 4), (16, 2)):
+        hidden = torch.randn(tokens, width, dtype=stack.down_proj.dtype)
+        index, weights = torch.randint(0, count + 1, (tokens, k)), torch.rand(tokens, k, dtype=hidden.dtype)
+        with torch.no_grad():
+            expected = torch.zeros_like(hidden)
+            for token, choice in itertools.product(range(tokens), range(k)):
+                if (expert := int(index[token, choice])) < count:
+                    gate, up = (hidden[token] @ stack.gate_up_proj[expert].T).chunk(2)
+                    expected[token] += weights[token, choice] * (stack.act_fn(gate) * up @ stack.down_proj[expert].T)
+            torch.testing.assert_close(experts.few_tokens(stack, hidden, index, weights), expected)
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_each_choice_of_an_expert_counts(seed: int, shift: int) -> None:
+    check_choices(seed + shift)
+
+
+def test_experts_chosen_twice_are_not_taken_for_those_of_all_tokens() -> None:
+    mistake = Edit("fusion.experts:few_tokens", "if is_for_all:\n", "if len(rows) == tokens:\n")
+    with pytest.raises(AssertionError):
+        with_mutant(mistake, lambda: [check_choices(seed) for seed in range(20)])
 
 
 @pytest.mark.parametrize(

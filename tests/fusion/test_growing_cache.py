@@ -19,6 +19,7 @@ from support import zoo
 from support.mutants import Edit, with_mutant
 
 
+@torch.no_grad()
 def check_operations(seed: int) -> None:
     """Drawn operations, on transformers' cache and on ours, with copies that go on by themselves."""
     rng = random.Random(seed)
@@ -87,6 +88,7 @@ def test_mistakes_are_caught(mistake: Edit) -> None:
         with_mutant(mistake, check_many)
 
 
+@torch.no_grad()
 def test_memory_is_allocated_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, calls = DynamicCache(config=GPT2Config(n_layer=1)), []
     let_grow(cache)
@@ -133,6 +135,25 @@ def test_fused_models_generate_with_it(cls: Any, seed: int, monkeypatch: pytest.
     for way, right in zip(ways, expected, strict=True):
         updates.clear()
         assert torch.equal(generate(**way), right) and bool(updates) is ("num_beams" not in way)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_cache_goes_on_in_and_out_of_inference_mode(seed: int, first: bool) -> None:
+    """A later turn of a chat goes on from the cache of a former one."""
+    model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed, dtype=torch.float64).eval()
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(seed))
+    options: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **{**options, "max_new_tokens": 8})
+    model.fuse()
+    with torch.inference_mode(first):
+        turn = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options)
+        assert type(turn.past_key_values.layers[0]) is GrowingLayer
+    with torch.inference_mode(not first):
+        so_far = turn.sequences.clone()
+        found = model.generate(
+            so_far, attention_mask=torch.ones_like(so_far), past_key_values=turn.past_key_values, **options
+        )
+    assert torch.equal(found, expected)
 
 
 def test_other_caches_stay_as_they_are() -> None:

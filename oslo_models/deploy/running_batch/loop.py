@@ -14,7 +14,7 @@ from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
 from oslo_models.deploy.running_batch.row import Call, Row, plain_tokens, prepare
-from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_group
+from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 from oslo_models.deploy.serialization import portable
@@ -37,7 +37,8 @@ class RunningBatch:
     leader publishes a step of each before it computes the first of them, see `slot_groups`.
 
     Args:
-        groups: of slots; as many as there are pipeline stages, if the channel lets the leader publish so many steps.
+        stages: the pipeline stages that compute at the same time, each a step of another group of slots; the channel
+            has to let the leader publish so many steps.
         send: sends a message about a call to the application.
         cancelled: numbers of calls to be ended; changed by another thread.
         count_token: is told of each step in which tokens are generated.
@@ -52,11 +53,11 @@ class RunningBatch:
         send: Callable[[tuple[Any, ...], int], None],
         cancelled: set[int],
         count_token: Callable[[], None],
-        groups: int = 1,
+        stages: int = 1,
     ) -> None:
-        own = limits_of_group(limits, groups)
-        self.runners = [StepRunner(model, own, keeps_logits=True) for _ in range(groups)]
-        self.channel, self.leads, self._slots = channel, leads, SlotGroups(own, groups)
+        each = limits_of_groups(limits, stages)
+        self.runners = [StepRunner(model, own, keeps_logits=True) for own in each]
+        self.channel, self.leads, self._slots = channel, leads, SlotGroups(each)
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
         self._calls: dict[int, Call] = {}
         self._ahead: deque[Step] = deque()  # published, and not computed yet

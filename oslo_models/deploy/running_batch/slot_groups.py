@@ -6,7 +6,7 @@ wait for them. These are the micro-batches of pipeline parallelism (GPipe, Huang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +16,10 @@ from oslo_models.deploy.running_batch.scheduler import Scheduler
 from oslo_models.deploy.running_batch.step import Step
 
 
-def limits_of_group(limits: BatchLimits, groups: int) -> BatchLimits:
-    """The limits of each group: the rows are divided, up to the next integer."""
-    return replace(limits, rows=-(-limits.rows // groups))
+def limits_of_groups(limits: BatchLimits, stages: int) -> list[BatchLimits]:
+    """The limits of each group: one for each stage, as long as there are rows; these are divided."""
+    count = min(stages, limits.rows)
+    return [replace(limits, rows=limits.rows // count + (group < limits.rows % count)) for group in range(count)]
 
 
 class SlotGroups:
@@ -28,14 +29,8 @@ class SlotGroups:
         limits: of each group.
     """
 
-    def __init__(self, limits: BatchLimits, groups: int) -> None:
-        self._schedulers = [
-            Scheduler(limits.rows, limits.chunk, Prefixes(limits.rows) if limits.reuse else None) for _ in range(groups)
-        ]
-
-    @property
-    def is_idle(self) -> bool:
-        return all(scheduler.is_idle for scheduler in self._schedulers)
+    def __init__(self, limits: Sequence[BatchLimits]) -> None:
+        self._schedulers = [Scheduler(own.rows, own.chunk, Prefixes(own.rows) if own.reuse else None) for own in limits]
 
     def add(self, row: Any) -> None:
         """Give a row to the group that saves most of its prompt, of those with a free slot, or else has least to do."""
