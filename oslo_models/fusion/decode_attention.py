@@ -59,7 +59,9 @@ def decoding_attention(
         if attention_mask is not None and attention_mask.dtype is not torch.bool:
             shown, added = None, attention_mask if added is None else attention_mask + added
         if added is None or added.dtype is query.dtype:
-            return attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, shown, added), None
+            return attend(
+                query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, shown, added
+            ), None
     given = {"dropout": dropout, "scaling": scaling, "position_bias": position_bias}
     result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **given, **kwargs)
     return result
