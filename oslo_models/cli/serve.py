@@ -56,7 +56,9 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--max-batch-length", **sizes, help=row + "--max-length, or 4096)")
     chunk = "tokens of a prompt that are computed between two tokens of the other answers (default: %(default)s)"
     add("--prefill-chunk-size", **sizes, default=256, help=chunk)
+    threads = "torch's threads in each worker on CPUs; a core beside them for the server makes many streams faster"
     anew = "compute every prompt from its first token, also where it begins as one that was computed before"
+    add("--threads-per-worker", **sizes, help=threads)
     add("--no-prefix-reuse", dest="reuse_prefixes", action="store_false", help=anew)
     calls = "calls that run or wait; beyond it, status 429 (default: %(default)s)"
     add("--max-queue-size", **sizes, default=64, help=calls)

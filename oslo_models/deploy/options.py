@@ -36,6 +36,8 @@ class DeployOptions:
         prefill_chunk_size: tokens of a prompt that are computed in one step, beside a token of every other row.
         reuse_prefixes: prompts of the running batch take over the keys and values of tokens that they share with the
             beginning of a call that was computed before.
+        threads_per_worker: torch's number of threads in each worker on CPUs; by default this process's number, divided
+            by the workers.
         verbose: ``"simple"`` or ``"detail"`` prints the memory of each device.
         deploy_secret: known to the processes of a launcher and nobody else; required if they are on several hosts,
             which authenticate each other with it.
@@ -48,6 +50,7 @@ class DeployOptions:
     max_batch_length: int = DEFAULT_LIMITS.length
     prefill_chunk_size: int = DEFAULT_LIMITS.chunk
     reuse_prefixes: bool = DEFAULT_LIMITS.reuse
+    threads_per_worker: int | None = None
     verbose: str | bool | None = None
     deploy_secret: str | None = field(default=None, repr=False)
     master_addr: str | None = None
@@ -64,6 +67,8 @@ class DeployOptions:
             raise ValueError(f"deploy_backend={self.deploy_backend!r} is none of {', '.join(map(repr, BACKENDS))}")
         for name in ("max_batch_size", "max_batch_length", "prefill_chunk_size"):
             check_size(name, getattr(self, name))
+        if self.threads_per_worker is not None:
+            check_size("threads_per_worker", self.threads_per_worker)
         if not isinstance(self.reuse_prefixes, bool):
             raise ValueError(f"reuse_prefixes must be True or False, got {self.reuse_prefixes!r}")
         if self.verbose not in (None, False, True, "simple", "detail"):
@@ -79,6 +84,10 @@ class DeployOptions:
         """Of the running batch of a model."""
         limits = BatchLimits(self.max_batch_size, self.max_batch_length, self.prefill_chunk_size, self.reuse_prefixes)
         return replace(limits, length=longest(config, limits))
+
+    def threads(self, ranks: int) -> int:
+        """Of each worker."""
+        return self.threads_per_worker or max(1, torch.get_num_threads() // ranks)
 
     def backend(self, ranks: int) -> str:
         """The backend to use.

@@ -23,13 +23,11 @@ FUSED_EAGER = "oslo_models_fused_eager"
 """The name of `fused_eager_attention` among transformers' attention functions."""
 
 
-class _FusedEagerConfig:
-    """A view of a config with eager attention, under which an attention layer selects `FUSED_EAGER`."""
+class ConfigView:
+    """A view of a config under which an attention layer selects another attention function."""
 
-    _attn_implementation = FUSED_EAGER
-
-    def __init__(self, config: Any) -> None:
-        self._config = config
+    def __init__(self, config: Any, implementation: str) -> None:
+        self._config, self._attn_implementation = config, implementation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
@@ -53,7 +51,7 @@ class FusedEagerAttention(nn.Module):
         config = self.own_config
         if torch.compiler.is_compiling() or config._attn_implementation != "eager":
             return config
-        return _FusedEagerConfig(config)
+        return ConfigView(config, FUSED_EAGER)
 
     def softmax(self, scores: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """``softmax(scores * scaling + mask)`` over the last dimension.

@@ -17,6 +17,7 @@ from oslo_kernels import small_operations
 from oslo_kernels.rotary import rotary
 from oslo_kernels.small_operations import computes
 from oslo_models.fusion.attention import FusedEagerAttention, fused_eager_attention
+from oslo_models.fusion.decode_attention import DecodingAttention
 from oslo_models.fusion.full_norms import FullNorms
 from oslo_models.fusion.known_layers import ROTARY_ATTENTIONS
 from oslo_models.fusion.norms import norm_and_rotate
@@ -303,13 +304,8 @@ class FusedPhiAttention(FusedPartialRotaryAttention):
         return self.dense(attended)
 
 
-class CPURotaryAttention(FusedLlamaAttention):
+class CPURotaryAttention(DecodingAttention, FusedLlamaAttention):
     """A mixin before one of these layers on a CPU: the rotation of few tokens, without gradients, is one call."""
-
-    @property
-    def config(self) -> Any:
-        """The layer's config: its eager attention is not replaced, which gains on GPUs only."""
-        return self.own_config
 
     def is_supported(self) -> bool:
         few = not torch.is_grad_enabled() and self.own_config._attn_implementation == "sdpa"

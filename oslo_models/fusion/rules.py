@@ -19,6 +19,7 @@ from oslo_kernels import linear
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion import apex, attention, mlps, norms, parallel_blocks
 from oslo_models.fusion import modules as fused
+from oslo_models.fusion.decode_attention import DecodingAttention
 from oslo_models.fusion.experts import FusedExperts, FusedParallelExperts
 from oslo_models.fusion.full_norms import FullNorms
 from oslo_models.fusion.known_layers import (
@@ -79,6 +80,7 @@ def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
 
 
 _FEW_ROWS = "few rows, without gradients, in one call in C++"
+_ONE_QUERY = "one query per row, without gradients, in C++"
 
 
 # Decoding -------------------------------------------------------------------------------------------------------------
@@ -325,7 +327,7 @@ def _is_rotary(s: Subject) -> bool:
 def _rotary(s: Subject) -> Iterator[FusionCandidate]:
     fused_cls = ROTARY_CLASSES[s.layer]
     if s.on_cpu:
-        reason = f"{_attention_implementation(s.module)}; rotary positions: {_FEW_ROWS}"
+        reason = f"{_ONE_QUERY}; rotary positions: {_FEW_ROWS}; otherwise {_attention_implementation(s.module)}"
         on_cpu = mixed(mixed(CPURotaryAttention, fused_cls), s.cls)
         yield s.candidate("attention", on_cpu, reason, attributes={"own_config": s.module.config})
         return
@@ -375,6 +377,17 @@ def _eager(s: Subject) -> Iterator[FusionCandidate]:
     yield s.candidate("attention", mixed(_EAGER[s.backend], s.cls), reason, attributes=attributes)
 
 
+def _is_cached(s: Subject) -> bool:
+    sdpa = s.layer in CALL_EAGER_ATTENTION and s.on_cpu and s.module.config._attn_implementation == "sdpa"
+    return sdpa and bool(s.model.can_generate())
+
+
+def _cached(s: Subject) -> Iterator[FusionCandidate]:
+    reason = f"{_ONE_QUERY}; otherwise {_attention_implementation(s.module)}"
+    attributes = {"own_config": s.module.config}
+    yield s.candidate("attention", mixed(DecodingAttention, s.cls), reason, attributes=attributes)
+
+
 def _other_attention(s: Subject) -> Iterator[FusionCandidate]:
     reason = _attention_implementation(s.module)
     if s.layer in ROTARY_LEFT_UNFUSED:
@@ -405,6 +418,7 @@ RULES: tuple[FusionRule, ...] = (
     FusionRule(lambda s: s.layer == "bloom.BloomAttention", _bloom_attention),
     FusionRule(_is_rotary, _rotary),
     FusionRule(_is_eager, _eager),
+    FusionRule(_is_cached, _cached),
     FusionRule(lambda s: s.cls.__name__.endswith("Attention") and hasattr(s.module, "config"), _other_attention),
     FusionRule(lambda s: _fused_linear(s) is not None, _linear),
 )

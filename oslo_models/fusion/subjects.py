@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from oslo_kernels import small_operations
+from oslo_kernels import decode_attention, small_operations
 from oslo_models.fusion.known_layers import layer_name
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.pipeline.placeholders import Placeholder
@@ -45,7 +45,8 @@ class Subject:
     @property
     def on_cpu(self) -> bool:
         """Whether small operations of the model are fused on a CPU."""
-        return self.backend == "torch" and self.model.device.type == "cpu" and small_operations.why_not() is None
+        is_there = decode_attention.why_not() is None and small_operations.why_not() is None
+        return self.backend == "torch" and self.model.device.type == "cpu" and is_there
 
     def candidate(self, operation: str, cls: type | None, reason: str, **options: Any) -> FusionCandidate:
         """This module as a `FusionCandidate`."""

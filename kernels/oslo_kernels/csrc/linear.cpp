@@ -13,13 +13,7 @@
 #endif
 
 #include "half.h"
-
-// The OpenMP runtime that the process has loaded, torch's, if any.
-extern "C" {
-__attribute__((weak)) void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned);
-__attribute__((weak)) int omp_get_thread_num(void);
-__attribute__((weak)) int omp_get_num_threads(void);
-}
+#include "threads.h"
 
 namespace {
 
@@ -236,10 +230,8 @@ struct Work {
 
 void share(void* given) {
     const Work& work = *static_cast<Work*>(given);
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    const int64_t each = ((work.product->outer + threads - 1) / threads + 15) / 16 * 16, begin = thread * each;
-    const int64_t end = begin + each < work.product->outer ? begin + each : work.product->outer;
-    if (begin < end) work.part(*work.product, begin, end);
+    const Share mine(work.product->outer, 16);
+    if (mine.begin < mine.end) work.part(*work.product, mine.begin, mine.end);
 }
 
 template <typename T>
@@ -268,7 +260,7 @@ const float* paired(const float* x, int64_t rows, int64_t inner, std::vector<flo
 } // namespace
 
 // Whether more than one thread can be used.
-extern "C" int oslo_linear_threads(void) { return GOMP_parallel && omp_get_thread_num && omp_get_num_threads; }
+extern "C" int oslo_linear_threads(void) { return has_threads(); }
 
 // out = x w^T + bias, or x w + bias, with at least 8 columns; all tensors are dense. `a` holds x, w, bias or 0, out,
 // rows, inner, outer, the kind (all tensors are 0 float32, 1 bfloat16, 2 float16; or float32 but for w, which is

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
+from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
 from oslo_models.deploy.running_batch.row import Call, Row, plain_tokens, prepare
@@ -56,7 +57,8 @@ class RunningBatch:
         stages: int = 1,
     ) -> None:
         each = limits_of_groups(limits, stages)
-        self.runners = [StepRunner(model, own, keeps_logits=True) for own in each]
+        self._packed = PackedHead()
+        self.runners = [StepRunner(model, own, keeps_logits=True, packed=self._packed) for own in each]
         self.channel, self.leads, self._slots = channel, leads, SlotGroups(each)
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
         self._calls: dict[int, Call] = {}
@@ -84,12 +86,12 @@ class RunningBatch:
         self._slots.forget_prefixes()
 
     def reserve(self) -> int:
-        """Allocate all caches, and return their bytes. A collective.
+        """Allocate all caches and pack the head of a fused model; returns their bytes. A collective.
 
         Raises:
             MemoryError: there is too little memory.
         """
-        return sum(runner.reserve() for runner in self.runners)
+        return sum(runner.reserve() for runner in self.runners) + self._packed.reserve(self._model)
 
     # The leader -------------------------------------------------------------------------------------------------------
 

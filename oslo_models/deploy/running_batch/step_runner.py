@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from oslo_models.deploy.running_batch.head_product import fast_head
+from oslo_models.deploy.running_batch.head_product import PackedHead, fast_head
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
 from oslo_models.deploy.running_batch.step import Step
@@ -32,13 +32,16 @@ class StepRunner:
 
     Args:
         keeps_logits: only the last pipeline stage gets logits; the other stages get none, [0, V].
+        packed: the model's head, if it may be packed.
 
     Attributes:
         numbers: of the calls that the rows are from.
     """
 
-    def __init__(self, model: Any, limits: BatchLimits, keeps_logits: bool = False) -> None:
-        self.model, self._keeps_logits = model, keeps_logits
+    def __init__(
+        self, model: Any, limits: BatchLimits, keeps_logits: bool = False, packed: PackedHead | None = None
+    ) -> None:
+        self.model, self._keeps_logits, self._packed = model, keeps_logits, packed
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.rows = SlotCache(limits.rows, limits.length, keeps=limits.reuse)
         self.prompt = SlotCache(1, limits.length)
@@ -73,7 +76,7 @@ class StepRunner:
             self.free(step.leaving)
             if not step.shape[0]:
                 return None
-            with self.model.generating(), fast_head(self.model):
+            with self.model.generating(), fast_head(self.model, self._packed):
                 if step.whole:
                     return self._prefill_whole(step)
                 return self._prefill(step) if step.chunk else self._decode(step.tokens)

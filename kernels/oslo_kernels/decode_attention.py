@@ -1,0 +1,109 @@
+"""Attention of one query per row over a cache of keys and values, as in decoding, on a CPU.
+
+Torch's fused attention is made for many queries: for one, it computes matrix products of one row and softmaxes of them
+block by block, and takes up to ten times as long as reading the keys and values. The code in C++ reads them once,
+without those that a mask hides, for all heads that share them. It is compiled on first use; `why_not` says why it
+cannot be.
+
+Legend:
+    B: rows.
+    H: heads.
+    G: key-value heads.
+    L: keys.
+    D: size of a head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from oslo_kernels import build
+
+ELEMENTS_PER_THREAD = 1 << 16
+"""Fewer elements of keys are not worth another thread."""
+_DTYPES = (torch.float32, torch.float64)
+_ARGUMENTS = struct.Struct("26qd").pack
+
+
+@cache
+def why_not() -> str | None:
+    """Why this is left to torch, if so. Compiles the library unless it is cached."""
+    return build.why_not(_library)
+
+
+def computes(query: Tensor, key: Tensor, value: Tensor, masks: tuple[Tensor | None, ...]) -> bool:
+    """Whether `attend` computes with these: one query per row, plain tensors of one dtype; no gradients or compiler."""
+    if query.shape[-2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    dtype = query.dtype
+    if dtype not in _DTYPES or not all(_fits(x, dtype) for x in (query, key, value)) or key.shape[-2] == 0:
+        return False
+    shape = (*query.shape[:3], key.shape[-2])
+    return query.shape[1] % key.shape[1] == 0 and all(mask is None or _masks(mask, dtype, shape) for mask in masks)
+
+
+def _fits(x: Tensor, dtype: torch.dtype) -> bool:
+    return type(x) is Tensor and x.dtype is dtype and x.is_cpu and x.dim() == 4 and x.stride(-1) == 1
+
+
+def _masks(mask: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    if type(mask) is not Tensor or not mask.is_cpu or mask.dim() != 4 or mask.dtype not in (torch.bool, dtype):
+        return False
+    fits = all(size in (1, full) for size, full in zip(mask.shape[:3], shape, strict=False))
+    return fits and mask.shape[-1] == shape[-1] and (mask.stride(-1) == 1 or mask.shape[-1] == 1)
+
+
+def attend(
+    query_BH1D: Tensor,
+    key_BGLD: Tensor,
+    value_BGLD: Tensor,
+    scaling: float,
+    shown_BH1L: Tensor | None = None,
+    added_BH1L: Tensor | None = None,
+) -> Tensor:
+    """``softmax(scaling * query @ key.T + added) @ value``, for which `computes` is true.
+
+    Args:
+        shown_BH1L: true for the keys that count; rows without any give zeros.
+        added_BH1L: numbers of the queries' dtype. Masks may have one entry for all rows, or for all heads.
+
+    Returns:
+        ``[B, 1, H, D]``, dense.
+    """
+    function, threaded = _library()
+    (batch, heads, _, width), (_, groups, keys, _) = query_BH1D.shape, key_BGLD.shape
+    out = query_BH1D.new_empty(batch, 1, heads, value_BGLD.shape[-1])
+    threads = min(torch.get_num_threads(), 1 + batch * groups * keys * width // ELEMENTS_PER_THREAD) if threaded else 1
+    function(
+        _ARGUMENTS(
+            *(query_BH1D.data_ptr(), key_BGLD.data_ptr(), value_BGLD.data_ptr()),
+            *(0 if mask is None else mask.data_ptr() for mask in (shown_BH1L, added_BH1L)),
+            *(out.data_ptr(), batch, heads, groups, keys, width, out.shape[-1]),
+            *(*query_BH1D.stride()[:2], *key_BGLD.stride()[:3], *value_BGLD.stride()[:3]),
+            *(*_strides(shown_BH1L), *_strides(added_BH1L)),
+            *(query_BH1D.dtype is torch.float64, threads, scaling),
+        )
+    )
+    return out
+
+
+def _strides(mask: Tensor | None) -> tuple[int, int]:
+    """Of rows and heads; 0 where one entry is for all."""
+    if mask is None:
+        return 0, 0
+    first, second = (mask.stride(dim) if mask.shape[dim] > 1 else 0 for dim in (0, 1))
+    return first, second
+
+
+@cache
+def _library() -> tuple[Callable[[bytes], None], bool]:
+    """The compiled function, and whether it can use several threads."""
+    library = build.load("attention.cpp")
+    library.oslo_attend.argtypes, library.oslo_attend.restype = [ctypes.c_char_p], None
+    return library.oslo_attend, bool(library.oslo_attend_threads())
