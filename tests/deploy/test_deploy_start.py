@@ -22,6 +22,7 @@ import torch
 from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import EngineError
 from oslo_models.deploy import options as serving
+from oslo_models.deploy.options import DeployOptions
 
 from support import ROOT, deployment, faults
 from support.deployment import Collected, prompt
@@ -136,6 +137,7 @@ def test_deployment_under_torchrun_runs_the_script_on_rank_0(pool: Pool, stand: 
         ({"deploy_backend": "torchrun"}, "`torchrun --nproc-per-node=1 app.py`"),
         ({"max_batch_size": 0}, "max_batch_size must be an integer of at least 1, got 0"),
         ({"prefill_chunk_size": 2.5}, "prefill_chunk_size must be"),
+        ({"threads_per_worker": 0}, "threads_per_worker must be an integer of at least 1, got 0"),
         ({"verbose": "very"}, "verbose must be None, 'simple' or 'detail', got 'very'"),
         ({"tensor_parallel_size": 5}, "tensor_parallel_size=5 is more than num_attention_heads=4"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be an integer of at least 1, got 0"),
@@ -147,6 +149,16 @@ def test_arguments_are_checked_before_anything_starts(
     monkeypatch.setattr(serving, "ProcessExecutor", None)
     with pytest.raises(ValueError, match=re.escape(text)):
         GPT2LMHeadModel.from_config_with_parallel(deployment.CONFIG, **{"deploy": True, **kwargs})
+
+
+def test_threads_of_workers() -> None:
+    assert DeployOptions(threads_per_worker=3).threads(2) == 3
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        assert DeployOptions().threads(2) == 2 and DeployOptions().threads(9) == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

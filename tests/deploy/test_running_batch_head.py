@@ -116,3 +116,49 @@ def test_weights_of_other_classes_and_gradients_are_left_to_torch() -> None:
 def test_sharded_head_computes_its_shard(pool: Pool, tmp_path: Path, seed: int) -> None:
     assert head_product._FAST.keys() == {nn.Linear, VocabParallelHead, LazyFullHead, LazyVocabParallelHead}
     running.compare(MutantPool(pool, always), "llama", tmp_path, seed, 6, tensor_parallel_size=2)
+
+
+@pytest.mark.skipif(not has_onednn(), reason="this build of torch lacks oneDNN")
+def test_packed_head(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used if it is faster, made anew for other weights, and left out for few rows and large weights."""
+    monkeypatch.setattr(head_product, "FEWEST_OUTPUTS", 8)
+    seconds = {"packed": 1.0, "as it is": 2.0}
+    by_onednn = head_product.by_onednn
+
+    def timed(product: Any, x: Any, weight: Any) -> float:
+        return seconds["packed" if weight.is_mkldnn else "as it is"]
+
+    monkeypatch.setattr(head_product, "_seconds", timed)
+    model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed).eval()
+    packed = head_product.PackedHead()
+    assert packed.reserve(model) == 0  # not fused
+    with faster_at(set()):
+        model.fuse()
+    hidden = {rows: torch.randn(rows, 1, model.config.hidden_size) for rows in (2, 9)}
+    used: list[bool] = []
+
+    def spy(x: Any, weight: Any, bias: Any = None) -> Any:
+        used.append(weight.is_mkldnn)
+        return by_onednn(x, weight, bias)
+
+    def uses_packed(rows: int, given: Any = packed) -> bool:
+        used.clear()
+        with torch.no_grad():
+            expected = F.linear(hidden[rows], model.lm_head.weight)
+            with monkeypatch.context() as patch, head_product.fast_head(model, given):
+                patch.setattr(head_product, "by_onednn", spy)
+                torch.testing.assert_close(model.lm_head(hidden[rows]), expected)
+        assert "packed" not in vars(model.lm_head)
+        return True in used
+
+    assert packed.reserve(model) == model.lm_head.weight.nbytes and packed.reserve(model)
+    kept = packed._weight
+    assert uses_packed(9) and not uses_packed(2) and not uses_packed(9, None) and packed._weight is kept
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert uses_packed(9) and packed._weight is not kept
+    seconds["packed"] = 3.0
+    assert not uses_packed(9, slower := head_product.PackedHead()) and slower.reserve(model) == 0
+    seconds["packed"] = 1.0
+    monkeypatch.setattr(head_product, "MOST_PACKED", 1)
+    assert not uses_packed(9)
