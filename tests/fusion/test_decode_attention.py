@@ -144,7 +144,8 @@ def check_model(step: Any, n: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
     with mock.patch.object(decode_attention, "attend") as attend:
         model.train()
-        model(**step.batch).loss.backward()
+        with lifted_casts():
+            model(**step.batch).loss.backward()
         model.eval().unfuse()
         generate()
     assert not attend.called

@@ -60,11 +60,10 @@ inline T dot(const T* x, const T* y, int64_t width) {
 template <typename T, int N>
 inline void add_part(T* out, const T* values, int64_t stride, const T* weights, int64_t count) {
     constexpr int64_t kWidth = Vector<T>::kWidth;
-    typename Vector<T>::Type sums[N];
-    for (int j = 0; j < N; ++j) sums[j] = load(out + j * kWidth);
+    typename Vector<T>::Type sums[N] = {};
     for (int64_t i = 0; i < count; ++i)
         for (int j = 0; j < N; ++j) sums[j] += weights[i] * load(values + i * stride + j * kWidth);
-    for (int j = 0; j < N; ++j) store(out + j * kWidth, sums[j]);
+    for (int j = 0; j < N; ++j) store(out + j * kWidth, load(out + j * kWidth) + sums[j]);
 }
 
 template <typename T>
@@ -106,6 +105,19 @@ inline void exponentials(float* x, int64_t count) {
 
 inline void exponentials(double* x, int64_t count) {
     for (int64_t i = 0; i < count; ++i) x[i] = std::exp(x[i]);
+}
+
+// In several sums, since rounding grows with the length of each.
+template <typename T>
+inline T sum_of(const T* x, int64_t count) {
+    constexpr int64_t kWidth = Vector<T>::kWidth;
+    typename Vector<T>::Type sums[2] = {};
+    int64_t i = 0;
+    for (; i + 2 * kWidth <= count; i += 2 * kWidth)
+        for (int j = 0; j < 2; ++j) sums[j] += load(x + i + j * kWidth);
+    T sum = total<T>(sums[0] + sums[1]);
+    for (; i < count; ++i) sum += x[i];
+    return sum;
 }
 
 struct Attention {
@@ -159,11 +171,11 @@ void attend(const Attention& p, int64_t row, int64_t group, Scratch<T>& s) {
         }
     }
     for (int64_t h = 0; h < heads; ++h) {
-        T *weights = s.weights.data() + h * p.keys, sum = 0;
+        T* weights = s.weights.data() + h * p.keys;
         const T largest = s.largest[h] == lowest ? T(0) : s.largest[h];
         for (int64_t k = 0; k < p.keys; ++k) weights[k] -= largest;
         exponentials(weights, p.keys);
-        for (int64_t k = 0; k < p.keys; ++k) sum += weights[k];
+        const T sum = sum_of(weights, p.keys);
         const T inverse = sum == 0 ? T(0) : T(1) / sum; // zeros where no key is shown, as torch
         for (int64_t k = 0; k < p.keys; ++k) weights[k] *= inverse;
         for (int64_t i = 0; i < p.value_width; ++i) out[h * p.value_width + i] = 0;
