@@ -45,6 +45,8 @@ def computes(query: Tensor, key: Tensor, value: Tensor, masks: tuple[Tensor | No
     if dtype not in _DTYPES or not all(_fits(x, dtype) for x in (query, key, value)) or key.shape[-2] == 0:
         return False
     shape = (*query.shape[:3], key.shape[-2])
+    if key.shape[:3] != value.shape[:3] or (key.shape[0], key.shape[-1]) != (shape[0], query.shape[-1]):
+        return False  # torch broadcasts these, or refuses them
     return query.shape[1] % key.shape[1] == 0 and all(mask is None or _masks(mask, dtype, shape) for mask in masks)
 
 

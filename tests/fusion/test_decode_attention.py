@@ -116,9 +116,12 @@ def test_other_tensors_are_left_to_torch() -> None:
             (query, key, mask[..., :4]),
             (query, key, mask[:, 0]),
             (query, key[:, :, :0], mask[..., :0]),
+            (query, key[:1], mask),
+            (query, key[..., :7], mask),
         )
         for other_query, other_key, other_mask in others:
             assert not kernel.computes(other_query, other_key, other_key, (other_mask,))
+        assert not kernel.computes(query, key, key[:, :, :4], (mask,))
 
 
 def check_model(step: Any, n: int) -> None:

@@ -10,24 +10,11 @@
 #include <vector>
 
 #include "threads.h"
+#include "vectors.h"
 
 namespace {
 
 constexpr int64_t kBlock = 32; // keys, or values, of a block
-
-template <typename T>
-struct Vector {
-    static constexpr int64_t kWidth = 32 / sizeof(T);
-    typedef T Type __attribute__((vector_size(32)));
-    typedef T Half __attribute__((vector_size(16)));
-};
-
-template <typename T>
-inline typename Vector<T>::Type load(const T* from) {
-    typename Vector<T>::Type values;
-    std::memcpy(&values, from, sizeof values);
-    return values;
-}
 
 template <typename T>
 inline void store(T* to, const typename Vector<T>::Type& values) {

@@ -4,20 +4,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include "vectors.h"
+
 namespace {
-
-template <typename T>
-struct Vector {
-    static constexpr int64_t kWidth = 32 / sizeof(T);
-    typedef T Type __attribute__((vector_size(32)));
-};
-
-template <typename T>
-inline typename Vector<T>::Type load(const T* from) {
-    typename Vector<T>::Type values;
-    std::memcpy(&values, from, sizeof values);
-    return values;
-}
 
 template <typename T>
 T mean_square(const T* x, int64_t width) {
