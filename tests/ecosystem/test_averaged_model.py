@@ -16,6 +16,7 @@ from support.reference import (
     TOLERANCE,
     differences,
     full_parameters,
+    make_optimizer,
     parallel_model,
     reference_model,
     shard_differences,
@@ -28,7 +29,7 @@ KINDS: dict[str, Any] = {"mean": None, "exponential": get_ema_multi_avg_fn(0.8)}
 def averaged(model: Any, batches: list[dict[str, Any]], kind: str) -> tuple[Any, torch.Tensor]:
     """The averaged model after training steps, and its loss."""
     average = AveragedModel(model, multi_avg_fn=KINDS[kind])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = make_optimizer("AdamW", model.parameters())
     take_steps(model, optimizer, batches, lambda: average.update_parameters(model))
     with lifted_casts():
         return average, average(**batches[0]).loss.detach()

@@ -27,6 +27,7 @@ from support.reference import (
     differences,
     full_gradients,
     full_parameters,
+    make_optimizer,
     parallel_model,
     reference_model,
     shard_differences,
@@ -77,7 +78,7 @@ def test_compiled_forward_is_one_graph(pool: Pool, variant: str, seed: int) -> N
 
 def take_steps(model: Any, forward: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
     """Losses of training steps, the last of which leaves its gradients."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = make_optimizer("AdamW", model.parameters())
     losses = []
     for batch in batches:
         optimizer.zero_grad()

@@ -30,7 +30,7 @@ STEPS = 4
 
 def zero(model: Any, lr: float = 0.01) -> Any:
     group = model.mpu.get_data_parallel_group()
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=lr)
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=lr, eps=1e-6)
 
 
 def steps(model: Any, optimizer: Any, batches: list[Batch]) -> None:

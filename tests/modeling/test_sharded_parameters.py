@@ -33,7 +33,7 @@ from support.float64 import lifted_casts
 from support.pipelines import config as config_of
 from support.pipelines import model_on_stages, stage_differences, stage_parameters
 from support.pool import Pool
-from support.reference import TOLERANCE, differences, full_parameters, reference_model
+from support.reference import TOLERANCE, differences, full_parameters, make_optimizer, reference_model
 
 Weights = dict[str, Tensor]
 Batch = dict[str, Tensor]
@@ -140,7 +140,7 @@ def test_norm_of_a_tied_weight_is_refused_where_it_does_not_count(pool: Pool, se
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([param for _, param in sorted(model.named_parameters())], lr=0.01)
+    return make_optimizer("AdamW", [param for _, param in sorted(model.named_parameters())])
 
 
 def states(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from support import pipelines, zoo
 from support.experts import TOLERANCE, average_gradients, load, own_differences, saved_case
 from support.float64 import lifted_casts
 from support.pool import Pool
-from support.reference import reference_model
+from support.reference import make_optimizer, reference_model
 
 
 def take_steps(
@@ -29,7 +29,7 @@ def take_steps(
     """The loss, the gradients and their norm of a step; the parameters after some steps of optimizers."""
     for optimizer in given.trained:
         model = load(folder, given, sizes, **options)
-        stepper = getattr(torch.optim, optimizer)(model.gpu_parameters(), lr=0.01)
+        stepper = make_optimizer(optimizer, model.gpu_parameters())
         for step in range(steps if optimizer == "AdamW" else 1):
             stepper.zero_grad()
             batch = given.batches[step][model.mesh.dp.rank]

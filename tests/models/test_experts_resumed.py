@@ -20,6 +20,7 @@ from support import pipelines
 from support.experts import average_gradients, load, own_differences, saved_case
 from support.float64 import lifted_casts
 from support.pool import Pool
+from support.reference import make_optimizer
 
 Sizes = tuple[int, int, int]
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -27,7 +28,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def trainer(folder: Path, given: pipelines.Case, sizes: Sizes) -> tuple[Any, torch.optim.Optimizer]:
     model = load(folder, given, sizes, experts_implementation="eager")
-    return model, torch.optim.AdamW([param for _, param in sorted(model.named_parameters())], lr=0.01)
+    return model, make_optimizer("AdamW", [param for _, param in sorted(model.named_parameters())])
 
 
 def take_step(model: Any, optimizer: torch.optim.Optimizer, given: pipelines.Case, step: int) -> None:

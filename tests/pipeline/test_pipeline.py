@@ -24,7 +24,7 @@ from support.pipelines import (
     stage_parameters,
 )
 from support.pool import Pool
-from support.reference import TOLERANCE, differences
+from support.reference import TOLERANCE, differences, make_optimizer
 
 
 def test_every_architecture_has_blocks_for_four_stages() -> None:
@@ -50,7 +50,7 @@ def check_cases(cases: list[Case], tp: int, pp: int) -> None:
         found += gradient_differences(model, given.gradients)
         for optimizer, expected in given.trained.items():
             model = model_on_stages(given.name, given.config, given.weights, tp, pp)
-            stepper = getattr(torch.optim, optimizer)(model.gpu_parameters(), lr=0.01)
+            stepper = make_optimizer(optimizer, model.gpu_parameters())
             for step in range(pipelines.STEPS[optimizer]):
                 model.set_micro_batch_size(2 - step % 2)
                 stepper.zero_grad()
@@ -177,7 +177,7 @@ def check_replicas(wrapper: str, given: Case, tp: int, pp: int) -> None:
     for optimizer, expected in given.trained.items():
         model = model_on_stages(given.name, given.config, given.weights, tp, pp)
         wrapped = WRAPPERS[wrapper](model)
-        stepper = getattr(torch.optim, optimizer)(wrapped.parameters(), lr=0.01)
+        stepper = make_optimizer(optimizer, wrapped.parameters())
         for step in range(pipelines.STEPS[optimizer]):
             model.set_micro_batch_size(1 + step % 2)
             stepper.zero_grad()

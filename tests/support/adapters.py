@@ -21,7 +21,7 @@ from support import zoo
 from support.dropout_masks import Recorder
 from support.float64 import lifted_casts
 from support.pipelines import model_on_stages
-from support.reference import TOLERANCE, differences, full_parameters, reference_model
+from support.reference import TOLERANCE, differences, full_parameters, make_optimizer, reference_model
 
 Batch = dict[str, Tensor]
 STEPS = (0, 4)
@@ -110,7 +110,7 @@ def train(
 ) -> tuple[list[float], list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Losses of all steps; gradients and parameters of those in `STEPS`."""
     params = trained_parameters(model)
-    stepper = getattr(torch.optim, optimizer)(params.values(), lr=0.01)
+    stepper = make_optimizer(optimizer, params.values())
     losses, gradients, trained = [], [], []
     for step, batch in enumerate(batches):
         stepper.zero_grad()

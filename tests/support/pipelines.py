@@ -22,7 +22,16 @@ from oslo_models import registry
 
 from support import zoo
 from support.float64 import lifted_casts
-from support.reference import TOLERANCE, Step, differences, full_gradients, full_parameters, reference_model, tensors
+from support.reference import (
+    TOLERANCE,
+    Step,
+    differences,
+    full_gradients,
+    full_parameters,
+    make_optimizer,
+    reference_model,
+    tensors,
+)
 
 ROWS = 4
 DEPTH: dict[str, dict[str, Any]] = {
@@ -189,7 +198,7 @@ def case(
     made = Case(name, config, batches, weights, loss, full_gradients(model), norm=norm)
     for optimizer in optimizers:
         model = reference_model(name, config, seed)
-        stepper = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)
+        stepper = make_optimizer(optimizer, model.parameters())
         for step in range(STEPS[optimizer]):
             stepper.zero_grad()
             run_reference_step(model, batches[step])
