@@ -244,7 +244,7 @@ def inspect_checkpoint(directory: Path, verify: bool = False) -> dict[str, Any]:
 
     found = open_files(directory, None)
     if verify:
-        verify_checkpoint(found, Axis("world", 0, (0,), None))
+        verify_checkpoint(found, Axis.alone("world"))
     ranks = {name: {"tp": t, "pp": p} for (t, p), name in found.grid.items()}
     files = {}
     for name, file in found.files.items():

@@ -63,6 +63,11 @@ class Axis:
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", len(self.ranks))
 
+    @classmethod
+    def alone(cls, name: str) -> Axis:
+        """An axis that has this process only."""
+        return cls(name, 0, (0,), None)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # a process group cannot be copied, and a copied model lives on the same ranks
 
@@ -90,7 +95,7 @@ class Axis:
 def world_axis(timeout: float = TIMEOUT) -> Axis:
     """All processes of the job as one axis; this process alone when there is no process group."""
     if not dist.is_initialized():
-        return Axis("world", 0, (0,), None)
+        return Axis.alone("world")
     watchdog = watchdog_of_world(timeout) if dist.get_world_size() > 1 else None
     ranks = tuple(range(dist.get_world_size()))
     return Axis("world", dist.get_rank(), ranks, dist.group.WORLD, timeout, watchdog)
@@ -156,7 +161,7 @@ class ParallelMesh:
         replicas = _replicas_of_experts(tp, dp, expert_parallel_size)
         if not dist.is_initialized():
             self.device_mesh: DeviceMesh | None = None
-            self.pp, self.dp, self.tp, self.model = (Axis(name, 0, (0,), None) for name in ("pp", "dp", "tp", "model"))
+            self.pp, self.dp, self.tp, self.model = (Axis.alone(name) for name in ("pp", "dp", "tp", "model"))
             self.pp_back, self.experts, self.expert_replicas = self.pp, self.tp, self.dp
             return
         ranks = torch.arange(world_size).view(pp, dp, tp)
@@ -186,7 +191,7 @@ class ParallelMesh:
         mesh = cls.__new__(cls)
         mesh.device, mesh.device_mesh, mesh._created, mesh.destroyed = threads.devices[rank], None, [], False
         mesh.tp = mesh.model = mesh.world = Axis("tp", rank, tuple(range(threads.size)), None, threads=threads)
-        mesh.dp, mesh.pp = (Axis(name, 0, (0,), None) for name in ("dp", "pp"))
+        mesh.dp, mesh.pp = (Axis.alone(name) for name in ("dp", "pp"))
         mesh.pp_back, mesh.expert_parallel_size = mesh.pp, 1
         mesh.experts, mesh.expert_replicas = mesh.tp, mesh.dp
         return mesh

@@ -31,7 +31,6 @@ from oslo_models.sharding.plan import ColumnParallel, Replicated, RowParallel
 
 RECIPES = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 """The recipes by torchao's names, and the compute capability that each needs."""
-_NO_AXIS = Axis("tp", 0, (0,), None)
 
 
 @dataclass(frozen=True)
@@ -234,7 +233,7 @@ def _candidate(subject: Any, row_parallel: bool, recipe: str) -> FusionCandidate
     cls: Any = type(module)
     if why := _why_not_layer(module):
         return subject.candidate("linear", None, f"left out of float8: {why}")
-    axis = module.tp if isinstance(module, _SHARDED) else _NO_AXIS
+    axis = module.tp if isinstance(module, _SHARDED) else Axis.alone("tp")
     how = Float8(recipe == "rowwise", axis, row_parallel, isinstance(module, Conv1D))
     made = _PLAIN.get(cls) or _in_float8(cls)
     return subject.candidate("linear", made, f"products in float8, scales {recipe}", attributes={"float8": how})

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from oslo_kernels.norm import add_norm, norm_add
 from oslo_kernels.normed_rotary import normed_rotary
 from oslo_kernels.small_operations import computes, rms_norm
+from oslo_models.fusion.known_layers import GEMMA_NORMS, OLMO2_NORMS, RMS_NORMS, layer_name_of
 from oslo_models.layers.norm import HeadParallelNorm
 
 
@@ -204,3 +205,22 @@ def is_plain(norm: Any, width: int, device: torch.device) -> bool:
     whole = weight.shape == (width,) and weight.device == device
     hooked = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks
     return plain and whole and not hooked
+
+
+ON_GPU: dict[str, type] = {
+    **dict.fromkeys(RMS_NORMS, FusedRMSNorm),
+    **dict.fromkeys(GEMMA_NORMS, FusedGemmaNorm),
+    **dict.fromkeys(OLMO2_NORMS, FusedOlmo2Norm),
+}
+"""The fused form of each root-mean-square norm on a GPU."""
+
+ON_CPU: dict[str, type] = {
+    **dict.fromkeys(RMS_NORMS | OLMO2_NORMS, SmallRMSNorm),
+    **dict.fromkeys(GEMMA_NORMS, SmallGemmaNorm),
+}
+"""The form of each root-mean-square norm on a CPU."""
+
+
+def layer_of_sharded(cls: type) -> str:
+    """The layer of transformers from which the class of a sharded norm is made."""
+    return layer_name_of(cls.__mro__[cls.__mro__.index(HeadParallelNorm) + 1 :])

@@ -1,8 +1,8 @@
-"""The modules of a model as the rules of fusing see them."""
+"""The modules of a model as the rules of fusing see them, and what a rule is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,6 +14,8 @@ from oslo_models.fusion.known_layers import layer_name
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.sharding.plan import VocabParallel
+
+FEW_ROWS = "few rows, without gradients, in one call in C++"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,19 @@ class Subject:
         return self.candidate(
             operation, None, "apex has no kernel for it" if self.backend == "apex" else "gains on a GPU, in Triton"
         )
+
+
+@dataclass(frozen=True)
+class FusionRule:
+    """How one kind of module is fused.
+
+    Attributes:
+        match: whether a module is of this kind.
+        build: makes its candidates: one, except for a head whose loss cannot be fused but whose product can.
+    """
+
+    match: Callable[[Subject], bool]
+    build: Callable[[Subject], Iterator[FusionCandidate]]
 
 
 def subjects(model: Any, backend: str) -> Iterator[Subject]:

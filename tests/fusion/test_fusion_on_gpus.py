@@ -313,7 +313,7 @@ def test_graph_decoding_is_offered_where_it_pays() -> None:
 
 def test_head_and_loss_on_a_gpu_have_aligned_rows_and_few_chunks() -> None:
     """On fake tensors: rows of an odd vocabulary begin at multiples of 128 bytes; products are added in float32."""
-    axis = Axis("tp", 0, (0,), None)
+    axis = Axis.alone("tp")
     with FakeTensorMode():
         weight = torch.empty(50257, 64, device="cuda", dtype=torch.bfloat16)
         logits = padded_logits(weight, 100)
@@ -441,7 +441,7 @@ WRONG_LABEL = """
 import torch
 from oslo_models.fusion.linear_cross_entropy import VocabShard, linear_cross_entropy
 from oslo_models.distributed.mesh import Axis
-words = VocabShard(Axis("tp", 0, (0,), None), (0, 9), 9)
+words = VocabShard(Axis.alone("tp"), (0, 9), 9)
 x, w = torch.randn(4, 8, device="cuda"), torch.randn(9, 8, device="cuda")
 linear_cross_entropy(x, w, None, torch.tensor([1, -100, 8, 0], device="cuda"), words).item()
 print("right ones are taken", flush=True)

@@ -61,7 +61,7 @@ def counted() -> Iterator[list[str]]:
 
 
 def test_a_chunk_of_head_and_loss_launches_five_kernels() -> None:
-    shard = VocabShard(Axis("tp", 0, (0,), None), (0, 501), 501)
+    shard = VocabShard(Axis.alone("tp"), (0, 501), 501)
     rule = cross_entropy.Rule(padded=True, cap=30.0, scale=0.5)
     counts = []
     for rows in (8, 16):

@@ -20,8 +20,6 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.gathered import call_by_itself
 from oslo_models.layers.sharded_activation import Mark, ShardedActivation
 
-_ALONE = Axis("tp", 0, (0,), None)
-
 
 @dataclass
 class Trace:
@@ -87,7 +85,7 @@ class Trace:
         if size % parts or size // parts % units:
             parts, units = 1, size
         mark = Mark(output.dim() - 1, units, parts)
-        return ShardedActivation.from_local(output, _ALONE, mark, size, frozenset([path]), self)
+        return ShardedActivation.from_local(output, Axis.alone("tp"), mark, size, frozenset([path]), self)
 
 
 class _Traced(nn.Module):

@@ -1,0 +1,120 @@
+"""The rules by which `fuse()` finds layers of attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from oslo_models.fusion import apex, attention, norms
+from oslo_models.fusion.decode_attention import DecodingAttention
+from oslo_models.fusion.full_norms import FullNorms
+from oslo_models.fusion.known_layers import CALL_EAGER_ATTENTION, ROTARY_LEFT_UNFUSED, layer_name
+from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, CPURotaryAttention, FusedOlmo2Attention
+from oslo_models.fusion.subjects import FEW_ROWS, FusionRule, Subject, mixed, one_pass
+from oslo_models.fusion.swap import FusionCandidate
+from oslo_models.layers.norm import WidthParallelNorm
+
+_ONE_QUERY = "one query per row, without gradients, in C++"
+
+_EAGER: dict[str, type] = {"triton": attention.FusedEagerAttention, "apex": apex.ApexEagerAttention}
+"""The fused form of an attention layer's softmax, by backend."""
+
+
+def _bloom_attention(s: Subject) -> Iterator[FusionCandidate]:
+    reason = "torch's attention, or with gradients its weights in one pass"
+    yield s.on_gpu("attention", reason=reason, triton=attention.FusedBloomAttention)
+
+
+def _is_rotary(s: Subject) -> bool:
+    return s.layer in ROTARY_CLASSES and (s.backend == "triton" or s.on_cpu)
+
+
+def _rotary(s: Subject) -> Iterator[FusionCandidate]:
+    fused_cls = ROTARY_CLASSES[s.layer]
+    if s.on_cpu:
+        reason = f"{_ONE_QUERY}; rotary positions: {FEW_ROWS}; otherwise {_attention_implementation(s.module)}"
+        on_cpu = mixed(mixed(CPURotaryAttention, fused_cls), s.cls)
+        yield s.candidate("attention", on_cpu, reason, attributes={"own_config": s.module.config})
+        return
+    reason = f"rotary positions and softmax of weights that are made: {one_pass(s.backend)}"
+    attributes = {"own_config": s.module.config}
+    if issubclass(fused_cls, FusedOlmo2Attention):
+        attributes["full_norms"] = full_norms = _full_norms(s.module)
+        reason = f"norms over all heads, {reason}" if full_norms else reason
+    reason = f"{_attention_implementation(s.module)}; {reason}"
+    yield s.candidate("attention", mixed(fused_cls, s.cls), reason, attributes=attributes)
+
+
+def _full_norms(layer: Any) -> FullNorms | None:
+    """The norms over all heads of an attention layer, if every rank has heads that no other rank has."""
+    found, counts = [], []
+    for norm in (layer.q_norm, layer.k_norm):
+        axis, count, kind = norm.weight.numel(), layer_name(norm)
+        if isinstance(norm, WidthParallelNorm):
+            layout, axis, kind = norm.layouts["weight"], norm.tp, norms.layer_of_sharded(type(norm))
+            if layout.overlaps or not all(math.prod(layout.local_shape(rank)) for rank in range(axis.size)):
+                return None
+            count = layout.shape[0]
+        if kind not in norms.ON_GPU:
+            return None
+        fused: Any = norms.ON_GPU[kind]
+        found.append((axis, norm.variance_epsilon, fused.offset, fused.keeps_dtype))
+        counts.append(count)
+    turned = (getattr(layer.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    if found[0] != found[1] or turned != 1.0:
+        return None
+    axis, eps, offset, keeps_dtype = found[0]
+    return FullNorms(axis, (counts[0], counts[1]), eps, offset, keeps_dtype)
+
+
+def _upcasts(s: Subject) -> bool:
+    """Whether GPT-2 computes its eager scores by code of its own."""
+    return bool(getattr(s.module, "reorder_and_upcast_attn", False))
+
+
+def _is_eager(s: Subject) -> bool:
+    return s.layer in CALL_EAGER_ATTENTION and s.backend in _EAGER and not _upcasts(s)
+
+
+def _eager(s: Subject) -> Iterator[FusionCandidate]:
+    reason = f"{_attention_implementation(s.module)}; softmax of weights that are made: {one_pass(s.backend)}"
+    attributes = {"own_config": s.module.config}
+    yield s.candidate("attention", mixed(_EAGER[s.backend], s.cls), reason, attributes=attributes)
+
+
+def _is_cached(s: Subject) -> bool:
+    sdpa = s.layer in CALL_EAGER_ATTENTION and s.on_cpu and s.module.config._attn_implementation == "sdpa"
+    return sdpa and bool(s.model.can_generate())
+
+
+def _cached(s: Subject) -> Iterator[FusionCandidate]:
+    reason = f"{_ONE_QUERY}; otherwise {_attention_implementation(s.module)}"
+    attributes = {"own_config": s.module.config}
+    yield s.candidate("attention", mixed(DecodingAttention, s.cls), reason, attributes=attributes)
+
+
+def _other_attention(s: Subject) -> Iterator[FusionCandidate]:
+    reason = _attention_implementation(s.module)
+    if s.layer in ROTARY_LEFT_UNFUSED:
+        reason = f"{reason}; left unfused: rotary positions in a forward unlike Llama's"
+    elif _upcasts(s):
+        reason = f"{reason}; left unfused: reorder_and_upcast_attn has a softmax of its own"
+    yield s.candidate("attention", None, reason)
+
+
+def _attention_implementation(module: Any) -> str:
+    implementation = module.config._attn_implementation
+    if implementation == "eager":
+        return "eager attention was asked for; attn_implementation='sdpa' is faster where weights are not looked at"
+    return f"computed by {implementation} attention already"
+
+
+ATTENTION_RULES = (
+    FusionRule(lambda s: s.layer == "bloom.BloomAttention", _bloom_attention),
+    FusionRule(_is_rotary, _rotary),
+    FusionRule(_is_eager, _eager),
+    FusionRule(_is_cached, _cached),
+    FusionRule(lambda s: s.cls.__name__.endswith("Attention") and hasattr(s.module, "config"), _other_attention),
+)
+"""In the order in which they are tried; the last one reports what is not fused."""
