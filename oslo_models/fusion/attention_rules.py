@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion import apex, attention, norms
 from oslo_models.fusion.decode_attention import DecodingAttention
 from oslo_models.fusion.full_norms import FullNorms
@@ -49,8 +50,9 @@ def _rotary(s: Subject) -> Iterator[FusionCandidate]:
 def _full_norms(layer: Any) -> FullNorms | None:
     """The norms over all heads of an attention layer, if every rank has heads that no other rank has."""
     found, counts = [], []
+    whole = Axis.alone("tp")
     for norm in (layer.q_norm, layer.k_norm):
-        axis, count, kind = norm.weight.numel(), layer_name(norm)
+        axis, count, kind = whole, norm.weight.numel(), layer_name(norm)
         if isinstance(norm, WidthParallelNorm):
             layout, axis, kind = norm.layouts["weight"], norm.tp, norms.layer_of_sharded(type(norm))
             if layout.overlaps or not all(math.prod(layout.local_shape(rank)) for rank in range(axis.size)):

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from oslo_kernels import float8 as kernel
 from oslo_models import LlamaForCausalLM, registry
-from oslo_models.fusion import float8
+from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion.float8 import RECIPES, Float8, Float8Product, _Product
 
 from support import zoo
@@ -52,7 +52,7 @@ def test_products_and_gradients_are_those_of_the_recipe(recipe: str, dtype: torc
     x, weight, grad = (torch.randn(*s, generator=generator).to(dtype) for s in ((7, 33), (18, 33), (7, 18)))
     x[0] *= 1e-3
     for transposed in (False, True):
-        how = Float8(recipe == "rowwise", float8._NO_AXIS, False, transposed)
+        how = Float8(recipe == "rowwise", Axis.alone("tp"), False, transposed)
         own_x = x.view(1, 7, 33).clone().requires_grad_()
         own = (weight.T.clone() if transposed else weight.clone()).requires_grad_()
         output = _Product.apply(own_x, own, how)
