@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 from oslo_kernels import float8 as kernel
 from oslo_models import LlamaForCausalLM, registry
 from oslo_models.distributed.mesh import Axis
+from oslo_models.fusion import float8
 from oslo_models.fusion.float8 import RECIPES, Float8, Float8Product, _Product
 
 from support import zoo
