@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -34,6 +35,9 @@ from oslo_models.deploy.running_batch.step_runner import StepRunner
 from support import deployment, running, zoo
 from support.deployment import Collected, prompt
 from support.pool import Pool
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "deployment.md"
 
 
 def is_decoder(variant: str) -> bool:
@@ -82,6 +86,8 @@ def test_every_decoder_of_the_zoo_joins_or_has_a_reason() -> None:
     assert len(excluded) > 15 and len(DECODERS) > 60
     reasons = {variant for variant in DECODERS if admission.reason_against(zoo.config(variant))}
     assert reasons == excluded | set(admission.EXCLUSIVE)
+    table = GUIDE.read_text().partition("| decoder | why it does not join |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`([^`]+)`", table)) == {zoo.config(variant).model_type for variant in reasons}
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(0, 6)), max_size=12), st.integers(1, 4))
