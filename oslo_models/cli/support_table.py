@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from oslo_models import registry
 from oslo_models.fusion.rules import fusion_candidates
-from oslo_models.sharding.plan import ColumnParallel, Experts, Plan, RecurrentState, StateSpace, VocabParallel
+from oslo_models.sharding.plan import ColumnParallel, Plan, RecurrentState, StateSpace, VocabParallel
 
 BEGIN, END = "<!-- architectures:begin -->", "<!-- architectures:end -->"
 COLUMNS = ("model type", "classes", "tp", "pp", "ep", "fused", "kind of model, and what stays replicated")
@@ -59,7 +59,7 @@ def _row(model_type: str) -> list[str]:
         f"{prefix}: {', '.join(heads)}",
         _tensor_parallel(next(iter(plans.values()))),
         pp,
-        "experts" if any(_divides_experts(plan) for plan in plans.values()) else "-",
+        "experts" if any(plan.has_experts() for plan in plans.values()) else "-",
         ", ".join(_fused_operations(first)) or "-",
         notes,
     ]
@@ -81,12 +81,6 @@ def _tensor_parallel(plan: Plan) -> str:
     if any(isinstance(entry, (StateSpace, RecurrentState)) for entry in entries):
         return "channels"
     return "MLP" if any(isinstance(entry, ColumnParallel) for entry in entries) else "vocabulary"
-
-
-def _divides_experts(plan: Plan) -> bool:
-    """Whether expert parallelism can give ranks some of the experts."""
-    entries = [entry for kind in plan.kinds_of_blocks() for entry in kind.values()]
-    return any(isinstance(entry, Experts) and not entry.identities for entry in entries)
 
 
 def _fused_operations(cls: Any) -> list[str]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
@@ -38,6 +39,7 @@ class ParallelExperts(_ShardedModule):
         first: the number of the first expert on this rank.
         over_ranks: whether this rank holds some of the experts only.
         sharers: how many ranks share the width of the experts on this rank.
+        counts_identities: whether experts that return their input (LongCat-Flash has such) count on this rank.
         returns_partial_sums: whether the caller sums the outputs over the ranks, with others (`SharedExpertsModule`).
     """
 
@@ -46,9 +48,12 @@ class ParallelExperts(_ShardedModule):
     first: int
     over_ranks: bool
     sharers: int
+    counts_identities: bool
     returns_partial_sums = False
     num_experts: int
     num_routed_experts: int
+    total_experts: int
+    zero_expert_num: int
     config: Any
     layouts: Mapping[str, Layout]
 
@@ -69,8 +74,13 @@ class ParallelExperts(_ShardedModule):
         self.starts = [layout.first_of(other) for other in range(mesh.experts.size)]
         self.first, self.sharers = self.starts[rank], self.starts.count(self.starts[rank])
         self.over_ranks = self.sharers < mesh.experts.size
+        last = mesh.experts.size - 1  # to which `_exchanged` sends what has no rank of its own
+        self.counts_identities = rank == last if mesh.has_experts_over_replicas else self.tp.rank == 0
         if self.over_ranks:
             self.num_experts = layout.local_shape(rank)[0]
+            if hasattr(self, "zero_expert_num"):
+                self.num_routed_experts = self.num_experts
+                self.total_experts = self.num_experts + max(1, self.zero_expert_num)
             self._is_expert_parallel = True  # transformers' name: there may be ids of experts that are not here
 
     def _check_strides(self, layouts: Mapping[str, Layout]) -> None:
@@ -106,8 +116,8 @@ class ParallelExperts(_ShardedModule):
         """
         with without_override():
             hidden_states = self.enter_region(hidden_states)
-            weights = self._identities_once(top_k_index, copy_to(self.tp, top_k_weights))
-            if self.over_ranks and not self.mesh.has_experts_over_replicas:
+            weights = copy_to(self.tp, top_k_weights)
+            if not self.mesh.has_experts_over_replicas:
                 top_k_index, weights = self._own(top_k_index, weights)
             # No dropout is in experts: the region ends before the product, as `leave_region` wants it.
             hidden_states = self.leave_region(hidden_states)
@@ -115,12 +125,6 @@ class ParallelExperts(_ShardedModule):
                 compute = self._exchanged if self.mesh.has_experts_over_replicas else self.compute
                 output = compute(hidden_states, top_k_index, weights, *args)
                 return output if self.returns_partial_sums else reduce_from(self.tp, output)
-
-    def _identities_once(self, index: Tensor, weights: Tensor) -> Tensor:
-        """Weights with which experts that return their input count on one rank only (LongCat-Flash has such)."""
-        if self.tp.rank == 0 or not getattr(self, "zero_expert_num", 0):
-            return weights
-        return weights.masked_fill(index >= self.num_routed_experts, 0)
 
     def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
         """As `forward`, of what this rank holds: partial sums. Experts that are not here count nothing."""
@@ -204,13 +208,22 @@ class ParallelExperts(_ShardedModule):
 
     def _own(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The choices of experts on this rank; others become an expert that is not here, with a weight of zero."""
+        identities, count = getattr(self, "zero_expert_num", 0), self.layouts["down_proj"].shape[0]
+        is_identity = index >= count
+        if identities and not self.counts_identities:
+            weights = weights.masked_fill(is_identity, 0)
+        if not self.over_ranks:
+            return index, weights
         is_own = (index >= self.first) & (index < self.first + self.num_experts)
         # The loops over experts of gpt-oss and Nemotron-H know no expert that is not here: a weight of zero has to do.
-        is_loop = self.config._experts_implementation == "eager"
+        is_loop = not hasattr(self, "config") or self.config._experts_implementation == "eager"
         knows_others = not is_loop or not (hasattr(self, "gate_up_proj_bias") or hasattr(self, "up_proj"))
         # A loop over no expert at all would leave out a backward pass, and its all-reduces, that other ranks have.
         other = self.num_experts if knows_others and not (is_loop and not bool(is_own.any())) else 0
-        return torch.where(is_own, index - self.first, other), weights.masked_fill(~is_own, 0)
+        local = torch.where(is_own, index - self.first, other)
+        if identities:  # they follow the experts that are here, as they follow all
+            local = torch.where(is_identity, index - count + self.num_experts, local)
+        return local, weights.masked_fill(~(is_own | is_identity), 0)
 
     @contextmanager
     def _own_share_of_bias(self) -> Iterator[None]:
@@ -225,3 +238,28 @@ class ParallelExperts(_ShardedModule):
             yield
         finally:
             self.__dict__.pop("down_proj_bias", None)
+
+
+class ParallelDenseExperts(ParallelExperts):
+    """Experts each of which computes every token, over the ranks of one replica."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """The outputs of all experts.
+
+        Args:
+            hidden_states: ``[experts * tokens, hidden]``, those of the first expert first, replicated.
+
+        Returns:
+            ``[experts * tokens, hidden]``, replicated.
+        """
+        count, hidden = self.layouts["down_proj"].shape[0], hidden_states.shape[-1]
+        with without_override():
+            own = self.enter_region(hidden_states).view(count, -1, hidden)
+            if self.over_ranks:
+                own = own[self.first : self.first + self.num_experts]
+            own = self.leave_region(own.flatten(0, 1))
+            output: Tensor = super(ParallelExperts, self).forward(own)
+            if self.over_ranks:
+                after = count - self.first - self.num_experts
+                output = F.pad(output.view(self.num_experts, -1, hidden), (0, 0, 0, 0, self.first, after)).flatten(0, 1)
+            return reduce_from(self.tp, output)

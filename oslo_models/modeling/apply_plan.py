@@ -23,7 +23,7 @@ from oslo_models.layers.custom_layers import (
 )
 from oslo_models.layers.custom_layers import SummedModule as SummedModuleMixin
 from oslo_models.layers.einsum_attention import EinsumHeadsModule
-from oslo_models.layers.experts import ParallelExperts
+from oslo_models.layers.experts import ParallelDenseExperts, ParallelExperts
 from oslo_models.layers.gathered import (
     DerivedLayer,
     GatheredColumnConv1D,
@@ -61,6 +61,7 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.local_config import LocalConfig
 from oslo_models.sharding.plan import (
     ColumnParallel,
+    DenseExperts,
     EinsumHeads,
     Entries,
     Experts,
@@ -102,6 +103,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (EinsumHeads, nn.Module): EinsumHeadsModule,
     (SummedModule, nn.Module): SummedModuleMixin,
     (Experts, nn.Module): ParallelExperts,
+    (DenseExperts, nn.Module): ParallelDenseExperts,
     (Latent, nn.Linear): LatentLinear,
     # layers that an architecture defines itself
     (ColumnParallel, nn.Module): ColumnParallelModule,

@@ -7,7 +7,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4PreTrainedModel
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.plan import ColumnParallel, Replicated, SummedModule
+from oslo_models.sharding.plan import DenseExperts, Replicated
 
 
 class Llama4Parallel(LlamaParallel):
@@ -16,9 +16,7 @@ class Llama4Parallel(LlamaParallel):
     mlp = {
         **gated_mlp("feed_forward"),
         "feed_forward.router": Replicated(),
-        "feed_forward.experts": SummedModule(),
-        "feed_forward.experts.gate_up_proj": ColumnParallel(parts=2, dim=2),
-        "feed_forward.experts.down_proj": ColumnParallel(dim=1),
+        "feed_forward.experts": DenseExperts(transposed=True),
         **gated_mlp("feed_forward.shared_expert"),
     }
     optional = tuple(mlp)

@@ -149,18 +149,16 @@ class Experts(Replicated):
     identities: int = 0
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
-        if self.groups > 1 and self.identities:
-            raise ValueError(
-                f"expert_parallel_size={self.groups} divides experts with weights, and {self.identities} have none: "
-                "leave it out, so that ranks share the width of each"
-            )
-        if self.groups > shape[0]:
-            raise ValueError(f"expert_parallel_size={self.groups} is more than {shape[0]}, the number of experts")
+        count = shape[0] - (self.identities if leaf == "gate_up_proj" else 0)
+        if self.groups > count:
+            raise ValueError(f"expert_parallel_size={self.groups} is more than {count}, the number of experts")
         if self.groups == 1:
             return self._over_width(leaf, shape, n)
         n = max(n, self.groups)
         share = n // self.groups  # ranks of a group
-        width, experts = self._over_width(leaf, shape, share), even_ranges(shape[0], self.groups)
+        width = self._over_width(leaf, shape, share)
+        *before, (start, _) = even_ranges(count, self.groups)
+        experts = (*before, (start, shape[0]))  # with the rows that nothing reads
         own = tuple((experts[rank // share],) for rank in range(n))
         if share == 1 or width.dim is None:
             return Layout(shape, 0, own)
@@ -178,6 +176,22 @@ class Experts(Replicated):
         width = _aligned(shape[dim] // 2, n)
         splits = (EvenSplit(width.count, 2 * width.width),) if self.interleaved else (width, width)
         return Layout.sharded(shape, dim, splits, n)
+
+
+@dataclass(frozen=True)
+class DenseExperts(Experts):
+    """Experts each of which computes every token: they are given the tokens of the first, then of the second, ...
+
+    No token is sent to an expert, so they are divided over the ranks of one replica only.
+    """
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        if self.groups > n:
+            raise ValueError(
+                f"expert_parallel_size={self.groups} sends tokens to the experts of other replicas, and each of these "
+                f"experts computes every token: use at most tensor_parallel_size={n}"
+            )
+        return super().layout(leaf, shape, n)
 
 
 @dataclass(frozen=True)

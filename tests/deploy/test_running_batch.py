@@ -36,7 +36,6 @@ from support import deployment, running, zoo
 from support.deployment import Collected, prompt
 from support.pool import Pool
 
-
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "deployment.md"
 
 

@@ -68,7 +68,12 @@ def test_step_with_losses_of_the_routers_of_both_stacks_matches(
 
 @pytest.mark.parametrize(
     "model_type",
-    zoo.cases(["mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32", "dots3_note_text"]),
+    zoo.cases(
+        (
+            *("mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32"),
+            *("dots3_note_text", "llama4_text", "longcat_flash"),
+        )
+    ),
 )
 def test_experts_over_a_part_of_the_ranks_match(pool: Pool, tmp_path: Path, seed: int, model_type: str) -> None:
     """Five experts over two groups of two ranks."""
@@ -101,17 +106,21 @@ def test_biases_and_interleaved_projections_match_with_expert_parallelism(
     pool.run(3, check_step, step, tmp_path, 3, options)
 
 
-def check_refusal_of_expert_parallelism(config: Any) -> None:
-    cls: Any = registry.find("LongcatFlashForCausalLM")
-    with pytest.raises(ValueError, match="expert_parallel_size=2 divides experts with weights, and 3 have none"):
-        cls.from_config_with_parallel(config, 2, expert_parallel_size=2)
-
-
 def test_experts_without_weights_count_on_one_rank(pool: Pool, tmp_path: Path, seed: int) -> None:
     name, config = "LongcatFlashForCausalLM", zoo.config("longcat_flash")
     step = saved_step(name, config, seed, pipelines.batch(name, config, seed), tmp_path)
-    pool.run(2, check_step, step, tmp_path, 2, {})
-    pool.run(2, check_refusal_of_expert_parallelism, config)
+    for expert_parallel_size in (1, 2):
+        pool.run(2, check_step, step, tmp_path, 2, {"expert_parallel_size": expert_parallel_size})
+
+
+def check_refusal_over_replicas(config: Any) -> None:
+    cls: Any = registry.find("Llama4ForCausalLM")
+    with pytest.raises(ValueError, match="each of these experts computes every token: use at most tensor_parallel_siz"):
+        cls.from_config_with_parallel(config, 1, expert_parallel_size=2)
+
+
+def test_experts_that_compute_every_token_are_not_over_replicas(pool: Pool) -> None:
+    pool.run(2, check_refusal_over_replicas, zoo.config("llama4_text"))
 
 
 @pytest.mark.parametrize(

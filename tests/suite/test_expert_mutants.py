@@ -37,6 +37,7 @@ SENT_AND_SHARDED = {"wrapper": "DDP", "sizes": (2, 1, 4)}
 ALL_REPLICAS = {"model_type": "mixtral", "sizes": (1, 1, 2), "replicas": 4, "implementation": "eager"}
 PART_OF_RANKS = {"model_type": "mixtral", "sizes": (4, 1, 2), "replicas": 1, "implementation": "eager"}
 THREE_RANKS = ("test_step_with_auxiliary_loss_matches_on_three_ranks", {"implementation": "eager"})
+IDENTITIES = {"model_type": "longcat_flash", "sizes": (1, 1, 2), "replicas": 2, "implementation": "eager"}
 BIASES = ("test_experts_over_a_part_of_the_ranks_match", {"model_type": "gpt_oss"})
 
 Row = tuple[Callable[[Patch], None], str, str, dict[str, Any]]
@@ -115,8 +116,16 @@ MUTANTS: dict[str, Row] = {
         *(OVER_RANKS, "test_experts_over_a_part_of_the_ranks_match", {"model_type": "dots3_note_text"}),
     ),
     "experts without weights on every rank": (
-        Edit("layers.experts:ParallelExperts._identities_once", "self.tp.rank == 0", "self.tp.size"),
+        Edit("layers.experts:ParallelExperts.set_experts", "else self.tp.rank == 0", "else True"),
         *(OVER_RANKS, "test_experts_without_weights_count_on_one_rank", {}),
+    ),
+    "experts without weights on a rank that no token is sent to": (
+        Edit("layers.experts:ParallelExperts.set_experts", "rank == last", "rank == 0"),
+        *(OVER_REPLICAS, TRAINING, IDENTITIES),
+    ),
+    "experts that compute the tokens of others": (
+        Edit("layers.experts:ParallelDenseExperts.forward", "[self.first : self.first + self", "[: self"),
+        *(OVER_RANKS, "test_experts_over_a_part_of_the_ranks_match", {"model_type": "llama4_text"}),
     ),
     "norm counts experts of one group of ranks": (
         Edit(
