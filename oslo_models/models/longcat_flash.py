@@ -36,7 +36,7 @@ class LongcatFlashParallel(ParallelModel):
             embed={"embed_tokens": VocabParallel()},
             blocks={"layers": block},
             head={"norm": Norm()},
-            single_stage_reason="its blocks have two attentions each, whose caches are numbered over all blocks",
+            cache_layers_per_block=2,  # for its two attentions
         )
 
 

@@ -261,13 +261,16 @@ def _copy_first_block_modules(
 
 
 def _renumber_layers(model: nn.Module, plan: Plan, prefix: str) -> None:
-    """Number the layers of this stage from zero: a cache has one entry per local block."""
+    """Number the layers of this stage from zero: a cache has entries for the local blocks only."""
     for stack in plan.blocks:
         for position, (name, block) in enumerate(model.get_submodule(prefix + stack).named_children()):
             for module in block.modules():
+                before = int(name) - position
+                if module is not block:
+                    before *= plan.cache_layers_per_block
                 for attribute in ("layer_idx", "layer_id"):
                     if isinstance(getattr(module, attribute, None), int):
-                        setattr(module, attribute, getattr(module, attribute) - int(name) + position)
+                        setattr(module, attribute, getattr(module, attribute) - before)
 
 
 _WITHOUT_LENGTH = {"conv", "linear_attention", "moe", "mlp"}

@@ -360,6 +360,7 @@ class Plan:
         input_positions: for each stack that embeds images or audio, the size that these have when embedded.
         early_outputs: modules before the blocks whose output the model returns too, with the width of it: it is sent
             to the last pipeline stage.
+        cache_layers_per_block: how many layers of a cache belong to each block.
         single_stage_reason: why the blocks cannot be split into pipeline stages, if they cannot.
     """
 
@@ -378,6 +379,7 @@ class Plan:
     copied_from_first_block: Collection[str] = ()
     input_positions: Mapping[str, InputPositions] = field(default_factory=dict)
     early_outputs: Mapping[str, int] = field(default_factory=dict)
+    cache_layers_per_block: int = 1
     single_stage_reason: str = ""
 
     def with_experts_over(self, groups: int) -> Plan:
@@ -482,6 +484,8 @@ class Plan:
             one, two = getattr(self, each.name), getattr(other, each.name)
             if isinstance(one, Mapping):
                 both[each.name] = {**one, **two}
+            elif isinstance(one, int):
+                both[each.name] = max(one, two)
             else:
                 both[each.name] = one or two if isinstance(one, str) else (*one, *two)
         return Plan(**both)
