@@ -319,7 +319,11 @@ def test_call_inside_a_forward_is_rejected(broken_now_and_then: Any) -> None:
 def test_keyboard_interrupt_ends_a_call(broken_now_and_then: Any) -> None:
     """Ctrl-C while the thread that called waits for others."""
     block = broken_now_and_then.model.parts[1].transformer.h[1]
-    broken_now_and_then(KeyboardInterrupt, block.mlp.register_forward_hook(_interrupt))
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        broken_now_and_then(KeyboardInterrupt, block.mlp.register_forward_hook(_interrupt))
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_rank_thread_that_ends_releases_waiting_ranks() -> None:
