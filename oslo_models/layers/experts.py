@@ -39,7 +39,7 @@ class ParallelExperts(_ShardedModule):
         first: the number of the first expert on this rank.
         over_ranks: whether this rank holds some of the experts only.
         sharers: how many ranks share the width of the experts on this rank.
-        counts_identities: whether experts that return their input (LongCat-Flash has such) count on this rank.
+        counts_identities: whether this rank adds the output of experts that return their input, which all ranks know.
         returns_partial_sums: whether the caller sums the outputs over the ranks, with others (`SharedExpertsModule`).
     """
 
@@ -207,10 +207,14 @@ class ParallelExperts(_ShardedModule):
                 vars(owner).pop(name, None)
 
     def _own(self, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The choices of experts on this rank; others become an expert that is not here, with a weight of zero."""
-        identities, count = getattr(self, "zero_expert_num", 0), self.layouts["down_proj"].shape[0]
-        is_identity = index >= count
-        if identities and not self.counts_identities:
+        """The choices of experts that this rank computes, by their numbers on it.
+
+        Of the others, the weight is zero. Experts that return their input (LongCat-Flash's) have the numbers after
+        those of all experts with weights, and on this rank after those of the experts that it holds.
+        """
+        count = self.layouts["down_proj"].shape[0]
+        is_identity = index >= count if getattr(self, "zero_expert_num", 0) else None
+        if is_identity is not None and not self.counts_identities:
             weights = weights.masked_fill(is_identity, 0)
         if not self.over_ranks:
             return index, weights
@@ -221,9 +225,10 @@ class ParallelExperts(_ShardedModule):
         # A loop over no expert at all would leave out a backward pass, and its all-reduces, that other ranks have.
         other = self.num_experts if knows_others and not (is_loop and not bool(is_own.any())) else 0
         local = torch.where(is_own, index - self.first, other)
-        if identities:  # they follow the experts that are here, as they follow all
+        if is_identity is not None:
             local = torch.where(is_identity, index - count + self.num_experts, local)
-        return local, weights.masked_fill(~(is_own | is_identity), 0)
+            is_own |= is_identity
+        return local, weights.masked_fill(~is_own, 0)
 
     @contextmanager
     def _own_share_of_bias(self) -> Iterator[None]:
@@ -241,13 +246,14 @@ class ParallelExperts(_ShardedModule):
 
 
 class ParallelDenseExperts(ParallelExperts):
-    """Experts each of which computes every token, over the ranks of one replica."""
+    """Experts that all compute every token: see `DenseExperts`."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """The outputs of all experts.
 
         Args:
-            hidden_states: ``[experts * tokens, hidden]``, those of the first expert first, replicated.
+            hidden_states: ``[experts * tokens, hidden]``, replicated: the tokens as the first expert gets them, then
+                as the second does, and so on.
 
         Returns:
             ``[experts * tokens, hidden]``, replicated.
@@ -258,7 +264,7 @@ class ParallelDenseExperts(ParallelExperts):
             if self.over_ranks:
                 own = own[self.first : self.first + self.num_experts]
             own = self.leave_region(own.flatten(0, 1))
-            output: Tensor = super(ParallelExperts, self).forward(own)
+            output: Tensor = super(ParallelExperts, self).forward(own)  # of transformers: there is nothing to route
             if self.over_ranks:
                 after = count - self.first - self.num_experts
                 output = F.pad(output.view(self.num_experts, -1, hidden), (0, 0, 0, 0, self.first, after)).flatten(0, 1)

@@ -180,9 +180,10 @@ class Experts(Replicated):
 
 @dataclass(frozen=True)
 class DenseExperts(Experts):
-    """Experts each of which computes every token: they are given the tokens of the first, then of the second, ...
+    """Stacked gated experts that all compute every token, weighted by the router before (Llama 4).
 
-    No token is sent to an expert, so they are divided over the ranks of one replica only.
+    Their input has the tokens of a batch once for each expert. So no token is sent to an expert, and expert parallelism
+    divides them over the ranks of one replica only.
     """
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
@@ -360,7 +361,7 @@ class Plan:
         input_positions: for each stack that embeds images or audio, the size that these have when embedded.
         early_outputs: modules before the blocks whose output the model returns too, with the width of it: it is sent
             to the last pipeline stage.
-        cache_layers_per_block: how many layers of a cache belong to each block.
+        cache_layers_per_block: how many layers of a key-value cache each block fills: one for each of its attentions.
         single_stage_reason: why the blocks cannot be split into pipeline stages, if they cannot.
     """
 

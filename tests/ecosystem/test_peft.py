@@ -108,7 +108,7 @@ def test_adapters_of_latent_attention_train_as_on_one_process(pool: Pool, seed: 
 
 OTHER_EXPERTS = [
     *[("mixtral", 3, 3), ("gpt_oss", 2, 1), ("gpt_oss", 2, 2), ("deepseek_v3", 3, 1), ("mixtral", 1, 1)],
-    *[("gpt_oss", 4, 2), ("nemotron_h", 4, 2)],
+    *[("gpt_oss", 4, 2), ("nemotron_h", 4, 2), ("llama4_text", 2, 2), ("longcat_flash", 2, 2)],
 ]
 EXPERTS: dict[str, dict[str, Any]] = {
     "stacks": {"target_parameters": ["gate_up_proj", "down_proj"], "init_lora_weights": False},

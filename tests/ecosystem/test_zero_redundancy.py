@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from support import zoo
 from support.pool import Pool
 from support.reference import (
+    ADAMW_EPS,
     TOLERANCE,
     full_parameters,
     parallel_model,
@@ -30,7 +31,7 @@ STEPS = 4
 
 def zero(model: Any, lr: float = 0.01) -> Any:
     group = model.mpu.get_data_parallel_group()
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=lr, eps=1e-6)
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, lr=lr, eps=ADAMW_EPS)
 
 
 def steps(model: Any, optimizer: Any, batches: list[Batch]) -> None:

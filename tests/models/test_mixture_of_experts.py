@@ -328,8 +328,8 @@ def test_checkpoint_with_another_kind_of_expert_is_refused_by_name(
         registry.find("MixtralForCausalLM").from_pretrained_with_parallel(tmp_path)  # type: ignore[attr-defined]
 
 
-def save_merged(source: Path, folder: Path, tp: int, pp: int, ep: int) -> None:
-    cls: Any = registry.find("MixtralForCausalLM")
+def save_merged(name: str, source: Path, folder: Path, tp: int, pp: int, ep: int) -> None:
+    cls: Any = registry.find(name)
     first = cls.from_pretrained_with_parallel(source, tp, pp, expert_parallel_size=ep)
     first.save_pretrained_with_parallel(folder / "split")
     first.save_pretrained_with_parallel(folder / "merged from experts", save_with_merging=True)
@@ -339,13 +339,22 @@ def save_merged(source: Path, folder: Path, tp: int, pp: int, ep: int) -> None:
     again.save_pretrained_with_parallel(folder / "merged", save_with_merging=True, max_shard_size="20KB")
 
 
+FOUR_BLOCKS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_hidden_layers": 4},
+    "llama4_text": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "moe_layers": [1, 3]},
+    "longcat_flash": {"num_layers": 4},
+}
+
+
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 1, 2)])
+@pytest.mark.parametrize("model_type", zoo.cases(FOUR_BLOCKS))
 def test_experts_survive_changes_of_sizes_byte_for_byte(
-    pool: Pool, tmp_path: Path, sizes: tuple[int, int, int]
+    pool: Pool, tmp_path: Path, model_type: str, sizes: tuple[int, int, int]
 ) -> None:
-    model = zoo.original("MixtralForCausalLM")(zoo.config("mixtral", num_hidden_layers=4))
+    name = zoo.main_head(model_type)
+    model = zoo.original(name)(zoo.config(model_type, **FOUR_BLOCKS[model_type]))
     model.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
-    pool.run(4, save_merged, tmp_path / "hub", tmp_path, *sizes)
+    pool.run(4, save_merged, name, tmp_path / "hub", tmp_path, *sizes)
     assert len(list((tmp_path / "hub").glob("*.safetensors"))) > 3
     expected, merged = read_all(tmp_path / "hub"), read_all(tmp_path / "merged")
     assert expected.keys() == merged.keys()

@@ -215,13 +215,14 @@ def train(model: Any, batches: Sequence[Mapping[str, Any]], optimizer: str = "SG
     return take_steps(model, make_optimizer(optimizer, model.parameters(), lr), batches)
 
 
-def make_optimizer(name: str, params: Iterable[Tensor], lr: float = 0.01) -> Any:
-    """An optimizer of ``torch.optim`` that does not magnify what rounding leaves of a gradient that is zero.
+ADAMW_EPS = 1e-6
+"""AdamW divides a gradient by its own size plus ``eps``, so a step moves by up to ``lr / eps`` times an error of the
+gradient: torch's default of 1e-8 makes 1e-10 of an error of 1e-16, which no order of summation can avoid."""
 
-    AdamW divides a gradient by its own size plus ``eps``, so a step moves by up to ``lr / eps`` times an error of the
-    gradient: torch's default of 1e-8 makes 1e-10 of an error of 1e-16, which no order of summation can avoid.
-    """
-    return getattr(torch.optim, name)(params, lr=lr, **({"eps": 1e-6} if name == "AdamW" else {}))
+
+def make_optimizer(name: str, params: Iterable[Tensor], lr: float = 0.01) -> Any:
+    """An optimizer of ``torch.optim`` that does not magnify what rounding leaves of a gradient that is zero."""
+    return getattr(torch.optim, name)(params, lr=lr, **({"eps": ADAMW_EPS} if name == "AdamW" else {}))
 
 
 def take_steps(
