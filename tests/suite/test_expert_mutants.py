@@ -119,8 +119,8 @@ MUTANTS: dict[str, Row] = {
         Edit("layers.experts:ParallelExperts.set_experts", "else self.tp.rank == 0", "else True"),
         *(OVER_RANKS, "test_experts_without_weights_count_on_one_rank", {}),
     ),
-    "experts without weights on a rank that no token is sent to": (
-        Edit("layers.experts:ParallelExperts.set_experts", "rank == last", "rank == 0"),
+    "experts without weights on no rank of the replicas": (
+        Edit("layers.experts:ParallelExperts.set_experts", "rank == last", "False"),
         *(OVER_REPLICAS, TRAINING, IDENTITIES),
     ),
     "experts that compute the tokens of others": (
