@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -18,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "csrc"
+_INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
 _CUDA_FLAGS = (
     *("-x", "cu", "-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-shared", "-cudart", "static"),
@@ -60,8 +62,15 @@ def load(source: str, cuda: bool = False) -> ctypes.CDLL:
 
 
 def texts_of(source: str) -> list[str]:
-    """What the compiler reads: ``csrc/<source>`` and all headers."""
-    return [file.read_text() for file in (SOURCES / source, *sorted(SOURCES.glob("*.h")))]
+    """What the compiler reads: ``csrc/<source>`` and the headers that it includes, directly or not."""
+    found: dict[str, str] = {}
+    left = [source]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found[name] = (SOURCES / name).read_text()
+            left += _INCLUDE.findall(found[name])
+    return [found[name] for name in sorted(found)]
 
 
 def why_not(library: Callable[[], object]) -> str | None:

@@ -78,21 +78,37 @@ def attend(
     Returns:
         ``[B, 1, H, D]``, dense.
     """
-    function, threaded = _library()
-    (batch, heads, _, width), (_, groups, keys, _) = query_BH1D.shape, key_BGLD.shape
-    out = query_BH1D.new_empty(batch, 1, heads, value_BGLD.shape[-1])
-    threads = min(torch.get_num_threads(), 1 + batch * groups * keys * width // ELEMENTS_PER_THREAD) if threaded else 1
-    function(
-        _ARGUMENTS(
-            *(query_BH1D.data_ptr(), key_BGLD.data_ptr(), value_BGLD.data_ptr()),
-            *(0 if mask is None else mask.data_ptr() for mask in (shown_BH1L, added_BH1L)),
-            *(out.data_ptr(), batch, heads, groups, keys, width, out.shape[-1]),
-            *(*query_BH1D.stride()[:2], *key_BGLD.stride()[:3], *value_BGLD.stride()[:3]),
-            *(*_strides(shown_BH1L), *_strides(added_BH1L)),
-            *(query_BH1D.dtype is torch.float64, threads, scaling),
-        )
-    )
+    out = query_BH1D.new_empty(query_BH1D.shape[0], 1, query_BH1D.shape[1], value_BGLD.shape[-1])
+    given = arguments(query_BH1D, key_BGLD, value_BGLD, scaling, shown_BH1L, added_BH1L, out)
+    _library()[0](_ARGUMENTS(*given))
     return out
+
+
+def arguments(
+    query_BH1D: Tensor,
+    key_BGLD: Tensor,
+    value_BGLD: Tensor,
+    scaling: float,
+    shown_BH1L: Tensor | None,
+    added_BH1L: Tensor | None,
+    out_B1HD: Tensor,
+) -> tuple[float, ...]:
+    """`attend`, which writes ``out``, as the source has it: by addresses, of tensors that have to stay."""
+    (batch, heads, _, width), (_, groups, keys, _) = query_BH1D.shape, key_BGLD.shape
+    threads = min(torch.get_num_threads(), 1 + batch * groups * keys * width // ELEMENTS_PER_THREAD)
+    return (
+        *(query_BH1D.data_ptr(), key_BGLD.data_ptr(), value_BGLD.data_ptr()),
+        *(0 if mask is None else mask.data_ptr() for mask in (shown_BH1L, added_BH1L)),
+        *(out_B1HD.data_ptr(), batch, heads, groups, keys, width, out_B1HD.shape[-1]),
+        *(*query_BH1D.stride()[:2], *key_BGLD.stride()[:3], *value_BGLD.stride()[:3]),
+        *(*_strides(shown_BH1L), *_strides(added_BH1L)),
+        *(query_BH1D.dtype is torch.float64, threads if _library()[1] else 1, scaling),
+    )
+
+
+def result_only(out_B1HD: Tensor) -> tuple[float, ...]:
+    """`arguments` of an attention that is computed already."""
+    return (*(0,) * 5, out_B1HD.data_ptr(), *(0,) * 20, 0.0)
 
 
 def _strides(mask: Tensor | None) -> tuple[int, int]:

@@ -61,6 +61,7 @@ class SharedMemory:
         """
         self._library, self.rank, self.size = _library(), rank, size
         self._reduce = self._library.oslo_shm_all_reduce
+        self._address = ctypes.cast(self._reduce, ctypes.c_void_p).value or 0
         handle = self._library.oslo_shm_open(fd, rank, size, SLOT)
         if not handle:
             raise OSError(f"rank {rank} of {size} cannot map the shared memory")
@@ -111,6 +112,22 @@ class SharedMemory:
         if code := self._reduce(handle, pointer, call):
             self._continue(code, "a sum", self._reduce, (handle, pointer, call))
         return x
+
+    def direct(self) -> tuple[int, int]:
+        """The addresses of the function that `all_reduce` calls and of its memory, for code in C++; 0 after an error.
+
+        What the function returns there goes to `resume`.
+        """
+        return self._address, self._handle or 0
+
+    def resume(self, x: Tensor, code: int) -> None:
+        """Complete a sum of ``x``, in place, for which the function has returned ``code`` in C++.
+
+        Raises:
+            PeerError: as `all_reduce`.
+        """
+        call = x.nbytes << 8 | DTYPES[x.dtype]
+        self._continue(code, "a sum", self._reduce, (self._handle, x.data_ptr(), call))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather ``x``, a contiguous CPU tensor of the same shape on every rank, into ``[size, *x.shape]``.

@@ -44,10 +44,11 @@ class GrowingLayer(DynamicLayer):
         is_own = is_own and (torch.is_inference_mode_enabled() or not self._memory[0].is_inference())
         if not is_own or stop > self._memory[0].shape[-2]:
             self._allocate(key_states, value_states, length, stop)
-        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
-            memory[..., length:stop, :] = states
-        self.keys, self.values = self._views = self._memory[0][..., :stop, :], self._memory[1][..., :stop, :]
-        return self.keys, self.values
+        keys, values = self._memory
+        keys.narrow(-2, length, stop - length).copy_(key_states)
+        values.narrow(-2, length, stop - length).copy_(value_states)
+        self.keys, self.values = self._views = keys.narrow(-2, 0, stop), values.narrow(-2, 0, stop)
+        return self._views
 
     def _allocate(self, key_states: Tensor, value_states: Tensor, length: int, stop: int) -> None:
         """New memory, with a copy of what there is: also after another method of the cache has replaced that."""

@@ -46,12 +46,16 @@ class NarrowProduct(nn.Module):
                 f"the model was fused with weights={_name(self.narrow)!r}, which cannot be trained: call it under "
                 "torch.no_grad(), or call unfuse() first"
             )
-        if _identity(self.weight) != self.made_from:
+        if not self.is_current():
             raise RuntimeError(
                 f"the weight of a layer has changed since fuse(weights={_name(self.narrow)!r}), which computes with a "
                 "copy of it in fewer bits: call unfuse() and fuse() again"
             )
         return narrow_linear(x, self.narrow, bias)
+
+    def is_current(self) -> bool:
+        """Whether the parameter is as it was when its copy in fewer bits was made."""
+        return _identity(self.weight) == self.made_from
 
 
 def check_narrow(weights: str, device: torch.device, dtype: torch.dtype, backend: str) -> None:

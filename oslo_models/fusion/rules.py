@@ -13,9 +13,9 @@ from torch import nn
 from transformers.activations import FastGELUActivation, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels import linear
+from oslo_kernels import decoder_block, linear
 from oslo_models.distributed.mesh import Axis
-from oslo_models.fusion import apex, mlps, norms, parallel_blocks
+from oslo_models.fusion import apex, decoder_blocks, mlps, norms, parallel_blocks
 from oslo_models.fusion import modules as fused
 from oslo_models.fusion.attention_rules import ATTENTION_RULES
 from oslo_models.fusion.experts import FusedExperts, FusedParallelExperts
@@ -170,7 +170,11 @@ _GATED: dict[str, tuple[type, str]] = {
 
 def _gate_activation(s: Subject) -> str | None:
     """The activation of a gated MLP, as `oslo_kernels.gated` calls it, if it has a kernel."""
-    activation = getattr(s.module, _GATED[s.layer][1]) if s.layer in _GATED else None
+    return _activation_name(getattr(s.module, _GATED[s.layer][1])) if s.layer in _GATED else None
+
+
+def _activation_name(activation: Any) -> str | None:
+    """An activation, as `oslo_kernels.gated` calls it, if it has a kernel."""
     if isinstance(activation, (nn.SiLU, SiLUActivation)):
         return "silu"
     return {"tanh": "gelu_tanh", "none": "gelu"}.get(_form(activation) or "")
@@ -247,6 +251,42 @@ def _residual(s: Subject) -> Iterator[FusionCandidate]:
     yield s.on_gpu("residual", attributes=attributes, triton=_BLOCKS[s.layer][0])
 
 
+_DECODING: dict[str, type] = {
+    **dict.fromkeys(LLAMA_BLOCKS, decoder_blocks.DecodingLlamaBlock),
+    "gpt2.GPT2Block": decoder_blocks.DecodingGPT2Block,
+}
+"""Blocks whose single tokens can be computed in C++."""
+
+
+def _block_form(s: Subject) -> decoder_blocks.BlockForm | None:
+    """Where a block has its layers, if all of them are of a known kind."""
+    if s.layer not in _DECODING or not s.on_cpu or decoder_block.why_not() or not s.model.can_generate():
+        return None
+    form = decoder_blocks.form_of(s.module)
+    mlp = None if form is None else getattr(s.module, form.mlp)
+    is_known = mlp is not None and layer_name(mlp) in (*GATED_MLPS, *GPT2_MLPS)
+    return form if is_known and _mlp_activation(mlp) is not None else None
+
+
+def _mlp_activation(mlp: Any) -> str | None:
+    """The activation of a gated MLP or of GPT-2's, as `oslo_kernels.decoder_block` calls it."""
+    activation = getattr(mlp, "act_fn" if layer_name(mlp) in GATED_MLPS else "act")
+    name = _activation_name(activation)
+    return name if name in decoder_block.ACTIVATIONS else None
+
+
+def _decoding_block(s: Subject) -> Iterator[FusionCandidate]:
+    form = _block_form(s)
+    assert form is not None
+    activation = _mlp_activation(getattr(s.module, form.mlp))
+    assert activation is not None
+    attributes = {"decoding": decoder_blocks.BlockDecoding(form, activation)}
+    yield s.candidate("block", mixed(_DECODING[s.layer], s.cls), _ONE_TOKEN, attributes=attributes)
+
+
+_ONE_TOKEN = "one token per row, without gradients, in two calls in C++"
+
+
 def _following_norm(s: Subject) -> tuple[nn.Module, ...]:
     """The first norm of the next block, or the norm after the last block; empty where another stage has it."""
     around, _, index = s.name.rpartition(".")
@@ -271,6 +311,7 @@ RULES: tuple[FusionRule, ...] = (
     FusionRule(lambda s: _gate_activation(s) is not None, _gated),
     FusionRule(lambda s: _gelu_form(s) is not None, _gelu_mlp),
     FusionRule(_has_experts, _experts),
+    FusionRule(lambda s: _block_form(s) is not None, _decoding_block),
     FusionRule(lambda s: s.layer in _BLOCKS, _residual),
     FusionRule(lambda s: s.layer == "bloom.BloomMLP" and s.backend == "triton", _bloom_mlp),
     *ATTENTION_RULES,

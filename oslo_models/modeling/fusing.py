@@ -18,6 +18,7 @@ from oslo_models.fusion.float8 import check_float8, in_float8
 from oslo_models.fusion.growing_cache import let_grow
 from oslo_models.fusion.narrow_weights import check_narrow, narrow
 from oslo_models.fusion.ngram_processors import fuse_processors
+from oslo_models.fusion.block_timing import decide_blocks
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide
 from oslo_models.modeling.apply_plan import entries_of_blocks
@@ -119,6 +120,9 @@ class FusableModel(PreTrainedModel):
             if weights is not None:
                 found = narrow(self, found, selected, tp, weights)
             found = decide(self, found, selected, tp, measure)
+            fusion.apply(self, found, selected)
+            fusion.fusion_candidates = decide_blocks(self, found, selected, tp, measure)
+            return self
         fusion.apply(self, found, selected)
         return self
 

@@ -116,7 +116,7 @@ inline __attribute__((always_inline)) void tile_of_bytes(const Product& p, int64
     }
     for (int c = 0; c < C; ++c)
         for (int r = 0; r < R; ++r)
-            static_cast<float*>(p.out)[(row + r) * p.outer + n + c] =
+            static_cast<float*>(p.out)[(row + r) * p.out_row + n + c] =
                 __builtin_fmaf(_mm512_reduce_add_ps(sums[c][r]), p.scale[n + c], bias_of<float>(p, n + c)); // alike in every tile
 }
 
@@ -222,7 +222,7 @@ inline __attribute__((always_inline)) void tile_of_bytes(const Product& p, int64
     }
     for (int c = 0; c < C; ++c)
         for (int r = 0; r < R; ++r)
-            static_cast<float*>(p.out)[(row + r) * p.outer + n + c] =
+            static_cast<float*>(p.out)[(row + r) * p.out_row + n + c] =
                 __builtin_fmaf(total_of(sums[c][r]), p.scale[n + c], bias_of<float>(p, n + c)); // alike in every tile
 }
 
