@@ -96,6 +96,18 @@ class Block:
     activation: str
     sums: bool
 
+    def is_supported(self) -> bool:
+        """Whether the tensors fit to each other, and the kernel computes blocks like this."""
+        hidden, (heads, groups, width) = self.norms[0].weight.numel(), (self.heads, self.groups, self.width)
+        if not groups or heads % groups or min(min(layer.shape) for layer in self.layers()) < linear.FEWEST_OUTPUTS:
+            return False
+        states = [heads * width, groups * width, groups * width]
+        inner = self.mlp_out.shape[1]
+        shapes = [(outer, hidden) for outer in (states if len(self.into) == 3 else [sum(states)])]
+        shapes += [(hidden, heads * width), *[(inner, hidden)] * len(self.mlp_into), (hidden, inner)]
+        together = ({(layer.kind, layer.io) for layer in layers} for layers in (self.into, self.mlp_into))
+        return [layer.shape for layer in self.layers()] == shapes and all(len(kinds) == 1 for kinds in together)
+
     @cached_property
     def most_rows(self) -> int:
         """The most rows for which products with all of these weights are computed in C++."""

@@ -68,7 +68,13 @@ class KeptTimings:
 
     @cached_property
     def _path(self) -> Path:
-        parts = (processor(), str(os.cpu_count()), str(torch.__version__), *texts_of("linear.cpp"), *texts_of("decoder_block.cpp"))
+        parts = (
+            processor(),
+            str(os.cpu_count()),
+            str(torch.__version__),
+            *texts_of("linear.cpp"),
+            *texts_of("decoder_block.cpp"),
+        )
         return cache_folder() / f"linear-timings-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"
 
 

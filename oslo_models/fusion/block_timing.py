@@ -109,7 +109,9 @@ def _key(block: Any) -> str | None:
         made = block.decoding.block(block)
     if made is None:
         return None
-    shapes = [f"{'x'.join(map(str, layer.shape))} {layer.weight.dtype}{' in-out' * layer.io}" for layer in made.layers()]
+    shapes = [
+        f"{'x'.join(map(str, layer.shape))} {layer.weight.dtype}{' in-out' * layer.io}" for layer in made.layers()
+    ]
     return f"block of {', '.join(shapes)}, {made.heads} heads of {made.width}, up to {made.most_rows} rows"
 
 
@@ -137,7 +139,8 @@ def _time(blocks: list[Any], most_rows: int) -> dict[int, Seconds]:
         for rows in SAMPLED:
             if rows > most_rows:
                 break
-            x, seconds = torch.full((rows, 1, hidden), 0.5), ([], [])  # type: tuple[list[float], list[float]]
+            x = torch.full((rows, 1, hidden), 0.5)
+            seconds: tuple[list[float], list[float]] = ([], [])
             cache = _FixedCache()
             for turn in range(-1, PAIRS):
                 for which in (0, 1) if turn % 2 else (1, 0):

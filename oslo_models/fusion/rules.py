@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels import decoder_block, linear
 from oslo_models.distributed.mesh import Axis
-from oslo_models.fusion import apex, decoder_blocks, mlps, norms, parallel_blocks
+from oslo_models.fusion import apex, decoder_blocks, decoder_layers, mlps, norms, parallel_blocks
 from oslo_models.fusion import modules as fused
 from oslo_models.fusion.attention_rules import ATTENTION_RULES
 from oslo_models.fusion.experts import FusedExperts, FusedParallelExperts
@@ -258,11 +258,11 @@ _DECODING: dict[str, type] = {
 """Blocks whose single tokens can be computed in C++."""
 
 
-def _block_form(s: Subject) -> decoder_blocks.BlockForm | None:
+def _block_form(s: Subject) -> decoder_layers.BlockForm | None:
     """Where a block has its layers, if all of them are of a known kind."""
     if s.layer not in _DECODING or not s.on_cpu or decoder_block.why_not() or not s.model.can_generate():
         return None
-    form = decoder_blocks.form_of(s.module)
+    form = decoder_layers.form_of(s.module)
     mlp = None if form is None else getattr(s.module, form.mlp)
     is_known = mlp is not None and layer_name(mlp) in (*GATED_MLPS, *GPT2_MLPS)
     return form if is_known and _mlp_activation(mlp) is not None else None

@@ -13,12 +13,12 @@ from oslo_models import registry
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
 from oslo_models.distributed.symmetric_memory import connect, disconnect
+from oslo_models.fusion.block_timing import decide_blocks
 from oslo_models.fusion.decoding import Decoders, rounded_length, without_waiting
 from oslo_models.fusion.float8 import check_float8, in_float8
 from oslo_models.fusion.growing_cache import let_grow
 from oslo_models.fusion.narrow_weights import check_narrow, narrow
 from oslo_models.fusion.ngram_processors import fuse_processors
-from oslo_models.fusion.block_timing import decide_blocks
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide
 from oslo_models.modeling.apply_plan import entries_of_blocks

@@ -65,7 +65,8 @@ def test_kernel_fusion_chapters_run_as_printed(pool: Pool, tp: int, pp: int) -> 
         assert torch.equal(found["before"], found["after"])
         last = rank >= (pp - 1) * tp
         layers = {"GPT2Attention", "GPT2MLP"}
-        assert set(found["fused"]) == layers | ({"GPT2LMHeadModel"} if last else set())
+        blocks = {"GPT2Block"}  # fused where they are measured to be faster
+        assert set(found["fused"]) - blocks == layers | ({"GPT2LMHeadModel"} if last else set())
         assert set(found["# MLP only fusion"]) == {"GPT2MLP"}
         assert set(found["# Attention only fusion"]) == {"GPT2Attention"}
         assert set(found["# MLP + Attention fusion"]) == layers

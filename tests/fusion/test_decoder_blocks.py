@@ -1,4 +1,4 @@
-"""Blocks of decoders whose tokens are computed in C++: transformers' results, with every cache, and what is left out."""
+"""Blocks of decoders whose tokens are computed in C++: transformers' results with every cache, and what is left out."""
 
 from __future__ import annotations
 
@@ -186,7 +186,9 @@ def _another_layer(model: Any) -> None:
 
 def _another_class(model: Any) -> None:
     for block in model.model.layers:
-        block.mlp.down_proj.__class__ = type("Other", (torch.nn.Linear,), {"forward": lambda self, x: x @ self.weight.t()})
+        block.mlp.down_proj.__class__ = type(
+            "Other", (torch.nn.Linear,), {"forward": lambda self, x: x @ self.weight.t()}
+        )
 
 
 @pytest.mark.parametrize(
@@ -326,8 +328,8 @@ MISTAKES = [
     Edit("fusion.decoder_blocks:BlockDecoding._run", "(mask, None)", "(None, None)"),
     Edit("fusion.decoder_blocks:BlockDecoding._run", "(groups, heads + groups)", "(groups, heads)"),
     Edit("fusion.decoder_blocks:BlockDecoding._run", "attention.layer_idx", "0"),
-    Edit("fusion.decoder_blocks:_norm_of", "norm.variance_epsilon, norm.offset", "norm.variance_epsilon, 0.0"),
-    Edit("fusion.decoder_blocks:_layer_of", "Layer(weight, bias, None,", "Layer(weight, None, None,"),
+    Edit("fusion.decoder_layers:_norm_of", "norm.variance_epsilon, norm.offset", "norm.variance_epsilon, 0.0"),
+    Edit("fusion.decoder_layers:_layer_of", "Layer(weight, bias, None,", "Layer(weight, None, None,"),
 ]
 
 

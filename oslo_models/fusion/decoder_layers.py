@@ -1,0 +1,222 @@
+"""Finds the layers of a decoder's block for `decoder_blocks`, and sees whether they are still there."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from oslo_kernels.decoder_block import Block, Layer, Norm
+from oslo_models.fusion.known_layers import layer_name
+from oslo_models.fusion.modules import FusedConv1D, FusedLinear
+from oslo_models.fusion.narrow_weights import NarrowProduct
+from oslo_models.fusion.norms import SmallRMSNorm
+from oslo_models.fusion.rotary_attention import (
+    ROTARY_CLASSES,
+    FusedLlamaAttention,
+    FusedMistralAttention,
+    FusedQwen2Attention,
+    FusedQwen3Attention,
+    FusedSeedOssAttention,
+    FusedSmolLM3Attention,
+)
+from oslo_models.layers.linear import ColumnParallelLinear, KeyValueParallelLinear, RowParallelLinear
+from oslo_models.layers.norm import HeadParallelNorm
+
+_ROW = RowParallelLinear.forward  # that of RowParallelConv1D too
+_LINEAR = (
+    *(nn.Linear.forward, FusedLinear.forward, Conv1D.forward, FusedConv1D.forward),
+    *(ColumnParallelLinear.forward, KeyValueParallelLinear.forward, _ROW),
+)
+"""The methods of linear layers that do nothing but a product, a sum over ranks, and the addition of a bias."""
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """The names of the layers in a class of blocks.
+
+    Attributes:
+        norms: before the attention and before the MLP.
+        into: from hidden states to queries, keys and values, in the attention.
+        head_norms: of queries and keys, in the attention.
+        rotary: whether queries and keys are rotated by their positions.
+        mlp_into: from hidden states into the MLP: the gate first, if there is one.
+    """
+
+    norms: tuple[str, str]
+    attention: str
+    into: tuple[str, ...]
+    out: str
+    mlp: str
+    mlp_into: tuple[str, ...]
+    mlp_out: str
+    head_norms: tuple[str, str] | None = None
+    rotary: bool = True
+
+
+_OF_LLAMA: dict[str, Any] = {
+    "norms": ("input_layernorm", "post_attention_layernorm"),
+    "attention": "self_attn",
+    "into": ("q_proj", "k_proj", "v_proj"),
+    "out": "o_proj",
+    "mlp": "mlp",
+    "mlp_into": ("gate_proj", "up_proj"),
+    "mlp_out": "down_proj",
+}
+LLAMA, SMOLLM3 = BlockForm(**_OF_LLAMA), BlockForm(**_OF_LLAMA, rotary=False)
+QWEN3 = BlockForm(**_OF_LLAMA, head_norms=("q_norm", "k_norm"))
+GPT2 = BlockForm(
+    norms=("ln_1", "ln_2"),
+    attention="attn",
+    into=("c_attn",),
+    out="c_proj",
+    mlp="mlp",
+    mlp_into=("c_fc",),
+    mlp_out="c_proj",
+    rotary=False,
+)
+
+
+_ROTARY: dict[Any, BlockForm] = {
+    **dict.fromkeys((FusedLlamaAttention, FusedMistralAttention, FusedQwen2Attention, FusedSeedOssAttention), LLAMA),
+    FusedQwen3Attention: QWEN3,
+}
+
+
+def form_of(block: Any) -> BlockForm | None:
+    """Where a block of GPT-2 or of a copy of Llama has its layers, if its attention is one that is known."""
+    if layer_name(block) == "gpt2.GPT2Block":
+        return None if hasattr(block, "crossattention") else GPT2
+    attention = block.self_attn
+    cls = ROTARY_CLASSES.get(layer_name(attention))
+    if cls is FusedSmolLM3Attention:
+        return LLAMA if attention.use_rope else SMOLLM3
+    return _ROTARY.get(cls)
+
+
+class BlockLayers:
+    """The layers of a block, as they were found.
+
+    What may change between two tokens is compared by functions that loop in C: it is done for each block and token.
+
+    Attributes:
+        products: its linear layers.
+        is_current: whether weights in fewer bits are copies of those of the parameters.
+    """
+
+    def __init__(self, block: nn.Module, form: BlockForm) -> None:
+        attention, mlp = block._modules[form.attention], block._modules[form.mlp]
+        assert attention is not None and mlp is not None
+        self.attention: Any = attention
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._find(block, (form.attention, form.mlp))
+        self.norms = self._find(block, form.norms)
+        self.head_norms = self._find(attention, form.head_norms or ())
+        self.into, self.out = self._find(attention, form.into), self._find(attention, (form.out,))[0]
+        self.mlp_into, self.mlp_out = self._find(mlp, form.mlp_into), self._find(mlp, (form.mlp_out,))[0]
+        self.products: list[Any] = [*self.into, self.out, *self.mlp_into, self.mlp_out]
+        others = [each for each in (*attention._modules.values(), *mlp._modules.values()) if each is not None]
+        called = [attention, mlp, *self.norms, *self.head_norms, *self.products, *others]
+        self._called, self._classes = called, list(map(type, called))
+        self._hooks = [hooks for module in called for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._attributes = [module.__dict__ for module in called]
+        self._numbers = list(map(len, self._attributes))
+        self._has_own_forward = any("forward" in attributes for attributes in self._attributes)
+        owners = [(m._parameters, n) for m in (*self.norms, *self.head_norms, *self.products) for n in m._parameters]
+        self._places += owners
+        self._at, self._names = (list(each) for each in zip(*self._places, strict=True))
+        self._found = list(map(dict.get, self._at, self._names))
+        self._parameters: list[Tensor] = [p[n] for p, n in owners if p[n] is not None]
+        narrow = [product for product in self.products if isinstance(product, NarrowProduct)]
+        self._narrow = [product.weight for product in narrow if not product.weight.is_inference()]
+        self._versions = [product.made_from[1] for product in narrow if not product.weight.is_inference()]
+        self.is_current = all(product.is_current() for product in narrow)
+
+    def _find(self, parent: nn.Module, names: tuple[str, ...]) -> list[Any]:
+        self._places += [(parent._modules, name) for name in names]
+        return [parent._modules[name] for name in names]
+
+    def are_in_place(self) -> bool:
+        """Whether the block still has these layers and parameters, and no new attribute such as a ``forward``."""
+        return (
+            all(map(operator.is_, map(dict.get, self._at, self._names), self._found))
+            and list(map(type, self._called)) == self._classes
+            and list(map(len, self._attributes)) == self._numbers
+            and list(map(_version, self._narrow)) == self._versions
+        )
+
+    def are_seen(self) -> bool:
+        """Whether a hook, or a forward of its own, has a part in one of the layers."""
+        return self._has_own_forward or any(self._hooks)
+
+    def addresses(self) -> list[int]:
+        """Of the parameters."""
+        return list(map(Tensor.data_ptr, self._parameters))
+
+
+_version = operator.attrgetter("_version")
+
+
+def block_of(layers: BlockLayers, activation: str) -> Block | None:
+    """The block as the kernel has it, if it can compute it."""
+    norms = [_norm_of(norm) for norm in (*layers.norms, *layers.head_norms)]
+    into, mlp_into = [_layer_of(layer) for layer in layers.into], [_layer_of(layer) for layer in layers.mlp_into]
+    out, mlp_out = _layer_of(layers.out), _layer_of(layers.mlp_out)
+    if not all((*norms, *into, *mlp_into, out, mlp_out)):
+        return None
+    width = layers.attention.head_dim
+    outputs = [layer.shape[0] // width for layer in into]
+    heads, groups, _ = outputs if len(into) == 3 else [outputs[0] // 3] * 3
+    is_sum = [type(layer).forward is _ROW and layer.tp.size > 1 for layer in (layers.out, layers.mlp_out)]
+    made = Block(
+        norms=(norms[0], norms[1]),
+        head_norms=(norms[2], norms[3]) if layers.head_norms else None,
+        into=into,
+        out=out,
+        mlp_into=mlp_into,
+        mlp_out=mlp_out,
+        heads=heads,
+        groups=groups,
+        width=width,
+        activation=activation,
+        sums=all(is_sum),
+    )
+    share = getattr(layers.attention, "num_key_value_groups", 1)
+    return made if is_sum[0] == is_sum[1] and made.is_supported() and heads == groups * share else None
+
+
+def _norm_of(norm: Any) -> Any:
+    """The norm as the kernel has it, or ``None``."""
+    weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
+    if weight is None or not _is_dense(weight) or (bias is not None and not _is_dense(bias)):
+        return None
+    if isinstance(norm, SmallRMSNorm) and type(norm).forward in (SmallRMSNorm.forward, HeadParallelNorm.forward):
+        return Norm(weight, None, norm.variance_epsilon, norm.offset, False)
+    if type(norm) is nn.LayerNorm:
+        return Norm(weight, bias, norm.eps, 0.0, True)
+    return None
+
+
+def _layer_of(layer: Any) -> Any:
+    """The linear layer as the kernel has it, or ``None``."""
+    if type(layer).forward not in _LINEAR or getattr(layer, "returns_partial_sums", False):
+        return None
+    bias = layer._parameters.get("bias")
+    if bias is not None and not _is_dense(bias):
+        return None
+    if isinstance(layer, NarrowProduct):
+        return Layer(layer.narrow.values, bias, layer.narrow.scale)
+    weight = layer._parameters.get("weight")
+    if weight is None or not _is_dense(weight):
+        return None
+    return Layer(weight, bias, None, isinstance(layer, Conv1D))
+
+
+def _is_dense(parameter: Any) -> bool:
+    kind = type(parameter)
+    plain = kind is nn.Parameter or getattr(kind, "has_plain_storage", False)
+    return plain and parameter.dtype is torch.float32 and parameter.is_cpu and parameter.is_contiguous()
