@@ -13,6 +13,7 @@ BATCH, LOOP = "deploy.running_batch", "deploy/test_running_batch_loop.py"
 POOLED, HEAD = "deploy/test_running_batch.py", "deploy/test_running_batch_head.py"
 SLOTS, RUNNER, ROW = f"{BATCH}.slot_cache:SlotCache", f"{BATCH}.step_runner:StepRunner", f"{BATCH}.row"
 TAKES, SCHEDULER, ADMISSION = f"{BATCH}.loop:RunningBatch", f"{BATCH}.scheduler:Scheduler", f"{BATCH}.admission"
+TOGETHER = "test_short_prompts_are_computed_together"
 OWN, FAIR = "test_calls_are_answered_with_their_own_tokens", "test_schedule_is_fair_and_bounded"
 ENDS, CANCELLED = "test_rows_end_at_their_own_tokens_and_are_padded", "test_cancelled_call_leaves_at_once"
 BETWEEN, RAISES = (
@@ -52,7 +53,7 @@ FAST: list[Row] = [
     (f"{TAKES}._take_all", "self._fail(row.number, error)", "raise", LOOP, RAISES, {"when": 1}),
     (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", LOOP, SHARED, {"reuses": True}),
     (f"{PREFIXES}.find", "prompt[:-1]", "prompt", REUSED, LOST, {}),
-    (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL >= -1", LOOP, OWN, {"chunk": 64, "groups": 1}),
+    (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL > -99", LOOP, TOGETHER, {}),
 ]
 """In this process."""
 
