@@ -53,7 +53,7 @@ FAST: list[Row] = [
     (f"{TAKES}._take_all", "self._fail(row.number, error)", "raise", LOOP, RAISES, {"when": 1}),
     (f"{BATCH}.scheduler:_computed", "row.new[:-1]", "row.new", LOOP, SHARED, {"reuses": True}),
     (f"{PREFIXES}.find", "prompt[:-1]", "prompt", REUSED, LOST, {}),
-    (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL > -99", LOOP, TOGETHER, {}),
+    (f"{RUNNER}._prefill_whole", "positions_BL >= 0", "positions_BL >= 2", LOOP, TOGETHER, {}),
 ]
 """In this process."""
 
