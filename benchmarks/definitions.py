@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TOKEN_PARTS = ("products", "norms", "attention, the rest", "MLP, the rest", "model, the rest", "generate")
+TOKEN_PARTS = (
+    *("products", "blocks in C++", "norms", "attention, the rest", "MLP, the rest"),
+    *("model, the rest", "generate"),
+)
 """What the CPU time of a token is divided into."""
 UNITS = {
     "generation": "tokens/s",

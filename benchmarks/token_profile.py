@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.definitions import TOKEN_PARTS, Peer, Result
 from benchmarks.measure import tokens
+from oslo_kernels import decoder_block
 
-PRODUCTS, NORMS, ATTENTION, MLP, MODEL, LOOP = TOKEN_PARTS
+PRODUCTS, BLOCKS, NORMS, ATTENTION, MLP, MODEL, LOOP = TOKEN_PARTS
 
 
 def token(
@@ -42,24 +44,39 @@ def _profile(model: Any, new: int) -> dict[str, float]:
         spent[begun[-1]] += now - last
         last = now
 
+    def enter(part: str) -> None:
+        switch()
+        begun.append(part)
+
+    def leave(*_: Any) -> None:
+        switch()
+        begun.pop()
+
+    def in_blocks(call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            enter(BLOCKS)
+            found = call(*args)
+            leave()
+            return found
+
+        return timed
+
     @contextmanager
     def hooked(module: Any, part: str) -> Iterator[None]:
-        def enter(*_: Any) -> None:
-            switch()
-            begun.append(part)
-
-        def leave(*_: Any) -> None:
-            switch()
-            begun.pop()
-
-        hooks = module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
+        hooks = module.register_forward_pre_hook(lambda *_: enter(part)), module.register_forward_hook(leave)
         yield
         for hook in hooks:
             hook.remove()
 
     with ExitStack() as stack:
+        begin, finish, threaded = decoder_block._library()
+        library = (in_blocks(begin), in_blocks(finish), threaded)
+        stack.enter_context(mock.patch.object(decoder_block, "_library", lambda: library))
+        # a hook inside of a block that is computed in C++ would have it computed layer by layer
+        inside = {inner for module in model.modules() if hasattr(module, "decoding") for inner in module.modules()}
         for module in model.modules():
-            if part := MODEL if module is model else _part(type(module).__name__):
+            part = MODEL if module is model else _part(type(module).__name__)
+            if part and module not in inside:
                 stack.enter_context(hooked(module, part))
         ids = tokens(model, 1, 1)
         switch()
