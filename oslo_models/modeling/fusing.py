@@ -20,7 +20,7 @@ from oslo_models.fusion.growing_cache import let_grow
 from oslo_models.fusion.narrow_weights import check_narrow, narrow
 from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
-from oslo_models.fusion.timing import decide
+from oslo_models.fusion.timing import decide, use_huge_pages
 from oslo_models.modeling.apply_plan import entries_of_blocks
 from oslo_models.modeling.quantizing import check_not_quantized
 
@@ -119,6 +119,7 @@ class FusableModel(PreTrainedModel):
             tp = None if self.mesh is None else self.mesh.tp
             if weights is not None:
                 found = narrow(self, found, selected, tp, weights)
+            use_huge_pages(self, found, selected)
             found = decide(self, found, selected, tp, measure)
             fusion.apply(self, found, selected)
             fusion.fusion_candidates = decide_blocks(self, found, selected, tp, measure)
