@@ -1,4 +1,4 @@
-"""Memory of weights in pages of 2 MiB, which is read faster than in those of 4 KiB: there are fewer addresses to look up.
+"""Memory of weights in pages of 2 MiB, which is read faster than in those of 4 KiB: fewer addresses are looked up.
 
 Linux collapses pages that are there already (since 6.1), in place: addresses and contents stay. Elsewhere, and for
 memory that is mapped from a file, nothing happens.
