@@ -71,6 +71,7 @@ ARCHITECTURES = {
     "gemma": "Gemma",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3",
+    "gemma3n_text": "Gemma3n",
     "gemma4_text": "Gemma4",
     "gemma4_unified_text": "Gemma4Unified",
     "glm": "Glm",

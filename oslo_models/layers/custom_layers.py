@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -13,7 +14,7 @@ from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.collectives import MAX, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.linear import _add_bias, _ShardedModule
+from oslo_models.layers.linear import ColumnParallelLinear, _add_bias, _ShardedModule
 from oslo_models.layers.vocab_parallel import vocab_parallel_embedding
 from oslo_models.sharding.layout import Layout
 
@@ -107,4 +108,25 @@ class GlobalMinMaxModule(_ShardedModule):
             return reduce_fresh(self.tp, x.max(), MAX)
 
         with FunctionOverrides({Tensor.max: largest, Tensor.min: lambda x: -largest(-x)}):
+            return super().forward(*args, **kwargs)
+
+
+class GlobalMomentsModule(_ShardedModule):
+    """A module that calls ``torch.mean`` and ``torch.std`` on a sharded activation ``[..., local features]``.
+
+    They are taken over the features of all ranks, which are the outputs of one of its column-parallel layers.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        layers = (layer for layer in self.modules() if isinstance(layer, ColumnParallelLinear))
+        width = next(layers).layouts["weight"].shape[0]
+
+        def mean(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+            return copy_to(self.tp, reduce_from(self.tp, x.sum(dim, keepdim))) / width
+
+        def std(x: Tensor, dim: int, keepdim: bool = False, unbiased: bool = True) -> Tensor:
+            squares = (x - mean(x, dim, True)).square()
+            return (mean(squares, dim, keepdim) * (width / (width - unbiased))).sqrt()
+
+        with FunctionOverrides({torch.mean: mean, torch.std: std}):
             return super().forward(*args, **kwargs)

@@ -17,6 +17,7 @@ from oslo_models.layers.attention_width import LocalWidthModule
 from oslo_models.layers.custom_layers import (
     ColumnParallelModule,
     GlobalMinMaxModule,
+    GlobalMomentsModule,
     RowParallelModule,
     SharedParametersModule,
     VocabParallelModule,
@@ -66,6 +67,7 @@ from oslo_models.sharding.plan import (
     Entries,
     Experts,
     GlobalMinMax,
+    GlobalMoments,
     GroupWidthNorm,
     HeadNorm,
     HeadNorms,
@@ -110,6 +112,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (RowParallel, nn.Module): RowParallelModule,
     (VocabParallel, nn.Module): VocabParallelModule,
     (GlobalMinMax, nn.Module): GlobalMinMaxModule,
+    (GlobalMoments, nn.Module): GlobalMomentsModule,
     # derived plans
     (GatheredColumn, nn.Linear): GatheredColumnLinear,
     (GatheredColumn, Conv1D): GatheredColumnConv1D,

@@ -255,6 +255,11 @@ class GlobalMinMax(Replicated):
 
 
 @dataclass(frozen=True)
+class GlobalMoments(Replicated):
+    """A module that takes the mean and the standard deviation of a sharded activation, over the features of all ranks."""
+
+
+@dataclass(frozen=True)
 class ReplicatedDropout(Replicated):
     """A dropout between sharded layers whose input is replicated: all ranks have to draw the same mask."""
 

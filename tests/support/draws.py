@@ -244,6 +244,11 @@ def _fit_gemma4(values: Values, draw: random.Random) -> None:
         values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
 
 
+def _fit_gemma3n(values: Values, draw: random.Random) -> None:
+    values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
+    values["activation_sparsity_pattern"] = [draw.choice((0.0, 0.3, 0.9)) for _ in range(4)]
+
+
 def _fit_xlstm(values: Values, draw: random.Random) -> None:
     values["hidden_size"], values["num_heads"] = 128, draw.choice((4, 8))  # widths of which the cache knows
 
@@ -273,6 +278,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "detr": _fit_detr,
     "dots3_note_text": _fit_dots3_note,
     "funnel": _fit_funnel,
+    "gemma3n_text": _fit_gemma3n,
     "gemma4_text": _fit_gemma4,
     "gemma4_unified_text": _fit_gemma4,
     "glm4_moe_lite": _fit_latent_attention,

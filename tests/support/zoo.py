@@ -471,6 +471,11 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"num_key_value_heads": 2, "attention_window_size": 4},
         "block_types": ["attention", "recurrent", "recurrent"],
     },
+    "gemma3n_text": {
+        **{**_LLAMA, "num_hidden_layers": 4, "layer_types": 2 * _WINDOW["layer_types"], "sliding_window": 4},
+        **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"], "laurel_rank": 3},
+        **{"num_kv_shared_layers": 2, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.7, 0.0, 0.6, 0.0]},
+    },
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
     "hrm_text": {**_LLAMA, "L_cycles": 2, "embedding_scale": 3.0},
     "rwkv": {
@@ -546,6 +551,7 @@ LEFT_OUT: dict[str, set[str]] = {
     "cohere_compass_text": {
         *("CohereCompassForConditionalGeneration", "CohereCompassModel", "CohereCompassVisionModel"),
     },
+    "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
     "gemma4_unified_text": {"Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedModel"},
     "dots3_note_text": {
         *("Dots3NoteAudioModel", "Dots3NoteForConditionalGeneration", "Dots3NoteModel", "Dots3NoteVisionModel"),
@@ -572,7 +578,7 @@ SLOW_TESTS_ONLY = {
     *("glm_moe_dsa-shared", "dots3_note_text"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
-    *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
+    *("cohere_compass_text", "gemma3n_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("hrm_text", "rwkv", "xlstm"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),

@@ -1,0 +1,55 @@
+"""Gemma 3n, its text model: Gemma 3 over several streams of hidden states (AltUp), with an input of each block's own.
+
+Every rank makes these inputs, the streams and the low-rank residual (LAuReL) in full. Sparse blocks cut their gates off
+at so many standard deviations, taken over all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import Gemma3nTextConfig
+from transformers.models.gemma3n import modeling_gemma3n as hf
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nPreTrainedModel
+
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.gemma3_text import Gemma3Parallel
+from oslo_models.sharding.plan import Entries, GlobalMoments, Norm, Plan, Replicated, VocabParallel
+
+
+class Gemma3nParallel(Gemma3Parallel):
+    """Sharding plan of the Gemma 3n family."""
+
+    norms = (*Gemma3Parallel.norms, "post_per_layer_input_norm", "laurel.post_laurel_norm", "altup.router_norm")
+    mlp = {
+        **Gemma3Parallel.mlp,
+        "mlp": GlobalMoments(),
+        **dict.fromkeys(("per_layer_input_gate", "per_layer_projection"), Replicated()),
+        **dict.fromkeys(("laurel.linear_left", "laurel.linear_right", "altup"), Replicated()),
+        **{f"altup.{name}": Replicated() for name in ("correction_coefs", "prediction_coefs", "modality_router")},
+    }
+    optional = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        plan, streams = super().plan(config), range(config.altup_num_inputs - 1)
+        inputs: Entries = {
+            "embed_tokens_per_layer": VocabParallel(),
+            "per_layer_model_projection": Replicated(),
+            "per_layer_projection_norm": Norm(),
+        }
+        return replace(
+            plan,
+            embed={**plan.embed, **inputs, **{f"altup_projections.{i}": Replicated() for i in streams}},
+            head={**plan.head, **{f"altup_unembed_projections.{i}": Replicated() for i in streams}},
+            single_stage_reason="hidden states have several streams, and blocks need what earlier modules made",
+        )
+
+
+class Gemma3nTextModel(Gemma3nParallel, hf.Gemma3nTextModel):
+    pass
+
+
+class Gemma3nForCausalLM(Gemma3nParallel, hf.Gemma3nForCausalLM):
+    head_plan = LM_HEAD
