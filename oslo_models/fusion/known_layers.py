@@ -193,7 +193,8 @@ CALL_EAGER_ATTENTION = _names("""
     dots3_note.Dots3NoteVisionAttention electra.ElectraCrossAttention electra.ElectraSelfAttention
     ernie.ErnieCrossAttention ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention
     exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention
-    gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention gemma4.Gemma4TextAttention
+    gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention gemma3n.Gemma3nTextAttention
+    gemma4.Gemma4TextAttention
     gemma4.Gemma4VisionAttention gemma4_unified.Gemma4UnifiedTextAttention glm.GlmAttention glm4.Glm4Attention
     glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention
     gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention granitemoe.GraniteMoeAttention

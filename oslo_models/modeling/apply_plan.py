@@ -150,7 +150,7 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
             layouts[name] = entries[key].layout(name.rpartition(".")[2], tuple(param.shape), n)
     unnamed = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in layouts]
     used |= {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
-    used |= {name for name, _ in model.named_modules() if isinstance(entries.get(name), LocalModule)}
+    used |= {name for name, _ in model.named_modules() if isinstance(entries.get(name), (LocalModule, GlobalMoments))}
     unused = [key for key in entries if key not in used and not key.endswith(tuple(plan.optional))]
     if unnamed or unused:
         raise ValueError(

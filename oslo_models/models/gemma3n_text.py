@@ -22,6 +22,7 @@ class Gemma3nParallel(Gemma3Parallel):
     """Sharding plan of the Gemma 3n family."""
 
     norms = (*Gemma3Parallel.norms, "post_per_layer_input_norm", "laurel.post_laurel_norm", "altup.router_norm")
+    head_norms = (*Gemma3Parallel.head_norms, "self_attn.v_norm")
     mlp = {
         **Gemma3Parallel.mlp,
         "mlp": GlobalMoments(),
@@ -29,7 +30,7 @@ class Gemma3nParallel(Gemma3Parallel):
         **dict.fromkeys(("laurel.linear_left", "laurel.linear_right", "altup"), Replicated()),
         **{f"altup.{name}": Replicated() for name in ("correction_coefs", "prediction_coefs", "modality_router")},
     }
-    optional = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
+    optional = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm", "self_attn.v_norm")
 
     @classmethod
     def plan(cls, config: Any) -> Plan:

@@ -256,7 +256,7 @@ class GlobalMinMax(Replicated):
 
 @dataclass(frozen=True)
 class GlobalMoments(Replicated):
-    """A module that takes the mean and the standard deviation of a sharded activation, over the features of all ranks."""
+    """A module that takes mean and standard deviation of a sharded activation, over the features of all ranks."""
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,8 @@ def _fit_gemma4(values: Values, draw: random.Random) -> None:
 
 def _fit_gemma3n(values: Values, draw: random.Random) -> None:
     values["num_hidden_layers"], values["layer_types"] = 4, 2 * ["sliding_attention", "full_attention"]
-    values["activation_sparsity_pattern"] = [draw.choice((0.0, 0.3, 0.9)) for _ in range(4)]
+    # where more is cut off, few features remain, whose norm has huge gradients
+    values["activation_sparsity_pattern"] = [draw.choice((0.0, 0.3, 0.6)) for _ in range(4)]
 
 
 def _fit_xlstm(values: Values, draw: random.Random) -> None:

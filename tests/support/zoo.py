@@ -578,9 +578,9 @@ SLOW_TESTS_ONLY = {
     *("glm_moe_dsa-shared", "dots3_note_text"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
-    *("cohere_compass_text", "gemma3n_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
+    *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
-    *("hrm_text", "rwkv", "xlstm"),
+    *("gemma3n_text", "hrm_text", "rwkv", "xlstm"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
