@@ -102,6 +102,8 @@ def _fused_operations(cls: Any) -> list[str]:
         config.layer_types = ["full_attention"]
     if config.model_type == "cohere_compass_text":  # the default lacks those of each kind of block
         config.rope_parameters = dict.fromkeys(config.layer_types)
+    if hasattr(config, "num_kv_shared_layers"):  # there is no earlier block to share with
+        config.num_kv_shared_layers = 0
     if vars(config).get("head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):

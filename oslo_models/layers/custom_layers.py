@@ -118,8 +118,8 @@ class GlobalMomentsModule(_ShardedModule):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        layers = (layer for layer in self.modules() if isinstance(layer, ColumnParallelLinear))
-        width = next(layers).layouts["weight"].shape[0]
+        layouts: Any = next(layer.layouts for layer in self.modules() if isinstance(layer, ColumnParallelLinear))
+        width = layouts["weight"].shape[0]
 
         def mean(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
             return copy_to(self.tp, reduce_from(self.tp, x.sum(dim, keepdim))) / width

@@ -1,5 +1,7 @@
 """Gemma 3, its text model: Gemma 2 with query and key norms in place of the soft caps."""
 
+from typing import ClassVar
+
 from transformers import Gemma3TextConfig
 from transformers.models.gemma3 import modeling_gemma3 as hf
 from transformers.models.gemma3.modeling_gemma3 import Gemma3PreTrainedModel
@@ -11,7 +13,7 @@ from oslo_models.models.gemma2 import Gemma2Parallel
 class Gemma3Parallel(Gemma2Parallel):
     """Sharding plan of the Gemma 3 family."""
 
-    head_norms = ("self_attn.q_norm", "self_attn.k_norm")
+    head_norms: ClassVar[tuple[str, ...]] = ("self_attn.q_norm", "self_attn.k_norm")
 
 
 class Gemma3TextModel(Gemma3Parallel, hf.Gemma3TextModel):

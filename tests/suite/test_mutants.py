@@ -6,6 +6,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from oslo_models.distributed import autograd_collectives, collectives, symmetric
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion import norms
-from oslo_models.layers import cross_entropy, linear, overlap
+from oslo_models.layers import cross_entropy, custom_layers, linear, overlap
 from oslo_models.layers import vocab_parallel as vocab
 from oslo_models.modeling import base
 from oslo_models.modeling import forward as calls
@@ -236,6 +237,15 @@ def symmetric_memory_for_sums_of_any_size(patch: Patch) -> None:
     patch.setattr(symmetric_memory.SymmetricMemory, "takes", lambda self, x: x.dtype in self.dtypes)
 
 
+def moments_of_own_features(patch: Patch) -> None:
+    cls = custom_layers.GlobalMomentsModule
+    patch.setattr(cls, "forward", lambda self, *args: super(cls, self).forward(*args))
+
+
+def moments_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(custom_layers, "copy_to", lambda axis, x: x)
+
+
 def experts_in_a_loop(patch: Patch) -> None:
     patch.setattr(moe, "_can_use_grouped_mm", lambda *args: False)
 
@@ -265,6 +275,12 @@ MUTANTS: dict[str, list[Caught]] = {
     ],
     "models/test_mixture_of_experts.py": [
         (experts_in_a_loop, "test_products_of_experts_are_grouped", {"expert_parallel_size": 2}),
+    ],
+    "models/test_zoo.py": [
+        *[
+            (mutant, "test_main_class_matches_transformers_on_two_ranks_and_two_stages", {"model_type": "gemma3n_text"})
+            for mutant in (moments_of_own_features, moments_without_sum_of_gradients)
+        ],
     ],
     "models/test_parity.py": [
         (row_without_sum, "test_step_of_every_head_matches_transformers", {"variant": "gpt2", "n": 2}),
@@ -400,6 +416,7 @@ def test_mutant_is_caught(
     make: Callable[[Patch], None],
     name: str,
     arguments: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
     seed: int,
 ) -> None:
     """The test passes (here, or as a case of this run), and with the mutant it fails by an assertion."""
@@ -408,6 +425,10 @@ def test_mutant_is_caught(
     parameters = inspect.signature(test).parameters
     if "seed" in parameters:
         arguments = {**arguments, "seed": seed}
+
+    def folder() -> dict[str, Path]:
+        return {"tmp_path": tmp_path_factory.mktemp("mutant")} if "tmp_path" in parameters else {}
+
     if "pool" not in parameters:
         if not is_shown:
             test(**arguments)
@@ -415,9 +436,9 @@ def test_mutant_is_caught(
             with_mutant(make, partial(test, **arguments))
         return
     if not is_shown:
-        test(pool, **arguments)
+        test(pool, **arguments, **folder())
     with pytest.raises((AssertionError, WorkerError)) as caught:
-        test(MutantPool(pool, make), **arguments)
+        test(MutantPool(pool, make), **arguments, **folder())
     if isinstance(caught.value, WorkerError):
         failures = list(caught.value.failures.values())
         assert all("AssertionError" in failure for failure in failures), failures
