@@ -97,7 +97,7 @@ class Block:
     sums: bool
 
     def is_supported(self) -> bool:
-        """Whether the tensors fit to each other, and the kernel computes blocks like this."""
+        """Whether the shapes of the tensors agree, and the kernel computes blocks like this."""
         hidden, (heads, groups, width) = self.norms[0].weight.numel(), (self.heads, self.groups, self.width)
         if not groups or heads % groups or min(min(layer.shape) for layer in self.layers()) < linear.FEWEST_OUTPUTS:
             return False

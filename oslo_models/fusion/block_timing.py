@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +57,7 @@ def decide_blocks(
     if not found or not measure:
         return candidates
     blocks = {c.module: model.get_submodule(c.module) for c in found}
-    with agree(tp, "timing blocks") if tp is not None and tp.size > 1 else _alone():
+    with agree(tp, "timing blocks") if tp is not None and tp.size > 1 else nullcontext():
         keys = [_key(block) for block in blocks.values()]
     alike: dict[Any, list[str]] = {}
     for name, key in zip(blocks, zip(*_gathered(tp, keys), strict=True), strict=True):
@@ -91,11 +91,6 @@ def _decided(candidate: FusionCandidate, block: Any, timed: _Timed) -> FusionCan
 def _figures(timed: _Timed) -> str:
     each = (f"{n} row{'s' * (n > 1)}: {a * 1e6:.0f} vs {b * 1e6:.0f} us" for n, (a, b) in timed.items())
     return ", ".join(each)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    yield
 
 
 def _gathered(tp: Axis | None, found: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,30 @@ def test_logits_are_those_of_transformers(variant: str, seed: int) -> None:
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "qwen3"])
 def test_ranks_sum(variant: str, ranks: int, pool: Pool, seed: int) -> None:
     pool.run(ranks, check_logits, variant, drawn_weights(variant, seed), seed, ranks)
+
+
+def check_other_sums(weights: dict[str, Tensor], seed: int) -> None:
+    """A rank that the others wait for longer than a call in C++ does, and ranks that share no memory."""
+    model = parallel_model(zoo.lm_head("llama"), config_of("llama"), weights, 2, dtype=torch.float32).eval()
+    expected = logits_of(model.fuse(measure=False), seed)
+    late, begin = iter((True,)), decoder_block.begin
+
+    def slow(*args: Any) -> None:
+        if model.mesh.tp.rank and next(late, False):
+            time.sleep(0.5)
+        begin(*args)
+
+    with mock.patch.object(decoder_block, "begin", slow), Counted() as counted:
+        assert torch.equal(logits_of(model, seed), expected)
+    assert counted.computed == 8
+    without = mock.patch("oslo_models.fusion.decoder_blocks.shared_memory_of", lambda axis: None)
+    with without, Counted() as counted:
+        assert torch.equal(logits_of(model, seed), expected)
+    assert counted.computed == 8
+
+
+def test_late_ranks_and_ranks_without_shared_memory_sum_too(pool: Pool, seed: int) -> None:
+    pool.run(2, check_other_sums, drawn_weights("llama", seed), seed)
 
 
 @pytest.mark.parametrize("narrow", ["bfloat16", "int8"])
