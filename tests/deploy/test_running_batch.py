@@ -18,7 +18,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from oslo_models import GPT2LMHeadModel, registry
 from oslo_models.deploy import engine
@@ -76,7 +76,7 @@ def test_decoders_of_the_zoo_get_their_own_tokens(
 
 def test_every_decoder_of_the_zoo_joins_or_has_a_reason() -> None:
     """Those join whose cache, as transformers makes it, has keys and values only, unless the table says why not."""
-    plain = {DynamicLayer, DynamicSlidingWindowLayer}
+    plain = {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer}  # one of these reads the keys of another block
     excluded = set()
     for variant in DECODERS:
         config = zoo.config(variant)
