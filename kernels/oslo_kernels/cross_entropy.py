@@ -7,6 +7,7 @@ Shapes: N rows, R rows of a part, v tokens of the vocabulary on this rank.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ class Rule:
             sum of all logits; ``rest`` is zero without label smoothing.
         scale, cap: a logit is ``scale`` times the product, or ``cap * tanh(scale * product)`` if ``cap`` is not zero.
         padded: whether the logits are from `padded_logits`.
+        factor: what the gradient is multiplied by, such as one divided by the number of rows; losses are not.
     """
 
     start: int = 0
@@ -40,6 +42,7 @@ class Rule:
     scale: float = 1.0
     cap: float = 0.0
     padded: bool = False
+    factor: float = 1.0
 
     def logits(self, products: Tensor) -> Tensor:
         """The logits of these products, at least in float32; a new tensor unless nothing has to be done."""
@@ -71,7 +74,7 @@ def row_statistics(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
 
 
 def replace_by_gradient_(logits_Nv: Tensor, statistics_4N: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
-    """Replace products by the gradient of the summed loss, in place; what pads rows is overwritten.
+    """Replace products by ``rule.factor`` times the gradient of the summed loss, in place; padding is overwritten.
 
     Args:
         statistics_4N: of the full rows.
@@ -108,9 +111,9 @@ def row_statistics_plain(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Ten
 def replace_by_gradient_plain(logits_Nv: Tensor, statistics_4N: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
     """`replace_by_gradient_` in plain torch."""
     rows = _rows(logits_Nv)
-    log_total_N1 = (statistics_4N[1].log() + statistics_4N[0]).unsqueeze(-1)
+    log_total_N1 = (statistics_4N[1].log() + statistics_4N[0] - math.log(rule.factor)).unsqueeze(-1)
     index_N1, elsewhere_N = rule.local(target_N, logits_Nv.shape[1])
-    hits_N1 = torch.full_like(log_total_N1, -rule.hit).masked_fill_(elsewhere_N.unsqueeze(-1), 0.0)
+    hits_N1 = torch.full_like(log_total_N1, -rule.hit * rule.factor).masked_fill_(elsewhere_N.unsqueeze(-1), 0.0)
     ignored_N1 = (target_N == rule.ignore_index).unsqueeze(-1)
     some_are_ignored = bool(ignored_N1.any())
     per_row = (x.split(rows) for x in (logits_Nv, log_total_N1, index_N1, hits_N1, ignored_N1))
@@ -119,7 +122,7 @@ def replace_by_gradient_plain(logits_Nv: Tensor, statistics_4N: Tensor, target_N
         slope_Rv = rule.scale * (rule.cap - made_Rv.square() / rule.cap) if rule.cap else None
         grad_Rv = made_Rv.sub_(log_total_R1).exp_()  # in place in the logits themselves where they are `part_Rv`
         if rule.rest:
-            grad_Rv.sub_(rule.rest)
+            grad_Rv.sub_(rule.rest * rule.factor)
         grad_Rv.scatter_add_(-1, index_R1, hits_R1)
         if some_are_ignored:
             grad_Rv.masked_fill_(ignored_R1, 0.0)
@@ -196,7 +199,7 @@ def statistics_kernel(
 @jit
 def gradient_kernel(
     logits_ptr, statistics_ptr, target_ptr, loss_ptr, row_stride, rows, width, first, ignored, hit, rest, scale, cap,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    factor, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -214,7 +217,7 @@ def gradient_kernel(
         grad *= scale * (cap - y * y / cap)
     else:
         grad *= scale
-    tl.store(pointers, tl.where(counts, grad, 0.0), mask=offsets < width)
+    tl.store(pointers, tl.where(counts, grad * factor, 0.0), mask=offsets < width)
 
 
 def row_statistics_triton(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
@@ -235,7 +238,7 @@ def replace_by_gradient_triton(logits_Nv: Tensor, statistics_4N: Tensor, target_
     loss_N = statistics_4N.new_empty(rows)
     block = power_of_two(width, 4096)
     sizes = (logits_Nv.stride(0), rows, width, rule.start, rule.ignore_index)
-    numbers = (float(rule.hit), float(rule.rest), float(rule.scale), float(rule.cap))
+    numbers = (float(rule.hit), float(rule.rest), float(rule.scale), float(rule.cap), float(rule.factor))
     flags = {"CAPPED": bool(rule.cap), "BLOCK": block}
     given = (logits_Nv, statistics_4N.contiguous(), target_N.contiguous(), loss_N)
     launch(gradient_kernel, (rows, -(-width // block)), *given, *sizes, *numbers, **flags)

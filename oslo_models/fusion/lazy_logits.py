@@ -98,12 +98,14 @@ class LazyLogits(ShardedLogits):
     def _with_local(self, hidden: Tensor) -> LazyLogits:
         return self.changed(hidden)
 
-    def _losses(self, target: Tensor, shard: VocabShard, reduction: str) -> Any:
-        """The sum of the losses; losses per row (``reduction="none"``) need the logits."""
+    def _loss(self, target: Tensor, shard: VocabShard, reduction: str) -> Any:
+        """The sum or mean of the losses; losses per row (``reduction="none"``) need the logits."""
         if reduction == "none":
             return NotImplemented
         with without_override():
-            return linear_cross_entropy(self.local(), *self._parameters(), target, shard, self.scale, self.cap)
+            weight, bias = self._parameters()
+            mean = reduction == "mean"
+            return linear_cross_entropy(self.local(), weight, bias, target, shard, self.scale, self.cap, mean)
 
     def compute(self) -> Tensor:
         """The logits, sharded where the vocabulary is; computed once, so that changes in place persist."""

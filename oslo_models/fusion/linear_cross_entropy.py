@@ -36,6 +36,7 @@ def linear_cross_entropy(
     shard: VocabShard,
     scale: float = 1.0,
     cap: float = 0.0,
+    mean: bool = False,
 ) -> Tensor:
     """The cross entropy of the head's logits, summed over the rows that are not ignored, as a scalar.
 
@@ -50,12 +51,17 @@ def linear_cross_entropy(
         target_N: indices into the full vocabulary, the same on every rank.
         shard: this rank's shard of the vocabulary, and how targets count.
         scale, cap: logits are ``scale * (hidden @ weight.T + bias)``, or ``cap * tanh`` of that unless ``cap`` is zero.
+        mean: return the mean over these rows instead of the sum.
 
     Raises:
         IndexError: a target is neither in the vocabulary nor ``ignore_index``. On CUDA it is a device-side assertion,
             as with torch's cross entropy, which the next synchronisation reports.
     """
-    return _LinearCrossEntropy.apply(hidden_NH, weight_vH, bias_v, target_N, shard, scale, cap)
+    # Only where the number of rows is known without waiting for a device is the gradient computed as that of the mean;
+    # then the backward pass need not multiply it.
+    counted = mean and not target_N.is_cuda
+    loss = _LinearCrossEntropy.apply(hidden_NH, weight_vH, bias_v, target_N, shard, scale, cap, counted)
+    return loss / (target_N != shard.ignore_index).sum() if mean and not counted else loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -69,6 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: VocabShard,
         scale: float,
         cap: float,
+        mean: bool,
     ) -> Tensor:
         rows = None
         known = ((target_N == shard.ignore_index) | ((target_N >= 0) & (target_N < shard.size))).all()
@@ -81,11 +88,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = (target_N != shard.ignore_index).nonzero().squeeze(-1)  # ignored rows cost nothing
             target_N = target_N[rows]
         hit, rest = 1.0 - shard.smoothing, shard.smoothing / shard.size
-        rule = Rule(shard.local[0], shard.ignore_index, hit, rest, scale, cap, hidden_NH.is_cuda)
+        factor = 1 / max(1, len(target_N)) if mean else 1.0
+        rule = Rule(shard.local[0], shard.ignore_index, hit, rest, scale, cap, hidden_NH.is_cuda, factor)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             loss, ctx.grads = _run(hidden_NH, weight_vH, bias_v, target_N, rows, shard, rule, ctx.needs_input_grad)
         ctx.axis = shard.axis
-        return loss
+        return loss / len(target_N) if mean else loss
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -101,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 own.mul_(grad)
         if grads[0] is not None:
             grads[0] = reduce_fresh(ctx.axis, grads[0])
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 def _run(
@@ -124,7 +132,7 @@ def _run(
     sum_dtype = wide(dtype)
     size = _rows_at_once(len(target_N), weight_vH, shard)
     grad_NH = (torch.empty_like if rows is None else torch.zeros_like)(hidden_NH) if needs[0] else None
-    grad_vH = torch.zeros_like(weight_vH, dtype=sum_dtype) if needs[1] else None
+    grad_vH: Tensor | None = None
     grad_v = torch.zeros_like(bias_v, dtype=sum_dtype) if bias_v is not None and needs[2] else None
     losses = [hidden_NH.new_zeros(1, dtype=sum_dtype)]
     buffer = padded_logits(weight_vH, min(size, len(target_N)))
@@ -142,21 +150,23 @@ def _run(
             torch.mm(logits_Cv, weight_vH, out=grad_NH.narrow(0, start, here))
         elif grad_NH is not None:
             grad_NH[index_C] = logits_Cv @ weight_vH
-        if grad_vH is not None:
-            _add_product_(grad_vH, logits_Cv.T, hidden_CH)
+        if needs[1]:
+            grad_vH = _plus_product(grad_vH, logits_Cv.T, hidden_CH, sum_dtype)
         if grad_v is not None:
             grad_v += logits_Cv.sum(0, dtype=sum_dtype)
+    if needs[1] and grad_vH is None:  # every row is ignored
+        grad_vH = torch.zeros_like(weight_vH)
     return torch.cat(losses).sum(), [grad if grad is None else grad.to(dtype) for grad in (grad_NH, grad_vH, grad_v)]
 
 
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, whose dtype may be narrower; on a GPU the product itself adds in that of ``total``."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right
+def _plus_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``total + left @ right`` in ``dtype``, in ``total``'s memory; on a GPU the product itself adds in that dtype."""
+    if left.is_cuda and left.dtype != dtype:
+        total = left.new_zeros(len(left), right.shape[1], dtype=dtype) if total is None else total
+        return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+    if total is None:  # a large matrix is written once, not cleared, read and written
+        return (left @ right).to(dtype)
+    return total.addmm_(left, right) if left.dtype == dtype else total.add_(left @ right)
 
 
 def _rows_at_once(rows: int, weight_vH: Tensor, shard: VocabShard) -> int:

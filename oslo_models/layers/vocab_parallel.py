@@ -147,12 +147,15 @@ class VocabParallelLogits(ShardedLogits):
     def _with_local(self, local: Tensor) -> VocabParallelLogits:
         return VocabParallelLogits.from_local(local, self.tp, self.vocab)
 
-    def _losses(self, target: Tensor, shard: VocabShard, reduction: str) -> Tensor:
-        return vocab_parallel_cross_entropy(self.local(), target, shard)
+    def _loss(self, target: Tensor, shard: VocabShard, reduction: str) -> Tensor:
+        losses = vocab_parallel_cross_entropy(self.local(), target, shard)
+        if reduction == "none":
+            return losses
+        return losses.sum() / (target != shard.ignore_index).sum() if reduction == "mean" else losses.sum()
 
 
 # Functions for any `ShardedLogits`: they rely only on all dimensions but the last being those of the stored tensor,
-# and on `_losses`.
+# and on `_loss`.
 
 
 def _shape(logits: Any) -> torch.Size:
@@ -198,14 +201,8 @@ def _cross_entropy(
         return NotImplemented
     (local_range,) = input.vocab.ranges[input.tp.rank]
     shard = VocabShard(input.tp, local_range, input.vocab_size, ignore_index, label_smoothing)
-    losses = input._losses(target, shard, reduction)
-    if losses is NotImplemented:
-        return NotImplemented
-    if reduction != "none":
-        losses = losses.sum()
-    if reduction == "mean":
-        losses = losses / (target != ignore_index).sum()
-    return losses.to(input.dtype)
+    loss = input._loss(target, shard, reduction)
+    return loss if loss is NotImplemented else loss.to(input.dtype)
 
 
 def _add(logits: VocabParallelLogits, other: Any) -> Any:

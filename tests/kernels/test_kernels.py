@@ -219,8 +219,8 @@ def test_cross_entropy_operations_match_torch(seed: int, monkeypatch: pytest.Mon
     torch.manual_seed(seed)
     rules = (
         cross_entropy.Rule(),
-        cross_entropy.Rule(start=3, hit=0.9, rest=0.1 / 7, scale=0.5, ignore_index=4),
-        cross_entropy.Rule(scale=0.3, cap=2.0),
+        cross_entropy.Rule(start=3, hit=0.9, rest=0.1 / 7, scale=0.5, ignore_index=4, factor=1 / 18),
+        cross_entropy.Rule(scale=0.3, cap=2.0, factor=0.4),
     )
     for rule in rules:
         products = (3 * torch.randn(20, 7, dtype=torch.float64)).requires_grad_()
@@ -230,7 +230,7 @@ def test_cross_entropy_operations_match_torch(seed: int, monkeypatch: pytest.Mon
         logits = rule.cap * logits.tanh() if rule.cap else logits
         given = (target - rule.start).where(target != rule.ignore_index, -100)
         losses = F.cross_entropy(logits, given, reduction="none", label_smoothing=1 - rule.hit)
-        (grad,) = torch.autograd.grad(losses.sum(), products)
+        (grad,) = torch.autograd.grad(losses.sum() * rule.factor, products)
         made = products.detach().clone()
         statistics = cross_entropy.row_statistics(made, target, rule)
         assert torch.equal(made, products)

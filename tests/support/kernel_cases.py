@@ -183,7 +183,7 @@ def losses(dtype: torch.dtype) -> Iterator[Case]:
     rules = (
         cross_entropy.Rule(),
         cross_entropy.Rule(start=4, ignore_index=5, hit=0.9, rest=0.125, scale=0.5),
-        cross_entropy.Rule(start=2, scale=0.25, cap=3.0, hit=0.75, rest=0.01),
+        cross_entropy.Rule(start=2, scale=0.25, cap=3.0, hit=0.75, rest=0.01, factor=0.2),
     )
     for logits in (5 * torch.randn(6, 37), spaced(2, 9001), torch.full((2, 5), float("-inf"))):
         logits = logits.to(dtype)
