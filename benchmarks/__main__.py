@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import CASES, OWN, Case
 from benchmarks.compare import Change
 from benchmarks.definitions import UNITS, Result
 from benchmarks.launch import MeasurementError, launch
@@ -95,8 +95,8 @@ def _measure(case: Case, folder: Path, repeat: int, smoke: bool) -> dict[str, li
 def _rows(case: Case, results: dict[str, list[Result]]) -> list[dict[str, Any]]:
     """A row of the CSV for every peer and metric; computed references count as peers without processes."""
     runs = {peer: [result.values for result in found] for peer, found in results.items()}
-    for found in results.values():
-        runs |= {name: [values] * len(found) for name, values in found[0].references.items()}
+    for found in [results[name] for name in OWN if name in results][:1]:
+        runs |= {name: [result.references[name] for result in found] for name in found[0].references}
     rows = []
     for peer, metric in [(peer, metric) for peer, measured in runs.items() for metric in measured[0]]:
         values, shape = [run[metric] for run in runs[peer]], ""

@@ -14,6 +14,8 @@ TOKEN_PARTS = (
     *("model, the rest", "generate"),
 )
 """What the CPU time of a token is divided into."""
+BY_MEMORY, BY_PRODUCTS = LIMITS = ("limit by memory", "limit by products")
+"""What `benchmarks.limits` measures; they stand among the peers of a row."""
 UNITS = {
     "generation": "tokens/s",
     "training step": "s",
@@ -64,7 +66,8 @@ class Result:
     Attributes:
         values: by metric, in the units of ``UNITS``.
         check: results that all peers have to agree on.
-        references: values to compare with that the runner itself provides, by name and metric.
+        references: values to compare with that the runner itself provides, by name and metric. Only those that our
+            own peer measured get rows.
         pairs: of values that are medians of ratios, all ratios.
     """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.definitions import UNITS, Peer, Result
+from benchmarks.definitions import BY_MEMORY, BY_PRODUCTS, UNITS, Peer, Result
 
 # torch is imported by the processes that measure, not by the one that only reads the registry.
 
@@ -19,6 +19,8 @@ def generate(
     """Greedy generation: the median of ``timed`` runs after a warm-up run."""
     import torch
 
+    from benchmarks.limits import tokens_by_memory
+
     model = peer.load(cls, checkpoint).eval()
     ids = tokens(model, batch, prompt)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
@@ -28,7 +30,8 @@ def generate(
         out = model.generate(input_ids=ids, **options)
         seconds.append(time.perf_counter() - start)
     assert out.shape == (batch, prompt + new)
-    return Result({"generation": batch * new / statistics.median(seconds[1:])}, out[:, prompt:].flatten().tolist())
+    speed, limit = batch * new / statistics.median(seconds[1:]), tokens_by_memory(model, batch, prompt + new // 2)
+    return Result({"generation": speed}, out[:, prompt:].flatten().tolist(), {BY_MEMORY: {"generation": limit}})
 
 
 def serve(
@@ -84,10 +87,13 @@ def _steps(step: Callable[[Any], Any], ids: Any, timed: int) -> tuple[list[float
 
 def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int) -> Result:
     """Forward, backward and AdamW: the median of ``timed`` steps after a warm-up step."""
+    from benchmarks.limits import seconds_by_products
+
     model, step = peer.trainer(peer.load, cls, checkpoint)
     ids = tokens(model, batch, length)
     seconds, losses = _steps(step, ids, timed)
-    return Result({"training step": statistics.median(seconds)}, losses[:2])
+    limit = {"training step": seconds_by_products(model, batch * length)}
+    return Result({"training step": statistics.median(seconds)}, losses[:2], {BY_PRODUCTS: limit})
 
 
 def train_lora(

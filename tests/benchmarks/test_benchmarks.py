@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks import __main__ as driver
-from benchmarks import table
+from benchmarks import limits, table
 from benchmarks.cases import CASES, ONE_THREAD, OUR_DATA, OUR_STAGES, OURS, OURS_FUSED, OWN, TORCH_STAGES
-from benchmarks.definitions import TOKEN_PARTS, Result
+from benchmarks.definitions import BY_MEMORY, TOKEN_PARTS, Result
 from benchmarks.launch import MeasurementError
 from benchmarks.peers import PEERS
 from benchmarks.records import append
@@ -119,6 +120,29 @@ def test_ratios_are_computed_within_a_repetition(tmp_path: Path) -> None:
     assert [row["date"] for row in table.latest(tmp_path / "results.csv")] == ["2030-01-01"] * 2
     text = table.tables(table.latest(tmp_path / "results.csv"))
     assert "| GPT-2 124M, generate, batch 1 | 20 (10 to 40) | 40 (20 to 60) | 2 x transformers |" in text
+
+
+def test_limits_are_of_our_runs_and_no_peer_to_compare_with() -> None:
+    case = CASES["gpt2-124m-generate-b1"]
+    limits = {"transformers": (70.0, 70.0, 70.0), OURS: (50.0, 80.0, 60.0)}
+    measured = {
+        peer: [Result({"generation": 40.0}, [], {BY_MEMORY: {"generation": value}}) for value in values]
+        for peer, values in limits.items()
+    }
+    rows = driver._rows(case, measured)
+    assert [(row["value"], row["min"], row["max"]) for row in rows if row["peer"] == BY_MEMORY] == [("60", "50", "80")]
+    cells = {str(row["peer"]): {name: str(value) for name, value in row.items()} for row in rows}
+    assert table._ratio(cells) == "1 x transformers"
+
+
+def test_limits_are_those_of_this_process() -> None:
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
+    model = GPT2LMHeadModel(config)
+    weights = sum(param.nbytes for param in model.parameters())
+    one, eight = (limits.tokens_by_memory(model, batch, 0) for batch in (1, 8))
+    assert weights * one > 1e7 and eight > one  # bytes per second; the weights are read once for all rows
+    assert limits.tokens_by_memory(model, 8, 10**6) < eight / 100
+    assert 0 < limits.seconds_by_products(model, 8) < limits.seconds_by_products(model, 8000)
 
 
 def test_ratios_are_to_the_best_peer_and_few_runs_are_marked() -> None:

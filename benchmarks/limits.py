@@ -1,0 +1,69 @@
+"""What no implementation can go below on the machine at hand, measured in the processes that a peer runs in."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from benchmarks.instruments import local
+
+_STREAM = 256 << 20
+"""Bytes that are read at once: far more than caches hold."""
+
+
+def tokens_by_memory(model: Any, batch: int, length: int) -> float:
+    """Tokens per second if decoding took the time of reading its weights, and keys and values of ``length`` tokens.
+
+    Every rank reads its own at the speed at which it adds up a tensor while the others do the same. The embedding, of
+    which a token reads one row, counts only where the head has the same weight.
+    """
+    model = getattr(model, "module", model)  # of DeepSpeed's engine
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    weights = [param for param in model.parameters() if param is not embedding or param is head]
+    config, ranks = model.config, dist.get_world_size() if dist.is_initialized() else 1
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = heads * (config.hidden_size // config.num_attention_heads)
+    cache = 2 * config.num_hidden_layers * width * length * batch * weights[0].itemsize // ranks
+    stream = torch.ones(_STREAM // 4)
+    read = sum(local(weight).nbytes for weight in weights) + cache
+    return batch / (_fastest(stream.sum, 8) * read / _STREAM)
+
+
+def seconds_by_products(model: Any, rows: int) -> float:
+    """Seconds of the matrix products of a training step: of each linear layer, of its input's and weight's gradients.
+
+    They are torch's own, of this rank's shards, while the other ranks compute theirs.
+    """
+    shapes: Counter[tuple[int, int]] = Counter()
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, Conv1D)):
+            weight = local(module.weight)
+            shapes[tuple(weight.shape if isinstance(module, Conv1D) else weight.T.shape)] += 1
+
+    def products(x: Tensor, weight: Tensor, grad: Tensor) -> Callable[[], Any]:
+        return lambda: (x @ weight, grad @ weight.T, x.T @ grad)
+
+    total = 0.0
+    for (fan_in, fan_out), count in shapes.items():
+        given = torch.randn(rows, fan_in), torch.randn(fan_in, fan_out), torch.randn(rows, fan_out)
+        total += count * _fastest(products(*given), 3)
+    return total
+
+
+def _fastest(run: Callable[[], Any], times: int) -> float:
+    """The seconds of the fastest of these calls, which all ranks begin together, after one of warm-up."""
+    seconds = []
+    for _ in range(times + 1):
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
