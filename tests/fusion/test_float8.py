@@ -99,8 +99,8 @@ def small(seed: int, **options: Any) -> Any:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_in_float8_follows_float32(recipe: str, seed: int) -> None:
-    """Texts that repeat eight tokens, learned in 60 steps: the losses are those of float32 but for 0.1 at most."""
-    ids = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(seed)).repeat(1, 4)
+    """Texts that repeat eight tokens, learned in 25 steps: the losses are those of float32 but for 0.1 at most."""
+    ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(seed)).repeat(1, 2)
     losses = []
     for chosen in (None, recipe):
         model = small(seed)
@@ -108,7 +108,7 @@ def test_training_in_float8_follows_float32(recipe: str, seed: int) -> None:
             model.fuse(float8=chosen)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         found = []
-        for _ in range(60):
+        for _ in range(25):
             loss = model(input_ids=ids, labels=ids).loss
             optimizer.zero_grad()
             loss.backward()

@@ -55,7 +55,7 @@ MUTANTS: list[Mutant] = [
     ("full_norm_rotary", "y_ptr + head * y_head + d", "y_ptr + head * x_head + d", "row products"),
     ("cross_entropy", "grad *= scale * (cap - y * y / cap)", "grad *= cap - y * y / cap", "gradient of logits"),
     ("cross_entropy", "        grad *= scale\n", "        pass\n", "gradient of logits"),
-    ("cross_entropy", "tl.where(counts, grad, 0.0)", "grad", "gradient of logits"),
+    ("cross_entropy", "tl.where(counts, grad * factor, 0.0)", "grad", "gradient of logits"),
     ("cross_entropy", "tl.where(counts, loss, 0.0)", "loss", "gradient of logits"),
     ("cross_entropy", "here = (target != ignored) & (column >= 0)", "here = (column >= 0)", "statistics"),
     ("cross_entropy", "summed += tl.where(inside, x, 0.0)", "summed += x", "statistics"),
