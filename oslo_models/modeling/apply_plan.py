@@ -46,6 +46,7 @@ from oslo_models.layers.linear import (
 )
 from oslo_models.layers.multihead_attention import HeadParallelAttention
 from oslo_models.layers.norm import GroupParallelNorm, HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
+from oslo_models.layers.routed_experts import RoutedExpertsModule
 from oslo_models.layers.shared_experts import SharedExpertsModule
 from oslo_models.layers.state_space import RecurrentStateModule, StateSpaceModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
@@ -58,6 +59,7 @@ from oslo_models.sharding.derived import (
     SplitHeads,
     SummedEmbedding,
 )
+from oslo_models.sharding.expert_entries import RoutedExperts
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.local_config import LocalConfig
 from oslo_models.sharding.plan import (
@@ -104,6 +106,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (RecurrentState, nn.Module): RecurrentStateModule,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
     (SummedModule, nn.Module): SummedModuleMixin,
+    (RoutedExperts, nn.Module): RoutedExpertsModule,
     (Experts, nn.Module): ParallelExperts,
     (DenseExperts, nn.Module): ParallelDenseExperts,
     (Latent, nn.Linear): LatentLinear,
@@ -207,6 +210,8 @@ def apply_plan(
             _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, LocalModule):
             _localize(module, entry, tp)
+            if isinstance(entry, RoutedExperts):
+                module.set_experts(entry.groups)  # type: ignore[operator]
         elif isinstance(entry, ReplicatedDropout) and stream is not None:
             _draw_outside(stream, module)
     for name, layout in layouts.items():

@@ -1,0 +1,60 @@
+"""Experts of other modules than stacks over the tp axis: a part of their width, or some of them, on each rank."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
+from oslo_models.distributed.sharded_tensor import without_override
+from oslo_models.layers.custom_layers import SummedModule
+from oslo_models.layers.linear import _ShardedModule
+from oslo_models.sharding.layout import even_ranges
+
+
+class SomeExperts(_ShardedModule):
+    """A module of experts of which each group of ranks holds some.
+
+    Attributes:
+        first: the number of the first expert on this rank.
+        num_experts: how many are on this rank.
+        over_ranks: whether other ranks have other experts.
+    """
+
+    first: int
+    num_experts: int
+    over_ranks: bool
+
+    def set_experts(self, groups: int) -> None:
+        """Set which experts this rank holds, once ``tp`` is set, where they are divided over so many groups."""
+        first, stop = even_ranges(self.num_experts, groups)[self.tp.rank * groups // self.tp.size]
+        self.first, self.num_experts, self.over_ranks = first, stop - first, groups > 1
+
+
+class RoutedExpertsModule(SomeExperts, SummedModule):
+    """Experts that are called with the choices of a router, and compute those for the experts of this rank."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum of the outputs of each token's experts.
+
+        Args:
+            hidden_states: ``[rows, positions, hidden]``, replicated.
+            top_k_index: the experts of each token, ``[tokens, k]``.
+            top_k_weights: their weights, ``[tokens, k]``.
+
+        Returns:
+            ``[rows, positions, hidden]``, replicated.
+        """
+        if not self.over_ranks:
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        with without_override():
+            x = self.leave_region(self.enter_region(hidden_states)).flatten(0, -2)  # no dropout is inside
+            is_own = (top_k_index >= self.first) & (top_k_index < self.first + self.num_experts)
+            weights = copy_to(self.tp, top_k_weights).masked_fill(~is_own, 0)
+            tokens, choices = is_own.nonzero(as_tuple=True)
+            if not len(tokens):  # one that counts nothing: gradients and their sums are as on other ranks
+                tokens = choices = tokens.new_zeros(1)
+            index = (top_k_index - self.first).clamp(0, self.num_experts - 1)
+            chosen = (x[None, tokens], index[tokens, choices, None], weights[tokens, choices, None])
+            computed = super(SummedModule, self).forward(*chosen)
+            output = x.new_zeros(x.shape).index_add(0, tokens, computed.flatten(0, -2))
+            return reduce_from(self.tp, output.view(hidden_states.shape))
