@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
@@ -28,6 +29,10 @@ class SomeExperts(_ShardedModule):
         """Set which experts this rank holds, once ``tp`` is set, where they are divided over so many groups."""
         first, stop = even_ranges(self.num_experts, groups)[self.tp.rank * groups // self.tp.size]
         self.first, self.num_experts, self.over_ranks = first, stop - first, groups > 1
+
+    def own_sizes(self, sizes: list[int]) -> tuple[int, list[int]]:
+        """How many rows precede those of this rank's experts, and how many each of these has."""
+        return sum(sizes[: self.first]), sizes[self.first : self.first + self.num_experts]
 
 
 class RoutedExpertsModule(SomeExperts, SummedModule):
@@ -58,3 +63,43 @@ class RoutedExpertsModule(SomeExperts, SummedModule):
             computed = super(SummedModule, self).forward(*chosen)
             output = x.new_zeros(x.shape).index_add(0, tokens, computed.flatten(0, -2))
             return reduce_from(self.tp, output.view(hidden_states.shape))
+
+
+class StackedColumnModule(SomeExperts):
+    """One linear layer per expert, with sharded outputs."""
+
+    def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        """The outputs for the inputs of this rank's experts.
+
+        Args:
+            inputs: ``[rows, in]``, replicated: those of the first expert, then those of the second, and so on.
+            expert_size: how many rows each expert has.
+
+        Returns:
+            ``[local rows, local out]``.
+        """
+        with without_override():
+            before, own = self.own_sizes(expert_size)
+            local = self.enter_region(inputs)[before : before + sum(own)]
+            output: Tensor = super().forward(local, own)
+            return output
+
+
+class StackedRowModule(SomeExperts):
+    """One linear layer per expert, with sharded inputs."""
+
+    def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:
+        """The outputs for the inputs of all experts.
+
+        Args:
+            inputs: ``[local rows, local in]``, those of this rank's experts.
+            expert_size: how many rows each expert has, of all.
+
+        Returns:
+            ``[rows, out]``, replicated.
+        """
+        with without_override():
+            before, own = self.own_sizes(expert_size)
+            output: Tensor = super().forward(self.leave_region(inputs), own)
+            after = sum(expert_size) - before - sum(own)
+            return reduce_from(self.tp, F.pad(output, (0, 0, before, after)) if self.over_ranks else output)

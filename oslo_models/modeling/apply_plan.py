@@ -46,7 +46,7 @@ from oslo_models.layers.linear import (
 )
 from oslo_models.layers.multihead_attention import HeadParallelAttention
 from oslo_models.layers.norm import GroupParallelNorm, HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
-from oslo_models.layers.routed_experts import RoutedExpertsModule
+from oslo_models.layers.routed_experts import RoutedExpertsModule, SomeExperts, StackedColumnModule, StackedRowModule
 from oslo_models.layers.shared_experts import SharedExpertsModule
 from oslo_models.layers.state_space import RecurrentStateModule, StateSpaceModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
@@ -59,7 +59,7 @@ from oslo_models.sharding.derived import (
     SplitHeads,
     SummedEmbedding,
 )
-from oslo_models.sharding.expert_entries import RoutedExperts
+from oslo_models.sharding.expert_entries import RoutedExperts, StackedColumnParallel, StackedRowParallel
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.local_config import LocalConfig
 from oslo_models.sharding.plan import (
@@ -107,6 +107,8 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (EinsumHeads, nn.Module): EinsumHeadsModule,
     (SummedModule, nn.Module): SummedModuleMixin,
     (RoutedExperts, nn.Module): RoutedExpertsModule,
+    (StackedColumnParallel, nn.Module): StackedColumnModule,
+    (StackedRowParallel, nn.Module): StackedRowModule,
     (Experts, nn.Module): ParallelExperts,
     (DenseExperts, nn.Module): ParallelDenseExperts,
     (Latent, nn.Linear): LatentLinear,
@@ -182,6 +184,8 @@ def apply_plan(
         if type(entry) in {kind for kind, _ in _CLASSES}:
             _swap_class(module, key, entry, shards, tp.rank)
             module.tp, module.stream, module.layouts = tp, stream, shards  # type: ignore[assignment]
+        if isinstance(module, SomeExperts) and isinstance(entry, (RoutedExperts, StackedColumnParallel)):
+            module.set_experts(entry.groups)
         if isinstance(module, DerivedLayer):
             module.entry = entry
             module.register_forward_pre_hook(call_by_itself)
@@ -210,8 +214,6 @@ def apply_plan(
             _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, LocalModule):
             _localize(module, entry, tp)
-            if isinstance(entry, RoutedExperts):
-                module.set_experts(entry.groups)  # type: ignore[operator]
         elif isinstance(entry, ReplicatedDropout) and stream is not None:
             _draw_outside(stream, module)
     for name, layout in layouts.items():

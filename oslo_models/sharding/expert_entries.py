@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from oslo_models.sharding.layout import EvenSplit, Layout, check_groups, even_ranges
 from oslo_models.sharding.plan import LocalValue, Replicated, SummedModule
 
 
@@ -23,6 +24,41 @@ class RoutedExperts(SummedModule):
     def over_experts(self, groups: int) -> Replicated:
         attributes = {name: _among_sharers(value, groups) for name, value in self.attributes.items()}
         return replace(self, groups=groups, attributes=attributes)
+
+
+@dataclass(frozen=True)
+class StackedColumnParallel(Replicated):
+    """A module with one linear layer per expert, ``weight [experts, out, in]``, whose outputs are sharded.
+
+    It is called with inputs in the order of their experts, and with how many each of its ``num_experts`` has.
+
+    Args:
+        parts: how many matrices of equal size each layer concatenates.
+        groups: over how many groups of consecutive ranks the experts are divided.
+    """
+
+    parts: int = 1
+    groups: int = 1
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return self._sharded(shape, 1, n)
+
+    def over_experts(self, groups: int) -> Replicated:
+        return replace(self, groups=groups)
+
+    def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
+        check_groups(self.groups, shape[0], n)
+        share = n // self.groups
+        width = Layout.sharded(shape, dim, (EvenSplit(shape[dim] // self.parts),) * self.parts, share)
+        return width if self.groups == 1 else width.over_groups(even_ranges(shape[0], self.groups), share)
+
+
+@dataclass(frozen=True)
+class StackedRowParallel(StackedColumnParallel):
+    """As `StackedColumnParallel`, with sharded inputs, whose outputs are summed over the ranks."""
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        return self._sharded(shape, 2, n)
 
 
 def _among_sharers(value: LocalValue, groups: int) -> LocalValue:

@@ -28,11 +28,13 @@ Sizes = tuple[int, int]
 
 CHANGES: dict[str, dict[str, Any]] = {
     "dbrx": {"ffn_config": {**zoo.MORE["dbrx"]["ffn_config"], "moe_loss_weight": 0.5}},
+    "jetmoe": {"num_key_value_heads": 4, "aux_loss_coef": 0.5},
 }
 """What makes the auxiliary loss count, and enough heads for four ranks."""
 
 EXPERTS = {
     "dbrx": ".experts.mlp.",
+    "jetmoe": "_linear.weight",
 }
 """What the names of the parameters of experts contain."""
 
@@ -88,6 +90,7 @@ def test_steps_and_tokens_match_one_process(
 
 FEW_TOKENS: dict[str, dict[str, Any]] = {
     "dbrx": {"ffn_config": {**zoo.MORE["dbrx"]["ffn_config"], "moe_top_k": 1}},
+    "jetmoe": {"num_experts_per_tok": 1},
 }
 """One expert for each token."""
 
@@ -101,6 +104,20 @@ def test_experts_without_tokens_have_the_gradients_of_one_process(
     batch = {key: value[:1, -2:] for key, value in zoo.batch(name, config, seed).items()}
     step = saved_step(name, config, seed, {**batch, "labels": torch.ones(1, 2, dtype=torch.long)}, tmp_path)
     pool.run(3, check_step, tmp_path, step, (3, 3))
+
+
+def step_on_stages(given: pipelines.Case) -> None:
+    model = pipelines.case_on_stages(given, 2, 2, expert_parallel_size=2, micro_batch_size=2)
+    loss = pipelines.run_micro_batches(model, given.batches[0][0])
+    lines = pipelines.gradient_differences(model, given.gradients)
+    assert (loss - given.loss[0]).abs() < 1e-10 and not lines, (loss, given.loss, lines)
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("model_type", CHANGES)
+def test_step_on_two_stages_matches(pool: Pool, seed: int, model_type: str) -> None:
+    config = zoo.config(model_type, **CHANGES[model_type])
+    pool.run(4, step_on_stages, pipelines.case(zoo.main_head(model_type), config, seed))
 
 
 def check_shares(model_type: str, full: dict[str, torch.Tensor], seed: int, sizes: Sizes) -> None:

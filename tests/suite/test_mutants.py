@@ -194,6 +194,11 @@ def experts_without_sum_of_the_gradients_of_their_weights(patch: Patch) -> None:
     patch.setattr(routed_experts, "copy_to", lambda axis, x: x)
 
 
+def rows_of_the_first_experts_on_every_rank(patch: Patch) -> None:
+    right = routed_experts.SomeExperts.own_sizes
+    patch.setattr(routed_experts.SomeExperts, "own_sizes", lambda self, sizes: (0, right(self, sizes)[1]))
+
+
 Caught = tuple[Callable[[Patch], None], str, dict[str, Any]]
 STAGES = {"tp": 1, "pp": 4}
 STEP = {"forward": 1.0, "backward": 2.0, "number": 4, "share_loss": False}
@@ -282,6 +287,11 @@ MUTANTS: dict[str, list[Caught]] = {
             experts_without_sum_of_the_gradients_of_their_weights,
             "test_steps_and_tokens_match_one_process",
             {"model_type": "dbrx", "sizes": (2, 2)},
+        ),
+        (
+            rows_of_the_first_experts_on_every_rank,
+            "test_steps_and_tokens_match_one_process",
+            {"model_type": "jetmoe", "sizes": (2, 2)},
         ),
     ],
     "models/test_mixture_of_experts.py": [
