@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.custom_layers import SummedModule
-from oslo_models.layers.linear import _ShardedModule
+from oslo_models.layers.linear import ColumnParallelLinear, RowParallelLinear, _ShardedModule
 from oslo_models.sharding.layout import even_ranges
 
 
@@ -103,3 +105,46 @@ class StackedRowModule(SomeExperts):
             output: Tensor = super().forward(self.leave_region(inputs), own)
             after = sum(expert_size) - before - sum(own)
             return reduce_from(self.tp, F.pad(output, (0, 0, before, after)) if self.over_ranks else output)
+
+
+class SeparateExpertsModule(SummedModule):
+    """A container of one MLP per expert, whose partial outputs are all-reduced together, as are gradients of inputs.
+
+    All ranks go through the experts with tokens in the same order, also those of which they hold nothing: these add
+    zeros, and dropouts of outputs draw the same masks on all ranks.
+    """
+
+    def forward(self, hidden_states: Tensor, *args: Any) -> Any:
+        layers = self._layers()
+        if not layers:
+            return super(SummedModule, self).forward(hidden_states, *args)
+        self._set_joint(layers, True)
+        try:
+            return super().forward(hidden_states, *args)
+        finally:
+            self._set_joint(layers, False)
+
+    @staticmethod
+    def _set_joint(layers: list[Any], joint: bool) -> None:
+        for layer in layers:
+            if isinstance(layer, ColumnParallelLinear):
+                layer.sums_no_gradients = joint
+            else:
+                layer.returns_partial_sums = joint
+
+    def _layers(self) -> list[Any]:
+        """The layers whose sums over the ranks can be made together; none if some need sums of their own.
+
+        A layer with an adapter, a bias after the sum, or in another format, and hooks, need outputs in full.
+        """
+        found: list[Any] = []
+        for expert in self.children():
+            layers = [layer for layer in expert.children() if any(True for _ in layer.parameters())]
+            known = all(type(layer) in (ColumnParallelLinear, RowParallelLinear) for layer in layers)
+            known = known and not any(
+                isinstance(layer, RowParallelLinear) and layer.bias is not None for layer in layers
+            )
+            if not known or any(each._forward_hooks for each in (expert, *layers)):
+                return []
+            found += layers
+        return found

@@ -46,7 +46,13 @@ from oslo_models.layers.linear import (
 )
 from oslo_models.layers.multihead_attention import HeadParallelAttention
 from oslo_models.layers.norm import GroupParallelNorm, HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
-from oslo_models.layers.routed_experts import RoutedExpertsModule, SomeExperts, StackedColumnModule, StackedRowModule
+from oslo_models.layers.routed_experts import (
+    RoutedExpertsModule,
+    SeparateExpertsModule,
+    SomeExperts,
+    StackedColumnModule,
+    StackedRowModule,
+)
 from oslo_models.layers.shared_experts import SharedExpertsModule
 from oslo_models.layers.state_space import RecurrentStateModule, StateSpaceModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
@@ -59,7 +65,12 @@ from oslo_models.sharding.derived import (
     SplitHeads,
     SummedEmbedding,
 )
-from oslo_models.sharding.expert_entries import RoutedExperts, StackedColumnParallel, StackedRowParallel
+from oslo_models.sharding.expert_entries import (
+    RoutedExperts,
+    SeparateExperts,
+    StackedColumnParallel,
+    StackedRowParallel,
+)
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.local_config import LocalConfig
 from oslo_models.sharding.plan import (
@@ -107,6 +118,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (EinsumHeads, nn.Module): EinsumHeadsModule,
     (SummedModule, nn.Module): SummedModuleMixin,
     (RoutedExperts, nn.Module): RoutedExpertsModule,
+    (SeparateExperts, nn.Module): SeparateExpertsModule,
     (StackedColumnParallel, nn.Module): StackedColumnModule,
     (StackedRowParallel, nn.Module): StackedRowModule,
     (Experts, nn.Module): ParallelExperts,

@@ -61,5 +61,13 @@ class StackedRowParallel(StackedColumnParallel):
         return self._sharded(shape, 2, n)
 
 
+class SeparateExperts(SummedModule):
+    """A container of one MLP per expert, called with hidden states and what a router says of them.
+
+    The outputs of all MLPs are summed over the ranks once. The first layer of each is a `ColumnParallel`, the last one
+    a `RowParallel` without bias, both with an `ExpertWidth`: of an expert on other ranks, a rank holds nothing.
+    """
+
+
 def _among_sharers(value: LocalValue, groups: int) -> LocalValue:
     return lambda n, rank: value(n // groups, rank % (n // groups))

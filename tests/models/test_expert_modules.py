@@ -29,12 +29,14 @@ Sizes = tuple[int, int]
 CHANGES: dict[str, dict[str, Any]] = {
     "dbrx": {"ffn_config": {**zoo.MORE["dbrx"]["ffn_config"], "moe_loss_weight": 0.5}},
     "jetmoe": {"num_key_value_heads": 4, "aux_loss_coef": 0.5},
+    "switch_transformers": {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.5},
 }
 """What makes the auxiliary loss count, and enough heads for four ranks."""
 
 EXPERTS = {
     "dbrx": ".experts.mlp.",
     "jetmoe": "_linear.weight",
+    "switch_transformers": ".experts.",
 }
 """What the names of the parameters of experts contain."""
 
@@ -91,6 +93,7 @@ def test_steps_and_tokens_match_one_process(
 FEW_TOKENS: dict[str, dict[str, Any]] = {
     "dbrx": {"ffn_config": {**zoo.MORE["dbrx"]["ffn_config"], "moe_top_k": 1}},
     "jetmoe": {"num_experts_per_tok": 1},
+    "switch_transformers": {},
 }
 """One expert for each token."""
 

@@ -199,6 +199,10 @@ def rows_of_the_first_experts_on_every_rank(patch: Patch) -> None:
     patch.setattr(routed_experts.SomeExperts, "own_sizes", lambda self, sizes: (0, right(self, sizes)[1]))
 
 
+def experts_summed_one_by_one_and_together(patch: Patch) -> None:
+    patch.setattr(routed_experts.SeparateExpertsModule, "_set_joint", staticmethod(lambda layers, joint: None))
+
+
 Caught = tuple[Callable[[Patch], None], str, dict[str, Any]]
 STAGES = {"tp": 1, "pp": 4}
 STEP = {"forward": 1.0, "backward": 2.0, "number": 4, "share_loss": False}
@@ -292,6 +296,11 @@ MUTANTS: dict[str, list[Caught]] = {
             rows_of_the_first_experts_on_every_rank,
             "test_steps_and_tokens_match_one_process",
             {"model_type": "jetmoe", "sizes": (2, 2)},
+        ),
+        (
+            experts_summed_one_by_one_and_together,
+            "test_steps_and_tokens_match_one_process",
+            {"model_type": "switch_transformers", "sizes": (2, 2)},
         ),
     ],
     "models/test_mixture_of_experts.py": [
