@@ -73,7 +73,14 @@ class _ShardedModule(nn.Module):
 
 
 class _ColumnParallel(_ShardedModule):
-    """A layer with sharded outputs. Input ``[..., in]`` is replicated, output is ``[..., local_out]``."""
+    """A layer with sharded outputs. Input ``[..., in]`` is replicated, output is ``[..., local_out]``.
+
+    Attributes:
+        sums_no_gradients: whether the caller sums the gradients of the input over the ranks, with others
+            (`SeparateExpertsModule`).
+    """
+
+    sums_no_gradients = False
 
     def forward(self, x: Tensor) -> Tensor:
         with layer_context(self.weight):
@@ -83,6 +90,8 @@ class _ColumnParallel(_ShardedModule):
         """The product of the replicated input with this bias; on GPUs its backward pass overlaps the sum over ranks."""
         if self.stream is not None and self.training:
             self.stream.enter()
+        if self.sums_no_gradients:
+            return self.product(x, self.weight, bias)
         output = overlapped_product(self, x, bias)
         return self.product(copy_to(self.tp, x), self.weight, bias) if output is None else output
 

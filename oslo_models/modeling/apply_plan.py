@@ -46,6 +46,13 @@ from oslo_models.layers.linear import (
 )
 from oslo_models.layers.multihead_attention import HeadParallelAttention
 from oslo_models.layers.norm import GroupParallelNorm, HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
+from oslo_models.layers.routed_experts import (
+    RoutedExpertsModule,
+    SeparateExpertsModule,
+    SomeExperts,
+    StackedColumnModule,
+    StackedRowModule,
+)
 from oslo_models.layers.shared_experts import SharedExpertsModule
 from oslo_models.layers.state_space import RecurrentStateModule, StateSpaceModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
@@ -57,6 +64,12 @@ from oslo_models.sharding.derived import (
     SlicedRow,
     SplitHeads,
     SummedEmbedding,
+)
+from oslo_models.sharding.expert_entries import (
+    RoutedExperts,
+    SeparateExperts,
+    StackedColumnParallel,
+    StackedRowParallel,
 )
 from oslo_models.sharding.layout import EvenSplit, Layout
 from oslo_models.sharding.local_config import LocalConfig
@@ -104,6 +117,10 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (RecurrentState, nn.Module): RecurrentStateModule,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
     (SummedModule, nn.Module): SummedModuleMixin,
+    (RoutedExperts, nn.Module): RoutedExpertsModule,
+    (SeparateExperts, nn.Module): SeparateExpertsModule,
+    (StackedColumnParallel, nn.Module): StackedColumnModule,
+    (StackedRowParallel, nn.Module): StackedRowModule,
     (Experts, nn.Module): ParallelExperts,
     (DenseExperts, nn.Module): ParallelDenseExperts,
     (Latent, nn.Linear): LatentLinear,
@@ -179,6 +196,8 @@ def apply_plan(
         if type(entry) in {kind for kind, _ in _CLASSES}:
             _swap_class(module, key, entry, shards, tp.rank)
             module.tp, module.stream, module.layouts = tp, stream, shards  # type: ignore[assignment]
+        if isinstance(module, SomeExperts) and isinstance(entry, (RoutedExperts, StackedColumnParallel)):
+            module.set_experts(entry.groups)
         if isinstance(module, DerivedLayer):
             module.entry = entry
             module.register_forward_pre_hook(call_by_itself)

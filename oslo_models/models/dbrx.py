@@ -9,7 +9,8 @@ from transformers.models.dbrx.modeling_dbrx import DbrxPreTrainedModel
 from oslo_models.modeling.base import ParallelModel
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.layout import EvenSplit
+from oslo_models.sharding.expert_entries import RoutedExperts
+from oslo_models.sharding.layout import EvenSplit, ExpertWidth
 from oslo_models.sharding.plan import (
     ColumnParallel,
     LocalModule,
@@ -17,7 +18,6 @@ from oslo_models.sharding.plan import (
     Plan,
     Replicated,
     RowParallel,
-    SummedModule,
     VocabParallel,
 )
 
@@ -27,9 +27,10 @@ class DbrxParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads, width = LlamaParallel.heads(config), EvenSplit(config.ffn_config.ffn_hidden_size)
+        heads, count = LlamaParallel.heads(config), config.ffn_config.moe_num_experts
+        width = config.ffn_config.ffn_hidden_size
         local = {**LlamaParallel.local_attributes(heads), "hidden_size": heads.query.local_extent}
-        matrices = ColumnParallel(*[width] * config.ffn_config.moe_num_experts)
+        matrices = ColumnParallel(*(ExpertWidth(width, expert=number, experts=count) for number in range(count)))
         block = {
             "norm_attn_norm.norm_1": Norm(),
             "norm_attn_norm.attn": LocalModule(local),
@@ -37,7 +38,7 @@ class DbrxParallel(ParallelModel):
             "norm_attn_norm.attn.out_proj": RowParallel(heads.query),
             "norm_attn_norm.norm_2": Norm(),
             "ffn.router.layer": Replicated(),
-            "ffn.experts": SummedModule({"ffn_hidden_size": width.local_extent}),
+            "ffn.experts": RoutedExperts({"ffn_hidden_size": EvenSplit(width).local_extent}),
             **{f"ffn.experts.mlp.{name}": matrices for name in ("w1", "v1", "w2")},
         }
         return Plan(

@@ -8,17 +8,22 @@ from transformers.models.jetmoe.modeling_jetmoe import JetMoePreTrainedModel
 
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.expert_entries import StackedColumnParallel, StackedRowParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
 from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Replicated, RowParallel
 
 
 class JetMoeParallel(LlamaParallel):
-    """Sharding plan of the JetMoE family."""
+    """Sharding plan of the JetMoE family.
+
+    The experts of attention are sharded over heads whatever ``expert_parallel_size`` is: so a rank computes attention
+    for its heads only, and holds their keys and values only. Its share of the weights is the same.
+    """
 
     mlp = {
         "mlp.router": Replicated(),
-        "mlp.input_linear": ColumnParallel(parts=2, dim=1),
-        "mlp.output_linear": RowParallel(),
+        "mlp.input_linear": StackedColumnParallel(parts=2),
+        "mlp.output_linear": StackedRowParallel(),
         "mlp.bias": Replicated(),
     }
 

@@ -8,6 +8,8 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.t5 import T5Parallel
+from oslo_models.sharding.expert_entries import SeparateExperts
+from oslo_models.sharding.layout import ExpertWidth
 from oslo_models.sharding.plan import ColumnParallel, Entries, Replicated, RowParallel
 
 
@@ -17,16 +19,19 @@ class SwitchTransformersParallel(T5Parallel):
     The capacity of an expert is for the tokens of a row, so micro-batches lose the tokens that a full batch loses.
     """
 
-    optional = ("mlp.router", ".wi", ".wo")  # a block has one MLP, or experts
+    optional = ("mlp.router", "mlp.experts", ".wi", ".wo")  # a block has one MLP, or experts
 
     @classmethod
     def mlp(cls, config: Any, layer: str) -> Entries:
-        mlps = [f"{layer}.mlp", *(f"{layer}.mlp.experts.expert_{number}" for number in range(config.num_experts))]
-        return {
-            f"{layer}.mlp.router": Replicated(),
-            **{f"{mlp}.wi": ColumnParallel() for mlp in mlps},
-            **{f"{mlp}.wo": RowParallel() for mlp in mlps},
+        mlp: dict[str, Replicated] = {
+            **{f"{layer}.mlp.wi": ColumnParallel(), f"{layer}.mlp.wo": RowParallel()},
+            **{f"{layer}.mlp.router": Replicated(), f"{layer}.mlp.experts": SeparateExperts()},
         }
+        for number in range(config.num_experts):
+            width = ExpertWidth(config.d_ff, expert=number, experts=config.num_experts)
+            expert = f"{layer}.mlp.experts.expert_{number}"
+            mlp |= {f"{expert}.wi": ColumnParallel(width), f"{expert}.wo": RowParallel(width)}
+        return mlp
 
 
 class SwitchTransformersModel(SwitchTransformersParallel, hf.SwitchTransformersModel):

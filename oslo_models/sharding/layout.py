@@ -6,7 +6,7 @@ For every layout, writing the shards of all ranks into one tensor restores the f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -55,6 +55,51 @@ class EvenSplit:
     def local_extent(self, n: int, rank: int) -> int:
         """The number of elements on ``rank``."""
         return self.local_count(n, rank) * self.width
+
+    def over_experts(self, groups: int) -> EvenSplit:
+        """The split where experts are divided over so many groups of ranks: the same, but for those of experts."""
+        return self
+
+
+@dataclass(frozen=True)
+class ExpertWidth(EvenSplit):
+    """Splits the width of one of several experts, which may be divided over groups of consecutive ranks.
+
+    The ranks of a group share the width of its experts; the other ranks hold nothing of them.
+
+    Attributes:
+        expert: the number of the expert.
+        experts: how many there are.
+        groups: over how many groups of ranks they are divided.
+    """
+
+    expert: int = 0
+    experts: int = 1
+    groups: int = 1
+
+    def max_ranks(self) -> int:
+        return self.count * self.groups
+
+    def unit_ranges(self, n: int) -> tuple[Range, ...]:
+        check_groups(self.groups, self.experts, n)
+        share = n // self.groups
+        own = even_ranges(self.count, share)
+        held = [start <= self.expert < stop for start, stop in even_ranges(self.experts, self.groups)]
+        return tuple(own[rank % share] if held[rank // share] else (0, 0) for rank in range(n))
+
+    def over_experts(self, groups: int) -> EvenSplit:
+        return replace(self, groups=groups)
+
+
+def check_groups(groups: int, experts: int, n: int) -> None:
+    """Raise ``ValueError`` if so many experts cannot be divided over so many groups of ``n`` ranks."""
+    if groups > experts:
+        raise ValueError(f"expert_parallel_size={groups} is more than {experts}, the number of experts")
+    if groups > n:
+        raise ValueError(
+            f"expert_parallel_size={groups} divides experts over the ranks of several replicas, and no token is sent "
+            f"to other replicas by layers of this kind: use at most tensor_parallel_size={n}"
+        )
 
 
 @dataclass(frozen=True)
@@ -191,6 +236,18 @@ class Layout:
         per_rank = zip(*per_split, strict=True)
         return cls(shape, dim, tuple(tuple(r for r in local if r[0] < r[1]) or local[:1] for local in per_rank))
 
+    def over_groups(self, firsts: Sequence[Range], share: int) -> Layout:
+        """The layout over groups of ``share`` ranks, which shard a range of dimension 0 each as this layout shards all.
+
+        Args:
+            firsts: the range of each group.
+            share: over how many ranks this layout is.
+        """
+        own = tuple((first,) for first in firsts for _ in range(share))
+        if share == 1 or self.dim is None:
+            return Layout(self.shape, 0, own)
+        return replace(self, ranges=self.ranges * len(firsts), first_ranges=own)
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the local tensor of ``rank``."""
         if self.dim is None:
@@ -240,7 +297,9 @@ class Layout:
     @property
     def overlaps(self) -> bool:
         """Whether several ranks hold the same elements of a sharded tensor."""
-        pieces = [piece for rank in range(len(self.ranges)) for piece in self._pieces(rank)]
+        pieces = [
+            piece for rank in range(len(self.ranges)) for piece in self._pieces(rank) if piece[1][0] < piece[1][1]
+        ]
         return len(set(pieces)) < len(pieces)
 
     def shard(self, full: Tensor, rank: int) -> Tensor:

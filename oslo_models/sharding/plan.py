@@ -24,6 +24,10 @@ class Replicated:
         """The largest number of ranks that the entry allows; ``None``: any."""
         return None
 
+    def over_experts(self, groups: int) -> Replicated:
+        """The entry with experts divided over so many groups of ranks; itself if it is of no experts."""
+        return self
+
 
 @dataclass(frozen=True)
 class Norm(Replicated):
@@ -104,6 +108,12 @@ class ColumnParallel(Replicated):
     def max_ranks(self) -> int | None:
         return min((split.max_ranks() for split in self.splits), default=None)
 
+    def over_experts(self, groups: int) -> Replicated:
+        splits = [split.over_experts(groups) for split in self.splits]
+        if all(new is old for new, old in zip(splits, self.splits, strict=True)):
+            return self
+        return type(self)(*splits, parts=self.parts, transposed=self.transposed, dim=self.dim)
+
     def _sharded(self, shape: tuple[int, ...], dim: int, n: int) -> Layout:
         return Layout.sharded(shape, dim, self.splits or (EvenSplit(shape[dim] // self.parts),) * self.parts, n)
 
@@ -158,11 +168,10 @@ class Experts(Replicated):
         share = n // self.groups  # ranks of a group
         width = self._over_width(leaf, shape, share)
         *before, (start, _) = even_ranges(count, self.groups)
-        experts = (*before, (start, shape[0]))  # with the rows that nothing reads
-        own = tuple((experts[rank // share],) for rank in range(n))
-        if share == 1 or width.dim is None:
-            return Layout(shape, 0, own)
-        return replace(width, ranges=width.ranges * self.groups, first_ranges=own)
+        return width.over_groups((*before, (start, shape[0])), share)  # with the rows that nothing reads
+
+    def over_experts(self, groups: int) -> Replicated:
+        return replace(self, groups=groups)
 
     def _over_width(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
         if leaf == "down_proj_bias":
@@ -390,14 +399,13 @@ class Plan:
 
     def with_experts_over(self, groups: int) -> Plan:
         """The plan with expert parallelism: each of so many groups of ranks holds some of the experts."""
-        blocks = {
-            stack: {
-                name: replace(entry, groups=groups) if isinstance(entry, Experts) else entry
-                for name, entry in entries.items()
-            }
-            for stack, entries in self.blocks.items()
-        }
-        return replace(self, blocks=blocks)
+
+        def over(entries: Entries) -> Entries:
+            return {name: entry.over_experts(groups) for name, entry in entries.items()}
+
+        blocks = {stack: over(entries) for stack, entries in self.blocks.items()}
+        overrides = {stack: [*map(over, each)] for stack, each in self.block_overrides.items()}
+        return replace(self, blocks=blocks, block_overrides=overrides)
 
     def entries_of_blocks(self, stack: str, indices: Sequence[str]) -> Iterator[tuple[str, Entries]]:
         """The entries of some blocks of ``stack``.
@@ -424,7 +432,8 @@ class Plan:
 
     def has_experts(self) -> bool:
         """Whether some blocks have a mixture of experts."""
-        return any(self.expert_entries(stack) for stack in self.blocks)
+        entries = [entry for kind in self.kinds_of_blocks() for entry in kind.values()]
+        return any(entry.over_experts(2) is not entry for entry in entries)
 
     def max_ranks(self) -> int | None:
         """The largest tensor_parallel_size that every entry allows; ``None``: any."""

@@ -343,6 +343,9 @@ FOUR_BLOCKS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_hidden_layers": 4},
     "llama4_text": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "moe_layers": [1, 3]},
     "longcat_flash": {"num_layers": 4},
+    "dbrx": {"n_layers": 4},
+    "switch_transformers": {"num_layers": 4, "num_decoder_layers": 4},
+    "jetmoe": {"num_hidden_layers": 4, "num_key_value_heads": 4},
 }
 
 

@@ -24,7 +24,7 @@ from oslo_models.distributed import autograd_collectives, collectives, symmetric
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion import norms
-from oslo_models.layers import cross_entropy, custom_layers, linear, overlap
+from oslo_models.layers import cross_entropy, custom_layers, linear, overlap, routed_experts
 from oslo_models.layers import vocab_parallel as vocab
 from oslo_models.modeling import base
 from oslo_models.modeling import forward as calls
@@ -190,6 +190,19 @@ def dropout_at_both_ends(patch: Patch) -> None:
     patch.setattr(placeholders.BoundaryDropout, "forward", torch.nn.Dropout.forward)
 
 
+def experts_without_sum_of_the_gradients_of_their_weights(patch: Patch) -> None:
+    patch.setattr(routed_experts, "copy_to", lambda axis, x: x)
+
+
+def rows_of_the_first_experts_on_every_rank(patch: Patch) -> None:
+    right = routed_experts.SomeExperts.own_sizes
+    patch.setattr(routed_experts.SomeExperts, "own_sizes", lambda self, sizes: (0, right(self, sizes)[1]))
+
+
+def experts_summed_one_by_one_and_together(patch: Patch) -> None:
+    patch.setattr(routed_experts.SeparateExpertsModule, "_set_joint", staticmethod(lambda layers, joint: None))
+
+
 Caught = tuple[Callable[[Patch], None], str, dict[str, Any]]
 STAGES = {"tp": 1, "pp": 4}
 STEP = {"forward": 1.0, "backward": 2.0, "number": 4, "share_loss": False}
@@ -272,6 +285,23 @@ MUTANTS: dict[str, list[Caught]] = {
         ),
         (weight_gradients_of_one_layout, "test_sums_of_gradients_overlap_the_weights_products", {"variant": "gpt2"}),
         (layers_that_share_no_sum, "test_sums_of_gradients_overlap_the_weights_products", {"variant": "llama"}),
+    ],
+    "models/test_expert_modules.py": [
+        (
+            experts_without_sum_of_the_gradients_of_their_weights,
+            "test_steps_and_tokens_match_one_process",
+            {"model_type": "dbrx", "sizes": (2, 2)},
+        ),
+        (
+            rows_of_the_first_experts_on_every_rank,
+            "test_steps_and_tokens_match_one_process",
+            {"model_type": "jetmoe", "sizes": (2, 2)},
+        ),
+        (
+            experts_summed_one_by_one_and_together,
+            "test_steps_and_tokens_match_one_process",
+            {"model_type": "switch_transformers", "sizes": (2, 2)},
+        ),
     ],
     "models/test_mixture_of_experts.py": [
         (experts_in_a_loop, "test_products_of_experts_are_grouped", {"expert_parallel_size": 2}),
