@@ -224,6 +224,11 @@ CALL_EAGER_ATTENTION = _names("""
 """)
 """Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5
 or Gemma 2."""
+COMPARE_IMPLEMENTATIONS = _names("""
+    axk2.AXK2Attention deepseek_v32.DeepseekV32Attention dots3_note.Dots3NoteTextAttention
+    glm_moe_dsa.GlmMoeDsaAttention
+""")
+"""Those that hide the keys that an indexer did not choose from implementations that they know by name."""
 ROTARY_ATTENTIONS = {
     "exaone4.Exaone4Attention": _names("""
         exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention
