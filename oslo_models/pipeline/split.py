@@ -40,7 +40,7 @@ def split_stage(
         plan: the plan of the architecture.
         prefix: what precedes the base model's names in ``model``.
         head: the entries of the model's head.
-        layouts: the layouts of the full model's parameters.
+        layouts: the layouts of the full model's parameters and sharded buffers.
         blocks_per_stage: the number of blocks of each stage; by default they are partitioned by cost.
         device: the device of the stage, if ``model`` is not there yet.
 
@@ -53,7 +53,9 @@ def split_stage(
         (stack, name) for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
     ]
     _check_counts(type(model).__name__, plan, prefix, blocks, count, blocks_per_stage)
-    active = _active_parameters(model.config, plan, prefix, blocks, layouts)
+    buffers = dict(model.named_buffers())
+    parameters = {name: layout for name, layout in layouts.items() if name not in buffers}
+    active = _active_parameters(model.config, plan, prefix, blocks, parameters)
     ranges = _block_ranges(active, prefix, head, blocks, count, blocks_per_stage)
     stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
     stacks = _stacks(plan, prefix, blocks, stage_of, index)

@@ -82,7 +82,7 @@ class ColumnParallel(Replicated):
         splits: one split per matrix that the weight concatenates; without any, the output features are split evenly.
         parts: without splits, how many matrices of equal size the weight concatenates.
         transposed: the weight is stored ``[in, out]`` (``Conv1D``) rather than ``[out, in]`` (``nn.Linear``).
-        dim: of a bare parameter, the dimension that is sharded.
+        dim: of a bare parameter or a buffer, the dimension that is sharded.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
