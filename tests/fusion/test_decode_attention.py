@@ -181,7 +181,7 @@ def test_local_heads(variant: str, pool: Pool, seed: int) -> None:
     pool.run(2, check_model, reference_step(zoo.lm_head(variant), zoo.config(variant), seed), 2)
 
 
-INDEXED = ("deepseek_v32", "axk2", "dots3_note_text", "glm_moe_dsa")
+INDEXED = ("deepseek_v32", "axk2", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text")
 
 
 @pytest.mark.parametrize("variant", [INDEXED[0], *zoo.cases(INDEXED[1:])])
