@@ -47,7 +47,7 @@ class MiniMaxParallel(MixtralParallel):
         return replace(
             super().plan(config),
             optional=tuple(cls.attention(config, cls.heads(config))),
-            single_stage_reason="its cache counts positions in the first block, which other stages lack",
+            keeps_layer_numbers=True,
         )
 
 

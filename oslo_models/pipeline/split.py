@@ -75,8 +75,10 @@ def split_stage(
     for stack, name in blocks:
         if stage_of[stack, name] != index:
             del model.get_submodule(prefix + stack)._modules[name]
-    _renumber_layers(model, plan, prefix)
-    stage.full_config = _restrict_layer_types(model, ranges[index])
+    if not plan.keeps_layer_numbers:
+        _renumber_layers(model, plan, prefix)
+    stage.counting_layer = _counting_layer(model.config, plan, ranges[index])
+    stage.full_config = _restrict_layer_types(model, ranges[index], stage.counting_layer)
     _count_routers(stage, plan, prefix, blocks, layouts)
     stage.early_outputs = {prefix + key: width for key, width in plan.early_outputs.items()}
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
@@ -293,8 +295,20 @@ def _restore_config(kind: type[Any], name: str, own: list[str]) -> Any:
     return object.__new__(_with_own(kind, name, own))
 
 
-def _restrict_layer_types(model: PreTrainedModel, local: Range) -> dict[str, Any]:
-    """Restrict ``config.layer_types`` to the local blocks, whose layer numbers now start at zero.
+def _counting_layer(config: Any, plan: Plan, local: Range) -> int | None:
+    """The layer of a stage's cache in which the pipeline counts the positions, if no local block does so for all."""
+    full = getattr(config, "layer_types", None)
+    if plan.keeps_layer_numbers:
+        return 0 if local[0] and (full is None or full[0] not in _WITHOUT_LENGTH) else None
+    own = full[slice(*local)] if full is not None else ()
+    return len(own) if own and not set(own) - _WITHOUT_LENGTH else None
+
+
+def _restrict_layer_types(model: PreTrainedModel, local: Range, counting_layer: int | None) -> dict[str, Any]:
+    """Restrict ``config.layer_types`` to the local blocks.
+
+    Args:
+        counting_layer: see `Stage`.
 
     Returns:
         The changed values as they were before.
@@ -303,8 +317,8 @@ def _restrict_layer_types(model: PreTrainedModel, local: Range) -> dict[str, Any
     if full is None:
         return {}
     own = list(full[slice(*local)])
-    if not set(own) - _WITHOUT_LENGTH:
-        own.append("full_attention")  # the cache gets a layer more, in which the pipeline counts the positions
+    if counting_layer == len(own):
+        own.append("full_attention")  # the cache gets a layer more
     kind = type(model.config)
     name = getattr(kind, "attribute_map", {}).get("layer_types", "layer_types")
     if isinstance(getattr(kind, name, None), property):  # which computes them, from numbers that stay

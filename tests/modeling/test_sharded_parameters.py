@@ -199,6 +199,8 @@ def load_and_step(
         ("gpt2-untied", (2, 2), (2, 1)),
         ("gpt2", (1, 2), (2, 1)),
         ("minimax", (3, 1), (2, 1)),  # with sharded buffers
+        pytest.param("minimax", (2, 2), (3, 1), marks=pytest.mark.zoo),
+        pytest.param("minimax", (1, 2), (2, 2), marks=pytest.mark.zoo),
         pytest.param("gpt2", (1, 2), (1, 1), marks=pytest.mark.zoo),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from oslo_models.modeling import base, training
 from oslo_models.modeling import forward as calls
 from oslo_models.modeling import initialization as init
 from oslo_models.models import gpt2, minimax
-from oslo_models.pipeline import placeholders, schedule
+from oslo_models.pipeline import pipeline, placeholders, schedule
 from oslo_models.pipeline import stage as stages
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
 from oslo_models.sharding.layout import EvenSplit
@@ -266,6 +267,19 @@ def buffers_computed_from_local_heads(patch: Patch) -> None:
     patch.setattr(base.ParallelModel, "_initialized_whole", lambda self: [])
 
 
+def blocks_numbered_on_each_stage(patch: Patch) -> None:
+    right = minimax.MiniMaxParallel.plan.__func__
+    patch.setattr(
+        minimax.MiniMaxParallel,
+        "plan",
+        classmethod(lambda cls, config: replace(right(cls, config), keeps_layer_numbers=False)),
+    )
+
+
+def positions_uncounted_without_the_first_block(patch: Patch) -> None:
+    patch.setattr(pipeline.Pipeline, "_count_positions", lambda *_: None)
+
+
 def buffers_saved_as_if_whole(patch: Patch) -> None:
     patch.setattr(training, "mark_buffer", lambda module, leaf, sharding: None)
 
@@ -311,6 +325,11 @@ MUTANTS: dict[str, list[Caught]] = {
         ),
         (
             buffers_computed_from_local_heads,
+            "test_initial_weights_do_not_depend_on_the_parallel_sizes",
+            {"variant": "minimax"},
+        ),
+        (
+            blocks_numbered_on_each_stage,
             "test_initial_weights_do_not_depend_on_the_parallel_sizes",
             {"variant": "minimax"},
         ),
@@ -416,6 +435,13 @@ MUTANTS: dict[str, list[Caught]] = {
             replicas_that_average_each_micro_batch,
             "test_train_step_of_ddp_and_fsdp2_replicas_matches_one_process",
             {"variant": "gpt2", "wrapper": "DDP"},
+        ),
+    ],
+    "pipeline/test_pipeline_generation.py": [
+        (
+            positions_uncounted_without_the_first_block,
+            "test_stages_count_positions_as_the_first_block_of_all_does",
+            {"kinds": ["full_attention", "linear_attention", "full_attention"], "pp": 3},
         ),
     ],
     "pipeline/test_schedule.py": [
