@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -259,6 +260,16 @@ def mark_parameter(param: nn.Parameter, sharding: Sharding) -> None:
         return
     is_full = sharding.layout.dim is None or sharding.axis.size == 1
     mark(param, sharding, ReplicatedParameter if is_full else ShardedParameter)
+
+
+def mark_buffer(module: nn.Module, leaf: str, sharding: Sharding) -> None:
+    """Let ``state_dict`` return a sharded buffer as a `Shard`; the module computes with a plain tensor."""
+    module.register_state_dict_post_hook(partial(_mark_value, leaf, sharding))
+
+
+def _mark_value(leaf: str, sharding: Sharding, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    if (value := state.get(prefix + leaf)) is not None:
+        state[prefix + leaf] = mark(value.detach(), sharding, Shard)
 
 
 def unmark_parameter(param: Any) -> None:

@@ -10,7 +10,12 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion import apex, attention, norms
 from oslo_models.fusion.decode_attention import DecodingAttention
 from oslo_models.fusion.full_norms import FullNorms
-from oslo_models.fusion.known_layers import CALL_EAGER_ATTENTION, ROTARY_LEFT_UNFUSED, layer_name
+from oslo_models.fusion.known_layers import (
+    CALL_EAGER_ATTENTION,
+    COMPARE_IMPLEMENTATIONS,
+    ROTARY_LEFT_UNFUSED,
+    layer_name,
+)
 from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, CPURotaryAttention, FusedOlmo2Attention
 from oslo_models.fusion.subjects import FEW_ROWS, FusionRule, Subject, mixed, one_pass
 from oslo_models.fusion.swap import FusionCandidate
@@ -75,8 +80,13 @@ def _upcasts(s: Subject) -> bool:
     return bool(getattr(s.module, "reorder_and_upcast_attn", False))
 
 
+def _can_select(s: Subject) -> bool:
+    """Whether another attention function may take the place of the layer's own."""
+    return s.layer in CALL_EAGER_ATTENTION - COMPARE_IMPLEMENTATIONS and not _upcasts(s)
+
+
 def _is_eager(s: Subject) -> bool:
-    return s.layer in CALL_EAGER_ATTENTION and s.backend in _EAGER and not _upcasts(s)
+    return _can_select(s) and s.backend in _EAGER
 
 
 def _eager(s: Subject) -> Iterator[FusionCandidate]:
@@ -86,7 +96,7 @@ def _eager(s: Subject) -> Iterator[FusionCandidate]:
 
 
 def _is_cached(s: Subject) -> bool:
-    sdpa = s.layer in CALL_EAGER_ATTENTION and s.on_cpu and s.module.config._attn_implementation == "sdpa"
+    sdpa = _can_select(s) and s.on_cpu and s.module.config._attn_implementation == "sdpa"
     return sdpa and bool(s.model.can_generate())
 
 
@@ -102,6 +112,8 @@ def _other_attention(s: Subject) -> Iterator[FusionCandidate]:
         reason = f"{reason}; left unfused: rotary positions in a forward unlike Llama's"
     elif _upcasts(s):
         reason = f"{reason}; left unfused: reorder_and_upcast_attn has a softmax of its own"
+    elif s.layer in COMPARE_IMPLEMENTATIONS:
+        reason = f"{reason}; left unfused: it hides keys from the implementations that it knows by name"
     yield s.candidate("attention", None, reason)
 
 

@@ -43,17 +43,18 @@ RMS_NORMS = _names("""
     hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm jetmoe.JetMoeRMSNorm
     kimi_linear.KimiLinearRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm
     lfm3.Lfm3RMSNorm llama.LlamaRMSNorm longcat_flash.LongcatFlashRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm
-    mellum.MellumRMSNorm mimo_v2_flash.MiMoV2FlashRMSNorm minicpm3.MiniCPM3RMSNorm minimax_m2.MiniMaxM2RMSNorm
-    ministral.MinistralRMSNorm ministral3.Ministral3RMSNorm mistral.MistralRMSNorm mixtral.MixtralRMSNorm
-    olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm
-    qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm solar_open.SolarOpenRMSNorm
-    switch_transformers.SwitchTransformersLayerNorm t5.T5LayerNorm youtu.YoutuRMSNorm zamba.ZambaRMSNorm
-    zamba2.Zamba2RMSNorm
+    mellum.MellumRMSNorm mimo_v2_flash.MiMoV2FlashRMSNorm minicpm3.MiniCPM3RMSNorm minimax.MiniMaxRMSNorm
+    minimax_m2.MiniMaxM2RMSNorm ministral.MinistralRMSNorm ministral3.Ministral3RMSNorm mistral.MistralRMSNorm
+    mixtral.MixtralRMSNorm olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm
+    qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm
+    solar_open.SolarOpenRMSNorm switch_transformers.SwitchTransformersLayerNorm t5.T5LayerNorm youtu.YoutuRMSNorm
+    zamba.ZambaRMSNorm zamba2.Zamba2RMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
 GEMMA_NORMS = _names("""
-    gemma.GemmaRMSNorm gemma2.Gemma2RMSNorm gemma3.Gemma3RMSNorm qwen3_5.Qwen3_5RMSNorm qwen3_5_moe.Qwen3_5MoeRMSNorm
-    qwen3_next.Qwen3NextRMSNorm recurrent_gemma.RecurrentGemmaRMSNorm vaultgemma.VaultGemmaRMSNorm
+    gemma.GemmaRMSNorm gemma2.Gemma2RMSNorm gemma3.Gemma3RMSNorm minimax_m3_vl.MiniMaxM3VLRMSNorm qwen3_5.Qwen3_5RMSNorm
+    qwen3_5_moe.Qwen3_5MoeRMSNorm qwen3_next.Qwen3NextRMSNorm recurrent_gemma.RecurrentGemmaRMSNorm
+    vaultgemma.VaultGemmaRMSNorm
 """)
 """Copies of GemmaRMSNorm."""
 OLMO2_NORMS = _names("""
@@ -204,7 +205,8 @@ CALL_EAGER_ATTENTION = _names("""
     jamba.JambaAttention jetmoe.JetMoeAttention kimi_linear.KimiLinearAttention kolibri1.Kolibri1Attention
     laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention llama.LlamaAttention
     longcat_flash.LongcatFlashMLA m2m_100.M2M100Attention marian.MarianAttention mbart.MBartAttention
-    mellum.MellumAttention minicpm3.MiniCPM3Attention minimax_m2.MiniMaxM2Attention ministral.MinistralAttention
+    mellum.MellumAttention minicpm3.MiniCPM3Attention minimax.MiniMaxAttention minimax_m2.MiniMaxM2Attention
+    minimax_m3_vl.MiniMaxM3VLAttention minimax_m3_vl.MiniMaxM3VLVisionAttention ministral.MinistralAttention
     ministral3.Ministral3Attention mistral.MistralAttention mixtral.MixtralAttention mobilebert.MobileBertSelfAttention
     mt5.MT5Attention nanochat.NanoChatAttention nemotron.NemotronAttention nemotron_h.NemotronHAttention
     nllb_moe.NllbMoeAttention olmo.OlmoAttention olmo2.Olmo2Attention olmo3.Olmo3Attention
@@ -224,6 +226,11 @@ CALL_EAGER_ATTENTION = _names("""
 """)
 """Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5
 or Gemma 2."""
+COMPARE_IMPLEMENTATIONS = _names("""
+    axk2.AXK2Attention deepseek_v32.DeepseekV32Attention dots3_note.Dots3NoteTextAttention
+    glm_moe_dsa.GlmMoeDsaAttention minimax_m3_vl.MiniMaxM3VLAttention
+""")
+"""Those that hide the keys that an indexer did not choose from implementations that they know by name."""
 ROTARY_ATTENTIONS = {
     "exaone4.Exaone4Attention": _names("""
         exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention
@@ -240,7 +247,9 @@ ROTARY_ATTENTIONS = {
         jais2.Jais2Attention llama.LlamaAttention phimoe.PhimoeAttention qwen2_moe.Qwen2MoeAttention
         solar_open.SolarOpenAttention
     """),
-    "mistral.MistralAttention": _names("mistral.MistralAttention mixtral.MixtralAttention"),
+    "mistral.MistralAttention": _names("""
+        minimax.MiniMaxAttention mistral.MistralAttention mixtral.MixtralAttention
+    """),
     "olmo2.Olmo2Attention": _names("""
         flex_olmo.FlexOlmoAttention minimax_m2.MiniMaxM2Attention olmo2.Olmo2Attention
     """),
@@ -266,9 +275,10 @@ ROTARY_LEFT_UNFUSED = _names("""
     gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
     granitemoehybrid.GraniteMoeHybridAttention hrm_text.HrmTextAttention hy_v3.HYV3Attention jetmoe.JetMoeAttention
     laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
-    mimo_v2_flash.MiMoV2FlashAttention minicpm3.MiniCPM3Attention ministral3.Ministral3Attention
-    nanochat.NanoChatAttention olmo.OlmoAttention olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention
-    persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention
-    recurrent_gemma.RecurrentGemmaAttention youtu.YoutuAttention zamba2.Zamba2Attention
+    mimo_v2_flash.MiMoV2FlashAttention minicpm3.MiniCPM3Attention minimax_m3_vl.MiniMaxM3VLAttention
+    minimax_m3_vl.MiniMaxM3VLIndexer ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention
+    olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention
+    qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention recurrent_gemma.RecurrentGemmaAttention
+    youtu.YoutuAttention zamba2.Zamba2Attention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

@@ -149,7 +149,7 @@ def plan_over(model: Any, mesh: ParallelMesh) -> Plan:
 
 
 def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int) -> dict[str, Layout]:
-    """The layout over ``n`` ranks of every parameter of ``model``, which still has full parameters.
+    """The layout over ``n`` ranks of every parameter of ``model``, which still has full ones, and of sharded buffers.
 
     Args:
         prefix: the path of the plan's base model in ``model``: ``"transformer."``, or ``""`` when it is the model.
@@ -165,6 +165,10 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
         if key is not None:
             used.add(key)
             layouts[name] = entries[key].layout(name.rpartition(".")[2], tuple(param.shape), n)
+    for name, buffer in model.named_buffers():
+        if _shards_buffer(entries, name):
+            used.add(name)
+            layouts[name] = entries[name].layout(name.rpartition(".")[2], tuple(buffer.shape), n)
     unnamed = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in layouts]
     used |= {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
     used |= {name for name, _ in model.named_modules() if isinstance(entries.get(name), (LocalModule, GlobalMoments))}
@@ -234,7 +238,8 @@ def apply_plan(
         full = getattr(module, leaf)
         if layout.dim is not None:
             local = shard_of(full.detach(), layout, mesh.rank_in(layout), name)
-            setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad))
+            is_parameter = isinstance(full, nn.Parameter)
+            setattr(module, leaf, nn.Parameter(local, requires_grad=full.requires_grad) if is_parameter else local)
             set_local_sizes(module)
     if stream is not None:
         for block in (block for stack in plan.blocks for block in model.get_submodule(prefix + stack).children()):
@@ -251,15 +256,24 @@ def expert_parameters(model: nn.Module, plan: Plan, prefix: str) -> set[str]:
     return found
 
 
-def modules_with_parameters_of_heads(model: nn.Module, plan: Plan, prefix: str) -> list[str]:
-    """The names of the modules that count heads and have parameters of their own, in a model or in a stage of it."""
+def modules_with_tensors_of_heads(model: nn.Module, plan: Plan, prefix: str) -> list[str]:
+    """The names of the modules that count heads and have parameters or sharded buffers, in a model or a stage of it."""
     entries = _named_entries(model, plan, prefix, {})
     modules = {key: _find(model, key) for key, entry in entries.items() if isinstance(entry, LocalModule)}
     return [
         key
         for key, module in modules.items()
-        if isinstance(module, nn.Module) and any(True for _ in module.parameters(recurse=False))
+        if isinstance(module, nn.Module)
+        and (
+            any(True for _ in module.parameters(recurse=False))
+            or any(_shards_buffer(entries, f"{key}.{leaf}") for leaf, _ in module.named_buffers(recurse=False))
+        )
     ]
+
+
+def _shards_buffer(entries: Entries, name: str) -> bool:
+    """Whether a buffer is sharded: it has an entry under its own name. Other buffers are whole on every rank."""
+    return isinstance(entries.get(name), ColumnParallel)
 
 
 def _join_shared_experts(mixture: Any, entry: Experts, tp: Axis) -> None:

@@ -21,7 +21,7 @@ from oslo_models.modeling.apply_plan import (
     apply_plan,
     expert_parameters,
     layouts_of,
-    modules_with_parameters_of_heads,
+    modules_with_tensors_of_heads,
     plan_over,
 )
 from oslo_models.modeling.construction import construct
@@ -58,7 +58,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         made_from: what a class with a plan of the user was made from; see `own_plan`.
         mesh: the axes of the model; ``None`` when constructed by transformers' own methods.
         mpu: the mesh under Megatron's names; ``base_model`` has it too.
-        layouts: the layout over the tp axis of every parameter that this rank holds.
+        layouts: the layout over the tp axis of every parameter and sharded buffer that this rank holds.
         gather_logits: whether sharded logits are gathered beside a loss; see `from_pretrained_with_parallel`.
         share_loss, share_logits: whether all stages get these of each micro-batch; change them on every rank.
         loss_inputs: arguments that request a loss, beside those named labels.
@@ -137,8 +137,9 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             self.stage = split_stage(
                 self, plan, prefix, head, self.layouts, pp.rank, pp.size, blocks_per_stage, mesh.device
             )
-            names = (name for name, _ in self.named_parameters(remove_duplicate=False))
-            self.layouts = {name: self.layouts[self.stage.full_names.get(name, name)] for name in names}
+            tensors = (*self.named_parameters(remove_duplicate=False), *self.named_buffers())
+            full_names = {name: self.stage.full_names.get(name, name) for name, _ in tensors}
+            self.layouts = {name: self.layouts[full] for name, full in full_names.items() if full in self.layouts}
         self.sharded_layers = ShardedLayers(self) if mesh.tp.size > 1 else None
 
     def _start_pipeline(self, are_random: bool) -> None:
@@ -333,7 +334,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     def _initialized_whole(self) -> list[str]:
         """The names of modules some of whose weights transformers computes from sizes of the full module."""
-        return modules_with_parameters_of_heads(self, self.full_plan(), self._prefix())
+        return modules_with_tensors_of_heads(self, self.full_plan(), self._prefix())
 
     @contextmanager
     def _counting_all_layers(self) -> Iterator[None]:

@@ -44,8 +44,14 @@ def qkv(
     return {f"{attention}.{name}": ColumnParallel(heads) for name in names}
 
 
-def gated_mlp(mlp: str) -> Entries:
-    """A gated MLP with separate projections, by its name inside the block."""
+def gated_mlp(mlp: str, fused: bool = False) -> Entries:
+    """A gated MLP, by its name inside the block.
+
+    Args:
+        fused: gate and up projection are in one matrix, ``gate_up_proj``.
+    """
+    if fused:
+        return {f"{mlp}.gate_up_proj": ColumnParallel(parts=2), f"{mlp}.down_proj": RowParallel()}
     return {
         f"{mlp}.gate_proj": ColumnParallel(),
         f"{mlp}.up_proj": ColumnParallel(),
@@ -72,16 +78,17 @@ def attention_sinks(heads: GroupedHeads) -> ColumnParallel:
     return ColumnParallel(replace(heads, head_dim=1).query)
 
 
-def mixture_of_experts(mlp: str = "mlp", router: str = "gate", shared: str = "") -> Entries:
+def mixture_of_experts(mlp: str = "mlp", router: str = "gate", shared: str = "", fused: bool = False) -> Entries:
     """A replicated router, stacked experts and, if there are any, shared experts whose output is added to theirs.
 
     Args:
         mlp: the name of the mixture inside the block.
         router: the name of the router inside it.
         shared: the name of the shared experts inside it.
+        fused: gate and up projection of the shared experts are in one matrix.
     """
     routed: Entries = {f"{mlp}.{router}": Replicated(), f"{mlp}.experts": Experts(shared=shared)}
-    return {**routed, **gated_mlp(f"{mlp}.{shared}")} if shared else routed
+    return {**routed, **gated_mlp(f"{mlp}.{shared}", fused)} if shared else routed
 
 
 def state_space(

@@ -30,7 +30,9 @@ class CountableModel(PreTrainedModel):
     def _note_full_parameters(self, layouts: Mapping[str, Layout]) -> None:
         """Keep what `num_parameters` needs to know of the full model, which this one still is."""
         embeddings = (name for name, module in self.named_modules() if isinstance(module, nn.Embedding))
-        self.full_layouts, self.full_embeddings = layouts, frozenset(f"{name}.weight" for name in embeddings)
+        self.full_embeddings = frozenset(f"{name}.weight" for name in embeddings)
+        buffers = dict(self.named_buffers())
+        self.full_layouts = {name: layout for name, layout in layouts.items() if name not in buffers}
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters of the full model, the same on every rank; without communication.

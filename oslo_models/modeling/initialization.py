@@ -103,7 +103,7 @@ def initialize_whole(
 ) -> None:
     """Initialise a module whose weights transformers computes from its sizes, such as a state-space mixer's.
 
-    transformers' code sees full sizes and full parameters, of which those that it writes are sharded afterwards.
+    transformers' code sees full sizes, parameters and buffers, of which those that it writes are sharded afterwards.
 
     Args:
         name: that of the module.
@@ -113,7 +113,8 @@ def initialize_whole(
         root: as of `SeededByName`; the first parameter's name gives the random numbers.
     """
     module = model.get_submodule(name)
-    params = dict(module.named_parameters())
+    buffers = {leaf: buffer for leaf, buffer in module.named_buffers() if f"{name}.{leaf}" in layouts}
+    params: dict[str, Tensor] = {**dict(module.named_parameters()), **buffers}
     own = {leaf: layouts.get(f"{name}.{leaf}", Layout(tuple(param.shape))) for leaf, param in params.items()}
     full = {leaf: _full_like(param, own[leaf]) for leaf, param in params.items()}
     if all(param.is_meta for param in full.values()):
@@ -138,16 +139,17 @@ def initialize_whole(
             param.copy_(own[leaf].shard(full[leaf].detach(), rank_in(own[leaf])))
 
 
-def _full_like(param: nn.Parameter, layout: Layout) -> nn.Parameter:
-    """An empty parameter of the full size; without memory if the local one was loaded, as it stays what it is."""
+def _full_like(param: Tensor, layout: Layout) -> Tensor:
+    """An empty parameter or buffer of the full size; without memory if the local one was loaded, and so stays."""
     is_loaded = getattr(param, "_is_hf_initialized", False)
     device = torch.device("meta") if is_loaded else param.device
-    full = nn.Parameter(torch.empty(layout.shape, dtype=param.dtype, device=device))
+    full = torch.empty(layout.shape, dtype=param.dtype, device=device)
+    full = nn.Parameter(full) if isinstance(param, nn.Parameter) else full
     full._is_hf_initialized = is_loaded  # type: ignore[attr-defined]
     return full
 
 
-def _set(module: nn.Module, params: Mapping[str, nn.Parameter], attributes: Mapping[str, Any]) -> None:
+def _set(module: nn.Module, params: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> None:
     for name, param in params.items():
         owner, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(owner), leaf, param)

@@ -24,7 +24,7 @@ from oslo_models.distributed.callers import (
 )
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import ParallelMesh, check_size
-from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_parameter
+from oslo_models.distributed.sharded_tensor import Sharding, local_tensor, mark_buffer, mark_parameter
 from oslo_models.modeling.matrix_optimizer import matrix_optimizer
 from oslo_models.pipeline.pipeline import Pipeline
 from oslo_models.pipeline.stage import Stage
@@ -195,6 +195,11 @@ class TrainableModel(PreTrainedModel):
             param.model_parallel = counts and bool(
                 self.layouts[name].owned_indices(self.mesh.rank_in(self.layouts[name]))
             )
+        for name, _ in self.named_buffers() if self.mesh.tp.size > 1 else ():
+            if name in self.layouts:
+                owner, _, leaf = name.rpartition(".")
+                sharding = Sharding(full_names.get(name, name), self.layouts[name], self.mesh)
+                mark_buffer(self.get_submodule(owner), leaf, sharding)
 
     def _counted(self, name: str, grad: Tensor) -> list[Tensor]:
         """The slices of a gradient that this rank contributes to a norm in which each element counts once."""

@@ -4,15 +4,15 @@ from transformers import GlmConfig
 from transformers.models.glm import modeling_glm as hf
 from transformers.models.glm.modeling_glm import GlmPreTrainedModel
 
+from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class GlmParallel(LlamaParallel):
     """Sharding plan of the GLM family."""
 
-    mlp = {"mlp.gate_up_proj": ColumnParallel(parts=2), "mlp.down_proj": RowParallel()}
+    mlp = gated_mlp("mlp", fused=True)
 
 
 class GlmModel(GlmParallel, hf.GlmModel):

@@ -4,16 +4,16 @@ from transformers import Glm4Config
 from transformers.models.glm4 import modeling_glm4 as hf
 from transformers.models.glm4.modeling_glm4 import Glm4PreTrainedModel
 
+from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.plan import ColumnParallel, RowParallel
 
 
 class Glm4Parallel(LlamaParallel):
     """Sharding plan of the GLM-4 family."""
 
     norms = ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
-    mlp = {"mlp.gate_up_proj": ColumnParallel(parts=2), "mlp.down_proj": RowParallel()}
+    mlp = gated_mlp("mlp", fused=True)
 
 
 class Glm4Model(Glm4Parallel, hf.Glm4Model):

@@ -6,6 +6,7 @@ from transformers import Phi3Config
 from transformers.models.phi3 import modeling_phi3 as hf
 from transformers.models.phi3.modeling_phi3 import Phi3PreTrainedModel
 
+from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
@@ -15,7 +16,7 @@ from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, RowP
 class Phi3Parallel(LlamaParallel):
     """Sharding plan of the Phi-3 family."""
 
-    mlp = {"mlp.gate_up_proj": ColumnParallel(parts=2), "mlp.down_proj": RowParallel()}
+    mlp = gated_mlp("mlp", fused=True)
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:

@@ -230,12 +230,10 @@ class Pipeline:
             self._send_hidden(stack, hidden, OtherStageError("a stage has skipped a step"))
 
     def _count_positions(self, cache: Any, rows: int, length: int) -> None:
-        """Let the cache of a stage without attention know its length: keys of width zero, in a layer of their own."""
-        start, stop = self.stage.ranges[self.stage.index]
-        types = getattr(self.model.config, "layer_types", None) or ()
-        if len(types) > stop - start and cache is not None:
-            empty = torch.empty(rows, 1, length, 0, dtype=self.model.dtype, device=self.mesh.device)
-            cache.update(empty, empty, stop - start)
+        """Let the cache of a stage know its length where the blocks do not: by keys of width one that nothing reads."""
+        if self.stage.counting_layer is not None and cache is not None:
+            unread = torch.zeros(rows, 1, length, 1, dtype=self.model.dtype, device=self.mesh.device)
+            cache.update(unread, unread, self.stage.counting_layer)
 
     # Tensors are sent with one more element: whether a stage has raised. Then all stages raise, and none waits for it.
 

@@ -40,7 +40,7 @@ def split_stage(
         plan: the plan of the architecture.
         prefix: what precedes the base model's names in ``model``.
         head: the entries of the model's head.
-        layouts: the layouts of the full model's parameters.
+        layouts: the layouts of the full model's parameters and sharded buffers.
         blocks_per_stage: the number of blocks of each stage; by default they are partitioned by cost.
         device: the device of the stage, if ``model`` is not there yet.
 
@@ -53,7 +53,9 @@ def split_stage(
         (stack, name) for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
     ]
     _check_counts(type(model).__name__, plan, prefix, blocks, count, blocks_per_stage)
-    active = _active_parameters(model.config, plan, prefix, blocks, layouts)
+    buffers = dict(model.named_buffers())
+    parameters = {name: layout for name, layout in layouts.items() if name not in buffers}
+    active = _active_parameters(model.config, plan, prefix, blocks, parameters)
     ranges = _block_ranges(active, prefix, head, blocks, count, blocks_per_stage)
     stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
     stacks = _stacks(plan, prefix, blocks, stage_of, index)
@@ -73,8 +75,10 @@ def split_stage(
     for stack, name in blocks:
         if stage_of[stack, name] != index:
             del model.get_submodule(prefix + stack)._modules[name]
-    _renumber_layers(model, plan, prefix)
-    stage.full_config = _restrict_layer_types(model, ranges[index])
+    if not plan.keeps_layer_numbers:
+        _renumber_layers(model, plan, prefix)
+    stage.counting_layer = _counting_layer(model.config, plan, ranges[index])
+    stage.full_config = _restrict_layer_types(model, ranges[index], stage.counting_layer)
     _count_routers(stage, plan, prefix, blocks, layouts)
     stage.early_outputs = {prefix + key: width for key, width in plan.early_outputs.items()}
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
@@ -291,8 +295,20 @@ def _restore_config(kind: type[Any], name: str, own: list[str]) -> Any:
     return object.__new__(_with_own(kind, name, own))
 
 
-def _restrict_layer_types(model: PreTrainedModel, local: Range) -> dict[str, Any]:
-    """Restrict ``config.layer_types`` to the local blocks, whose layer numbers now start at zero.
+def _counting_layer(config: Any, plan: Plan, local: Range) -> int | None:
+    """The layer of a stage's cache in which the pipeline counts the positions, if no local block does so for all."""
+    full = getattr(config, "layer_types", None)
+    if plan.keeps_layer_numbers:
+        return 0 if local[0] and (full is None or full[0] not in _WITHOUT_LENGTH) else None
+    own = full[slice(*local)] if full is not None else ()
+    return len(own) if own and not set(own) - _WITHOUT_LENGTH else None
+
+
+def _restrict_layer_types(model: PreTrainedModel, local: Range, counting_layer: int | None) -> dict[str, Any]:
+    """Restrict ``config.layer_types`` to the local blocks.
+
+    Args:
+        counting_layer: see `Stage`.
 
     Returns:
         The changed values as they were before.
@@ -301,8 +317,8 @@ def _restrict_layer_types(model: PreTrainedModel, local: Range) -> dict[str, Any
     if full is None:
         return {}
     own = list(full[slice(*local)])
-    if not set(own) - _WITHOUT_LENGTH:
-        own.append("full_attention")  # the cache gets a layer more, in which the pipeline counts the positions
+    if counting_layer == len(own):
+        own.append("full_attention")  # the cache gets a layer more
     kind = type(model.config)
     name = getattr(kind, "attribute_map", {}).get("layer_types", "layer_types")
     if isinstance(getattr(kind, name, None), property):  # which computes them, from numbers that stay

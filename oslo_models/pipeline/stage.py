@@ -55,6 +55,7 @@ class Stage:
         early_outputs: see `Plan`; with the names of the full model.
         routers: for each stage the number of its routers.
         num_experts: the width of a router's logits.
+        counting_layer: the layer of the cache in which the pipeline counts the positions, where local blocks do not.
     """
 
     index: int
@@ -69,6 +70,7 @@ class Stage:
     early_outputs: dict[str, int] = field(default_factory=dict)
     routers: tuple[int, ...] = ()
     num_experts: int = 0
+    counting_layer: int | None = None
 
     def is_first_holder(self, name: str) -> bool:
         """Whether this stage is the first that holds the parameter; sums over all parameters count it there only."""

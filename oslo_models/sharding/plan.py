@@ -86,7 +86,7 @@ class ColumnParallel(Replicated):
         splits: one split per matrix that the weight concatenates; without any, the output features are split evenly.
         parts: without splits, how many matrices of equal size the weight concatenates.
         transposed: the weight is stored ``[in, out]`` (``Conv1D``) rather than ``[out, in]`` (``nn.Linear``).
-        dim: of a bare parameter, the dimension that is sharded.
+        dim: of a bare parameter or a buffer, the dimension that is sharded.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
@@ -376,6 +376,8 @@ class Plan:
         early_outputs: modules before the blocks whose output the model returns too, with the width of it: it is sent
             to the last pipeline stage.
         cache_layers_per_block: how many layers of a key-value cache each block fills: one for each of its attentions.
+        keeps_layer_numbers: whether blocks keep their numbers on every pipeline stage: their cache makes a layer when
+            its block uses it, and counts the positions in the first one.
         single_stage_reason: why the blocks cannot be split into pipeline stages, if they cannot.
     """
 
@@ -395,6 +397,7 @@ class Plan:
     input_positions: Mapping[str, InputPositions] = field(default_factory=dict)
     early_outputs: Mapping[str, int] = field(default_factory=dict)
     cache_layers_per_block: int = 1
+    keeps_layer_numbers: bool = False
     single_stage_reason: str = ""
 
     def with_experts_over(self, groups: int) -> Plan:

@@ -14,6 +14,7 @@ from torch import Tensor
 from oslo_kernels import decode_attention as kernel
 from oslo_models.fusion import decode_attention
 from oslo_models.fusion.decode_attention import decoding_attention
+from oslo_models.fusion.rules import fusion_candidates
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -178,6 +179,27 @@ def test_fused_models_generate_with_it(variant: str, seed: int) -> None:
 @pytest.mark.parametrize("variant", ["gpt2", "qwen3", "t5"])
 def test_local_heads(variant: str, pool: Pool, seed: int) -> None:
     pool.run(2, check_model, reference_step(zoo.lm_head(variant), zoo.config(variant), seed), 2)
+
+
+INDEXED = ("deepseek_v32", "axk2", "dots3_note_text", "glm_moe_dsa", "minimax_m3_vl_text")
+
+
+@pytest.mark.parametrize("variant", [INDEXED[0], *zoo.cases(INDEXED[1:])])
+def test_keys_that_an_indexer_has_not_chosen_stay_hidden(variant: str, seed: int) -> None:
+    """Layers hide them from implementations that they know by name, so no other one takes the place of these."""
+    step = reference_step(zoo.lm_head(variant), zoo.config(variant), seed)
+    model, ids = parallel_model(step.name, step.config, step.weights, 1).eval(), step.batch["input_ids"]
+    expected = logits_of_decoding(model, ids)
+    for one, other in zip(expected, logits_of_decoding(model.fuse(measure=False), ids), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    model.unfuse()
+    assert not [each for each in fusion_candidates(model, "triton") if each.operation == "attention" and each.cls]
+
+
+def logits_of_decoding(model: Any, ids: Tensor) -> list[Tensor]:
+    options: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
+    with lifted_casts():
+        return list(model.generate(ids, max_new_tokens=4, do_sample=False, **options).logits)
 
 
 MISTAKES = [

@@ -52,7 +52,8 @@ def backward(model: Any, batch: Batch) -> None:
 def reference(variant: str, seed: int) -> tuple[str, PreTrainedConfig, Any, Weights, Batch]:
     name, config = zoo.lm_head(variant), config_of(variant)
     model = reference_model(name, config, seed).eval()
-    return name, config, model, full_parameters(model), zoo.batch(name, config, seed)
+    weights = {**model.state_dict(), **full_parameters(model)}  # buffers too
+    return name, config, model, weights, zoo.batch(name, config, seed)
 
 
 # Norms ----------------------------------------------------------------------------------------------------------------
@@ -197,6 +198,9 @@ def load_and_step(
         ("gpt2-untied", (1, 2), (2, 2)),
         ("gpt2-untied", (2, 2), (2, 1)),
         ("gpt2", (1, 2), (2, 1)),
+        ("minimax", (3, 1), (2, 1)),  # with sharded buffers
+        pytest.param("minimax", (2, 2), (3, 1), marks=pytest.mark.zoo),
+        pytest.param("minimax", (1, 2), (2, 2), marks=pytest.mark.zoo),
         pytest.param("gpt2", (1, 2), (1, 1), marks=pytest.mark.zoo),
     ],
 )
@@ -213,6 +217,41 @@ def test_torch_distributed_checkpoint_goes_on_at_other_sizes(
     folder = tmp_path / "checkpoint"
     pool.run(saved[0] * saved[1], step_and_save, name, config, weights, batch, saved, folder)
     pool.run(loaded[0] * loaded[1], load_and_step, name, config, weights, batch, loaded, folder, full_parameters(model))
+
+
+def check_buffers(name: str, config: Any, weights: Weights) -> None:
+    model = model_on_stages(name, config, weights, 3, 1)
+    names = [key for key, _ in model.named_buffers() if key in model.layouts]
+    assert len(names) == 2 * 4
+    for held in (model, copy.deepcopy(model)):
+        state, buffers = held.state_dict(), dict(held.named_buffers())
+        for key in names:
+            assert isinstance(state[key], Shard) and type(buffers[key]) is Tensor, key
+            assert torch.equal(state[key].full_tensor(), weights[key]) and buffers[key].numel() < weights[key].numel()
+    assert not [key for key in model.full_layouts if key in names]
+
+
+def test_sharded_buffers_are_shards_in_state_dictionaries_only(pool: Pool, seed: int) -> None:
+    kinds = ["full_attention", "linear_attention", "linear_attention"]
+    name, config = zoo.lm_head("minimax"), config_of("minimax", layer_types=kinds, num_hidden_layers=3)
+    model = reference_model(name, config, seed)
+    pool.run(3, check_buffers, name, config, {**model.state_dict(), **full_parameters(model)})
+
+
+def check_missing_buffers(folder: Path, expected: Weights) -> None:
+    cls: Any = registry.find("MiniMaxForCausalLM")
+    model = cls.from_pretrained_with_parallel(folder, 3, expert_parallel_size=3)
+    buffers = {key: buffer for key, buffer in model.named_buffers() if key in model.layouts}
+    assert buffers.keys() == expected.keys()
+    for key, buffer in buffers.items():
+        torch.testing.assert_close(buffer, model.layouts[key].shard(expected[key], model.mesh.tp.rank))
+
+
+def test_sharded_buffers_that_a_checkpoint_lacks_are_those_of_transformers(pool: Pool, tmp_path: Path) -> None:
+    model = zoo.original("MiniMaxForCausalLM")._from_config(config_of("minimax"))
+    expected = {key: buffer for key, buffer in model.named_buffers() if key in model.state_dict()}
+    model.save_pretrained(tmp_path, state_dict={k: v for k, v in model.state_dict().items() if k not in expected})
+    pool.run(3, check_missing_buffers, tmp_path, expected)
 
 
 def load_tied_states(name: str, config: Any, weights: Weights, folder: Path) -> None:

@@ -71,7 +71,7 @@ def test_step_with_losses_of_the_routers_of_both_stacks_matches(
     zoo.cases(
         (
             *("mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32"),
-            *("dots3_note_text", "llama4_text", "longcat_flash"),
+            *("dots3_note_text", "llama4_text", "longcat_flash", "minimax", "minimax_m3_vl_text"),
         )
     ),
 )
@@ -217,7 +217,7 @@ def case_with_auxiliary_loss(model_type: str, seed: int, rows: int, **changes: A
     config = zoo.config(model_type, num_hidden_layers=4, output_router_logits=True, router_aux_loss_coef=0.5, **changes)
     batch = pipelines.batch(name, config, seed)
     model = reference_model(name, config, seed)
-    weights = full_parameters(model)
+    weights = {**model.state_dict(), **full_parameters(model)}  # buffers too
     with lifted_casts():
         loss = model(**batch, output_router_logits=False).loss
         parts = [{key: x[i : i + rows] for key, x in batch.items()} for i in range(0, pipelines.ROWS, rows)]
@@ -234,6 +234,28 @@ def test_auxiliary_loss_on_stages_is_the_mean_of_those_of_micro_batches(
 ) -> None:
     given = case_with_auxiliary_loss("mixtral", seed, rows)
     pool.run(sizes[0] * sizes[1], step_on_stages, given, *sizes, {"micro_batch_size": rows})
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("minimax", {"layer_types": 2 * ["full_attention", "linear_attention"]}),
+        (
+            "minimax_m3_vl_text",
+            {
+                "layer_types": 2 * ["full_attention", "minimax_m3_sparse"],
+                "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            },
+        ),
+    ],
+)
+def test_auxiliary_loss_beside_blocks_of_two_kinds_matches_on_stages(
+    pool: Pool, seed: int, model_type: str, changes: dict[str, Any]
+) -> None:
+    given = case_with_auxiliary_loss(model_type, seed, 2, **changes)
+    for tp, pp in ((1, 3), (2, 2)):
+        pool.run(tp * pp, step_on_stages, given, tp, pp, {"micro_batch_size": 2})
 
 
 def test_auxiliary_loss_on_stages_without_routers_matches(pool: Pool, seed: int) -> None:

@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from oslo_models import IBertModel, LagunaModel, registry
 from oslo_models.cli import support_table as support
+from oslo_models.distributed.sharded_tensor import local_tensor
 from oslo_models.modeling.apply_plan import layouts_of
 from oslo_models.sharding.plan import HeadNorm, Latent
 
@@ -33,6 +34,7 @@ from support.reference import (
     Step,
     differences,
     full_parameters,
+    own_part,
     reference_model,
     saved_step,
     step_differences,
@@ -48,7 +50,8 @@ def check_sharded(
     model.save_pretrained_with_parallel(target)
     lines = step_differences(model, step) + token_differences(model, step.batch, tokens, ways)
     own = model.state_dict()
-    lines += [line for name in step.buffers for line in differences(name, own[name], step.buffers[name], TOLERANCE)]
+    for name, full in step.buffers.items():
+        lines += differences(name, local_tensor(own[name]), own_part(model, name, full), TOLERANCE)
     assert not lines, "\n".join(lines)
 
 
@@ -134,7 +137,8 @@ def check_initial(name: str, config: PreTrainedConfig, full: dict[str, Tensor], 
         return
     model = cls.from_config_with_parallel(config, tp, pp, seed=seed, dtype=torch.float64)
     lines = []
-    for own_name, param in model.named_parameters():
+    sharded = [(name, buffer) for name, buffer in model.named_buffers() if name in model.layouts]
+    for own_name, param in [*model.named_parameters(), *sharded]:
         canonical = model.stage.full_names.get(own_name, own_name) if model.stage is not None else own_name
         layout = model.layouts[own_name]
         expected = layout.shard(full[canonical], model.mesh.rank_in(layout))
@@ -145,7 +149,7 @@ def check_initial(name: str, config: PreTrainedConfig, full: dict[str, Tensor], 
 @pytest.mark.parametrize(
     "variant",
     [
-        each if each in ("mamba2", "qwen3_next") else pytest.param(each, marks=pytest.mark.zoo)
+        each if each in ("mamba2", "minimax", "qwen3_next") else pytest.param(each, marks=pytest.mark.zoo)
         for each in [*zoo.FOUNDING, *zoo.MORE, *zoo.ODD]
     ],
 )
@@ -158,7 +162,8 @@ def test_initial_weights_do_not_depend_on_the_parallel_sizes(pool: Pool, variant
     assert not lines, "\n".join(lines)
     name, config = zoo.main_head(variant), zoo.config(variant)
     cls: Any = registry.find(name)
-    full = full_parameters(cls.from_config_with_parallel(config, seed=seed, dtype=torch.float64))
+    whole = cls.from_config_with_parallel(config, seed=seed, dtype=torch.float64)
+    full = {**dict(whole.named_buffers()), **full_parameters(whole)}
     for tp, pp in ((2, 1), (1, 2)):
         pool.run(2, check_initial, name, config, full, seed, tp, pp)
 
@@ -266,6 +271,13 @@ def test_laguna_with_other_numbers_of_heads_in_some_blocks_allows_one_rank_only(
     config = zoo.config("laguna", num_attention_heads_per_layer=[6, 4])
     with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that LagunaModel allows: num_att"):
         LagunaModel.plan(config).check_ranks("LagunaModel", "LagunaConfig", 2)
+
+
+def test_minimax_m3_with_other_numbers_of_index_heads_allows_one_rank_only() -> None:
+    config = zoo.config("minimax_m3_vl_text", index_n_heads=3)
+    cls: Any = registry.find("MiniMaxM3VLForCausalLM")
+    with pytest.raises(ValueError, match="is more than 1, all that MiniMaxM3VLForCausalLM allows: index_n_heads=3 is "):
+        cls.plan(config).check_ranks(cls.__name__, "MiniMaxM3VLTextConfig", 2)
 
 
 def test_glm_5_with_shared_choices_of_positions_allows_one_stage_only() -> None:

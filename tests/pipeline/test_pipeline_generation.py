@@ -74,8 +74,9 @@ def check_generation(
         assert model.micro_batch_size == 2
     # A loop over micro-batches still works, and generation after it.
     batch = pipelines.batch(name, config, seed)
-    for output in model(**batch):
-        output.loss.backward()
+    with lifted_casts():
+        for output in model(**batch):
+            output.loss.backward()
     tokens, _, _ = expected["greedy"]
     assert torch.equal(generated(model, "greedy", config, seed)[0], tokens)
     assert not lines, "\n".join(lines)
@@ -111,6 +112,26 @@ def test_generate_on_stages_with_tensor_parallel_ranks_and_replicas(
 ) -> None:
     """Replicas have prompts of their own."""
     generate(pool, variant, ["greedy", "beams"], tp, pp, replicas, seed)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pp"),
+    [
+        (["full_attention", "linear_attention", "full_attention"], 3),
+        pytest.param(["linear_attention", "full_attention", "full_attention"], 2, marks=pytest.mark.zoo),
+        pytest.param(["full_attention", "linear_attention", "full_attention"], 2, marks=pytest.mark.zoo),
+        pytest.param(["full_attention", "linear_attention", "linear_attention"], 2, marks=pytest.mark.zoo),
+    ],
+)
+def test_stages_count_positions_as_the_first_block_of_all_does(
+    pool: Pool, kinds: list[str], pp: int, seed: int
+) -> None:
+    """MiniMax's cache takes the number of positions from its first layer, which linear attention leaves empty."""
+    name, config = "MiniMaxForCausalLM", zoo.config("minimax", layer_types=kinds, num_hidden_layers=3)
+    model = reference_model(name, config, seed).eval()
+    expected = [{way: generated(model, way, config, seed) for way in ("greedy", "beams", "scores")}]
+    weights = {**model.state_dict(), **full_parameters(model)}
+    pool.run(pp, check_generation, name, config, weights, expected, seed, 1, pp)
 
 
 def generate_in_half_precision(model: Any, config: PreTrainedConfig, seed: int) -> Tensor:

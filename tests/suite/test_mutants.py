@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,11 +27,11 @@ from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion import norms
 from oslo_models.layers import cross_entropy, custom_layers, linear, overlap, routed_experts
 from oslo_models.layers import vocab_parallel as vocab
-from oslo_models.modeling import base
+from oslo_models.modeling import base, training
 from oslo_models.modeling import forward as calls
 from oslo_models.modeling import initialization as init
-from oslo_models.models import gpt2
-from oslo_models.pipeline import placeholders, schedule
+from oslo_models.models import gpt2, minimax
+from oslo_models.pipeline import pipeline, placeholders, schedule
 from oslo_models.pipeline import stage as stages
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
 from oslo_models.sharding.layout import EvenSplit
@@ -259,6 +260,43 @@ def moments_without_sum_of_gradients(patch: Patch) -> None:
     patch.setattr(custom_layers, "copy_to", lambda axis, x: x)
 
 
+class Reversed(EvenSplit):
+    """A split that gives the first units to the last rank."""
+
+    def unit_ranges(self, n: int) -> tuple[tuple[int, int], ...]:
+        return super().unit_ranges(n)[::-1]
+
+
+def decays_of_other_heads(patch: Patch) -> None:
+    right = minimax.MiniMaxParallel.lightning_attention.__func__
+
+    def lightning_attention(cls: Any, each: EvenSplit, heads: EvenSplit) -> Any:
+        return right(cls, Reversed(each.count), heads)
+
+    patch.setattr(minimax.MiniMaxParallel, "lightning_attention", classmethod(lightning_attention))
+
+
+def buffers_computed_from_local_heads(patch: Patch) -> None:
+    patch.setattr(base.ParallelModel, "_initialized_whole", lambda self: [])
+
+
+def blocks_numbered_on_each_stage(patch: Patch) -> None:
+    right = minimax.MiniMaxParallel.plan.__func__
+    patch.setattr(
+        minimax.MiniMaxParallel,
+        "plan",
+        classmethod(lambda cls, config: replace(right(cls, config), keeps_layer_numbers=False)),
+    )
+
+
+def positions_uncounted_without_the_first_block(patch: Patch) -> None:
+    patch.setattr(pipeline.Pipeline, "_count_positions", lambda *_: None)
+
+
+def buffers_saved_as_if_whole(patch: Patch) -> None:
+    patch.setattr(training, "mark_buffer", lambda module, leaf, sharding: None)
+
+
 def experts_in_a_loop(patch: Patch) -> None:
     patch.setattr(moe, "_can_use_grouped_mm", lambda *args: False)
 
@@ -306,7 +344,25 @@ MUTANTS: dict[str, list[Caught]] = {
     "models/test_mixture_of_experts.py": [
         (experts_in_a_loop, "test_products_of_experts_are_grouped", {"expert_parallel_size": 2}),
     ],
+    "modeling/test_sharded_parameters.py": [
+        (buffers_saved_as_if_whole, "test_sharded_buffers_are_shards_in_state_dictionaries_only", {}),
+    ],
     "models/test_zoo.py": [
+        (
+            decays_of_other_heads,
+            "test_main_class_matches_transformers_on_two_ranks_and_two_stages",
+            {"model_type": "minimax"},
+        ),
+        (
+            buffers_computed_from_local_heads,
+            "test_initial_weights_do_not_depend_on_the_parallel_sizes",
+            {"variant": "minimax"},
+        ),
+        (
+            blocks_numbered_on_each_stage,
+            "test_initial_weights_do_not_depend_on_the_parallel_sizes",
+            {"variant": "minimax"},
+        ),
         *[
             (mutant, "test_main_class_matches_transformers_on_two_ranks_and_two_stages", {"model_type": "gemma3n_text"})
             for mutant in (moments_of_own_features, moments_without_sum_of_gradients)
@@ -409,6 +465,13 @@ MUTANTS: dict[str, list[Caught]] = {
             replicas_that_average_each_micro_batch,
             "test_train_step_of_ddp_and_fsdp2_replicas_matches_one_process",
             {"variant": "gpt2", "wrapper": "DDP"},
+        ),
+    ],
+    "pipeline/test_pipeline_generation.py": [
+        (
+            positions_uncounted_without_the_first_block,
+            "test_stages_count_positions_as_the_first_block_of_all_does",
+            {"kinds": ["full_attention", "linear_attention", "full_attention"], "pp": 3},
         ),
     ],
     "pipeline/test_schedule.py": [

@@ -145,6 +145,15 @@ def _fit_convbert(values: Values, draw: random.Random) -> None:
     values["hidden_size"] = values["num_attention_heads"] * draw.choice((4, 6))
 
 
+def _fit_minimax(values: Values, draw: random.Random) -> None:
+    values["block_size"] = draw.randint(2, 5)
+
+
+def _fit_minimax_m3(values: Values, draw: random.Random) -> None:
+    values["index_n_heads"] = values["num_key_value_heads"]
+    values["index_block_size"], values["index_topk_blocks"] = draw.randint(1, 3), draw.randint(1, 3)
+
+
 def _fit_mobilebert(values: Values, draw: random.Random) -> None:
     values["intra_bottleneck_size"] = values["num_attention_heads"] * draw.choice((3, 4, 5))
     values["num_feedforward_networks"] = draw.randint(1, 3)
@@ -296,6 +305,8 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "mamba2": _fit_mamba2,
     "mimo_v2_flash": _fit_mimo,
     "minicpm3": _fit_latent_attention,
+    "minimax": _fit_minimax,
+    "minimax_m3_vl_text": _fit_minimax_m3,
     "mobilebert": _fit_mobilebert,
     "olmo_hybrid": _fit_two_kinds,
     "persimmon": _fit_phi,

@@ -49,7 +49,8 @@ Weights = dict[str, Tensor]
 
 
 def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConfig:
-    return zoo.config(variant, dropout, **{**DEPTH[zoo.VARIANTS[variant][0]], **changes})
+    model_type = zoo.VARIANTS[variant][0] if variant in zoo.VARIANTS else variant
+    return zoo.config(variant, dropout, **{**DEPTH.get(model_type, {}), **changes})
 
 
 def heads_with_loss(variant: str) -> list[str]:
@@ -100,7 +101,9 @@ def model_on_stages(
             param.copy_(layout.shard(weights[full_name], model.mesh.rank_in(layout)))
         for name, buffer in model.named_buffers():
             if (full_name := full_names.get(name, name)) in weights:
-                buffer.copy_(weights[full_name])
+                layout = model.layouts.get(name)
+                full = weights[full_name]
+                buffer.copy_(full if layout is None else layout.shard(full, model.mesh.rank_in(layout)))
     return model
 
 

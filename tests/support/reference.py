@@ -71,13 +71,18 @@ def parallel_model(
     return model
 
 
+def own_part(model: Any, name: str, full: Tensor) -> Tensor:
+    """What this rank holds of a tensor: buffers without a layout are whole."""
+    return model.layouts[name].shard(full, model.mesh.tp.rank) if name in model.layouts else full
+
+
 @torch.no_grad()
 def load(model: Any, weights: Mapping[str, Tensor]) -> None:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers())
-    assert names == weights.keys() - buffers.keys() == model.layouts.keys()
+    assert names == weights.keys() - buffers.keys() == model.layouts.keys() - buffers.keys()
     for name in buffers.keys() & weights.keys():
-        buffers[name].copy_(weights[name])
+        buffers[name].copy_(own_part(model, name, weights[name]))
     for name, param in model.named_parameters(remove_duplicate=False):
         part = model.layouts[name].shard(weights[name], model.mesh.tp.rank)
         assert part.shape == param.shape, f"{name}: {tuple(param.shape)} instead of {tuple(part.shape)}"

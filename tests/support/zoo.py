@@ -251,7 +251,17 @@ MORE: dict[str, Mapping[str, Any]] = {
     "megatron-bert": _BERT,
     "mellum": {**_LLAMA, **_SPARSE, **_WINDOW},
     "minicpm3": {**_LATENT, "scale_depth": 1.4, "dim_model_base": 12},
+    "minimax": {
+        **{**_LLAMA, **_MIXTURE, "num_local_experts": 5, "block_size": 4, "mlp_alpha_factor": 1.25},
+        **{"layer_types": ["full_attention", "linear_attention"], "full_attn_beta_factor": 0.75},
+        "linear_attn_alpha_factor": 1.5,
+    },
     "minimax_m2": {**_KV, **_MIXTURE, "num_local_experts": 5},
+    "minimax_m3_vl_text": {
+        **{**_LLAMA, **_SPARSE, "num_local_experts": 5, "intermediate_size": 11, "dense_intermediate_size": 35},
+        **{"shared_intermediate_size": 13, "layer_types": ["full_attention", "minimax_m3_sparse"]},
+        **{"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 2, "index_topk_blocks": 2, "swiglu_limit": 0.5},
+    },
     "ministral": {**_LLAMA, **_WINDOW},
     "ministral3": {
         **_LLAMA,
@@ -552,6 +562,9 @@ LEFT_OUT: dict[str, set[str]] = {
         *("CohereCompassForConditionalGeneration", "CohereCompassModel", "CohereCompassVisionModel"),
     },
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
+    "minimax_m3_vl_text": {
+        *("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLModel", "MiniMaxM3VLVisionModel"),
+    },
     "gemma4_unified_text": {"Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedModel"},
     "dots3_note_text": {
         *("Dots3NoteAudioModel", "Dots3NoteForConditionalGeneration", "Dots3NoteModel", "Dots3NoteVisionModel"),
@@ -580,7 +593,7 @@ SLOW_TESTS_ONLY = {
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
-    *("gemma3n_text", "hrm_text", "rwkv", "xlstm"),
+    *("gemma3n_text", "hrm_text", "minimax_m3_vl_text", "rwkv", "xlstm"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""

@@ -11,9 +11,10 @@ from oslo_models import registry
 from oslo_models.deploy.running_batch.limits import BatchLimits
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
+_INDEXED = "its cache holds the keys of an indexer beside those of attention"
 _KINDS = {
     **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), ""),
-    "indexed_attention": "its cache holds the keys of an indexer beside those of attention",
+    **dict.fromkeys(("indexed_attention", "minimax_m3_sparse"), _INDEXED),
 }
 """Why a model with a kind of block, of those in transformers' ``layer_types``, cannot join: other kinds keep states."""
 EXCLUSIVE: Mapping[str, str] = {
