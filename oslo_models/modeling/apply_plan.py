@@ -19,6 +19,7 @@ from oslo_models.layers.custom_layers import (
     GlobalMinMaxModule,
     GlobalMomentsModule,
     RowParallelModule,
+    SharedOutputModule,
     SharedParametersModule,
     VocabParallelModule,
 )
@@ -80,6 +81,7 @@ from oslo_models.sharding.plan import (
     Replicated,
     ReplicatedDropout,
     RowParallel,
+    SharedOutput,
     StateSpace,
     SummedModule,
     VocabParallel,
@@ -107,6 +109,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (Experts, nn.Module): ParallelExperts,
     (DenseExperts, nn.Module): ParallelDenseExperts,
     (Latent, nn.Linear): LatentLinear,
+    (SharedOutput, nn.Module): SharedOutputModule,
     # layers that an architecture defines itself
     (ColumnParallel, nn.Module): ColumnParallelModule,
     (RowParallel, nn.Module): RowParallelModule,

@@ -208,6 +208,11 @@ class Latent(Replicated):
     rotary: int
 
 
+@dataclass(frozen=True)
+class SharedOutput(Replicated):
+    """A replicated module whose output the ranks use for different heads: its gradient is summed over the ranks."""
+
+
 def _aligned(width: int, n: int) -> EvenSplit:
     """The split of the width of an expert in units that grouped products can address, if there are enough of them.
 
@@ -337,7 +342,7 @@ def entry_of(parameter: str, entries: Entries) -> str | None:
         if name in entries and not isinstance(entries[name], LocalModule):
             return name
     while module := module.rpartition(".")[0]:
-        if type(entries.get(module)) in (Replicated, HeadNorms):
+        if type(entries.get(module)) in (Replicated, SharedOutput, HeadNorms):
             return module
     return None
 
