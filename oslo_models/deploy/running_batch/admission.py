@@ -14,6 +14,10 @@ _STATES = "some of its blocks keep a state of the whole sequence in place of key
 _KINDS = {
     **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), ""),
     "indexed_attention": "its cache holds the keys of an indexer beside those of attention",
+    **dict.fromkeys(
+        ("compressed_sparse_attention", "heavily_compressed_attention"),
+        "its cache holds compressed keys beside those of a window",
+    ),
 }
 """Why a model with a kind of block, of those in transformers' ``layer_types``, cannot join: other kinds keep states."""
 EXCLUSIVE: Mapping[str, str] = {
