@@ -1,8 +1,8 @@
 """DeepSeek-V4: several streams of hidden states, and one key per position that is its value as well for all heads.
 
 Blocks attend to a window and, in most of them, to compressed keys of all earlier positions, of which an indexer may
-choose some. Heads are projected in groups, and a rank holds the heads of whole groups. Every rank makes the weights of
-the streams (hyper-connections), the keys and the choices of the indexer in full: they are the same for all heads.
+choose some. Heads are projected in groups, of which a rank holds some, or some heads of one. Every rank makes the
+weights of the streams (hyper-connections), the keys and the choices of the indexer in full: all heads have the same.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from oslo_models.sharding.layout import GroupedHeads
 from oslo_models.sharding.plan import (
     ColumnParallel,
     Entries,
+    GroupedHeadsProjection,
     LocalModule,
     Norm,
     Plan,
@@ -57,7 +58,7 @@ class DeepseekV4Parallel(LlamaParallel):
             "self_attn.compressor": SharedOutput(),
             "self_attn.sinks": attention_sinks(heads),
             "self_attn.o_a_proj": LocalModule({"n_groups": groups.local_count}),
-            "self_attn.o_a_proj.weight": ColumnParallel(groups),
+            "self_attn.o_a_proj.weight": GroupedHeadsProjection(heads),
             "self_attn.o_b_proj": RowParallel(groups),
         }
 

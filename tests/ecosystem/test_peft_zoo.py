@@ -110,3 +110,16 @@ def test_layers_that_a_mixer_does_not_call_are_refused(pool: Pool, seed: int) ->
     weights = reference_model(name, config, seed).state_dict()
     adapter = peft.LoraConfig(r=2, target_modules=["dt_proj"])
     pool.run(2, adapt_what_the_mixer_uses, Run(name, config, adapter, seed, "SGD", weights, batches=[]))
+
+
+def adapt_inputs_of_several_ranks(run: Run) -> None:
+    base = parallel_model(run.name, run.config, run.weights, 3)
+    with pytest.raises(ValueError, match=r"DoRA does not work on .*o_b_proj, some inputs of which are on several"):
+        peft.get_peft_model(base, copy.deepcopy(run.adapter))
+
+
+def test_magnitudes_over_inputs_that_several_ranks_have_are_refused(pool: Pool, seed: int) -> None:
+    name, config = zoo.main_head("deepseek_v4"), zoo.config("deepseek_v4")
+    weights = reference_model(name, config, seed).state_dict()
+    adapter = peft.LoraConfig(r=2, target_modules=["o_b_proj"], use_dora=True)
+    pool.run(3, adapt_inputs_of_several_ranks, Run(name, config, adapter, seed, "SGD", weights, batches=[]))
