@@ -46,6 +46,7 @@ ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "deepseek_v32": "DeepseekV32",
+    "deepseek_v4": "DeepseekV4",
     "deit": "DeiT",
     "detr": "Detr",
     "diffllama": "DiffLlama",

@@ -47,9 +47,18 @@ def explain_write_errors(path: Path, nbytes: int, rank: int) -> Iterator[None]:
         raise OSError(number, f"{os.strerror(number)}: {text}") from error
 
 
+@cache
+def dtype_order(dtypes: frozenset[torch.dtype]) -> dict[torch.dtype, int]:
+    """The places of dtypes in a file, as safetensors has them: wide ones first, and int64 before float64."""
+    header = json.loads(save({str(dtype): torch.empty(0, dtype=dtype) for dtype in dtypes})[8:])
+    names = [name for name in header if name != "__metadata__"]
+    return {dtype: names.index(str(dtype)) for dtype in dtypes}
+
+
 def write_order(meta: Mapping[str, Tensor]) -> list[str]:
     """The order of the tensors in a file: the widest dtypes first, so that all are aligned."""
-    return sorted(meta, key=lambda name: (-meta[name].itemsize, name))
+    order = dtype_order(frozenset(tensor.dtype for tensor in meta.values()))
+    return sorted(meta, key=lambda name: (order[meta[name].dtype], name))
 
 
 def write_safetensors(path: Path, meta: Mapping[str, Tensor], tensors: Iterator[Tensor]) -> None:

@@ -23,6 +23,7 @@ from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
+    GroupRowParallelLinear,
     KeyValueParallelLinear,
     RowParallelConv1D,
     RowParallelLinear,
@@ -241,7 +242,7 @@ def _candidate(subject: Any, row_parallel: bool, recipe: str) -> FusionCandidate
 
 def _why_not_layer(module: Any) -> str | None:
     cls = type(module)
-    if isinstance(module, KeyValueParallelLinear):
+    if isinstance(module, (GroupRowParallelLinear, KeyValueParallelLinear)):
         return "its heads are on several ranks, each with a part of their gradient"
     if cls not in _PLAIN and not isinstance(module, _SHARDED):
         return f"{cls.__name__} has a forward pass of its own"

@@ -86,6 +86,19 @@ class SharedParametersModule(nn.Module):
                 own.pop(name, None)
 
 
+class SharedOutputModule(_ShardedModule):
+    """A replicated module whose output, a tensor or several, the ranks use for different heads.
+
+    The gradients of floating tensors among it are summed over the ranks, so those of its parameters are complete.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if isinstance(output, Tensor):
+            return copy_to(self.tp, output)
+        return tuple(copy_to(self.tp, each) if isinstance(each, Tensor) else each for each in output)
+
+
 class VocabParallelModule(_ShardedModule):
     """A layer that calls ``F.embedding``, with a sharded vocabulary. Its input is token ids ``[...]``."""
 

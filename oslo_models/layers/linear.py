@@ -187,6 +187,22 @@ class RowParallelLinear(_RowParallel, nn.Linear):
     product = staticmethod(F.linear)
 
 
+class GroupRowParallelLinear(RowParallelLinear):
+    """A row-parallel layer with fewer groups of inputs than ranks, so that some groups are on several ranks.
+
+    Each of these has partial sums of the group's inputs, so the gradients of its weights are summed over them.
+    """
+
+    layouts: dict[str, Layout]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with layer_context(self.weight):
+            weight = self.weight
+            if weight.requires_grad:
+                weight = SumReplicatedGrad.apply(weight, self.tp, self.layouts["weight"])
+            return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), weight)), self.bias)
+
+
 class InnerRowParallelLinear(_SharesOutput, RowParallelLinear):
     """A row-parallel layer between sharded ones: the gradient of its output is summed over the ranks."""
 

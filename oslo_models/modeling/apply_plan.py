@@ -19,6 +19,7 @@ from oslo_models.layers.custom_layers import (
     GlobalMinMaxModule,
     GlobalMomentsModule,
     RowParallelModule,
+    SharedOutputModule,
     SharedParametersModule,
     VocabParallelModule,
 )
@@ -38,6 +39,7 @@ from oslo_models.layers.gathered import SummedEmbedding as SummedEmbeddingModule
 from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
+    GroupRowParallelLinear,
     InnerRowParallelLinear,
     KeyValueParallelLinear,
     LatentLinear,
@@ -93,6 +95,7 @@ from oslo_models.sharding.plan import (
     Replicated,
     ReplicatedDropout,
     RowParallel,
+    SharedOutput,
     StateSpace,
     SummedModule,
     VocabParallel,
@@ -124,6 +127,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (Experts, nn.Module): ParallelExperts,
     (DenseExperts, nn.Module): ParallelDenseExperts,
     (Latent, nn.Linear): LatentLinear,
+    (SharedOutput, nn.Module): SharedOutputModule,
     # layers that an architecture defines itself
     (ColumnParallel, nn.Module): ColumnParallelModule,
     (RowParallel, nn.Module): RowParallelModule,
@@ -140,6 +144,12 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (GatheredConvolution, nn.modules.conv._ConvNd): GatheredConvolutionModule,
     (SummedEmbedding, nn.Embedding): SummedEmbeddingModule,
 }
+
+_OF_SEVERAL_RANKS: dict[type, type[nn.Module]] = {
+    ColumnParallelLinear: KeyValueParallelLinear,
+    RowParallelLinear: GroupRowParallelLinear,
+}
+"""The classes of layers some features of which are on several ranks."""
 
 
 def plan_over(model: Any, mesh: ParallelMesh) -> Plan:
@@ -342,8 +352,8 @@ def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[st
         names = ", ".join(sorted(kind.__name__ for kind in known))
         raise ValueError(f"{key} is a {type(module).__name__}; {type(entry).__name__} knows {names}")
     new = _CLASSES[type(entry), base]
-    if new is ColumnParallelLinear and layouts["weight"].overlaps:
-        new = KeyValueParallelLinear
+    if new in _OF_SEVERAL_RANKS and layouts["weight"].overlaps:
+        new = _OF_SEVERAL_RANKS[new]
     module.__class__ = new if type(module) is base else _joined(new, type(module))  # type: ignore[arg-type]
     if "weight" not in layouts or layouts["weight"].dim is None:
         return

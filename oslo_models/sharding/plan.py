@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from oslo_models.sharding.layout import EvenSplit, Layout, even_ranges
+from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout, even_ranges
 
 LocalValue = Callable[[int, int], int]
 """``(number of ranks, rank) -> value`` of an attribute that counts the heads or elements of one rank."""
@@ -217,6 +217,38 @@ class Latent(Replicated):
     rotary: int
 
 
+@dataclass(frozen=True)
+class GroupedHeadsProjection(Replicated):
+    """The weight ``[groups * out, heads of a group * head_dim]`` that projects each group of heads by itself.
+
+    A rank has the rows of its groups. Where it has some of the heads of one group, it has the columns of these, and its
+    outputs are partial sums: the layer after it is row-parallel over the groups.
+
+    Args:
+        heads: the heads, with groups in place of key-value heads.
+    """
+
+    heads: GroupedHeads
+
+    def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        heads = self.heads
+        rows = Layout.sharded(shape, 0, (replace(heads, head_dim=shape[0] // heads.kv_heads).key_value,), n)
+        if n <= heads.kv_heads:
+            return rows
+        width, own = heads.head_dim, heads.head_ranges(n)
+        firsts = [group * heads.group for _, (group, _) in own]
+        columns = [((a - first) * width, (b - first) * width) for first, ((a, b), _) in zip(firsts, own, strict=True)]
+        return Layout(shape, 1, tuple((range_,) for range_ in columns), first_ranges=rows.ranges)
+
+    def max_ranks(self) -> int | None:
+        return self.heads.query_heads
+
+
+@dataclass(frozen=True)
+class SharedOutput(Replicated):
+    """A replicated module whose output the ranks use for different heads: its gradient is summed over the ranks."""
+
+
 def _aligned(width: int, n: int) -> EvenSplit:
     """The split of the width of an expert in units that grouped products can address, if there are enough of them.
 
@@ -346,7 +378,7 @@ def entry_of(parameter: str, entries: Entries) -> str | None:
         if name in entries and not isinstance(entries[name], LocalModule):
             return name
     while module := module.rpartition(".")[0]:
-        if type(entries.get(module)) in (Replicated, HeadNorms):
+        if type(entries.get(module)) in (Replicated, SharedOutput, HeadNorms):
             return module
     return None
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
@@ -257,6 +258,14 @@ def test_save_rejects_bad_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             tmp_path / "x", {"h.1.up": tensors["h.1.up"][:, :3]}, cut, ParallelMesh(), merging=False, tied={}
         )
     assert not hidden(tmp_path)
+
+
+def test_tensors_of_several_dtypes_are_in_the_order_of_safetensors(tmp_path: Path) -> None:
+    dtypes = (torch.float64, torch.int64, torch.float16, torch.bfloat16, torch.int32, torch.float32, torch.uint8)
+    tensors = {f"{name} {dtype}": torch.ones(3, dtype=dtype) for name in "ab" for dtype in dtypes}
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    write_safetensors(tmp_path / "ours", tensors, (tensors[name] for name in streams.write_order(tensors)))
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def save_and_fail(how: str, directory: Path, bad_rank: int, files: str) -> None:

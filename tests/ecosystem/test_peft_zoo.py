@@ -27,6 +27,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 
 _OF_MAMBA = ("out_proj", "conv1d", "dt_proj")
 REFUSED = dict.fromkeys(("mamba", "mamba2", "falcon_h1", "falcon_mamba", "nemotron_h"), _OF_MAMBA) | {
+    "deepseek_v4": ("o_a_proj",),
     "jamba": ("mamba.dt_proj",),
     "llama4_text": ("router",),
     "phimoe": ("router",),
@@ -45,7 +46,7 @@ def targets(model: Any) -> list[str]:
     has_tokens = model.main_input_name == "input_ids" and not type(model).__name__.startswith(("Rag", "CLIP"))
     tokens = model.get_input_embeddings() if has_tokens else None
     # some are refused: by peft in state-space models, and here where a mixer uses the weight of a layer itself;
-    # and a router is a linear layer that returns a tuple
+    # a router is a linear layer that returns a tuple, and a projection of groups of heads one of another shape
     found = {name for name in found if not name.endswith(REFUSED.get(model.config.model_type, ()))}
     found |= {name for name, module in model.named_modules() if module is tokens and isinstance(tokens, nn.Embedding)}
     return sorted(found - tied)
@@ -109,3 +110,16 @@ def test_layers_that_a_mixer_does_not_call_are_refused(pool: Pool, seed: int) ->
     weights = reference_model(name, config, seed).state_dict()
     adapter = peft.LoraConfig(r=2, target_modules=["dt_proj"])
     pool.run(2, adapt_what_the_mixer_uses, Run(name, config, adapter, seed, "SGD", weights, batches=[]))
+
+
+def adapt_inputs_of_several_ranks(run: Run) -> None:
+    base = parallel_model(run.name, run.config, run.weights, 3)
+    with pytest.raises(ValueError, match=r"DoRA does not work on .*o_b_proj, some inputs of which are on several"):
+        peft.get_peft_model(base, copy.deepcopy(run.adapter))
+
+
+def test_magnitudes_over_inputs_that_several_ranks_have_are_refused(pool: Pool, seed: int) -> None:
+    name, config = zoo.main_head("deepseek_v4"), zoo.config("deepseek_v4")
+    weights = reference_model(name, config, seed).state_dict()
+    adapter = peft.LoraConfig(r=2, target_modules=["o_b_proj"], use_dora=True)
+    pool.run(3, adapt_inputs_of_several_ranks, Run(name, config, adapter, seed, "SGD", weights, batches=[]))

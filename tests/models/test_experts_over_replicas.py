@@ -71,6 +71,8 @@ AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
         pytest.param("minimax", (1, 1, 2), 2, "eager", marks=pytest.mark.zoo),
         pytest.param("minimax", (2, 1, 4), 2, "batched_mm", marks=pytest.mark.zoo),
         pytest.param("minimax_m3_vl_text", (2, 1, 4), 2, "eager", marks=pytest.mark.zoo),
+        pytest.param("deepseek_v4", (1, 1, 2), 2, "eager", marks=pytest.mark.zoo),
+        pytest.param("deepseek_v4", (2, 1, 4), 2, "grouped_mm", marks=pytest.mark.zoo),
         pytest.param("longcat_flash", (1, 1, 2), 2, "eager", marks=pytest.mark.zoo),
         pytest.param("longcat_flash", (2, 1, 4), 2, "eager", marks=pytest.mark.zoo),
     ],

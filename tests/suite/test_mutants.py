@@ -37,7 +37,7 @@ from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
 from oslo_models.sharding.layout import EvenSplit
 from oslo_models.sharding.plan import ColumnParallel, Plan
 
-from support.mutants import MutantPool, Patch, is_in_run, load_test, with_mutant
+from support.mutants import Edit, MutantPool, Patch, is_in_run, load_test, with_mutant
 from support.pool import Pool, WorkerError
 
 
@@ -295,6 +295,19 @@ def positions_uncounted_without_the_first_block(patch: Patch) -> None:
 
 def buffers_saved_as_if_whole(patch: Patch) -> None:
     patch.setattr(training, "mark_buffer", lambda module, leaf, sharding: None)
+SHARED_OUTPUT = "layers.custom_layers:SharedOutputModule.forward"
+
+
+def gradient_of_a_shared_key_of_each_rank(patch: Patch) -> None:
+    Edit(SHARED_OUTPUT, "copy_to(self.tp, output)", "output")(patch)
+
+
+def gradient_of_compressed_keys_of_each_rank(patch: Patch) -> None:
+    Edit(SHARED_OUTPUT, "copy_to(self.tp, each) if isinstance(each, Tensor) else each", "each")(patch)
+
+
+def weights_of_a_group_without_sum_over_its_ranks(patch: Patch) -> None:
+    Edit("layers.linear:GroupRowParallelLinear.forward", "if weight.requires_grad:", "if False:")(patch)
 
 
 def experts_in_a_loop(patch: Patch) -> None:
@@ -367,6 +380,15 @@ MUTANTS: dict[str, list[Caught]] = {
             (mutant, "test_main_class_matches_transformers_on_two_ranks_and_two_stages", {"model_type": "gemma3n_text"})
             for mutant in (moments_of_own_features, moments_without_sum_of_gradients)
         ],
+        *[
+            (mutant, "test_main_class_matches_transformers_on_two_ranks_and_two_stages", {"model_type": "deepseek_v4"})
+            for mutant in (gradient_of_a_shared_key_of_each_rank, gradient_of_compressed_keys_of_each_rank)
+        ],
+        (
+            weights_of_a_group_without_sum_over_its_ranks,
+            "test_main_class_matches_transformers_on_three_ranks_with_beams",
+            {"model_type": "deepseek_v4"},
+        ),
     ],
     "models/test_parity.py": [
         (row_without_sum, "test_step_of_every_head_matches_transformers", {"variant": "gpt2", "n": 2}),

@@ -124,6 +124,14 @@ def _fit_low_rank_query(values: Values, draw: random.Random) -> None:
     values["q_lora_rank"] = 9
 
 
+def _fit_deepseek_v4(values: Values, draw: random.Random) -> None:
+    heads = values["num_attention_heads"]
+    values["o_groups"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    values["o_lora_rank"], values["hc_mult"] = draw.randint(3, 7), draw.randint(1, 4)
+    values["compress_rate_csa"], values["compress_rate_hca"] = draw.randint(1, 4), draw.randint(1, 4)
+    values["index_topk"], values["index_head_dim"] = draw.randint(1, 4), 2 * draw.randint(2, 4)
+
+
 def _fit_dots3_note(values: Values, draw: random.Random) -> None:
     _fit_low_rank_query(values, draw)
     values["swa_num_attention_heads"] = values["swa_num_key_value_heads"] = draw.randint(3, 6)
@@ -285,6 +293,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "deepseek_v2": _fit_latent_attention,
     "deepseek_v3": _fit_latent_attention,
     "deepseek_v32": _fit_low_rank_query,
+    "deepseek_v4": _fit_deepseek_v4,
     "detr": _fit_detr,
     "dots3_note_text": _fit_dots3_note,
     "funnel": _fit_funnel,

@@ -40,7 +40,10 @@ def reference_model(
     weights = cls._from_config(config, dtype=dtype).state_dict()
     fixed = cls._keys_to_ignore_on_save or ()  # tables of sines
     for tensor in {tensor.data_ptr(): tensor for name, tensor in weights.items() if name not in fixed}.values():
-        tensor += 0.1 * torch.randn_like(tensor)
+        if tensor.is_floating_point():
+            tensor += 0.1 * torch.randn_like(tensor)
+        else:  # the experts of each token (DeepSeek-V4)
+            tensor.random_(config.num_local_experts)
     model = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options).train()
     for param in model.parameters():  # some of XLNet's and DeBERTa's are float32, whatever is asked for
         param.data = param.data.to(dtype)

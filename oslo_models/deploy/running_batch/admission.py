@@ -15,6 +15,10 @@ _INDEXED = "its cache holds the keys of an indexer beside those of attention"
 _KINDS = {
     **dict.fromkeys(("full_attention", "sliding_attention", "chunked_attention"), ""),
     **dict.fromkeys(("indexed_attention", "minimax_m3_sparse"), _INDEXED),
+    **dict.fromkeys(
+        ("compressed_sparse_attention", "heavily_compressed_attention"),
+        "its cache holds compressed keys beside those of a window",
+    ),
 }
 """Why a model with a kind of block, of those in transformers' ``layer_types``, cannot join: other kinds keep states."""
 EXCLUSIVE: Mapping[str, str] = {

@@ -23,6 +23,7 @@ from oslo_models.distributed.object_exchange import agree, require_equal
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.layers.linear import (
     ColumnParallelLinear,
+    GroupRowParallelLinear,
     InnerRowParallelLinear,
     KeyValueParallelLinear,
     LatentLinear,
@@ -156,7 +157,7 @@ def _adopt_linear(tuner: Any, name: str, outputs: bool) -> None:
     layer.layouts = {leaf: own.get(prefix + leaf) for leaf, _ in layer.named_parameters()}
     layer.tp, layer.stream = base.tp, base.stream
     if not outputs:
-        layer.__class__ = RowParallelLinear
+        layer.__class__ = GroupRowParallelLinear if layer.layouts["weight"].overlaps else RowParallelLinear
     elif isinstance(base, VocabParallelHead) and name not in tuner.lora_magnitude_vector:
         layer.__class__ = VocabParallelHead
     else:

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.distributed.sharded_tensor import ShardedParameter
 from oslo_models.layers.experts import ParallelExperts
+from oslo_models.layers.linear import GroupRowParallelLinear
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.modeling.adapters.experts import parameter_layout
 from oslo_models.modeling.adapters.layouts import weight_layout
@@ -133,6 +134,12 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
     if not isinstance(tuner, known) or not isinstance(base, (nn.Linear, Conv1D, nn.Embedding)):
         raise ValueError(
             f"{path} is sharded, and {type(tuner).__name__} does not support a sharded {type(base).__name__}"
+        )
+    with_magnitudes = getattr(tuner, "lora_magnitude_vector", ())
+    if isinstance(base, GroupRowParallelLinear) and any(name in with_magnitudes for name in names):
+        raise ValueError(
+            f"DoRA does not work on {path}, some inputs of which are on several ranks: use LoRA, leave it out of "
+            "target_modules, or use fewer ranks"
         )
     if isinstance(tuner, ia3.IA3Layer) and isinstance(base, VocabParallelHead):
         raise ValueError(f"IA3 does not work on {path}, whose vocabulary is sharded: leave it out of target_modules")

@@ -1,0 +1,80 @@
+"""DeepSeek-V4: several streams of hidden states, and one key per position that is its value as well for all heads.
+
+Blocks attend to a window and, in most of them, to compressed keys of all earlier positions, of which an indexer may
+choose some. Heads are projected in groups, of which a rank holds some, or some heads of one. Every rank makes the
+weights of the streams (hyper-connections), the keys and the choices of the indexer in full: all heads have the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import DeepseekV4Config
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTrainedModel
+
+from oslo_models.modeling.blocks import attention_sinks, mixture_of_experts
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.llama import LlamaParallel
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import (
+    ColumnParallel,
+    Entries,
+    GroupedHeadsProjection,
+    LocalModule,
+    Norm,
+    Plan,
+    Replicated,
+    RowParallel,
+    SharedOutput,
+)
+
+
+class DeepseekV4Parallel(LlamaParallel):
+    """Sharding plan of the DeepSeek-V4 family."""
+
+    mlp = {
+        **mixture_of_experts(shared="shared_experts"),
+        **dict.fromkeys(("attn_hc", "ffn_hc"), Replicated()),
+    }
+    optional = ("self_attn.compressor",)
+
+    @classmethod
+    def heads(cls, config: Any) -> GroupedHeads:
+        return GroupedHeads(config.num_attention_heads, config.o_groups, config.head_dim)
+
+    @classmethod
+    def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
+        query, groups = heads.query, replace(heads, head_dim=config.o_lora_rank).key_value
+        counts = dict.fromkeys(("num_heads", "num_key_value_groups"), query.local_count)  # with one key for all heads
+        return {
+            "self_attn": LocalModule({**counts, "config.o_groups": groups.local_count}),
+            "self_attn.q_a_proj": Replicated(),
+            "self_attn.q_a_norm": Norm(),
+            "self_attn.q_b_proj": ColumnParallel(query),
+            "self_attn.kv_proj": Replicated(),
+            "self_attn.kv_norm": SharedOutput(),
+            "self_attn.compressor": SharedOutput(),
+            "self_attn.sinks": attention_sinks(heads),
+            "self_attn.o_a_proj": LocalModule({"n_groups": groups.local_count}),
+            "self_attn.o_a_proj.weight": GroupedHeadsProjection(heads),
+            "self_attn.o_b_proj": RowParallel(groups),
+        }
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        plan = super().plan(config)
+        return replace(
+            plan,
+            head={**plan.head, "hc_head": Replicated()},
+            single_stage_reason="hidden states have several streams, which become one after the last block",
+        )
+
+
+class DeepseekV4Model(DeepseekV4Parallel, hf.DeepseekV4Model):
+    pass
+
+
+class DeepseekV4ForCausalLM(DeepseekV4Parallel, hf.DeepseekV4ForCausalLM):
+    head_plan = LM_HEAD
