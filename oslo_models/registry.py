@@ -50,6 +50,7 @@ ARCHITECTURES = {
     "detr": "Detr",
     "diffllama": "DiffLlama",
     "distilbert": "DistilBert",
+    "doge": "Doge",
     "dots1": "Dots1",
     "dots3_note_text": "Dots3Note",
     "dpr": "DPR",

@@ -34,7 +34,7 @@ RMS_NORMS = _names("""
     apertus.ApertusRMSNorm arcee.ArceeRMSNorm aria.AriaTextRMSNorm axk1.AXK1RMSNorm axk2.AXK2RMSNorm
     bailing_hybrid.BailingHybridRMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm cohere2_moe.Cohere2MoeRMSNorm
     cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm deepseek_v32.DeepseekV32RMSNorm
-    diffllama.DiffLlamaRMSNorm dots1.Dots1RMSNorm dots3_note.Dots3NoteRMSNorm ernie4_5.Ernie4_5RMSNorm
+    diffllama.DiffLlamaRMSNorm doge.DogeRMSNorm dots1.Dots1RMSNorm dots3_note.Dots3NoteRMSNorm ernie4_5.Ernie4_5RMSNorm
     ernie4_5_moe.Ernie4_5_MoeRMSNorm exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm falcon_h1.FalconH1RMSNorm
     falcon_mamba.FalconMambaRMSNorm glm.GlmRMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm
     glm4_moe_lite.Glm4MoeLiteRMSNorm glm_moe_dsa.GlmMoeDsaRMSNorm granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm
@@ -67,7 +67,7 @@ OLMO2_NORMS = _names("""
 GATED_MLPS = _names("""
     afmoe.AfmoeMLP aria.AriaSharedExpertsMLP axk1.AXK1MLP axk2.AXK2MLP bailing_hybrid.BailingHybridMLP bamba.BambaMLP
     cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cohere_compass.CohereCompassMLP cwm.CwmMLP
-    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP diffllama.DiffLlamaMLP
+    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP diffllama.DiffLlamaMLP doge.DogeMLP
     dots1.Dots1MLP dots3_note.Dots3NoteTextMLP dots3_note.Dots3NoteVisionMLP ernie4_5.Ernie4_5MLP
     ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP
     gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP gemma4.Gemma4TextMLP gemma4.Gemma4VisionMLP
@@ -189,15 +189,14 @@ CALL_EAGER_ATTENTION = _names("""
     ctrl.MultiHeadAttention cwm.CwmAttention data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention
     dbrx.DbrxAttention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention
     detr.DetrCrossAttention detr.DetrSelfAttention diffllama.DiffLlamaAttention distilbert.DistilBertSelfAttention
-    dots1.Dots1Attention dots3_note.Dots3NoteAudioAttention dots3_note.Dots3NoteTextAttention
+    doge.DogeAttention dots1.Dots1Attention dots3_note.Dots3NoteAudioAttention dots3_note.Dots3NoteTextAttention
     dots3_note.Dots3NoteVisionAttention electra.ElectraCrossAttention electra.ElectraSelfAttention
     ernie.ErnieCrossAttention ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention
     exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention
     gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention gemma3n.Gemma3nTextAttention
-    gemma4.Gemma4TextAttention
-    gemma4.Gemma4VisionAttention gemma4_unified.Gemma4UnifiedTextAttention glm.GlmAttention glm4.Glm4Attention
-    glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention
-    gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention granitemoe.GraniteMoeAttention
+    gemma4.Gemma4TextAttention gemma4.Gemma4VisionAttention gemma4_unified.Gemma4UnifiedTextAttention glm.GlmAttention
+    glm4.Glm4Attention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention
+    gpt2.GPT2Attention gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention granitemoe.GraniteMoeAttention
     granitemoehybrid.GraniteMoeHybridAttention granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention
     hrm_text.HrmTextAttention hubert.HubertAttention hunyuan_v1_dense.HunYuanDenseV1Attention
     hunyuan_v1_moe.HunYuanMoEV1Attention hy_v3.HYV3Attention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention
@@ -261,8 +260,8 @@ ROTARY_ATTENTIONS = {
 ROTARY_LEFT_UNFUSED = _names("""
     afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention beam.BeamAttention bitnet.BitNetAttention
     cohere_compass.CohereCompassAttention dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention
-    diffllama.DiffLlamaAttention falcon.FalconAttention falcon.FalconFlashAttention2 falcon_h1.FalconH1Attention
-    flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
+    diffllama.DiffLlamaAttention doge.DogeAttention falcon.FalconAttention falcon.FalconFlashAttention2
+    falcon_h1.FalconH1Attention flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
     gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
     granitemoehybrid.GraniteMoeHybridAttention hrm_text.HrmTextAttention hy_v3.HYV3Attention jetmoe.JetMoeAttention
     laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention

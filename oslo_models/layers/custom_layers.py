@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.collectives import MAX, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.linear import ColumnParallelLinear, _add_bias, _ShardedModule
+from oslo_models.layers.linear import ColumnParallelLinear, SumReplicatedGrad, _add_bias, _ShardedModule
 from oslo_models.layers.vocab_parallel import vocab_parallel_embedding
 from oslo_models.sharding.layout import Layout
 
@@ -77,13 +78,43 @@ class SharedParametersModule(nn.Module):
     shared: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self)
-        own |= {name: copy_to(self.tp, getattr(self, name)) for name in self.shared}  # hides the parameters
-        try:
+        with hidden(self, {name: copy_to(self.tp, getattr(self, name)) for name in self.shared}):
             return super().forward(*args, **kwargs)
-        finally:
-            for name in self.shared:
-                own.pop(name, None)
+
+
+class OverlappingParametersModule(nn.Module):
+    """Mixed in before a module's class: several ranks hold the same elements of some of its parameters.
+
+    They are those of key-value heads, and each rank has only the gradient that comes through its own query heads.
+
+    Attributes:
+        tp: the axis over which the module is sharded.
+        overlapping: the layouts of these parameters.
+    """
+
+    tp: Axis
+    overlapping: Mapping[str, Layout]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        summed = {
+            name: SumReplicatedGrad.apply(getattr(self, name), self.tp, layout)
+            for name, layout in self.overlapping.items()
+            if getattr(self, name).requires_grad
+        }
+        with hidden(self, summed):
+            return super().forward(*args, **kwargs)
+
+
+@contextmanager
+def hidden(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """While active, attributes of a module are ``values``, in place of its parameters of the same names."""
+    own = vars(module)
+    own |= values
+    try:
+        yield
+    finally:
+        for name in values:
+            own.pop(name, None)
 
 
 class VocabParallelModule(_ShardedModule):

@@ -18,6 +18,7 @@ from oslo_models.layers.custom_layers import (
     ColumnParallelModule,
     GlobalMinMaxModule,
     GlobalMomentsModule,
+    OverlappingParametersModule,
     RowParallelModule,
     SharedParametersModule,
     VocabParallelModule,
@@ -38,6 +39,7 @@ from oslo_models.layers.gathered import SummedEmbedding as SummedEmbeddingModule
 from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
+    InnerKeyValueRowLinear,
     InnerRowParallelLinear,
     KeyValueParallelLinear,
     LatentLinear,
@@ -48,6 +50,7 @@ from oslo_models.layers.multihead_attention import HeadParallelAttention
 from oslo_models.layers.norm import GroupParallelNorm, HeadParallelNorm, HeadParallelNorms, WidthParallelNorm
 from oslo_models.layers.shared_experts import SharedExpertsModule
 from oslo_models.layers.state_space import RecurrentStateModule, StateSpaceModule
+from oslo_models.layers.vector_experts import VectorExpertsModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.modeling.quantizing import shard_of
 from oslo_models.sharding.derived import (
@@ -82,6 +85,7 @@ from oslo_models.sharding.plan import (
     RowParallel,
     StateSpace,
     SummedModule,
+    VectorExperts,
     VocabParallel,
     WidthNorm,
     entry_of,
@@ -106,6 +110,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (SummedModule, nn.Module): SummedModuleMixin,
     (Experts, nn.Module): ParallelExperts,
     (DenseExperts, nn.Module): ParallelDenseExperts,
+    (VectorExperts, nn.Module): VectorExpertsModule,
     (Latent, nn.Linear): LatentLinear,
     # layers that an architecture defines itself
     (ColumnParallel, nn.Module): ColumnParallelModule,
@@ -203,10 +208,12 @@ def apply_plan(
             _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, Latent):
             module.rotary = entry.rotary  # type: ignore[assignment]
+        elif isinstance(entry, InnerRowParallel):
+            module.outputs = entry.outputs  # type: ignore[assignment]
         elif isinstance(entry, EinsumHeads):
             _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, LocalModule):
-            _localize(module, entry, tp)
+            _localize(module, entry, shards, tp)
         elif isinstance(entry, ReplicatedDropout) and stream is not None:
             _draw_outside(stream, module)
     for name, layout in layouts.items():
@@ -250,7 +257,7 @@ def _join_shared_experts(mixture: Any, entry: Experts, tp: Axis) -> None:
         mixture.tp, mixture.shared = tp, entry.shared
 
 
-def _localize(module: Any, entry: LocalModule, tp: Axis) -> None:
+def _localize(module: Any, entry: LocalModule, shards: Mapping[str, Layout], tp: Axis) -> None:
     """Let the attributes, arguments and shapes of a module that count heads count those of this rank."""
     _set_local_attributes(module, entry.attributes, tp)
     for argument, heads in entry.per_head.items():  # before the width, whose class hides the signature
@@ -258,6 +265,9 @@ def _localize(module: Any, entry: LocalModule, tp: Axis) -> None:
         module.register_forward_pre_hook(
             partial(_slice_per_head_arguments, argument, position, heads, tp), with_kwargs=True
         )
+    if overlapping := {name: layout for name, layout in shards.items() if layout.overlaps}:
+        module.__class__ = _joined(OverlappingParametersModule, type(module))  # type: ignore[arg-type]
+        module.tp, module.overlapping = tp, overlapping
     if entry.shared:
         module.__class__ = _joined(SharedParametersModule, type(module))  # type: ignore[arg-type]
         module.tp, module.shared = tp, entry.shared
@@ -311,6 +321,8 @@ def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[st
     new = _CLASSES[type(entry), base]
     if new is ColumnParallelLinear and layouts["weight"].overlaps:
         new = KeyValueParallelLinear
+    if new is InnerRowParallelLinear and layouts["weight"].overlaps:
+        new = InnerKeyValueRowLinear
     module.__class__ = new if type(module) is base else _joined(new, type(module))  # type: ignore[arg-type]
     if "weight" not in layouts or layouts["weight"].dim is None:
         return

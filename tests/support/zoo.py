@@ -476,6 +476,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"], "laurel_rank": 3},
         **{"num_kv_shared_layers": 2, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.7, 0.0, 0.6, 0.0]},
     },
+    "doge": {**_LLAMA, "keep_window_size": 4},
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
     "hrm_text": {**_LLAMA, "L_cycles": 2, "embedding_scale": 3.0},
     "rwkv": {
@@ -495,6 +496,13 @@ MORE: dict[str, Mapping[str, Any]] = {
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "doge-experts": (
+        "doge",
+        {
+            **{**_LLAMA, "keep_window_size": 4, "attention_bias": True, "mlp_bias": True, "is_moe": True},
+            **{"num_experts": 30, "num_experts_per_tok": 3},
+        },
+    ),
     "gemma4_text-small": (
         "gemma4_text",
         {
@@ -580,7 +588,7 @@ SLOW_TESTS_ONLY = {
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
-    *("gemma3n_text", "hrm_text", "rwkv", "xlstm"),
+    *("gemma3n_text", "hrm_text", "rwkv", "xlstm", "doge", "doge-experts"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""

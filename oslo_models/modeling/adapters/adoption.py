@@ -25,6 +25,7 @@ from oslo_models.layers.linear import (
     ColumnParallelLinear,
     InnerRowParallelLinear,
     KeyValueParallelLinear,
+    KeyValueRowLinear,
     LatentLinear,
     RowParallelLinear,
     sum_replicated,
@@ -156,7 +157,7 @@ def _adopt_linear(tuner: Any, name: str, outputs: bool) -> None:
     layer.layouts = {leaf: own.get(prefix + leaf) for leaf, _ in layer.named_parameters()}
     layer.tp, layer.stream = base.tp, base.stream
     if not outputs:
-        layer.__class__ = RowParallelLinear
+        layer.__class__ = KeyValueRowLinear if layer.layouts["weight"].overlaps else RowParallelLinear
     elif isinstance(base, VocabParallelHead) and name not in tuner.lora_magnitude_vector:
         layer.__class__ = VocabParallelHead
     else:
