@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "cohere2_moe": "Cohere2Moe",
     "cohere_compass_text": "CohereCompass",
     "convbert": "ConvBert",
+    "cpmant": "CpmAnt",
     "ctrl": "CTRL",
     "cwm": "Cwm",
     "data2vec-text": "Data2VecText",

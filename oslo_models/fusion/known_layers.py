@@ -100,13 +100,14 @@ GPTJ_MLPS = _names("""
 """Copies of GPTJMLP."""
 BERT_INTERMEDIATES = _names("""
     bert.BertIntermediate bert_generation.BertGenerationIntermediate big_bird.BigBirdIntermediate
-    camembert.CamembertIntermediate convbert.ConvBertIntermediate data2vec.Data2VecTextIntermediate
-    deberta.DebertaIntermediate deberta_v2.DebertaV2Intermediate electra.ElectraIntermediate ernie.ErnieIntermediate
-    layoutlm.LayoutLMIntermediate longformer.LongformerIntermediate luke.LukeIntermediate lxmert.LxmertIntermediate
-    megatron_bert.MegatronBertIntermediate mobilebert.MobileBertIntermediate mpnet.MPNetIntermediate
-    rembert.RemBertIntermediate roberta.RobertaIntermediate roc_bert.RoCBertIntermediate roformer.RoFormerIntermediate
-    tapas.TapasIntermediate visual_bert.VisualBertIntermediate xlm_roberta.XLMRobertaIntermediate
-    xlm_roberta_xl.XLMRobertaXLIntermediate xmod.XmodIntermediate
+    camembert.CamembertIntermediate convbert.ConvBertIntermediate cpmant.CpmAntIntermediate
+    data2vec.Data2VecTextIntermediate deberta.DebertaIntermediate deberta_v2.DebertaV2Intermediate
+    electra.ElectraIntermediate ernie.ErnieIntermediate layoutlm.LayoutLMIntermediate longformer.LongformerIntermediate
+    luke.LukeIntermediate lxmert.LxmertIntermediate megatron_bert.MegatronBertIntermediate
+    mobilebert.MobileBertIntermediate mpnet.MPNetIntermediate rembert.RemBertIntermediate roberta.RobertaIntermediate
+    roc_bert.RoCBertIntermediate roformer.RoFormerIntermediate tapas.TapasIntermediate
+    visual_bert.VisualBertIntermediate xlm_roberta.XLMRobertaIntermediate xlm_roberta_xl.XLMRobertaXLIntermediate
+    xmod.XmodIntermediate
 """)
 """Copies of BertIntermediate: a linear layer and its activation."""
 
@@ -160,15 +161,15 @@ COHERE_BLOCKS = _names("""
 BERT_OUTPUTS = _names("""
     bert.BertOutput bert.BertSelfOutput bert_generation.BertGenerationOutput bert_generation.BertGenerationSelfOutput
     big_bird.BigBirdOutput big_bird.BigBirdSelfOutput camembert.CamembertOutput camembert.CamembertSelfOutput
-    convbert.ConvBertOutput convbert.ConvBertSelfOutput data2vec.Data2VecTextOutput data2vec.Data2VecTextSelfOutput
-    deberta.DebertaOutput deberta.DebertaSelfOutput deberta_v2.DebertaV2Output deberta_v2.DebertaV2SelfOutput
-    electra.ElectraOutput electra.ElectraSelfOutput ernie.ErnieOutput ernie.ErnieSelfOutput layoutlm.LayoutLMOutput
-    layoutlm.LayoutLMSelfOutput longformer.LongformerOutput longformer.LongformerSelfOutput luke.LukeOutput
-    luke.LukeSelfOutput lxmert.LxmertAttentionOutput lxmert.LxmertOutput mpnet.MPNetOutput rembert.RemBertOutput
-    rembert.RemBertSelfOutput roberta.RobertaOutput roberta.RobertaSelfOutput roc_bert.RoCBertOutput
-    roc_bert.RoCBertSelfOutput roformer.RoFormerOutput roformer.RoFormerSelfOutput tapas.TapasOutput
-    tapas.TapasSelfOutput visual_bert.VisualBertOutput visual_bert.VisualBertSelfOutput xlm_roberta.XLMRobertaOutput
-    xlm_roberta.XLMRobertaSelfOutput
+    convbert.ConvBertOutput convbert.ConvBertSelfOutput cpmant.CpmAntOutput data2vec.Data2VecTextOutput
+    data2vec.Data2VecTextSelfOutput deberta.DebertaOutput deberta.DebertaSelfOutput deberta_v2.DebertaV2Output
+    deberta_v2.DebertaV2SelfOutput electra.ElectraOutput electra.ElectraSelfOutput ernie.ErnieOutput
+    ernie.ErnieSelfOutput layoutlm.LayoutLMOutput layoutlm.LayoutLMSelfOutput longformer.LongformerOutput
+    longformer.LongformerSelfOutput luke.LukeOutput luke.LukeSelfOutput lxmert.LxmertAttentionOutput lxmert.LxmertOutput
+    mpnet.MPNetOutput rembert.RemBertOutput rembert.RemBertSelfOutput roberta.RobertaOutput roberta.RobertaSelfOutput
+    roc_bert.RoCBertOutput roc_bert.RoCBertSelfOutput roformer.RoFormerOutput roformer.RoFormerSelfOutput
+    tapas.TapasOutput tapas.TapasSelfOutput visual_bert.VisualBertOutput visual_bert.VisualBertSelfOutput
+    xlm_roberta.XLMRobertaOutput xlm_roberta.XLMRobertaSelfOutput
 """)
 """Copies of BertOutput: linear layer, dropout, residual, LayerNorm."""
 T5_FEED_FORWARDS = _names("""

@@ -476,6 +476,11 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"], "laurel_rank": 3},
         **{"num_kv_shared_layers": 2, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.7, 0.0, 0.6, 0.0]},
     },
+    "cpmant": {
+        **{"hidden_size": 24, "num_attention_heads": 6, "dim_head": 5, "dim_ff": 35, "num_hidden_layers": 2},
+        **{"prompt_types": 3, "prompt_length": 4, "segment_types": 3, "position_bias_num_buckets": 8},
+        "position_bias_max_distance": 16,
+    },
     "doge": {**_LLAMA, "keep_window_size": 4},
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
     "hrm_text": {**_LLAMA, "L_cycles": 2, "embedding_scale": 3.0},
@@ -588,7 +593,7 @@ SLOW_TESTS_ONLY = {
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
-    *("gemma3n_text", "hrm_text", "rwkv", "xlstm", "doge", "doge-experts"),
+    *("gemma3n_text", "hrm_text", "rwkv", "xlstm", "cpmant", "doge", "doge-experts"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""

@@ -24,6 +24,7 @@ EXCLUSIVE: Mapping[str, str] = {
     "reformer": "its cache holds hidden states in buckets of hashes",
     "rwkv": _STATES,
     "xlstm": _STATES,
+    "cpmant": "it is given all tokens in each step, without a mask and positions",
     "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
 }
 """Types of decoders of the zoo that cannot join, and why, beside those whose blocks tell."""
