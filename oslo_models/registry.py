@@ -201,6 +201,7 @@ ARCHITECTURES = {
     "youtu": "Youtu",
     "zamba": "Zamba",
     "zamba2": "Zamba2",
+    "zaya": "Zaya",
 }
 
 SAME_CLASSES = {"internlm3": "llama", "iquestcoder": "llama"}

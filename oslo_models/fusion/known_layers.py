@@ -48,7 +48,7 @@ RMS_NORMS = _names("""
     olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm qwen3.Qwen3RMSNorm
     qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm solar_open.SolarOpenRMSNorm
     switch_transformers.SwitchTransformersLayerNorm t5.T5LayerNorm youtu.YoutuRMSNorm zamba.ZambaRMSNorm
-    zamba2.Zamba2RMSNorm
+    zamba2.Zamba2RMSNorm zaya.ZayaRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
 GEMMA_NORMS = _names("""
@@ -220,7 +220,7 @@ CALL_EAGER_ATTENTION = _names("""
     vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
     xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
     xlm_roberta_xl.XLMRobertaXLSelfAttention xmod.XmodCrossAttention xmod.XmodSelfAttention youtu.YoutuAttention
-    zamba.ZambaAttention zamba2.Zamba2Attention
+    zamba.ZambaAttention zamba2.Zamba2Attention zaya.ZayaAttention
 """)
 """Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5
 or Gemma 2."""
@@ -269,6 +269,6 @@ ROTARY_LEFT_UNFUSED = _names("""
     mimo_v2_flash.MiMoV2FlashAttention minicpm3.MiniCPM3Attention ministral3.Ministral3Attention
     nanochat.NanoChatAttention olmo.OlmoAttention olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention
     persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention
-    recurrent_gemma.RecurrentGemmaAttention youtu.YoutuAttention zamba2.Zamba2Attention
+    recurrent_gemma.RecurrentGemmaAttention youtu.YoutuAttention zamba2.Zamba2Attention zaya.ZayaAttention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

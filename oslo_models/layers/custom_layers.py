@@ -17,7 +17,7 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.layers.linear import ColumnParallelLinear, SumReplicatedGrad, _add_bias, _ShardedModule
 from oslo_models.layers.vocab_parallel import vocab_parallel_embedding
-from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.layout import GroupedHeads, Layout
 
 
 class FunctionOverrides(TorchFunctionMode):
@@ -139,6 +139,30 @@ class GlobalMinMaxModule(_ShardedModule):
             return reduce_fresh(self.tp, x.max(), MAX)
 
         with FunctionOverrides({Tensor.max: largest, Tensor.min: lambda x: -largest(-x)}):
+            return super().forward(*args, **kwargs)
+
+
+class GroupMeansModule(_ShardedModule):
+    """A module that calls ``mean`` on an activation ``[..., local groups, local heads of each, features]``.
+
+    With more ranks than groups, one group has heads on several of them, over which the mean is taken.
+
+    Attributes:
+        heads: the query heads, and with the key-value heads their groups.
+    """
+
+    heads: GroupedHeads
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.tp.size <= self.heads.kv_heads:
+            return super().forward(*args, **kwargs)
+        start, stop = self.heads.key_value.unit_ranges(self.tp.size)[self.tp.rank]
+
+        def mean(x: Tensor, dim: int) -> Tensor:
+            sums = F.pad(x.sum(dim), (0, 0, start, self.heads.kv_heads - stop))  # of all groups
+            return copy_to(self.tp, reduce_from(self.tp, sums))[..., start:stop, :] / self.heads.group
+
+        with FunctionOverrides({Tensor.mean: mean}):
             return super().forward(*args, **kwargs)
 
 

@@ -18,6 +18,7 @@ from oslo_models.layers.custom_layers import (
     ColumnParallelModule,
     GlobalMinMaxModule,
     GlobalMomentsModule,
+    GroupMeansModule,
     OverlappingParametersModule,
     RowParallelModule,
     SharedParametersModule,
@@ -71,6 +72,7 @@ from oslo_models.sharding.plan import (
     Experts,
     GlobalMinMax,
     GlobalMoments,
+    GroupMeans,
     GroupWidthNorm,
     HeadNorm,
     HeadNorms,
@@ -111,6 +113,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (Experts, nn.Module): ParallelExperts,
     (DenseExperts, nn.Module): ParallelDenseExperts,
     (VectorExperts, nn.Module): VectorExpertsModule,
+    (GroupMeans, nn.Module): GroupMeansModule,
     (Latent, nn.Linear): LatentLinear,
     # layers that an architecture defines itself
     (ColumnParallel, nn.Module): ColumnParallelModule,
@@ -187,9 +190,9 @@ def apply_plan(
         if isinstance(module, DerivedLayer):
             module.entry = entry
             module.register_forward_pre_hook(call_by_itself)
-        if isinstance(entry, HeadNorms):
+        if isinstance(entry, (HeadNorms, GroupMeans)):
             module.heads = entry.heads  # type: ignore[assignment]
-        elif isinstance(entry, Experts):
+        if isinstance(entry, Experts):
             module.set_experts(shards, mesh)  # type: ignore[operator]
             _join_shared_experts(model.get_submodule(key.rpartition(".")[0]), entry, tp)
         elif isinstance(entry, GroupWidthNorm):

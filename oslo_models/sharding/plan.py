@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from oslo_models.sharding.layout import EvenSplit, Layout, even_ranges
+from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout, even_ranges
 
 LocalValue = Callable[[int, int], int]
 """``(number of ranks, rank) -> value`` of an attribute that counts the heads or elements of one rank."""
@@ -302,6 +302,17 @@ class SummedModule(LocalModule):
 
     Its inputs are replicated, such as the hidden states and router weights of experts.
     """
+
+
+@dataclass(frozen=True)
+class GroupMeans(LocalModule):
+    """A module that takes means over the query heads of each key-value head: of all of them, whatever rank they are on.
+
+    Args:
+        heads: its heads.
+    """
+
+    heads: GroupedHeads = field(kw_only=True)
 
 
 @dataclass(frozen=True)

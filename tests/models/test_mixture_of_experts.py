@@ -71,7 +71,7 @@ def test_step_with_losses_of_the_routers_of_both_stacks_matches(
     zoo.cases(
         (
             *("mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32"),
-            *("dots3_note_text", "llama4_text", "longcat_flash"),
+            *("dots3_note_text", "llama4_text", "longcat_flash", "zaya"),
         )
     ),
 )

@@ -242,7 +242,7 @@ def moments_of_own_features(patch: Patch) -> None:
     patch.setattr(cls, "forward", lambda self, *args: super(cls, self).forward(*args))
 
 
-def moments_without_sum_of_gradients(patch: Patch) -> None:
+def values_of_all_ranks_without_sum_of_gradients(patch: Patch) -> None:
     patch.setattr(custom_layers, "copy_to", lambda axis, x: x)
 
 
@@ -265,6 +265,11 @@ def key_values_count_on_all_their_ranks(patch: Patch) -> None:
 def parameters_of_heads_without_sum_over_copies(patch: Patch) -> None:
     cls = custom_layers.OverlappingParametersModule
     patch.setattr(cls, "forward", lambda self, *args, **kwargs: super(cls, self).forward(*args, **kwargs))
+
+
+def group_means_of_own_heads(patch: Patch) -> None:
+    cls = custom_layers.GroupMeansModule
+    patch.setattr(cls, "forward", lambda self, *args: super(cls, self).forward(*args))
 
 
 def weights_of_vectors_without_sum_of_gradients(patch: Patch) -> None:
@@ -304,7 +309,7 @@ MUTANTS: dict[str, list[Caught]] = {
     "models/test_zoo.py": [
         *[
             (mutant, "test_main_class_matches_transformers_on_two_ranks_and_two_stages", {"model_type": "gemma3n_text"})
-            for mutant in (moments_of_own_features, moments_without_sum_of_gradients)
+            for mutant in (moments_of_own_features, values_of_all_ranks_without_sum_of_gradients)
         ],
         *[
             (mutant, "test_main_class_matches_transformers_on_two_ranks_and_two_stages", {"model_type": model_type})
@@ -314,8 +319,13 @@ MUTANTS: dict[str, list[Caught]] = {
             )
         ],
         *[
-            (mutant, "test_main_class_matches_transformers_on_three_ranks_with_beams", {"model_type": "doge"})
-            for mutant in (key_values_count_on_all_their_ranks, parameters_of_heads_without_sum_over_copies)
+            (mutant, "test_main_class_matches_transformers_on_three_ranks_with_beams", {"model_type": model_type})
+            for mutant, model_type in (
+                (key_values_count_on_all_their_ranks, "doge"),
+                (parameters_of_heads_without_sum_over_copies, "doge"),
+                (group_means_of_own_heads, "zaya"),
+                (values_of_all_ranks_without_sum_of_gradients, "zaya"),
+            )
         ],
     ],
     "models/test_parity.py": [

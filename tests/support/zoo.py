@@ -492,6 +492,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"hidden_size": 128, "num_hidden_layers": 2, "num_heads": 4, "ffn_round_up_to_multiple_of": 3},
         **{"autocast_kernel_dtype": "float32", "chunk_size": 4},
     },
+    "zaya": {
+        **{**_LLAMA, **_MIXTURE, "head_dim": 8, "num_experts_per_tok": 1, "router_hidden_size": 7, "sliding_window": 4},
+        **{"layer_types": ["hybrid", "hybrid_sliding"], "cca_time0": 3, "lm_head_bias": True},
+    },
     "zamba": {**_KV, **_SHARED, "n_mamba_heads": 3, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 4},
     "zamba2": {
         **{**_KV, **_SHARED, "num_key_value_heads": 6, "n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 5},
@@ -514,6 +518,13 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
             **{**_LLAMA, "num_hidden_layers": 4, "layer_types": 2 * _WINDOW["layer_types"], "sliding_window": 4},
             **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"]},
             **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "global_head_dim": 8},
+        },
+    ),
+    "zaya-three-kv": (
+        "zaya",
+        {
+            **{**_LLAMA, **_MIXTURE, "head_dim": 8, "num_key_value_heads": 3},
+            **{"num_experts_per_tok": 1, "router_hidden_size": 7},
         },
     ),
     "zamba2-without-adapters": (
@@ -593,7 +604,7 @@ SLOW_TESTS_ONLY = {
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
-    *("gemma3n_text", "hrm_text", "rwkv", "xlstm", "cpmant", "doge", "doge-experts"),
+    *("gemma3n_text", "hrm_text", "rwkv", "xlstm", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
