@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "blenderbot": "Blenderbot",
     "blenderbot-small": "BlenderbotSmall",
     "bloom": "Bloom",
+    "blt": "Blt",
     "camembert": "Camembert",
     "clip": "CLIP",
     "codegen": "CodeGen",

@@ -32,13 +32,14 @@ def _names(text: str) -> frozenset[str]:
 
 RMS_NORMS = _names("""
     apertus.ApertusRMSNorm arcee.ArceeRMSNorm aria.AriaTextRMSNorm axk1.AXK1RMSNorm axk2.AXK2RMSNorm
-    bailing_hybrid.BailingHybridRMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm cohere2_moe.Cohere2MoeRMSNorm
-    cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm deepseek_v32.DeepseekV32RMSNorm
-    diffllama.DiffLlamaRMSNorm doge.DogeRMSNorm dots1.Dots1RMSNorm dots3_note.Dots3NoteRMSNorm ernie4_5.Ernie4_5RMSNorm
-    ernie4_5_moe.Ernie4_5_MoeRMSNorm exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm falcon_h1.FalconH1RMSNorm
-    falcon_mamba.FalconMambaRMSNorm glm.GlmRMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm
-    glm4_moe_lite.Glm4MoeLiteRMSNorm glm_moe_dsa.GlmMoeDsaRMSNorm granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm
-    granitemoe.GraniteMoeRMSNorm granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
+    bailing_hybrid.BailingHybridRMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm blt.BltRMSNorm
+    cohere2_moe.Cohere2MoeRMSNorm cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm
+    deepseek_v32.DeepseekV32RMSNorm diffllama.DiffLlamaRMSNorm doge.DogeRMSNorm dots1.Dots1RMSNorm
+    dots3_note.Dots3NoteRMSNorm ernie4_5.Ernie4_5RMSNorm ernie4_5_moe.Ernie4_5_MoeRMSNorm exaone4.Exaone4RMSNorm
+    exaone_moe.ExaoneMoeRMSNorm falcon_h1.FalconH1RMSNorm falcon_mamba.FalconMambaRMSNorm glm.GlmRMSNorm
+    glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm glm4_moe_lite.Glm4MoeLiteRMSNorm glm_moe_dsa.GlmMoeDsaRMSNorm
+    granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm
+    granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
     granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
     hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm jetmoe.JetMoeRMSNorm
     kimi_linear.KimiLinearRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm
@@ -66,7 +67,7 @@ OLMO2_NORMS = _names("""
 
 GATED_MLPS = _names("""
     afmoe.AfmoeMLP aria.AriaSharedExpertsMLP axk1.AXK1MLP axk2.AXK2MLP bailing_hybrid.BailingHybridMLP bamba.BambaMLP
-    cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cohere_compass.CohereCompassMLP cwm.CwmMLP
+    blt.BltMLP cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cohere_compass.CohereCompassMLP cwm.CwmMLP
     deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP diffllama.DiffLlamaMLP doge.DogeMLP
     dots1.Dots1MLP dots3_note.Dots3NoteTextMLP dots3_note.Dots3NoteVisionMLP ernie4_5.Ernie4_5MLP
     ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP
@@ -184,11 +185,12 @@ CALL_EAGER_ATTENTION = _names("""
     axk1.AXK1Attention axk2.AXK2Attention bailing_hybrid.BailingHybridAttention bamba.BambaAttention bart.BartAttention
     beam.BeamAttention bert.BertCrossAttention bert.BertSelfAttention bert_generation.BertGenerationCrossAttention
     bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention bitnet.BitNetAttention
-    blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention camembert.CamembertCrossAttention
-    camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention cohere2.Cohere2Attention
-    cohere2_moe.Cohere2MoeAttention cohere_compass.CohereCompassAttention cohere_compass.CohereCompassVisionAttention
-    ctrl.MultiHeadAttention cwm.CwmAttention data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention
-    dbrx.DbrxAttention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention
+    blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention blt.BltCrossAttention blt.BltSelfAttention
+    camembert.CamembertCrossAttention camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention
+    cohere2.Cohere2Attention cohere2_moe.Cohere2MoeAttention cohere_compass.CohereCompassAttention
+    cohere_compass.CohereCompassVisionAttention ctrl.MultiHeadAttention cwm.CwmAttention
+    data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention dbrx.DbrxAttention
+    deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention
     detr.DetrCrossAttention detr.DetrSelfAttention diffllama.DiffLlamaAttention distilbert.DistilBertSelfAttention
     doge.DogeAttention dots1.Dots1Attention dots3_note.Dots3NoteAudioAttention dots3_note.Dots3NoteTextAttention
     dots3_note.Dots3NoteVisionAttention electra.ElectraCrossAttention electra.ElectraSelfAttention
@@ -260,7 +262,7 @@ ROTARY_ATTENTIONS = {
 ``apply_rotary_pos_emb``, or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
     afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention beam.BeamAttention bitnet.BitNetAttention
-    cohere_compass.CohereCompassAttention dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention
+    blt.BltSelfAttention cohere_compass.CohereCompassAttention dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention
     diffllama.DiffLlamaAttention doge.DogeAttention falcon.FalconAttention falcon.FalconFlashAttention2
     falcon_h1.FalconH1Attention flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
     gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention

@@ -142,6 +142,8 @@ _SHARED: dict[str, Any] = {
 
 _DELTA = {"layer_types": ["linear_attention", "full_attention"]}
 
+_BYTES: dict[str, Any] = {**_BERT, "vocab_size": TOKENS["vocab_size"]}
+
 MORE: dict[str, Mapping[str, Any]] = {
     "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
     "albert": {**_BERT, "embedding_size": 20, "inner_group_num": 2},
@@ -476,6 +478,15 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"], "laurel_rank": 3},
         **{"num_kv_shared_layers": 2, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.7, 0.0, 0.6, 0.0]},
     },
+    "blt": {  # transformers makes a cache for so many blocks as the whole says, of which it has no default
+        "num_hidden_layers": 2,
+        "encoder_config": {**_BYTES, "num_hidden_layers": 1, "num_key_value_heads": 2, "cross_attn_k": 2},
+        "global_config": {**_BYTES, "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 2},
+        "decoder_config": {**_BYTES, "num_hidden_layers": 2, "hidden_size_global": 30, "cross_attn_k": 2},
+        "patcher_config": {**_BYTES, "num_hidden_layers": 1, "hidden_size": 18, "num_attention_heads": 3},
+        **{"encoder_hash_byte_group_size": [2, 3], "encoder_hash_byte_group_vocab": 23, "cross_attn_k": 2},
+        **{"patching_threshold": 4.05, "local_attention_window_len": 5, "max_position_embeddings": 32},
+    },
     "cpmant": {
         **{"hidden_size": 24, "num_attention_heads": 6, "dim_head": 5, "dim_ff": 35, "num_hidden_layers": 2},
         **{"prompt_types": 3, "prompt_length": 4, "segment_types": 3, "position_bias_num_buckets": 8},
@@ -575,6 +586,7 @@ LEFT_OUT: dict[str, set[str]] = {
     "cohere_compass_text": {
         *("CohereCompassForConditionalGeneration", "CohereCompassModel", "CohereCompassVisionModel"),
     },
+    "blt": {"BltPatcher"},  # a part of the others
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
     "gemma4_unified_text": {"Gemma4UnifiedForConditionalGeneration", "Gemma4UnifiedModel"},
     "dots3_note_text": {
@@ -604,7 +616,7 @@ SLOW_TESTS_ONLY = {
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
-    *("gemma3n_text", "hrm_text", "rwkv", "xlstm", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
+    *("gemma3n_text", "hrm_text", "rwkv", "xlstm", "blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
