@@ -25,6 +25,7 @@ EXCLUSIVE: Mapping[str, str] = {
     "rwkv": _STATES,
     "xlstm": _STATES,
     "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
+    "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
     "cpmant": "it is given all tokens in each step, without a mask and positions",
     "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
 }
@@ -101,8 +102,6 @@ def reason_against(config: Any) -> str | None:
         return "it is an encoder-decoder, whose encoder computes a batch at once"
     if getattr(config, "is_decoder", True) is False:
         return "it is an encoder: is_decoder=False in its configuration"
-    if config.model_type == "doge" and config.is_moe:
-        return "its routers mix the tokens of all rows of a batch"
     text = config.get_text_config(decoder=True)
     if not _has_positions_of_their_own(text):
         return "its rotary positions depend on the longest sequence of a batch (rope_type dynamic or longrope)"
