@@ -348,6 +348,7 @@ MORE: dict[str, Mapping[str, Any]] = {
     "axk1": {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
     "deepseek_v32": {**_LATENT, **_INDEXED, "mlp_layer_types": ["dense", "sparse"]},
     "glm_moe_dsa": {**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"]},
+    "hy_v4": {**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "hc_mult": 3},
     "dots3_note_text": {
         **{**_LATENT, **_INDEXED, **_SPARSE, "layer_types": ["indexed_attention", "sliding_attention"]},
         **{"head_dim": 8, "shared_experts_intermediate_size": 13, "sliding_window": 4},
