@@ -295,6 +295,8 @@ def positions_uncounted_without_the_first_block(patch: Patch) -> None:
 
 def buffers_saved_as_if_whole(patch: Patch) -> None:
     patch.setattr(training, "mark_buffer", lambda module, leaf, sharding: None)
+
+
 SHARED_OUTPUT = "layers.custom_layers:SharedOutputModule.forward"
 
 
