@@ -321,10 +321,13 @@ def test_head_and_loss_on_a_gpu_have_aligned_rows_and_few_chunks() -> None:
         size = linear_cross_entropy._rows_at_once(8192, weight, VocabShard(axis, (0, 50257), 50257))
         assert 4 * size == 8192 and 2 * size * 50257 <= linear_cross_entropy.CHUNK_BYTES["cuda"]
         assert linear_cross_entropy._rows_at_once(3, weight, VocabShard(axis, (0, 50257), 50257)) == 3
-        total = torch.empty(50257, 64, device="cuda")
-        with mock.patch.object(torch, "addmm") as product:  # torch 2.11 has no fake of it
-            linear_cross_entropy._add_product_(total, logits.T, torch.empty(100, 64, device="cuda").bfloat16())
-        assert product.call_args.kwargs == {"out_dtype": torch.float32, "out": total}
+        hidden = torch.empty(100, 64, device="cuda", dtype=torch.bfloat16)
+        for total in (None, torch.empty(50257, 64, device="cuda")):
+            with mock.patch.object(torch, "addmm") as product:  # torch 2.11 has no fake of it
+                linear_cross_entropy._plus_product(total, logits.T, hidden, torch.float32)
+            out = product.call_args.kwargs["out"]
+            assert product.call_args.kwargs["out_dtype"] == out.dtype == torch.float32
+            assert out.shape == (50257, 64) and (total is None or out is total) and product.call_args.args[0] is out
 
 
 def test_caches_are_kept_within_their_limit() -> None:
