@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "blenderbot": "Blenderbot",
     "blenderbot-small": "BlenderbotSmall",
     "bloom": "Bloom",
+    "blt": "Blt",
     "camembert": "Camembert",
     "clip": "CLIP",
     "codegen": "CodeGen",
@@ -37,6 +38,7 @@ ARCHITECTURES = {
     "cohere2_moe": "Cohere2Moe",
     "cohere_compass_text": "CohereCompass",
     "convbert": "ConvBert",
+    "cpmant": "CpmAnt",
     "ctrl": "CTRL",
     "cwm": "Cwm",
     "data2vec-text": "Data2VecText",
@@ -51,6 +53,7 @@ ARCHITECTURES = {
     "detr": "Detr",
     "diffllama": "DiffLlama",
     "distilbert": "DistilBert",
+    "doge": "Doge",
     "dots1": "Dots1",
     "dots3_note_text": "Dots3Note",
     "dpr": "DPR",
@@ -202,6 +205,7 @@ ARCHITECTURES = {
     "youtu": "Youtu",
     "zamba": "Zamba",
     "zamba2": "Zamba2",
+    "zaya": "Zaya",
 }
 
 SAME_CLASSES = {"internlm3": "llama", "iquestcoder": "llama"}

@@ -32,13 +32,14 @@ def _names(text: str) -> frozenset[str]:
 
 RMS_NORMS = _names("""
     apertus.ApertusRMSNorm arcee.ArceeRMSNorm aria.AriaTextRMSNorm axk1.AXK1RMSNorm axk2.AXK2RMSNorm
-    bailing_hybrid.BailingHybridRMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm cohere2_moe.Cohere2MoeRMSNorm
-    cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm deepseek_v32.DeepseekV32RMSNorm
-    diffllama.DiffLlamaRMSNorm dots1.Dots1RMSNorm dots3_note.Dots3NoteRMSNorm ernie4_5.Ernie4_5RMSNorm
-    ernie4_5_moe.Ernie4_5_MoeRMSNorm exaone4.Exaone4RMSNorm exaone_moe.ExaoneMoeRMSNorm falcon_h1.FalconH1RMSNorm
-    falcon_mamba.FalconMambaRMSNorm glm.GlmRMSNorm glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm
-    glm4_moe_lite.Glm4MoeLiteRMSNorm glm_moe_dsa.GlmMoeDsaRMSNorm granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm
-    granitemoe.GraniteMoeRMSNorm granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
+    bailing_hybrid.BailingHybridRMSNorm bamba.BambaRMSNorm bitnet.BitNetRMSNorm blt.BltRMSNorm
+    cohere2_moe.Cohere2MoeRMSNorm cwm.CwmRMSNorm deepseek_v2.DeepseekV2RMSNorm deepseek_v3.DeepseekV3RMSNorm
+    deepseek_v32.DeepseekV32RMSNorm diffllama.DiffLlamaRMSNorm doge.DogeRMSNorm dots1.Dots1RMSNorm
+    dots3_note.Dots3NoteRMSNorm ernie4_5.Ernie4_5RMSNorm ernie4_5_moe.Ernie4_5_MoeRMSNorm exaone4.Exaone4RMSNorm
+    exaone_moe.ExaoneMoeRMSNorm falcon_h1.FalconH1RMSNorm falcon_mamba.FalconMambaRMSNorm glm.GlmRMSNorm
+    glm4.Glm4RMSNorm glm4_moe.Glm4MoeRMSNorm glm4_moe_lite.Glm4MoeLiteRMSNorm glm_moe_dsa.GlmMoeDsaRMSNorm
+    granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm
+    granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
     granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
     hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm jetmoe.JetMoeRMSNorm
     kimi_linear.KimiLinearRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm
@@ -48,7 +49,7 @@ RMS_NORMS = _names("""
     mixtral.MixtralRMSNorm olmoe.OlmoeRMSNorm phi3.Phi3RMSNorm qwen2.Qwen2RMSNorm qwen2_moe.Qwen2MoeRMSNorm
     qwen3.Qwen3RMSNorm qwen3_moe.Qwen3MoeRMSNorm seed_oss.SeedOssRMSNorm smollm3.SmolLM3RMSNorm
     solar_open.SolarOpenRMSNorm switch_transformers.SwitchTransformersLayerNorm t5.T5LayerNorm youtu.YoutuRMSNorm
-    zamba.ZambaRMSNorm zamba2.Zamba2RMSNorm
+    zamba.ZambaRMSNorm zamba2.Zamba2RMSNorm zaya.ZayaRMSNorm
 """)
 """Copies of LlamaRMSNorm, and T5LayerNorm, which computes the same and casts elsewhere."""
 GEMMA_NORMS = _names("""
@@ -67,8 +68,8 @@ OLMO2_NORMS = _names("""
 
 GATED_MLPS = _names("""
     afmoe.AfmoeMLP aria.AriaSharedExpertsMLP axk1.AXK1MLP axk2.AXK2MLP bailing_hybrid.BailingHybridMLP bamba.BambaMLP
-    cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cohere_compass.CohereCompassMLP cwm.CwmMLP
-    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP diffllama.DiffLlamaMLP
+    blt.BltMLP cohere.CohereMLP cohere2.Cohere2MLP cohere2_moe.Cohere2MoeMLP cohere_compass.CohereCompassMLP cwm.CwmMLP
+    deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP diffllama.DiffLlamaMLP doge.DogeMLP
     dots1.Dots1MLP dots3_note.Dots3NoteTextMLP dots3_note.Dots3NoteVisionMLP ernie4_5.Ernie4_5MLP
     ernie4_5_moe.Ernie4_5_MoeMLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP flex_olmo.FlexOlmoMLP flint.FlintMLP
     gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP gemma4.Gemma4TextMLP gemma4.Gemma4VisionMLP
@@ -101,13 +102,14 @@ GPTJ_MLPS = _names("""
 """Copies of GPTJMLP."""
 BERT_INTERMEDIATES = _names("""
     bert.BertIntermediate bert_generation.BertGenerationIntermediate big_bird.BigBirdIntermediate
-    camembert.CamembertIntermediate convbert.ConvBertIntermediate data2vec.Data2VecTextIntermediate
-    deberta.DebertaIntermediate deberta_v2.DebertaV2Intermediate electra.ElectraIntermediate ernie.ErnieIntermediate
-    layoutlm.LayoutLMIntermediate longformer.LongformerIntermediate luke.LukeIntermediate lxmert.LxmertIntermediate
-    megatron_bert.MegatronBertIntermediate mobilebert.MobileBertIntermediate mpnet.MPNetIntermediate
-    rembert.RemBertIntermediate roberta.RobertaIntermediate roc_bert.RoCBertIntermediate roformer.RoFormerIntermediate
-    tapas.TapasIntermediate visual_bert.VisualBertIntermediate xlm_roberta.XLMRobertaIntermediate
-    xlm_roberta_xl.XLMRobertaXLIntermediate xmod.XmodIntermediate
+    camembert.CamembertIntermediate convbert.ConvBertIntermediate cpmant.CpmAntIntermediate
+    data2vec.Data2VecTextIntermediate deberta.DebertaIntermediate deberta_v2.DebertaV2Intermediate
+    electra.ElectraIntermediate ernie.ErnieIntermediate layoutlm.LayoutLMIntermediate longformer.LongformerIntermediate
+    luke.LukeIntermediate lxmert.LxmertIntermediate megatron_bert.MegatronBertIntermediate
+    mobilebert.MobileBertIntermediate mpnet.MPNetIntermediate rembert.RemBertIntermediate roberta.RobertaIntermediate
+    roc_bert.RoCBertIntermediate roformer.RoFormerIntermediate tapas.TapasIntermediate
+    visual_bert.VisualBertIntermediate xlm_roberta.XLMRobertaIntermediate xlm_roberta_xl.XLMRobertaXLIntermediate
+    xmod.XmodIntermediate
 """)
 """Copies of BertIntermediate: a linear layer and its activation."""
 
@@ -161,15 +163,15 @@ COHERE_BLOCKS = _names("""
 BERT_OUTPUTS = _names("""
     bert.BertOutput bert.BertSelfOutput bert_generation.BertGenerationOutput bert_generation.BertGenerationSelfOutput
     big_bird.BigBirdOutput big_bird.BigBirdSelfOutput camembert.CamembertOutput camembert.CamembertSelfOutput
-    convbert.ConvBertOutput convbert.ConvBertSelfOutput data2vec.Data2VecTextOutput data2vec.Data2VecTextSelfOutput
-    deberta.DebertaOutput deberta.DebertaSelfOutput deberta_v2.DebertaV2Output deberta_v2.DebertaV2SelfOutput
-    electra.ElectraOutput electra.ElectraSelfOutput ernie.ErnieOutput ernie.ErnieSelfOutput layoutlm.LayoutLMOutput
-    layoutlm.LayoutLMSelfOutput longformer.LongformerOutput longformer.LongformerSelfOutput luke.LukeOutput
-    luke.LukeSelfOutput lxmert.LxmertAttentionOutput lxmert.LxmertOutput mpnet.MPNetOutput rembert.RemBertOutput
-    rembert.RemBertSelfOutput roberta.RobertaOutput roberta.RobertaSelfOutput roc_bert.RoCBertOutput
-    roc_bert.RoCBertSelfOutput roformer.RoFormerOutput roformer.RoFormerSelfOutput tapas.TapasOutput
-    tapas.TapasSelfOutput visual_bert.VisualBertOutput visual_bert.VisualBertSelfOutput xlm_roberta.XLMRobertaOutput
-    xlm_roberta.XLMRobertaSelfOutput
+    convbert.ConvBertOutput convbert.ConvBertSelfOutput cpmant.CpmAntOutput data2vec.Data2VecTextOutput
+    data2vec.Data2VecTextSelfOutput deberta.DebertaOutput deberta.DebertaSelfOutput deberta_v2.DebertaV2Output
+    deberta_v2.DebertaV2SelfOutput electra.ElectraOutput electra.ElectraSelfOutput ernie.ErnieOutput
+    ernie.ErnieSelfOutput layoutlm.LayoutLMOutput layoutlm.LayoutLMSelfOutput longformer.LongformerOutput
+    longformer.LongformerSelfOutput luke.LukeOutput luke.LukeSelfOutput lxmert.LxmertAttentionOutput lxmert.LxmertOutput
+    mpnet.MPNetOutput rembert.RemBertOutput rembert.RemBertSelfOutput roberta.RobertaOutput roberta.RobertaSelfOutput
+    roc_bert.RoCBertOutput roc_bert.RoCBertSelfOutput roformer.RoFormerOutput roformer.RoFormerSelfOutput
+    tapas.TapasOutput tapas.TapasSelfOutput visual_bert.VisualBertOutput visual_bert.VisualBertSelfOutput
+    xlm_roberta.XLMRobertaOutput xlm_roberta.XLMRobertaSelfOutput
 """)
 """Copies of BertOutput: linear layer, dropout, residual, LayerNorm."""
 T5_FEED_FORWARDS = _names("""
@@ -184,21 +186,21 @@ CALL_EAGER_ATTENTION = _names("""
     axk1.AXK1Attention axk2.AXK2Attention bailing_hybrid.BailingHybridAttention bamba.BambaAttention bart.BartAttention
     beam.BeamAttention bert.BertCrossAttention bert.BertSelfAttention bert_generation.BertGenerationCrossAttention
     bert_generation.BertGenerationSelfAttention biogpt.BioGptAttention bitnet.BitNetAttention
-    blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention camembert.CamembertCrossAttention
-    camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention cohere2.Cohere2Attention
-    cohere2_moe.Cohere2MoeAttention cohere_compass.CohereCompassAttention cohere_compass.CohereCompassVisionAttention
-    ctrl.MultiHeadAttention cwm.CwmAttention data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention
-    dbrx.DbrxAttention deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention
+    blenderbot.BlenderbotAttention blenderbot_small.BlenderbotSmallAttention blt.BltCrossAttention blt.BltSelfAttention
+    camembert.CamembertCrossAttention camembert.CamembertSelfAttention clip.CLIPAttention cohere.CohereAttention
+    cohere2.Cohere2Attention cohere2_moe.Cohere2MoeAttention cohere_compass.CohereCompassAttention
+    cohere_compass.CohereCompassVisionAttention ctrl.MultiHeadAttention cwm.CwmAttention
+    data2vec.Data2VecTextCrossAttention data2vec.Data2VecTextSelfAttention dbrx.DbrxAttention
+    deepseek_v2.DeepseekV2Attention deepseek_v3.DeepseekV3Attention deepseek_v32.DeepseekV32Attention
     detr.DetrCrossAttention detr.DetrSelfAttention diffllama.DiffLlamaAttention distilbert.DistilBertSelfAttention
-    dots1.Dots1Attention dots3_note.Dots3NoteAudioAttention dots3_note.Dots3NoteTextAttention
+    doge.DogeAttention dots1.Dots1Attention dots3_note.Dots3NoteAudioAttention dots3_note.Dots3NoteTextAttention
     dots3_note.Dots3NoteVisionAttention electra.ElectraCrossAttention electra.ElectraSelfAttention
     ernie.ErnieCrossAttention ernie.ErnieSelfAttention ernie4_5.Ernie4_5Attention ernie4_5_moe.Ernie4_5_MoeAttention
     exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention falcon_h1.FalconH1Attention flex_olmo.FlexOlmoAttention
     gemma.GemmaAttention gemma2.Gemma2Attention gemma3.Gemma3Attention gemma3n.Gemma3nTextAttention
-    gemma4.Gemma4TextAttention
-    gemma4.Gemma4VisionAttention gemma4_unified.Gemma4UnifiedTextAttention glm.GlmAttention glm4.Glm4Attention
-    glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention gpt2.GPT2Attention
-    gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention granitemoe.GraniteMoeAttention
+    gemma4.Gemma4TextAttention gemma4.Gemma4VisionAttention gemma4_unified.Gemma4UnifiedTextAttention glm.GlmAttention
+    glm4.Glm4Attention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention glm_moe_dsa.GlmMoeDsaAttention
+    gpt2.GPT2Attention gpt_bigcode.GPTBigCodeAttention granite.GraniteAttention granitemoe.GraniteMoeAttention
     granitemoehybrid.GraniteMoeHybridAttention granitemoeshared.GraniteMoeSharedAttention helium.HeliumAttention
     hrm_text.HrmTextAttention hubert.HubertAttention hunyuan_v1_dense.HunYuanDenseV1Attention
     hunyuan_v1_moe.HunYuanMoEV1Attention hy_v3.HYV3Attention hyperclovax.HyperCLOVAXAttention jais2.Jais2Attention
@@ -222,7 +224,7 @@ CALL_EAGER_ATTENTION = _names("""
     vaultgemma.VaultGemmaAttention wav2vec2.Wav2Vec2Attention whisper.WhisperAttention
     xlm_roberta.XLMRobertaCrossAttention xlm_roberta.XLMRobertaSelfAttention xlm_roberta_xl.XLMRobertaXLCrossAttention
     xlm_roberta_xl.XLMRobertaXLSelfAttention xmod.XmodCrossAttention xmod.XmodSelfAttention youtu.YoutuAttention
-    zamba.ZambaAttention zamba2.Zamba2Attention
+    zamba.ZambaAttention zamba2.Zamba2Attention zaya.ZayaAttention
 """)
 """Attention layers that call ``eager_attention_forward``, a copy of that of Llama, BERT, GPT-2, OPT, T5
 or Gemma 2."""
@@ -269,9 +271,9 @@ ROTARY_ATTENTIONS = {
 ``apply_rotary_pos_emb``, or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
     afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention beam.BeamAttention bitnet.BitNetAttention
-    cohere_compass.CohereCompassAttention dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention
-    diffllama.DiffLlamaAttention falcon.FalconAttention falcon.FalconFlashAttention2 falcon_h1.FalconH1Attention
-    flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
+    blt.BltSelfAttention cohere_compass.CohereCompassAttention dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention
+    diffllama.DiffLlamaAttention doge.DogeAttention falcon.FalconAttention falcon.FalconFlashAttention2
+    falcon_h1.FalconH1Attention flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
     gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
     granitemoehybrid.GraniteMoeHybridAttention hrm_text.HrmTextAttention hy_v3.HYV3Attention jetmoe.JetMoeAttention
     laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
@@ -279,6 +281,6 @@ ROTARY_LEFT_UNFUSED = _names("""
     minimax_m3_vl.MiniMaxM3VLIndexer ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention
     olmo_hybrid.OlmoHybridAttention olmoe.OlmoeAttention persimmon.PersimmonAttention qwen3_5.Qwen3_5Attention
     qwen3_5_moe.Qwen3_5MoeAttention qwen3_next.Qwen3NextAttention recurrent_gemma.RecurrentGemmaAttention
-    youtu.YoutuAttention zamba2.Zamba2Attention
+    youtu.YoutuAttention zamba2.Zamba2Attention zaya.ZayaAttention
 """)
 """Other attention layers that call it, in forwards that differ from Llama's in more than their positions."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.collectives import MAX, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.linear import ColumnParallelLinear, _add_bias, _ShardedModule
+from oslo_models.layers.linear import ColumnParallelLinear, SumReplicatedGrad, _add_bias, _ShardedModule
 from oslo_models.layers.vocab_parallel import vocab_parallel_embedding
-from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.layout import GroupedHeads, Layout
 
 
 class FunctionOverrides(TorchFunctionMode):
@@ -77,13 +78,43 @@ class SharedParametersModule(nn.Module):
     shared: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self)
-        own |= {name: copy_to(self.tp, getattr(self, name)) for name in self.shared}  # hides the parameters
-        try:
+        with hidden(self, {name: copy_to(self.tp, getattr(self, name)) for name in self.shared}):
             return super().forward(*args, **kwargs)
-        finally:
-            for name in self.shared:
-                own.pop(name, None)
+
+
+class OverlappingParametersModule(nn.Module):
+    """Mixed in before a module's class: several ranks hold the same elements of some of its parameters.
+
+    They are those of key-value heads, and each rank has only the gradient that comes through its own query heads.
+
+    Attributes:
+        tp: the axis over which the module is sharded.
+        overlapping: the layouts of these parameters.
+    """
+
+    tp: Axis
+    overlapping: Mapping[str, Layout]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        summed = {
+            name: SumReplicatedGrad.apply(getattr(self, name), self.tp, layout)
+            for name, layout in self.overlapping.items()
+            if getattr(self, name).requires_grad
+        }
+        with hidden(self, summed):
+            return super().forward(*args, **kwargs)
+
+
+@contextmanager
+def hidden(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """While active, attributes of a module are ``values``, in place of its parameters of the same names."""
+    own = vars(module)
+    own |= values
+    try:
+        yield
+    finally:
+        for name in values:
+            own.pop(name, None)
 
 
 class SharedOutputModule(_ShardedModule):
@@ -121,6 +152,30 @@ class GlobalMinMaxModule(_ShardedModule):
             return reduce_fresh(self.tp, x.max(), MAX)
 
         with FunctionOverrides({Tensor.max: largest, Tensor.min: lambda x: -largest(-x)}):
+            return super().forward(*args, **kwargs)
+
+
+class GroupMeansModule(_ShardedModule):
+    """A module that calls ``mean`` on an activation ``[..., local groups, local heads of each, features]``.
+
+    With more ranks than groups, one group has heads on several of them, over which the mean is taken.
+
+    Attributes:
+        heads: the query heads, and with the key-value heads their groups.
+    """
+
+    heads: GroupedHeads
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.tp.size <= self.heads.kv_heads:
+            return super().forward(*args, **kwargs)
+        start, stop = self.heads.key_value.unit_ranges(self.tp.size)[self.tp.rank]
+
+        def mean(x: Tensor, dim: int) -> Tensor:
+            sums = F.pad(x.sum(dim), (0, 0, start, self.heads.kv_heads - stop))  # of all groups
+            return copy_to(self.tp, reduce_from(self.tp, sums))[..., start:stop, :] / self.heads.group
+
+        with FunctionOverrides({Tensor.mean: mean}):
             return super().forward(*args, **kwargs)
 
 

@@ -21,7 +21,7 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import layer_context
 from oslo_models.layers.overlap import overlapped_product
-from oslo_models.sharding.layout import Layout
+from oslo_models.sharding.layout import EvenSplit, Layout
 
 
 class _ShardedModule(nn.Module):
@@ -203,12 +203,38 @@ class GroupRowParallelLinear(RowParallelLinear):
             return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), weight)), self.bias)
 
 
+class KeyValueRowLinear(GroupRowParallelLinear):
+    """A row-parallel layer after key-value heads of which some are on several ranks: each head counts once.
+
+    The first rank with a head adds its part of the output; the others hold the same weights without a gradient.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * float(bool(self.layouts["weight"].owned_indices(self.tp.rank))))
+
+
 class InnerRowParallelLinear(_SharesOutput, RowParallelLinear):
-    """A row-parallel layer between sharded ones: the gradient of its output is summed over the ranks."""
+    """A row-parallel layer between sharded ones: the gradient of its output is summed over the ranks.
+
+    Attributes:
+        outputs: the split of the outputs, if a rank keeps a part of them.
+    """
+
+    outputs: EvenSplit | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)
         return output if self._is_shared_later else self.share(output)
+
+    def share(self, output: Tensor) -> Tensor:
+        if self.stream is not None and self.training:
+            self.stream.enter()
+        output = super().share(output)
+        return output if self.outputs is None else output[..., slice(*self.outputs.ranges(self.tp.size)[self.tp.rank])]
+
+
+class InnerKeyValueRowLinear(InnerRowParallelLinear, KeyValueRowLinear):
+    """Both of them."""
 
 
 class RowParallelConv1D(_RowParallel, Conv1D):

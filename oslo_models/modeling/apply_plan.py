@@ -18,6 +18,8 @@ from oslo_models.layers.custom_layers import (
     ColumnParallelModule,
     GlobalMinMaxModule,
     GlobalMomentsModule,
+    GroupMeansModule,
+    OverlappingParametersModule,
     RowParallelModule,
     SharedOutputModule,
     SharedParametersModule,
@@ -40,6 +42,7 @@ from oslo_models.layers.linear import (
     ColumnParallelConv1D,
     ColumnParallelLinear,
     GroupRowParallelLinear,
+    InnerKeyValueRowLinear,
     InnerRowParallelLinear,
     KeyValueParallelLinear,
     LatentLinear,
@@ -57,6 +60,7 @@ from oslo_models.layers.routed_experts import (
 )
 from oslo_models.layers.shared_experts import SharedExpertsModule
 from oslo_models.layers.state_space import RecurrentStateModule, StateSpaceModule
+from oslo_models.layers.vector_experts import VectorExpertsModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from oslo_models.modeling.quantizing import shard_of
 from oslo_models.sharding.derived import (
@@ -83,6 +87,7 @@ from oslo_models.sharding.plan import (
     Experts,
     GlobalMinMax,
     GlobalMoments,
+    GroupMeans,
     GroupWidthNorm,
     HeadNorm,
     HeadNorms,
@@ -98,6 +103,7 @@ from oslo_models.sharding.plan import (
     SharedOutput,
     StateSpace,
     SummedModule,
+    VectorExperts,
     VocabParallel,
     WidthNorm,
     entry_of,
@@ -126,6 +132,8 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (StackedRowParallel, nn.Module): StackedRowModule,
     (Experts, nn.Module): ParallelExperts,
     (DenseExperts, nn.Module): ParallelDenseExperts,
+    (VectorExperts, nn.Module): VectorExpertsModule,
+    (GroupMeans, nn.Module): GroupMeansModule,
     (Latent, nn.Linear): LatentLinear,
     (SharedOutput, nn.Module): SharedOutputModule,
     # layers that an architecture defines itself
@@ -147,6 +155,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
 
 _OF_SEVERAL_RANKS: dict[type, type[nn.Module]] = {
     ColumnParallelLinear: KeyValueParallelLinear,
+    InnerRowParallelLinear: InnerKeyValueRowLinear,
     RowParallelLinear: GroupRowParallelLinear,
 }
 """The classes of layers some features of which are on several ranks."""
@@ -215,9 +224,9 @@ def apply_plan(
         if isinstance(module, DerivedLayer):
             module.entry = entry
             module.register_forward_pre_hook(call_by_itself)
-        if isinstance(entry, HeadNorms):
+        if isinstance(entry, (HeadNorms, GroupMeans)):
             module.heads = entry.heads  # type: ignore[assignment]
-        elif isinstance(entry, Experts):
+        if isinstance(entry, Experts):
             module.set_experts(shards, mesh)  # type: ignore[operator]
             _join_shared_experts(model.get_submodule(key.rpartition(".")[0]), entry, tp)
         elif isinstance(entry, GroupWidthNorm):
@@ -236,10 +245,12 @@ def apply_plan(
             _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, Latent):
             module.rotary = entry.rotary  # type: ignore[assignment]
+        elif isinstance(entry, InnerRowParallel):
+            module.outputs = entry.outputs  # type: ignore[assignment]
         elif isinstance(entry, EinsumHeads):
             _set_local_attributes(module, entry.attributes, tp)
         elif isinstance(entry, LocalModule):
-            _localize(module, entry, tp)
+            _localize(module, entry, shards, tp)
         elif isinstance(entry, ReplicatedDropout) and stream is not None:
             _draw_outside(stream, module)
     for name, layout in layouts.items():
@@ -293,7 +304,7 @@ def _join_shared_experts(mixture: Any, entry: Experts, tp: Axis) -> None:
         mixture.tp, mixture.shared = tp, entry.shared
 
 
-def _localize(module: Any, entry: LocalModule, tp: Axis) -> None:
+def _localize(module: Any, entry: LocalModule, shards: Mapping[str, Layout], tp: Axis) -> None:
     """Let the attributes, arguments and shapes of a module that count heads count those of this rank."""
     _set_local_attributes(module, entry.attributes, tp)
     for argument, heads in entry.per_head.items():  # before the width, whose class hides the signature
@@ -301,6 +312,9 @@ def _localize(module: Any, entry: LocalModule, tp: Axis) -> None:
         module.register_forward_pre_hook(
             partial(_slice_per_head_arguments, argument, position, heads, tp), with_kwargs=True
         )
+    if overlapping := {name: layout for name, layout in shards.items() if layout.overlaps}:
+        module.__class__ = _joined(OverlappingParametersModule, type(module))  # type: ignore[arg-type]
+        module.tp, module.overlapping = tp, overlapping
     if entry.shared:
         module.__class__ = _joined(SharedParametersModule, type(module))  # type: ignore[arg-type]
         module.tp, module.shared = tp, entry.shared

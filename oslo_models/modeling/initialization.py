@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from oslo_models.distributed.rng import default_generator, stable_hash
 from oslo_models.sharding.layout import Layout
@@ -129,7 +130,7 @@ def initialize_whole(
         _set(module, full, full_attributes)
         for generator in generators:
             generator.manual_seed(stable_hash(seed, root(f"{name}.{first}")))
-        model._init_weights(module)
+        _initializer(model, name)._init_weights(module)
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
@@ -137,6 +138,13 @@ def initialize_whole(
     for leaf, param in params.items():
         if full[leaf]._version and not full[leaf].is_meta:  # written, and not loaded
             param.copy_(own[leaf].shard(full[leaf].detach(), rank_in(own[leaf])))
+
+
+def _initializer(model: Any, name: str) -> Any:
+    """The smallest model around a module: transformers lets it initialise the module, by its own configuration."""
+    parts = name.split(".")[:-1]
+    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    return next(each for each in reversed(around) if isinstance(each, PreTrainedModel))
 
 
 def _full_like(param: Tensor, layout: Layout) -> Tensor:

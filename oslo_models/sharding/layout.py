@@ -171,8 +171,33 @@ class _Heads(EvenSplit):
 
     def unit_ranges(self, n: int) -> tuple[Range, ...]:
         ranges = [pair[self.kv] for pair in self.groups.head_ranges(n)]
-        clipped = [(max(start - self.first, 0), min(stop - self.first, self.count)) for start, stop in ranges]
-        return tuple((start, stop) if start < stop else (0, 0) for start, stop in clipped)
+        return _clipped([(start - self.first, stop - self.first) for start, stop in ranges], self.count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window(EvenSplit):
+    """The split of a dimension that is a part of one split elsewhere: a rank has those elements of its own in it.
+
+    Attributes:
+        whole: the split of the larger dimension.
+        first: the first element of the part, which has ``count`` elements.
+    """
+
+    whole: EvenSplit
+    first: int
+
+    def max_ranks(self) -> int:
+        return self.whole.max_ranks()
+
+    def unit_ranges(self, n: int) -> tuple[Range, ...]:
+        ranges = self.whole.ranges(n)
+        return _clipped([(start - self.first, stop - self.first) for start, stop in ranges], self.count)
+
+
+def _clipped(ranges: Sequence[Range], count: int) -> tuple[Range, ...]:
+    """What each range has of the first ``count`` indices."""
+    clipped = [(max(start, 0), min(stop, count)) for start, stop in ranges]
+    return tuple((start, stop) if start < stop else (0, 0) for start, stop in clipped)
 
 
 @dataclass(frozen=True)
@@ -297,9 +322,8 @@ class Layout:
     @property
     def overlaps(self) -> bool:
         """Whether several ranks hold the same elements of a sharded tensor."""
-        pieces = [
-            piece for rank in range(len(self.ranges)) for piece in self._pieces(rank) if piece[1][0] < piece[1][1]
-        ]
+        pieces = [piece for rank in range(len(self.ranges)) for piece in self._pieces(rank)]
+        pieces = [(rows, (start, stop)) for rows, (start, stop) in pieces if start < stop]
         return len(set(pieces)) < len(pieces)
 
     def shard(self, full: Tensor, rank: int) -> Tensor:

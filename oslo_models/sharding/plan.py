@@ -133,7 +133,17 @@ class InnerRowParallel(RowParallel):
     """A row-parallel layer between sharded ones: each rank uses the full output for its own part of what follows.
 
     So the gradient of the output is summed over the ranks. Norms of it are a `HeadNorm`.
+
+    Args:
+        splits: as for ``ColumnParallel``. Inputs that several ranks hold (of key-value heads) count once.
+        outputs: which outputs belong to which rank, that keeps its own of the sum; without it, each keeps all.
     """
+
+    outputs: EvenSplit | None = None
+
+    def __init__(self, *splits: EvenSplit, outputs: EvenSplit | None = None) -> None:
+        super().__init__(*splits)
+        object.__setattr__(self, "outputs", outputs)
 
 
 @dataclass(frozen=True)
@@ -332,6 +342,27 @@ class SummedModule(LocalModule):
     """A module with sharded parameters, of entries of their own, whose output is a partial sum on each rank.
 
     Its inputs are replicated, such as the hidden states and router weights of experts.
+    """
+
+
+@dataclass(frozen=True)
+class GroupMeans(LocalModule):
+    """A module that takes means over the query heads of each key-value head: of all of them, whatever rank they are on.
+
+    Args:
+        heads: its heads.
+    """
+
+    heads: GroupedHeads = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class VectorExperts(LocalModule):
+    """A mixture whose experts are pairs of vectors, with one feature between them: a rank has a part of each vector.
+
+    The vectors are rows of two embeddings ``down_embed`` and ``up_embed``, which have entries of their own.
+
+    Source: He, "Mixture of a Million Experts", 2024.
     """
 
 

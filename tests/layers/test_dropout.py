@@ -89,6 +89,7 @@ def test_step_with_dropout_of_other_variants_matches_a_replay_of_its_masks(pool:
             ("t5", "T5ForTokenClassification"),
         ),
         *(("deberta", "DebertaForQuestionAnswering"), ("xlnet", "XLNetLMHeadModel")),  # amid regions, and bare heads
+        ("doge", "DogeForCausalLM"),  # after a sum amid a region
     ],
 )
 def test_step_with_dropout_in_heads_matches_a_replay_of_its_masks(

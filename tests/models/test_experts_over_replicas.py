@@ -75,6 +75,7 @@ AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
         pytest.param("deepseek_v4", (2, 1, 4), 2, "grouped_mm", marks=pytest.mark.zoo),
         pytest.param("longcat_flash", (1, 1, 2), 2, "eager", marks=pytest.mark.zoo),
         pytest.param("longcat_flash", (2, 1, 4), 2, "eager", marks=pytest.mark.zoo),
+        pytest.param("zaya", (2, 1, 4), 2, "eager", marks=pytest.mark.zoo),
     ],
 )
 def test_training_matches_one_process(

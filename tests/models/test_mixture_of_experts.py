@@ -70,7 +70,7 @@ def test_step_with_losses_of_the_routers_of_both_stacks_matches(
     "model_type",
     zoo.cases(
         (
-            *("mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32"),
+            *("mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32", "zaya"),
             *("deepseek_v4", "dots3_note_text", "llama4_text", "longcat_flash", "minimax", "minimax_m3_vl_text"),
         )
     ),
@@ -133,6 +133,7 @@ def test_experts_that_compute_every_token_are_not_over_replicas(pool: Pool) -> N
             (2, 2),
             "expert_parallel_size=2 is for mixtures of experts, and LlamaForCausalLM has none",
         ),
+        ("DogeForCausalLM", (2, 2), "DogeForCausalLM has none that can be divided"),
         ("MixtralForCausalLM", (1, 0), "expert_parallel_size must be an integer of at least 1"),
     ],
 )
@@ -140,7 +141,8 @@ def test_sizes_of_expert_parallelism_that_do_not_fit_are_refused(
     name: str, sizes: tuple[int, int], message: str
 ) -> None:
     cls: Any = registry.find(name)
-    config = zoo.config("mixtral" if "Mixtral" in name else "llama")
+    variants = {"MixtralForCausalLM": "mixtral", "LlamaForCausalLM": "llama", "DogeForCausalLM": "doge-experts"}
+    config = zoo.config(variants[name])
     with pytest.raises(ValueError, match=message):
         cls.from_config_with_parallel(config, sizes[0], expert_parallel_size=sizes[1])
 

@@ -168,6 +168,16 @@ def test_initial_weights_do_not_depend_on_the_parallel_sizes(pool: Pool, variant
         pool.run(2, check_initial, name, config, full, seed, tp, pp)
 
 
+def test_weights_of_a_model_in_a_model_are_drawn_by_its_own_configuration(seed: int) -> None:
+    """Those of its MLPs, as widely as transformers' class draws them by the width of that model."""
+    config = zoo.config("blt")
+    config.global_config.hidden_size = config.decoder_config.hidden_size_global = 120
+    config.global_config.encoder_cross_output_size, own = 48, registry.find("BltForCausalLM")
+    drawn = own.from_config_with_parallel(config, seed=seed)  # type: ignore[attr-defined]
+    weights = [layer.mlp.gate_proj.weight for layer in drawn.model.global_transformer.layers]
+    assert abs(torch.cat(weights).std().item() * 120**0.5 - 1) < 0.05  # by the decoder's width: over 2
+
+
 def check_heads(steps: list[Step], folder: Path) -> None:
     lines = []
     for step in steps:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout, even_ranges
+from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout, Window, even_ranges
 
 from support.layouts import distinct, grouped_heads, layouts, units
 
@@ -93,6 +93,18 @@ def test_grouped_heads_keep_query_heads_with_their_key_value_head(heads: Grouped
     assert held == list(range(heads.query_heads))
     groups = -(-heads.kv_heads // n)  # the most that any rank gets
     assert max(len(range(*r)) for r in heads.query.ranges(n)) <= groups * group * heads.head_dim
+
+
+@given(grouped_heads(), st.data())
+def test_windows_of_a_split_hold_its_elements_in_their_order(heads: GroupedHeads, data: st.DataObject) -> None:
+    whole = heads.key_value
+    n, cut = data.draw(st.integers(1, whole.max_ranks())), data.draw(st.integers(1, whole.extent()))
+    first = Window(cut, whole=whole, first=0)
+    second = Window(whole.extent() - cut, whole=whole, first=cut)
+    for rank, own in enumerate(whole.ranges(n)):
+        (a, b), (c, d) = first.ranges(n)[rank], second.ranges(n)[rank]
+        assert [*range(a, b), *range(cut + c, cut + d)] == [*range(*own)]
+        assert first.local_extent(n, rank) + second.local_extent(n, rank) == whole.local_extent(n, rank)
 
 
 def test_nine_heads_and_three_key_value_heads_over_two_ranks() -> None:

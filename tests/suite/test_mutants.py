@@ -25,7 +25,7 @@ from oslo_models.distributed import autograd_collectives, collectives, symmetric
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion import norms
-from oslo_models.layers import cross_entropy, custom_layers, linear, overlap, routed_experts
+from oslo_models.layers import cross_entropy, custom_layers, linear, overlap, routed_experts, vector_experts
 from oslo_models.layers import vocab_parallel as vocab
 from oslo_models.modeling import base, training
 from oslo_models.modeling import forward as calls
@@ -256,7 +256,7 @@ def moments_of_own_features(patch: Patch) -> None:
     patch.setattr(cls, "forward", lambda self, *args: super(cls, self).forward(*args))
 
 
-def moments_without_sum_of_gradients(patch: Patch) -> None:
+def values_of_all_ranks_without_sum_of_gradients(patch: Patch) -> None:
     patch.setattr(custom_layers, "copy_to", lambda axis, x: x)
 
 
@@ -310,6 +310,36 @@ def gradient_of_compressed_keys_of_each_rank(patch: Patch) -> None:
 
 def weights_of_a_group_without_sum_over_its_ranks(patch: Patch) -> None:
     Edit("layers.linear:GroupRowParallelLinear.forward", "if weight.requires_grad:", "if False:")(patch)
+
+
+def inner_outputs_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(linear._SharesOutput, "share", lambda self, output: output)
+
+
+def inner_outputs_without_their_region(patch: Patch) -> None:
+    def share(self: Any, output: Tensor) -> Tensor:
+        output = super(linear.InnerRowParallelLinear, self).share(output)
+        return output[..., slice(*self.outputs.ranges(self.tp.size)[self.tp.rank])]
+
+    patch.setattr(linear.InnerRowParallelLinear, "share", share)
+
+
+def key_values_count_on_all_their_ranks(patch: Patch) -> None:
+    patch.setattr(linear.KeyValueRowLinear, "forward", linear.RowParallelLinear.forward)
+
+
+def parameters_of_heads_without_sum_over_copies(patch: Patch) -> None:
+    cls = custom_layers.OverlappingParametersModule
+    patch.setattr(cls, "forward", lambda self, *args, **kwargs: super(cls, self).forward(*args, **kwargs))
+
+
+def group_means_of_own_heads(patch: Patch) -> None:
+    cls = custom_layers.GroupMeansModule
+    patch.setattr(cls, "forward", lambda self, *args: super(cls, self).forward(*args))
+
+
+def weights_of_vectors_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(vector_experts, "copy_to", lambda axis, x: x)
 
 
 def experts_in_a_loop(patch: Patch) -> None:
@@ -380,7 +410,23 @@ MUTANTS: dict[str, list[Caught]] = {
         ),
         *[
             (mutant, "test_main_class_matches_transformers_on_two_ranks_and_two_stages", {"model_type": "gemma3n_text"})
-            for mutant in (moments_of_own_features, moments_without_sum_of_gradients)
+            for mutant in (moments_of_own_features, values_of_all_ranks_without_sum_of_gradients)
+        ],
+        *[
+            (mutant, "test_main_class_matches_transformers_on_two_ranks_and_two_stages", {"model_type": model_type})
+            for mutant, model_type in (
+                (inner_outputs_without_sum_of_gradients, "doge"),
+                (weights_of_vectors_without_sum_of_gradients, "doge-experts"),
+            )
+        ],
+        *[
+            (mutant, "test_main_class_matches_transformers_on_three_ranks_with_beams", {"model_type": model_type})
+            for mutant, model_type in (
+                (key_values_count_on_all_their_ranks, "doge"),
+                (parameters_of_heads_without_sum_over_copies, "doge"),
+                (group_means_of_own_heads, "zaya"),
+                (values_of_all_ranks_without_sum_of_gradients, "zaya"),
+            )
         ],
         *[
             (mutant, "test_main_class_matches_transformers_on_two_ranks_and_two_stages", {"model_type": "deepseek_v4"})
@@ -445,6 +491,11 @@ MUTANTS: dict[str, list[Caught]] = {
         ),
     ],
     "layers/test_dropout.py": [
+        (
+            inner_outputs_without_their_region,
+            "test_step_with_dropout_in_heads_matches_a_replay_of_its_masks",
+            {"variant": "doge", "name": "DogeForCausalLM"},
+        ),
         (
             same_masks_on_sharded_activations,
             "test_step_with_dropout_matches_a_replay_of_its_masks",

@@ -267,6 +267,15 @@ def _fit_gemma3n(values: Values, draw: random.Random) -> None:
     values["activation_sparsity_pattern"] = [draw.choice((0.0, 0.3, 0.6)) for _ in range(4)]
 
 
+def _fit_blt(values: Values, draw: random.Random) -> None:
+    """A part, whose states go to the others; transformers has a cache for two blocks."""
+    heads = values["num_attention_heads"] = draw.choice((3, 4, 6))
+    values["hidden_size"], values["num_hidden_layers"] = 24, draw.randint(1, 2)
+    values["num_key_value_heads"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    if "hidden_size_global" in values:
+        values["hidden_size_global"] = 24
+
+
 def _fit_xlstm(values: Values, draw: random.Random) -> None:
     values["hidden_size"], values["num_heads"] = 128, draw.choice((4, 8))  # widths of which the cache knows
 
@@ -286,6 +295,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "albert": _fit_albert,
     "axk2": _fit_low_rank_query,
     "bamba": _fit_mamba_beside_attention,
+    "blt": _fit_blt,
     "codegen": _fit_codegen,
     "axk1": _fit_low_rank_query,
     "bailing_hybrid": _fit_low_rank_query,

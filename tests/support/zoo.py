@@ -142,6 +142,8 @@ _SHARED: dict[str, Any] = {
 
 _DELTA = {"layer_types": ["linear_attention", "full_attention"]}
 
+_BYTES: dict[str, Any] = {**_BERT, "vocab_size": TOKENS["vocab_size"]}
+
 MORE: dict[str, Mapping[str, Any]] = {
     "afmoe": {**_LLAMA, **_WINDOW, **_MIXTURE, "num_shared_experts": 2, "num_dense_layers": 1},
     "albert": {**_BERT, "embedding_size": 20, "inner_group_num": 2},
@@ -495,6 +497,21 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"], "laurel_rank": 3},
         **{"num_kv_shared_layers": 2, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.7, 0.0, 0.6, 0.0]},
     },
+    "blt": {  # transformers makes a cache for so many blocks as the whole says, of which it has no default
+        "num_hidden_layers": 2,
+        "encoder_config": {**_BYTES, "num_hidden_layers": 1, "num_key_value_heads": 2, "cross_attn_k": 2},
+        "global_config": {**_BYTES, "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 2},
+        "decoder_config": {**_BYTES, "num_hidden_layers": 2, "hidden_size_global": 30, "cross_attn_k": 2},
+        "patcher_config": {**_BYTES, "num_hidden_layers": 1, "hidden_size": 18, "num_attention_heads": 3},
+        **{"encoder_hash_byte_group_size": [2, 3], "encoder_hash_byte_group_vocab": 23, "cross_attn_k": 2},
+        **{"patching_threshold": 4.05, "local_attention_window_len": 5, "max_position_embeddings": 32},
+    },
+    "cpmant": {
+        **{"hidden_size": 24, "num_attention_heads": 6, "dim_head": 5, "dim_ff": 35, "num_hidden_layers": 2},
+        **{"prompt_types": 3, "prompt_length": 4, "segment_types": 3, "position_bias_num_buckets": 8},
+        "position_bias_max_distance": 16,
+    },
+    "doge": {**_LLAMA, "keep_window_size": 4},
     "gemma4_unified_text": {**_LLAMA, **_WINDOW, "global_head_dim": 8, "num_global_key_value_heads": 1},
     "hrm_text": {**_LLAMA, "L_cycles": 2, "embedding_scale": 3.0},
     "rwkv": {
@@ -505,6 +522,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"hidden_size": 128, "num_hidden_layers": 2, "num_heads": 4, "ffn_round_up_to_multiple_of": 3},
         **{"autocast_kernel_dtype": "float32", "chunk_size": 4},
     },
+    "zaya": {
+        **{**_LLAMA, **_MIXTURE, "head_dim": 8, "num_experts_per_tok": 1, "router_hidden_size": 7, "sliding_window": 4},
+        **{"layer_types": ["hybrid", "hybrid_sliding"], "cca_time0": 3, "lm_head_bias": True},
+    },
     "zamba": {**_KV, **_SHARED, "n_mamba_heads": 3, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 4},
     "zamba2": {
         **{**_KV, **_SHARED, "num_key_value_heads": 6, "n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 5},
@@ -514,12 +535,26 @@ MORE: dict[str, Mapping[str, Any]] = {
 }
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "doge-experts": (
+        "doge",
+        {
+            **{**_LLAMA, "keep_window_size": 4, "attention_bias": True, "mlp_bias": True, "is_moe": True},
+            **{"num_experts": 30, "num_experts_per_tok": 3},
+        },
+    ),
     "gemma4_text-small": (
         "gemma4_text",
         {
             **{**_LLAMA, "num_hidden_layers": 4, "layer_types": 2 * _WINDOW["layer_types"], "sliding_window": 4},
             **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"]},
             **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "global_head_dim": 8},
+        },
+    ),
+    "zaya-three-kv": (
+        "zaya",
+        {
+            **{**_LLAMA, **_MIXTURE, "head_dim": 8, "num_key_value_heads": 3},
+            **{"num_experts_per_tok": 1, "router_hidden_size": 7},
         },
     ),
     "zamba2-without-adapters": (
@@ -570,6 +605,7 @@ LEFT_OUT: dict[str, set[str]] = {
     "cohere_compass_text": {
         *("CohereCompassForConditionalGeneration", "CohereCompassModel", "CohereCompassVisionModel"),
     },
+    "blt": {"BltPatcher"},  # a part of the others
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
     "minimax_m3_vl_text": {
         *("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLModel", "MiniMaxM3VLVisionModel"),
@@ -603,6 +639,7 @@ SLOW_TESTS_ONLY = {
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "minimax_m3_vl_text", "rwkv", "xlstm"),
+    *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""

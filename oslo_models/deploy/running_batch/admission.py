@@ -29,6 +29,9 @@ EXCLUSIVE: Mapping[str, str] = {
     "reformer": "its cache holds hidden states in buckets of hashes",
     "rwkv": _STATES,
     "xlstm": _STATES,
+    "blt": "it makes patches of the bytes of each step, and its cache is in two parts",
+    "doge": "which of equal keys its masks keep depends on the length of a batch, and its routers mix the rows",
+    "cpmant": "it is given all tokens in each step, without a mask and positions",
     "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
 }
 """Types of decoders of the zoo that cannot join, and why, beside those whose blocks tell."""

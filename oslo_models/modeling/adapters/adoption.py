@@ -26,6 +26,7 @@ from oslo_models.layers.linear import (
     GroupRowParallelLinear,
     InnerRowParallelLinear,
     KeyValueParallelLinear,
+    KeyValueRowLinear,
     LatentLinear,
     RowParallelLinear,
     sum_replicated,
@@ -157,7 +158,8 @@ def _adopt_linear(tuner: Any, name: str, outputs: bool) -> None:
     layer.layouts = {leaf: own.get(prefix + leaf) for leaf, _ in layer.named_parameters()}
     layer.tp, layer.stream = base.tp, base.stream
     if not outputs:
-        layer.__class__ = GroupRowParallelLinear if layer.layouts["weight"].overlaps else RowParallelLinear
+        overlapping = KeyValueRowLinear if isinstance(base, KeyValueRowLinear) else GroupRowParallelLinear
+        layer.__class__ = overlapping if layer.layouts["weight"].overlaps else RowParallelLinear
     elif isinstance(base, VocabParallelHead) and name not in tuner.lora_magnitude_vector:
         layer.__class__ = VocabParallelHead
     else:
