@@ -108,8 +108,15 @@ class _RowParallel(_ShardedModule):
     def forward(self, x: Tensor) -> Tensor:
         with layer_context(self.weight):
             if self.returns_partial_sums:
-                return self.product(self.leave_region(x), self.weight)
+                partial = self.product(self.leave_region(x), self.weight)
+                return partial if self.bias is None else partial + self._share_of_bias().to(partial.dtype)
             return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), self.weight)), self.bias)
+
+    def _share_of_bias(self) -> Tensor:
+        """What a rank adds to its partial sum: all of them together the bias, the full gradient of which each has."""
+        value = self.bias.detach()
+        share: Tensor = value / self.tp.size + (self.bias - value)
+        return share
 
 
 class ColumnParallelLinear(_ColumnParallel, nn.Linear):

@@ -135,15 +135,12 @@ class SeparateExpertsModule(SummedModule):
     def _layers(self) -> list[Any]:
         """The layers whose sums over the ranks can be made together; none if some need sums of their own.
 
-        A layer with an adapter, a bias after the sum, or in another format, and hooks, need outputs in full.
+        A layer with an adapter or in another format, and hooks, need outputs in full.
         """
         found: list[Any] = []
         for expert in self.children():
             layers = [layer for layer in expert.children() if any(True for _ in layer.parameters())]
             known = all(type(layer) in (ColumnParallelLinear, RowParallelLinear) for layer in layers)
-            known = known and not any(
-                isinstance(layer, RowParallelLinear) and layer.bias is not None for layer in layers
-            )
             if not known or any(each._forward_hooks for each in (expert, *layers)):
                 return []
             found += layers

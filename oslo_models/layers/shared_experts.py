@@ -37,10 +37,10 @@ class SharedExpertsModule(nn.Module):
     def _summands(self) -> list[Any]:
         """The two layers whose sums over the ranks can be made together; none if somebody reads them one by one.
 
-        A layer with an adapter, a bias or hooks needs its own output in full.
+        A layer with an adapter or hooks needs its own output in full.
         """
         experts, shared = self.experts, getattr(self, self.shared)
         down = getattr(shared, "down_proj", None)
-        if type(down) is not RowParallelLinear or down.bias is not None or not isinstance(experts, ParallelExperts):
+        if type(down) is not RowParallelLinear or not isinstance(experts, ParallelExperts):
             return []
         return [] if any(each._forward_hooks for each in (experts, shared, down)) else [experts, down]

@@ -9,8 +9,9 @@ from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoePreTrainedMode
 
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.m2m_100 import M2M100Parallel
-from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import ColumnParallel, Plan, Replicated, RowParallel
+from oslo_models.sharding.expert_entries import SeparateExperts
+from oslo_models.sharding.layout import EvenSplit, ExpertWidth
+from oslo_models.sharding.plan import ColumnParallel, Entries, Plan, Replicated, RowParallel
 
 NAMES = {"fc1": "ffn.fc1", "fc2": "ffn.fc2", "final_layer_norm": "ff_layer_norm"}
 """The names of what BART's blocks have too."""
@@ -31,15 +32,24 @@ class NllbMoeParallel(M2M100Parallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        plan, experts = super().plan(config), [f"ffn.experts.expert_{number}" for number in range(config.num_experts)]
-        mixture = {
-            "ffn.router": Replicated(),
-            **{f"{expert}.fc1": ColumnParallel() for expert in experts},
-            **{f"{expert}.fc2": RowParallel() for expert in experts},
+        plan = super().plan(config)
+        widths = {"encoder": config.encoder_ffn_dim, "decoder": config.decoder_ffn_dim}
+        blocks = {
+            stack: {**block, **cls.mixture(config, next(widths[part] for part in widths if part in stack))}
+            for stack, block in plan.blocks.items()
         }
-        blocks = {stack: {**block, **mixture} for stack, block in plan.blocks.items()}
-        either = ("ffn.router", ".fc1", ".fc2")  # a block has one MLP, or experts
+        either = ("ffn.router", "ffn.experts", ".fc1", ".fc2")  # a block has one MLP, or experts
         return replace(plan, blocks=blocks, optional=(*plan.optional, *either))
+
+    @classmethod
+    def mixture(cls, config: Any, width: int) -> Entries:
+        """The router and the experts of a block, whose MLPs have this width."""
+        mixture: dict[str, Replicated] = {"ffn.router": Replicated(), "ffn.experts": SeparateExperts()}
+        for number in range(config.num_experts):
+            split = ExpertWidth(width, expert=number, experts=config.num_experts)
+            expert = f"ffn.experts.expert_{number}"
+            mixture |= {f"{expert}.fc1": ColumnParallel(split), f"{expert}.fc2": RowParallel(split)}
+        return mixture
 
 
 class NllbMoeModel(NllbMoeParallel, hf.NllbMoeModel):

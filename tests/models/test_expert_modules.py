@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,18 @@ Sizes = tuple[int, int]
 CHANGES: dict[str, dict[str, Any]] = {
     "dbrx": {"ffn_config": {**zoo.MORE["dbrx"]["ffn_config"], "moe_loss_weight": 0.5}},
     "jetmoe": {"num_key_value_heads": 4, "aux_loss_coef": 0.5},
+    "nllb-moe": {"router_aux_loss_coef": 0.5},
     "switch_transformers": {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.5},
 }
 """What makes the auxiliary loss count, and enough heads for four ranks."""
 
 EXPERTS = {
-    "dbrx": ".experts.mlp.",
+    "dbrx": r"\.experts\.mlp\.",
     "jetmoe": "_linear.weight",
-    "switch_transformers": ".experts.",
+    "nllb-moe": r"\.experts\..*(fc1\.|fc2\.weight)",
+    "switch_transformers": r"\.experts\.",
 }
-"""What the names of the parameters of experts contain."""
+"""What matches the names of the parameters of experts that are divided."""
 
 
 def given_case(model_type: str, seed: int, folder: Path, **changes: Any) -> tuple[Step, pipelines.Case, Tokens]:
@@ -93,6 +96,7 @@ def test_steps_and_tokens_match_one_process(
 FEW_TOKENS: dict[str, dict[str, Any]] = {
     "dbrx": {"ffn_config": {**zoo.MORE["dbrx"]["ffn_config"], "moe_top_k": 1}},
     "jetmoe": {"num_experts_per_tok": 1},
+    "nllb-moe": {},
     "switch_transformers": {},
 }
 """One expert for each token."""
@@ -130,7 +134,7 @@ def check_shares(model_type: str, full: dict[str, torch.Tensor], seed: int, size
     model = cls.from_config_with_parallel(config, sizes[0], seed=seed, expert_parallel_size=sizes[1])
     lines = own_differences(model, "initial", {name: param.detach() for name, param in model.named_parameters()}, full)
     assert not lines, "\n".join(lines)
-    experts = [name for name, _ in model.named_parameters() if EXPERTS[model_type] in name]
+    experts = [name for name, _ in model.named_parameters() if re.search(EXPERTS[model_type], name)]
     own, whole = (sum(each[name].numel() for name in experts) for each in (dict(model.named_parameters()), full))
     totals = pipelines.gather_from_all_ranks(own)
     assert experts and sum(totals) == whole, (totals, whole)

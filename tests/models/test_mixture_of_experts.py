@@ -370,6 +370,7 @@ FOUR_BLOCKS: dict[str, dict[str, Any]] = {
     "dbrx": {"n_layers": 4},
     "switch_transformers": {"num_layers": 4, "num_decoder_layers": 4},
     "jetmoe": {"num_hidden_layers": 4, "num_key_value_heads": 4},
+    "nllb-moe": {"encoder_layers": 4, "decoder_layers": 4},
 }
 
 
