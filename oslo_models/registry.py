@@ -102,6 +102,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "HunYuanDenseV1",
     "hunyuan_v1_moe": "HunYuanMoEV1",
     "hy_v3": "HYV3",
+    "hy_v4": "HYV4",
     "hyperclovax": "HyperCLOVAX",
     "ibert": "IBert",
     "jais2": "Jais2",

@@ -312,6 +312,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "gemma4_unified_text": _fit_gemma4,
     "glm4_moe_lite": _fit_latent_attention,
     "glm_moe_dsa": _fit_low_rank_query,
+    "hy_v4": _fit_low_rank_query,
     "gpt_neo": _fit_gpt_neo,
     "gptj": _fit_gptj,
     "granitemoehybrid": _fit_mamba_beside_attention,

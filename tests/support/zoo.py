@@ -369,6 +369,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
     },
     "glm_moe_dsa": {**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"]},
+    "hy_v4": {
+        **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
+        **{"hc_mult": 3, "swiglu_limit": 0.5},
+    },
     "dots3_note_text": {
         **{**_LATENT, **_INDEXED, **_SPARSE, "layer_types": ["indexed_attention", "sliding_attention"]},
         **{"head_dim": 8, "shared_experts_intermediate_size": 13, "sliding_window": 4},
@@ -563,6 +567,7 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "falcon_h1-normed": ("falcon_h1", {**_KV, **_MAMBA, "mamba_d_ssm": 48, "mamba_rms_norm": True}),
     "glm_moe_dsa-shared": ("glm_moe_dsa", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"]}),
+    "hy_v4-shared": ("hy_v4", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"], "hc_mult": 2}),
     "bamba-one-group": ("bamba", {**_KV, **_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [0]}),
     # other configurations of the types of `MORE`, which divide in another way
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
@@ -633,7 +638,7 @@ SLOW_TESTS_ONLY = {
     *("bamba", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "modernbert-decoder"),
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("axk1", "deepseek_v32", "deepseek_v4", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3", "longcat_flash"),
-    *("glm_moe_dsa-shared", "dots3_note_text"),
+    *("glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
     *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
