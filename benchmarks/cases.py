@@ -224,6 +224,21 @@ def _deployed_cases() -> list[Case]:
             options={"timed": 500},
             smoke={"timed": 20},
         ),
+        *(
+            Case(
+                f"deploy-generate-{name}",
+                f"One token of a tiny GPT-2 by generate, {label}",
+                *(deploying.call_of_generate, "gpt2-124m", peers),
+                baseline=peers[0] if peers[1:] else "in process",
+                options={"timed": 2000, "ranks": ranks, "threads": threads},
+                smoke={"timed": 20},
+            )
+            for name, label, ranks, threads, peers in (
+                ("1", "one thread", 1, 1, (DEPLOYED,)),
+                ("1-tp2", "one thread, tp=2", 2, 1, (OURS, DEPLOYED)),
+                ("8", "eight threads", 1, 8, (DEPLOYED,)),
+            )
+        ),
         Case(
             *("deploy-memory", "Llama of 1.1 GB, the application", deploying.application_memory, "llama-1gb"),
             peers=(DEPLOYED,),

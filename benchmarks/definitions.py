@@ -40,6 +40,8 @@ UNITS = {
     "generation of a text": "ms",
     "start": "s",
     "call overhead": "ms",
+    "call": "ms",
+    "call, p99": "ms",
     "serving": "tokens/s",
     "first token": "ms",
     "first token, p99": "ms",

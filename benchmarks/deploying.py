@@ -8,6 +8,8 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,52 @@ def call_overhead(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: 
             _keep(os.getpid(), cores - {core} or cores)
             overheads.append(median(there) - alone)
     return Result({"call overhead": statistics.median(overheads[2:]) * 1e3}, [], {"goal": {"call overhead": 0.5}})
+
+
+def call_of_generate(
+    peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: int, ranks: int, threads: int, row: int = 20
+) -> Result:
+    """How long ``generate`` of one token takes, called as applications call it.
+
+    So it is called by one or several threads that wait for their answers, on any core. A deployed model of one rank is
+    called in turn with one in this process; of several ranks, the peer that is not deployed has as many processes.
+    """
+    import torch
+
+    import oslo_models
+
+    torch.set_num_threads(1)
+
+    def call(model: Any) -> float:
+        began = time.perf_counter()
+        model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
+        return time.perf_counter() - began
+
+    def series(model: Any) -> list[float]:
+        def calls() -> list[float]:
+            return [call(model) for _ in range(row)]
+
+        return [each for future in [pool.submit(calls) for _ in range(threads)] for each in future.result()]
+
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(threads))
+        models: list[Any] = []
+        if not peer.name.endswith("deploy"):
+            models.append(peer.load(cls, tiny).eval())
+        else:
+            load = getattr(oslo_models, cls).from_pretrained_with_parallel
+            models.append(stack.enter_context(load(tiny, ranks, deploy=True)))
+            models += [load(tiny).eval()] if ranks == 1 else []
+        ids = tokens(models[0], 1, 4)
+        pairs = [[series(model) for model in models] for _ in range(-(-timed // (row * threads)) + 2)][2:]
+
+    found = []
+    for alike in zip(*pairs, strict=True):
+        seconds = [each for own in alike for each in own]
+        found.append(
+            {"call": statistics.median(seconds) * 1e3, "call, p99": statistics.quantiles(seconds, n=100)[-1] * 1e3}
+        )
+    return Result(found[0], [], dict(zip(("in process",), found[1:], strict=False)))
 
 
 def _keep(process: int, cores: set[int]) -> None:

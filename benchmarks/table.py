@@ -41,6 +41,7 @@ TITLES = {  # by the runner of a case
     "slowdown": "time of a fused model divided by that of the unfused one, less is better",
     "start": "deploy=True, less is better",
     "call_overhead": "deploy=True, less is better",
+    "call_of_generate": "deploy=True, less is better",
     "application_memory": "deploy=True, less is better",
 }
 Row = dict[str, str]
