@@ -42,6 +42,7 @@ UNITS = {
     "call overhead": "ms",
     "call": "ms",
     "call, p99": "ms",
+    "calls": "calls/s",
     "serving": "tokens/s",
     "first token": "ms",
     "first token, p99": "ms",
