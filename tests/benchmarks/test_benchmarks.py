@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks.cases import CASES, ONE_THREAD, OUR_DATA, OUR_STAGES, OURS, OURS
 from benchmarks.definitions import BY_MEMORY, TOKEN_PARTS, Result
 from benchmarks.launch import MeasurementError
 from benchmarks.peers import PEERS
-from benchmarks.records import append
+from benchmarks.records import RESULTS, append
 
 from support import ROOT
 from support.pool import Pool
@@ -185,6 +186,16 @@ def test_table_is_written_and_checked(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_documentation_shows_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["table", "--check", str(ROOT / "docs/benchmarks.md")])
     assert table.main() == 0
+
+
+def test_figures_of_the_readme_are_of_the_latest_rows() -> None:
+    """Tokens per second, seconds, and GB of what rows have in MB; not batches, sizes of models, numbers of clients."""
+    rows = table.latest(RESULTS)
+    values = {row["value"] for row in rows}
+    values |= {f"{float(row['value']) / 1000:.1f}" for row in rows if row["unit"] == "MB"}
+    measured = (ROOT / "README.md").read_text().split("## Measured")[1].split("##")[0]
+    figures = re.findall(r"(?<!batch )\b\d[\d.]*\b(?! million| clients)", measured)
+    assert len(figures) > 10 and not [figure for figure in figures if figure not in values]
 
 
 def test_documentation_shows_the_profile_of_a_token() -> None:
