@@ -81,8 +81,8 @@ GATED_MLPS = _names("""
     mimo_v2_flash.MiMoV2FlashMLP minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP
     olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmo_hybrid.OlmoHybridMLP olmoe.OlmoeMLP qwen2.Qwen2MLP
     qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP
-    qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP vaultgemma.VaultGemmaMLP
-    youtu.YoutuMLP zamba.ZambaMLP
+    qwen3_next.Qwen3NextMLP qwen4_exp.Qwen4ExpTextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP
+    vaultgemma.VaultGemmaMLP youtu.YoutuMLP zamba.ZambaMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -217,6 +217,7 @@ CALL_EAGER_ATTENTION = _names("""
     phi3.Phi3Attention phimoe.PhimoeAttention plbart.PLBartAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention
     qwen3.Qwen3Attention qwen3_5.Qwen3_5Attention qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention
     qwen3_5_moe.Qwen3_5MoeVisionAttention qwen3_moe.Qwen3MoeAttention qwen3_next.Qwen3NextAttention
+    qwen4_exp.Qwen4ExpTextAttention qwen4_exp.Qwen4ExpVisionAttention
     recurrent_gemma.RecurrentGemmaAttention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
     roberta_prelayernorm.RobertaPreLayerNormCrossAttention roberta_prelayernorm.RobertaPreLayerNormSelfAttention
     roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention seed_oss.SeedOssAttention smollm3.SmolLM3Attention

@@ -267,6 +267,17 @@ def _fit_gemma3n(values: Values, draw: random.Random) -> None:
     values["activation_sparsity_pattern"] = [draw.choice((0.0, 0.3, 0.6)) for _ in range(4)]
 
 
+def _fit_qwen4(values: Values, draw: random.Random) -> None:
+    if "ple_layer_ids" in values:  # else its embeddings are of the size of those of a checkpoint
+        linear = [number for number, kind in enumerate(values["layer_types"], 1) if kind == "linear_attention"]
+        values["ple_layer_ids"] = draw.sample(linear, draw.randint(0, len(linear)))
+        values["ngram_size"], values["heads_per_ngram"] = draw.randint(2, 3), draw.randint(1, 3)
+        values["ple_embed_dim"] = 12 * draw.randint(1, 2)  # in as many parts as there are heads
+    values["hc_count"], values["hc_lowrank"] = draw.randint(2, 4), draw.randint(3, 9)
+    values["indexer_compress_ratio"] = draw.randint(1, 3)
+    values["indexer_budget"] = values["indexer_compress_ratio"] * draw.randint(1, 3)
+
+
 def _fit_blt(values: Values, draw: random.Random) -> None:
     """A part, whose states go to the others; transformers has a cache for two blocks."""
     heads = values["num_attention_heads"] = draw.choice((3, 4, 6))
@@ -332,6 +343,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,
+    "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
     "smollm3": _fit_smollm3,
