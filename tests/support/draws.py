@@ -124,6 +124,13 @@ def _fit_low_rank_query(values: Values, draw: random.Random) -> None:
     values["q_lora_rank"] = 9
 
 
+def _fit_indexers(values: Values, draw: random.Random) -> None:
+    _fit_low_rank_query(values, draw)
+    if "indexer_types" in values:  # the first block has nobody's choices to share
+        others = range(values["num_hidden_layers"] - 1)
+        values["indexer_types"] = ["full", *(draw.choice(values["indexer_types"]) for _ in others)]
+
+
 def _fit_deepseek_v4(values: Values, draw: random.Random) -> None:
     heads = values["num_attention_heads"]
     values["o_groups"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
@@ -322,8 +329,8 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "gemma4_text": _fit_gemma4,
     "gemma4_unified_text": _fit_gemma4,
     "glm4_moe_lite": _fit_latent_attention,
-    "glm_moe_dsa": _fit_low_rank_query,
-    "hy_v4": _fit_low_rank_query,
+    "glm_moe_dsa": _fit_indexers,
+    "hy_v4": _fit_indexers,
     "gpt_neo": _fit_gpt_neo,
     "gptj": _fit_gptj,
     "granitemoehybrid": _fit_mamba_beside_attention,
