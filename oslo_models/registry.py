@@ -170,6 +170,7 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5",
     "qwen3_moe": "Qwen3Moe",
     "qwen3_next": "Qwen3Next",
+    "qwen4_exp_text": "Qwen4Exp",
     "rag": "Rag",
     "recurrent_gemma": "RecurrentGemma",
     "reformer": "Reformer",

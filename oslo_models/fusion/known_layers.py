@@ -41,7 +41,7 @@ RMS_NORMS = _names("""
     granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm
     granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
     granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
-    hy_v3.HYV3RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm jetmoe.JetMoeRMSNorm
+    hy_v3.HYV3RMSNorm hy_v4.HYV4RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm jetmoe.JetMoeRMSNorm
     kimi_linear.KimiLinearRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm
     lfm3.Lfm3RMSNorm llama.LlamaRMSNorm longcat_flash.LongcatFlashRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm
     mellum.MellumRMSNorm mimo_v2_flash.MiMoV2FlashRMSNorm minicpm3.MiniCPM3RMSNorm minimax.MiniMaxRMSNorm
@@ -75,13 +75,14 @@ GATED_MLPS = _names("""
     gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP gemma4.Gemma4TextMLP gemma4.Gemma4VisionMLP
     gemma4_unified.Gemma4UnifiedTextMLP glm4_moe.Glm4MoeMLP glm4_moe_lite.Glm4MoeLiteMLP glm_moe_dsa.GlmMoeDsaMLP
     granite.GraniteMLP granite_swa.GraniteSWAMLP helium.HeliumMLP hrm_text.HrmTextMLP hunyuan_v1_dense.HunYuanDenseV1MLP
-    hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hyperclovax.HyperCLOVAXMLP jamba.JambaMLP kimi_linear.KimiLinearMLP
+    hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP hy_v4.HYV4MLP hyperclovax.HyperCLOVAXMLP jamba.JambaMLP
+    kimi_linear.KimiLinearMLP
     kolibri1.Kolibri1MLP laguna.LagunaMLP llama.LlamaMLP longcat_flash.LongcatFlashMLP mellum.MellumMLP
     mimo_v2_flash.MiMoV2FlashMLP minicpm3.MiniCPM3MLP ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP
     olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP olmo_hybrid.OlmoHybridMLP olmoe.OlmoeMLP qwen2.Qwen2MLP
     qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP qwen3_5_moe.Qwen3_5MoeMLP qwen3_moe.Qwen3MoeMLP
-    qwen3_next.Qwen3NextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP vaultgemma.VaultGemmaMLP
-    youtu.YoutuMLP zamba.ZambaMLP
+    qwen3_next.Qwen3NextMLP qwen4_exp.Qwen4ExpTextMLP smollm3.SmolLM3MLP solar_open.SolarOpenMLP stablelm.StableLmMLP
+    vaultgemma.VaultGemmaMLP youtu.YoutuMLP zamba.ZambaMLP
 """)
 """Copies of LlamaMLP: ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
 PACKED_MLPS = _names("""
@@ -216,6 +217,7 @@ CALL_EAGER_ATTENTION = _names("""
     phi3.Phi3Attention phimoe.PhimoeAttention plbart.PLBartAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention
     qwen3.Qwen3Attention qwen3_5.Qwen3_5Attention qwen3_5.Qwen3_5VisionAttention qwen3_5_moe.Qwen3_5MoeAttention
     qwen3_5_moe.Qwen3_5MoeVisionAttention qwen3_moe.Qwen3MoeAttention qwen3_next.Qwen3NextAttention
+    qwen4_exp.Qwen4ExpTextAttention qwen4_exp.Qwen4ExpVisionAttention
     recurrent_gemma.RecurrentGemmaAttention roberta.RobertaCrossAttention roberta.RobertaSelfAttention
     roberta_prelayernorm.RobertaPreLayerNormCrossAttention roberta_prelayernorm.RobertaPreLayerNormSelfAttention
     roc_bert.RoCBertCrossAttention roc_bert.RoCBertSelfAttention seed_oss.SeedOssAttention smollm3.SmolLM3Attention
@@ -275,7 +277,8 @@ ROTARY_LEFT_UNFUSED = _names("""
     diffllama.DiffLlamaAttention doge.DogeAttention falcon.FalconAttention falcon.FalconFlashAttention2
     falcon_h1.FalconH1Attention flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
     gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
-    granitemoehybrid.GraniteMoeHybridAttention hrm_text.HrmTextAttention hy_v3.HYV3Attention jetmoe.JetMoeAttention
+    granitemoehybrid.GraniteMoeHybridAttention hrm_text.HrmTextAttention hy_v3.HYV3Attention hy_v4.HYV4Attention
+    jetmoe.JetMoeAttention
     laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
     mimo_v2_flash.MiMoV2FlashAttention minicpm3.MiniCPM3Attention minimax_m3_vl.MiniMaxM3VLAttention
     minimax_m3_vl.MiniMaxM3VLIndexer ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention

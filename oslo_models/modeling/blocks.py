@@ -24,6 +24,8 @@ from oslo_models.sharding.plan import (
 )
 
 QUERY_KEY_VALUE = ("query", "key", "value")
+SEVERAL_STREAMS = "hidden states have several streams, which become one after the last block"
+"""Why blocks over several streams (hyper-connections) cannot be split into pipeline stages."""
 
 
 def heads_of(config: Any) -> EvenSplit:

@@ -1,4 +1,4 @@
-"""The names of what checkpoints hold in other parts than models: experts one by one, filters, and projections."""
+"""The names of what checkpoints hold in other parts than models: experts, filters, projections, embeddings."""
 
 from __future__ import annotations
 
@@ -61,30 +61,40 @@ def _conversions(model: Any) -> list[Any]:
     return [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
 
 
-def concatenated_parts(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
+def concatenated_parts(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
     """The names of the parts that transformers saves a tensor in, of those that it concatenates when it loads them.
 
     Args:
         model: the model, or a stage of it.
-        names: the names of tensors in the full model.
+        shapes: the shapes of the full tensors, by their names in the full model.
     """
     conversions = _conversions(model)
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter) and _concatenates(entry)]
     found = {}
-    for name in names:
+    for name, shape in shapes.items():
         converter = next((entry for entry in converters if name.endswith(entry.target_patterns[0])), None)
         if converter is not None:
-            marks = torch.arange(len(converter.source_patterns)).view(-1, 1)
+            parts = _number_of_parts(converter, model.config, shape[0])
+            marks = torch.arange(parts).view(-1, 1)
             named = revert_weight_conversion(_Conversions(conversions, model.config), {name: marks})
             found[name] = sorted(named, key=lambda part: int(named[part]))
     return found
+
+
+def _number_of_parts(converter: WeightConverter, config: Any, rows: int) -> int:
+    """The number of parts that a tensor of so many rows is saved in."""
+    attribute = converter.operations[0].num_shards_attribute
+    if attribute is None:
+        return len(converter.source_patterns)
+    size = -(-rows // getattr(config.get_text_config(), attribute))
+    return -(-rows // size)  # parts of one size, and what is left
 
 
 def _concatenates(converter: WeightConverter) -> bool:
     """Whether a conversion concatenates tensors along their first dimension."""
     operations, targets = converter.operations, converter.target_patterns
     known = [type(operation) for operation in operations] == [Concatenate] and len(targets) == 1
-    return known and operations[0].dim == 0 and operations[0].num_shards_attribute is None
+    return known and operations[0].dim == 0
 
 
 def chunked_names(model: Any, names: Iterable[str]) -> dict[str, list[str]]:
@@ -133,11 +143,12 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
         CheckpointError: some matrices of a stack are missing.
     """
     prefix, found = f"{model.base_model_prefix}.", {}
+    renamings = (str, lambda name: name.removeprefix(prefix), lambda name: prefix + name)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, pieces in expert_pieces(model, shapes).items():
         if name in reader.tensors:
             continue
-        for rename in (str, lambda piece: piece.removeprefix(prefix), lambda piece: prefix + piece):
+        for rename in renamings:
             own = [replace(piece, name=rename(piece.name)) for piece in pieces]
             missing = [piece.name for piece in own if piece.name not in reader.tensors]
             if not missing:
@@ -148,16 +159,17 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
                     f"{missing[0]}: copy or save the checkpoint again"
                 )
     reader = stacked_reader(reader, found) if found else reader
-    parts = {
-        name: own
-        for name, own in concatenated_parts(model, shapes).items()
-        if name not in reader.tensors and all(part in reader.tensors for part in own)
-    }
+    parts: dict[str, list[str]] = {}
+    for name, split in concatenated_parts(model, shapes).items():
+        named = ([rename(part) for part in split] for rename in renamings)
+        there = [each for each in named if reader.tensors.keys() >= {*each}]
+        if there and name not in reader.tensors:
+            parts[name] = there[0]
     reader = concatenated_reader(reader, parts) if parts else reader
     chunks = {
         saved: [rename(part) for part in own]
         for name, own in chunked_names(model, shapes).items()
-        for rename in (str, lambda each: each.removeprefix(prefix), lambda each: prefix + each)
+        for rename in renamings
         if (saved := rename(name)) in reader.tensors
     }
     return chunked_reader(reader, chunks) if chunks else reader
@@ -182,8 +194,8 @@ def as_saved(
         (saved,) = revert_weight_conversion(conversions, {name: torch.empty(0)})
         return str(saved)
 
-    stacks = expert_pieces(model, {name: layout.shape for name, layout in layouts.items()})
-    joined = concatenated_parts(model, layouts)
+    shapes = {name: layout.shape for name, layout in layouts.items()}
+    stacks, joined = expert_pieces(model, shapes), concatenated_parts(model, shapes)
     chunked = {
         saved: chunks
         for saved, chunks in chunked_names(model, layouts).items()

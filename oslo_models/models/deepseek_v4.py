@@ -14,7 +14,7 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTrainedModel
 
-from oslo_models.modeling.blocks import attention_sinks, mixture_of_experts
+from oslo_models.modeling.blocks import SEVERAL_STREAMS, attention_sinks, mixture_of_experts
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
@@ -68,7 +68,7 @@ class DeepseekV4Parallel(LlamaParallel):
         return replace(
             plan,
             head={**plan.head, "hc_head": Replicated()},
-            single_stage_reason="hidden states have several streams, which become one after the last block",
+            single_stage_reason=SEVERAL_STREAMS,
         )
 
 

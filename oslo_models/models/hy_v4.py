@@ -10,7 +10,7 @@ from transformers import HYV4Config
 from transformers.models.hy_v4 import modeling_hy_v4 as hf
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4PreTrainedModel
 
-from oslo_models.modeling.blocks import attention_sinks
+from oslo_models.modeling.blocks import SEVERAL_STREAMS, attention_sinks
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.glm_moe_dsa import GlmMoeDsaParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
@@ -36,7 +36,7 @@ class HYV4Parallel(GlmMoeDsaParallel):
         return replace(
             plan,
             head={**plan.head, "hc_head": Replicated()},
-            single_stage_reason="hidden states have several streams, which become one after the last block",
+            single_stage_reason=SEVERAL_STREAMS,
         )
 
 

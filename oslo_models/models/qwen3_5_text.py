@@ -1,5 +1,7 @@
 """Qwen3.5, its text model: Qwen3-Next with an MLP in place of experts, and separate projections of linear attention."""
 
+from typing import ClassVar
+
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5PreTrainedModel
@@ -15,7 +17,7 @@ class Qwen3_5Parallel(Qwen3NextParallel):
     """Sharding plan of the Qwen3.5 family."""
 
     mlp = {**LlamaParallel.mlp}
-    optional = ()
+    optional: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def projections(cls, key: EvenSplit, value: EvenSplit, gate: EvenSplit) -> Entries:

@@ -40,3 +40,33 @@ def test_rows_that_are_no_equal_parts_are_refused_by_name(tmp_path: Path) -> Non
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"gqkv_proj\.weight .* has 143 rows, and is 4 tensors .*self_attn\.gate"):
         registry.find("HrmTextForCausalLM").from_pretrained_with_parallel(tmp_path)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("olmo_hybrid", "OlmoHybridModel"),
+        ("kimi_linear", "KimiLinearModel"),
+        ("qwen4_exp_text", "Qwen4ExpTextModel"),
+    ],
+)
+def test_base_models_load_the_parts_of_a_head(tmp_path: Path, variant: str, name: str) -> None:
+    """Their names have a prefix there."""
+    zoo.original(zoo.lm_head(variant))(zoo.config(variant)).save_pretrained(tmp_path)
+    expected = zoo.original(name).from_pretrained(tmp_path).state_dict()
+    own = registry.find(name).from_pretrained_with_parallel(tmp_path).state_dict()  # type: ignore[attr-defined]
+    assert own.keys() == expected.keys()
+    assert all(torch.equal(own[key], expected[key]) for key in own)
+
+
+@pytest.mark.parametrize("parts", [1, 50])
+def test_embeddings_of_n_grams_are_saved_in_the_parts_of_transformers(tmp_path: Path, parts: int) -> None:
+    """63 rows in 50 parts are 32 parts of two rows or one."""
+    config = zoo.config("qwen4_exp_text", split_ngram_parts=parts)
+    zoo.original("Qwen4ExpForCausalLM")(config).save_pretrained(tmp_path / "theirs")
+    own = registry.find("Qwen4ExpForCausalLM").from_pretrained_with_parallel(tmp_path / "theirs")  # type: ignore[attr-defined]
+    own.save_pretrained_with_parallel(tmp_path / "ours", save_with_merging=True)
+    theirs, ours = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("theirs", "ours"))
+    assert ours == theirs
+    names = [name for name in load_file(tmp_path / "ours/model.safetensors") if ".ngram_embedding." in name]
+    assert len(names) == (1 if parts == 1 else 32)

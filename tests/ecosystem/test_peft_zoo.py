@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,17 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from support import zoo
-from support.adapters import Run, compare, start_from, trained_parameters
+from support.adapters import (
+    Run,
+    check_files,
+    check_merged,
+    check_run,
+    compare,
+    loss_of,
+    reference_run,
+    start_from,
+    trained_parameters,
+)
 from support.pool import Pool
 from support.reference import (
     TOLERANCE,
@@ -116,6 +127,36 @@ def adapt_inputs_of_several_ranks(run: Run) -> None:
     base = parallel_model(run.name, run.config, run.weights, 3)
     with pytest.raises(ValueError, match=r"DoRA does not work on .*o_b_proj, some inputs of which are on several"):
         peft.get_peft_model(base, copy.deepcopy(run.adapter))
+
+
+@pytest.mark.zoo
+def test_adapters_of_layers_that_take_full_tensors_are_trained_saved_and_merged(
+    pool: Pool, seed: int, tmp_path: Path
+) -> None:
+    adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["input_mix_weight_down", "v_proj"])
+    name, config = zoo.lm_head("qwen4_exp_text"), zoo.config("qwen4_exp_text")
+    run = reference_run(name, config, adapter, seed, folder=tmp_path / "plain")
+    pool.run(2, check_run, run, 2)
+    pool.run(2, check_files, run, 2, 1, str(tmp_path / "plain"), str(tmp_path / "ours"))
+    plain = peft.PeftModel.from_pretrained(reference_model(name, config, seed), tmp_path / "plain")
+    pool.run(2, check_merged, run, 2, 1, loss_of(plain.eval().merge_and_unload(), run.batches[0]), {})
+
+
+def adapt_what_takes_full_tensors(run: Run) -> None:
+    base = parallel_model(run.name, run.config, run.weights, 2)
+    with pytest.raises(ValueError, match=r"input_mix_weight_down is sharded, and takes and returns full tensors"):
+        peft.get_peft_model(base, copy.deepcopy(run.adapter))
+
+
+@pytest.mark.parametrize("kind", ["DoRA", "IA3"])
+def test_adapters_of_layers_that_take_full_tensors_are_without_magnitudes(pool: Pool, seed: int, kind: str) -> None:
+    targets = ["input_mix_weight_down"]
+    adapter: Any = peft.LoraConfig(target_modules=targets, use_dora=True)
+    if kind == "IA3":
+        adapter = peft.IA3Config(target_modules=targets, feedforward_modules=targets)
+    name, config = zoo.main_head("qwen4_exp_text"), zoo.config("qwen4_exp_text")
+    weights = reference_model(name, config, seed).state_dict()
+    pool.run(2, adapt_what_takes_full_tensors, Run(name, config, adapter, seed, "SGD", weights, batches=[]))
 
 
 def test_magnitudes_over_inputs_that_several_ranks_have_are_refused(pool: Pool, seed: int) -> None:

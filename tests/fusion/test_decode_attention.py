@@ -171,7 +171,7 @@ MODELS = (
 )
 
 
-@pytest.mark.parametrize("variant", MODELS)
+@pytest.mark.parametrize("variant", [*MODELS, *zoo.cases(["qwen4_exp_text"])])
 def test_fused_models_generate_with_it(variant: str, seed: int) -> None:
     check_model(reference_step(zoo.lm_head(variant), zoo.config(variant), seed), 1)
 

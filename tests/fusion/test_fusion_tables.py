@@ -53,8 +53,8 @@ COPIES = {
 CALL_EAGER_ATTENTION = [module.eager_attention_forward for module in (llama, bert, gpt2, opt, t5, gemma2)]
 ROTARY = [module.apply_rotary_pos_emb for module in (llama, olmo2, phi3, gpt_neox)]
 """They turn all of a head or its first part, and cast the result or not; `rotary` stands for each of them."""
-NOT_FUSED = {"mt5.MT5LayerNorm", "umt5.UMT5LayerNorm"}
-"""Copies that fusion has never replaced."""
+NOT_FUSED = {"mt5.MT5LayerNorm", "qwen4_exp.Qwen4ExpTextRMSNorm", "umt5.UMT5LayerNorm"}
+"""Copies that fusion has never replaced. Qwen4-Exp's calls a function of its own, which may take means of groups."""
 
 
 def layers() -> Iterator[tuple[str, Any]]:

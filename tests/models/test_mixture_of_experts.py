@@ -72,6 +72,7 @@ def test_step_with_losses_of_the_routers_of_both_stacks_matches(
         (
             *("mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32", "zaya"),
             *("deepseek_v4", "dots3_note_text", "llama4_text", "longcat_flash", "minimax", "minimax_m3_vl_text"),
+            *("hy_v4", "qwen4_exp_text"),
         )
     ),
 )

@@ -342,6 +342,15 @@ def weights_of_vectors_without_sum_of_gradients(patch: Patch) -> None:
     patch.setattr(vector_experts, "copy_to", lambda axis, x: x)
 
 
+def weights_of_streams_from_own_inputs(patch: Patch) -> None:
+    full = "reduce_from(self.tp, self.product(x, self.weight, None))"
+    Edit("layers.gathered:_SlicedRow.forward", full, "self.product(x, self.weight, None)")(patch)
+
+
+def parts_in_another_order(patch: Patch) -> None:
+    Edit("modeling.stacked_experts:concatenated_parts", "int(named[part])", "-int(named[part])")(patch)
+
+
 def experts_in_a_loop(patch: Patch) -> None:
     patch.setattr(moe, "_can_use_grouped_mm", lambda *args: False)
 
@@ -418,6 +427,14 @@ MUTANTS: dict[str, list[Caught]] = {
                 (inner_outputs_without_sum_of_gradients, "doge"),
                 (weights_of_vectors_without_sum_of_gradients, "doge-experts"),
             )
+        ],
+        *[
+            (
+                mutant,
+                "test_main_class_matches_transformers_on_two_ranks_and_two_stages",
+                {"model_type": "qwen4_exp_text"},
+            )
+            for mutant in (weights_of_streams_from_own_inputs, parts_in_another_order)
         ],
         *[
             (mutant, "test_main_class_matches_transformers_on_three_ranks_with_beams", {"model_type": model_type})

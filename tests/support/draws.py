@@ -124,6 +124,13 @@ def _fit_low_rank_query(values: Values, draw: random.Random) -> None:
     values["q_lora_rank"] = 9
 
 
+def _fit_indexers(values: Values, draw: random.Random) -> None:
+    _fit_low_rank_query(values, draw)
+    if "indexer_types" in values:  # the first block has nobody's choices to share
+        others = range(values["num_hidden_layers"] - 1)
+        values["indexer_types"] = ["full", *(draw.choice(values["indexer_types"]) for _ in others)]
+
+
 def _fit_deepseek_v4(values: Values, draw: random.Random) -> None:
     heads = values["num_attention_heads"]
     values["o_groups"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
@@ -267,6 +274,17 @@ def _fit_gemma3n(values: Values, draw: random.Random) -> None:
     values["activation_sparsity_pattern"] = [draw.choice((0.0, 0.3, 0.6)) for _ in range(4)]
 
 
+def _fit_qwen4(values: Values, draw: random.Random) -> None:
+    if "ple_layer_ids" in values:  # else its embeddings are of the size of those of a checkpoint
+        linear = [number for number, kind in enumerate(values["layer_types"], 1) if kind == "linear_attention"]
+        values["ple_layer_ids"] = draw.sample(linear, draw.randint(0, len(linear)))
+        values["ngram_size"], values["heads_per_ngram"] = draw.randint(2, 3), draw.randint(1, 3)
+        values["ple_embed_dim"] = 12 * draw.randint(1, 2)  # in as many parts as there are heads
+    values["hc_count"], values["hc_lowrank"] = draw.randint(2, 4), draw.randint(3, 9)
+    values["indexer_compress_ratio"] = draw.randint(1, 3)
+    values["indexer_budget"] = values["indexer_compress_ratio"] * draw.randint(1, 3)
+
+
 def _fit_blt(values: Values, draw: random.Random) -> None:
     """A part, whose states go to the others; transformers has a cache for two blocks."""
     heads = values["num_attention_heads"] = draw.choice((3, 4, 6))
@@ -311,8 +329,8 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "gemma4_text": _fit_gemma4,
     "gemma4_unified_text": _fit_gemma4,
     "glm4_moe_lite": _fit_latent_attention,
-    "glm_moe_dsa": _fit_low_rank_query,
-    "hy_v4": _fit_low_rank_query,
+    "glm_moe_dsa": _fit_indexers,
+    "hy_v4": _fit_indexers,
     "gpt_neo": _fit_gpt_neo,
     "gptj": _fit_gptj,
     "granitemoehybrid": _fit_mamba_beside_attention,
@@ -332,6 +350,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "persimmon": _fit_phi,
     "phi": _fit_phi,
     "prophetnet": _fit_prophetnet,
+    "qwen4_exp_text": _fit_qwen4,
     "reformer": _fit_reformer,
     "roformer": _fit_roformer,
     "smollm3": _fit_smollm3,

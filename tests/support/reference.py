@@ -42,7 +42,7 @@ def reference_model(
     for tensor in {tensor.data_ptr(): tensor for name, tensor in weights.items() if name not in fixed}.values():
         if tensor.is_floating_point():
             tensor += 0.1 * torch.randn_like(tensor)
-        else:  # the experts of each token (DeepSeek-V4)
+        elif config.model_type == "deepseek_v4":  # the experts of each token
             tensor.random_(config.num_local_experts)
     model = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options).train()
     for param in model.parameters():  # some of XLNet's and DeBERTa's are float32, whatever is asked for

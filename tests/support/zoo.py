@@ -130,6 +130,10 @@ _LINEAR: dict[str, Any] = {
     **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 5, "linear_value_head_dim": 4},
     "layer_types": ["linear_attention", "full_attention"],
 }
+_QSA: dict[str, Any] = {
+    **{"indexer_n_heads": 3, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+    **{"indexer_budget": 4, "indexer_compress_ratio": 2, "hc_count": 3, "hc_lowrank": 7},
+}
 _MAMBA: dict[str, Any] = {
     **{"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_expand": 2},
     **{"mamba_chunk_size": 4},
@@ -393,6 +397,14 @@ MORE: dict[str, Mapping[str, Any]] = {
     "qwen3_next": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
     "qwen3_5_text": {**_LLAMA, **_LINEAR, "head_dim": 8},
     "qwen3_5_moe_text": {**_LLAMA, **_MIXTURE, **_LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 13},
+    "qwen4_exp_text": {
+        **{**_LLAMA, **_MIXTURE, **_LINEAR, **_QSA, "head_dim": 8, "shared_expert_intermediate_size": 13},
+        **{"layer_types": ["linear_attention", "indexed_attention"], "output_gate_type": "sigmoid"},
+        **{"linear_num_key_heads": 5, "linear_num_value_heads": 10},
+        # 60 n-grams, in 63 rows and, in files, four parts
+        **{"ple_layer_ids": [1], "ple_embed_dim": 20, "ple_conv_kernel_size": 3, "heads_per_ngram": 2},
+        **{"ngram_vocab_size_base": 11, "make_ngram_vocab_size_divisible_by": 7, "split_ngram_parts": 4},
+    },
     "aria_text": {**_LLAMA, "moe_num_experts": 5, "moe_topk": 2, "head_dim": 4},
     "axk2": {
         **_LATENT,
@@ -565,6 +577,13 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
         "zamba2",
         {**_KV, **_SHARED, "n_mamba_heads": 6, "mamba_d_state": 5, "mamba_d_conv": 3, "chunk_size": 4},
     ),
+    "qwen4_exp_text-plain": (  # without embeddings of n-grams
+        "qwen4_exp_text",
+        {
+            **{**_LLAMA, **_MIXTURE, **_LINEAR, **_QSA, "shared_expert_intermediate_size": 13, "attention_bias": True},
+            **{"layer_types": ["indexed_attention", "linear_attention"], "output_gate_type": "silu"},
+        },
+    ),
     "falcon_h1-normed": ("falcon_h1", {**_KV, **_MAMBA, "mamba_d_ssm": 48, "mamba_rms_norm": True}),
     "glm_moe_dsa-shared": ("glm_moe_dsa", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"]}),
     "hy_v4-shared": ("hy_v4", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"], "hc_mult": 2}),
@@ -625,6 +644,7 @@ LEFT_OUT: dict[str, set[str]] = {
         *("Qwen3_5Model", "Qwen3_5VisionModel"),
     },
     "qwen3_5_moe_text": {"Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeModel", "Qwen3_5MoeVisionModel"},
+    "qwen4_exp_text": {"Qwen4ExpForConditionalGeneration", "Qwen4ExpModel", "Qwen4ExpVisionModel"},
 }
 """Classes that transformers has in the module of a model type and the zoo does not."""
 
@@ -645,6 +665,7 @@ SLOW_TESTS_ONLY = {
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
     *("gemma3n_text", "hrm_text", "minimax_m3_vl_text", "rwkv", "xlstm"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
+    *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
 """Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""

@@ -67,14 +67,15 @@ class AdaptableModel(PreTrainedModel):
 
         Raises:
             ValueError: on every rank: the adapter that ``peft`` is about to add has no layer on one of the stages, or
-                is a combination of others that shards do not give.
+                is a combination of others that shards do not give, or has magnitudes where shards give none.
         """
         if "peft" in sys.modules and (caller := sys._getframe(1)).f_code.co_name == "inject_adapter":
             self._rng_before_adapters = default_generator(torch.get_default_device()).get_state()
             if self.mesh is not None and self.mesh.is_sharded:
-                from oslo_models.modeling.adapters.support import check_combination
+                from oslo_models.modeling.adapters.support import check_combination, check_magnitudes
 
                 check_combination(caller)
+                check_magnitudes(self, caller.f_locals["self"], caller.f_locals["peft_config"])
             if self.mesh is not None and self.mesh.pp.size > 1 and "key_list" not in caller.f_locals:
                 from oslo_models.modeling.adapters.support import check_stages
 

@@ -42,11 +42,17 @@ from oslo_models.modeling.adapters.layers import (
     ParallelDoraLinear,
     ParallelLoraLinear,
     ReplicatedDropout,
+    ReplicatedLoraLinear,
     ShardedDropout,
     SharingIA3Linear,
     VocabParallelLoraEmbedding,
 )
-from oslo_models.modeling.adapters.layouts import adapter_layouts, shards_outputs, weight_layout
+from oslo_models.modeling.adapters.layouts import (
+    adapter_layouts,
+    shards_outputs,
+    takes_full_tensors,
+    weight_layout,
+)
 from oslo_models.modeling.adapters.peft_model import become_sharded, under_construction
 from oslo_models.modeling.adapters.state import register_state_hooks
 from oslo_models.modeling.adapters.support import check_config, check_layer
@@ -137,6 +143,9 @@ def _adopt_lora(tuner: Any, name: str, stream: ShardedRngStream) -> None:
         return
     if isinstance(base, LatentLinear):
         tuner.__class__ = LatentLoraLinear
+    if takes_full_tensors(base):
+        tuner.__class__ = ReplicatedLoraLinear
+        _adopt_dropout(tuner.lora_dropout[name], True, base.stream, stream)
     if weight_layout(base) is None:
         return
     outputs = shards_outputs(base)

@@ -1,7 +1,8 @@
 """The modules of LoRA adapters around sharded layers, as subclasses of those of ``peft``.
 
 Around a layer with sharded outputs, A is replicated and B has the layer's sharded outputs. Around one with sharded
-inputs, A has the layer's sharded inputs and B is replicated. So A and B are parallel linear layers themselves.
+inputs, A has the layer's sharded inputs and B is replicated. So A and B are parallel linear layers themselves. Around
+one that takes and returns full tensors, whatever of its weight a rank has, both are replicated.
 """
 
 from __future__ import annotations
@@ -68,6 +69,15 @@ class ParallelLoraLinear(LoraLinear):
     def get_delta_weight(self, adapter: str) -> Tensor:
         with without_override():
             return super().get_delta_weight(adapter)
+
+
+class ReplicatedLoraLinear(ParallelLoraLinear):
+    """LoRA on a sharded layer that takes and returns full tensors."""
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        base: Any = self.get_base_layer()
+        own: Tensor = base.layouts["weight"].shard(super().get_delta_weight(adapter), base.tp.rank)
+        return own
 
 
 class _AddsBeforeSharing(nn.Module):

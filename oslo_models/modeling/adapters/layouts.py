@@ -12,15 +12,21 @@ from torch import nn
 
 from oslo_models.distributed.mesh import Axis
 from oslo_models.layers.experts import ParallelExperts
+from oslo_models.layers.gathered import DerivedLayer
 from oslo_models.modeling.adapters.experts import layouts_of_factors
 from oslo_models.sharding.layout import Layout
 
 
 def weight_layout(layer: nn.Module) -> Layout | None:
-    """The layout of the weight of an adapted layer; ``None`` if every rank holds all of it."""
-    layouts: Any = getattr(layer, "layouts", None) or {}
-    layout: Layout | None = layouts.get("weight")
-    return None if layout is None or layout.dim is None else layout
+    """The layout of the weight of an adapted layer; ``None`` if every rank holds all of it, or of its adapters."""
+    layout = _layouts(layer).get("weight")
+    return None if layout is None or layout.dim is None or isinstance(layer, DerivedLayer) else layout
+
+
+def takes_full_tensors(layer: nn.Module) -> bool:
+    """Whether the inputs and outputs of a sharded layer are full, so that its adapters are on every rank."""
+    layout = _layouts(layer).get("weight")
+    return isinstance(layer, DerivedLayer) and layout is not None and layout.dim is not None
 
 
 def shards_outputs(layer: nn.Module) -> bool:
@@ -32,9 +38,13 @@ def shards_outputs(layer: nn.Module) -> bool:
 
 def features(layer: Any) -> tuple[int, int]:
     """The full numbers of input and output features of an adapted layer; for embeddings, of entries and features."""
-    layout = weight_layout(layer)
+    layout = _layouts(layer).get("weight")
     shape = tuple(layer.weight.shape) if layout is None else layout.shape
     return (shape[1], shape[0]) if isinstance(layer, nn.Linear) else (shape[0], shape[1])
+
+
+def _layouts(layer: nn.Module) -> dict[str, Layout]:
+    return getattr(layer, "layouts", None) or {}
 
 
 def adapter_layouts(tuner: Any) -> dict[str, Layout]:
@@ -45,11 +55,11 @@ def adapter_layouts(tuner: Any) -> dict[str, Layout]:
     if isinstance(tuner, ParamWrapper):
         found = {f"base_layer.{leaf}": layout for leaf, layout in getattr(base, "layouts", {}).items()}
         return _of_own(tuner, found | layouts_of_factors(tuner))
+    found = {f"base_layer.{leaf}": layout for leaf, layout in _layouts(base).items()}
     weight = weight_layout(base)
     if weight is None:
-        return {}
+        return _of_own(tuner, found)
     inputs, outputs = features(base)
-    found = {f"base_layer.{leaf}": layout for leaf, layout in base.layouts.items()}
 
     def sharded(*shape: int, dim: int) -> Layout:
         return Layout(shape, dim, weight.ranges)

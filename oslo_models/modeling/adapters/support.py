@@ -19,7 +19,7 @@ from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.linear import GroupRowParallelLinear
 from oslo_models.layers.vocab_parallel import VocabParallelHead
 from oslo_models.modeling.adapters.experts import parameter_layout
-from oslo_models.modeling.adapters.layouts import weight_layout
+from oslo_models.modeling.adapters.layouts import takes_full_tensors, weight_layout
 
 INJECTED = {PeftType.LORA: "LoRA (with rsLoRA and DoRA)", PeftType.IA3: "IA3"}
 """The kinds that wrap layers."""
@@ -99,6 +99,31 @@ def check_stages(model: Any, tuner: Any, config: Any) -> None:
         )
 
 
+def check_magnitudes(model: nn.Module, tuner: Any, config: Any) -> None:
+    """Check that DoRA has no layer of which ``peft`` could not compute the magnitudes.
+
+    Args:
+        model: a sharded model to which ``peft`` has not added the adapter yet.
+        tuner: the object of ``peft`` that adds it.
+
+    Raises:
+        ValueError: there is one that takes full tensors.
+    """
+    if not getattr(config, "use_dora", False):
+        return
+    everywhere = config.target_modules == INCLUDE_LINEAR_LAYERS_SHORTHAND
+    for name, module in nn.Module.named_modules(model):
+        if takes_full_tensors(module) and (everywhere or tuner._check_target_module_exists(config, name)):
+            raise ValueError(_of_full_tensors(name))
+
+
+def _of_full_tensors(path: str) -> str:
+    return (
+        f"{path} is sharded, and takes and returns full tensors: of adapters, LoRA works there, without magnitudes "
+        "(DoRA); leave it out of target_modules"
+    )
+
+
 def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
     """Raise ``ValueError`` if an adapter does not support the sharded layer at ``path``."""
     base = tuner.get_base_layer()
@@ -122,6 +147,10 @@ def check_layer(path: str, tuner: Any, names: Sequence[str]) -> None:
                 f"target_parameters of a sharded model are those of stacked experts, and {path} is a "
                 f"{type(base).__name__}: name it in target_modules"
             )
+        return
+    if takes_full_tensors(base):
+        if not isinstance(tuner, lora.Linear):
+            raise ValueError(_of_full_tensors(path))
         return
     if weight_layout(base) is None:
         if isinstance(getattr(base, "weight", None), ShardedParameter):

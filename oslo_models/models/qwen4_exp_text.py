@@ -1,0 +1,62 @@
+"""Qwen4-Exp, its text model: Qwen3.5 MoE over several streams of hidden states, with n-gram embeddings and an indexer.
+
+Every rank makes the weights of the streams (hyper-connections) in full, as it needs them for whole streams, but for the
+projection to their low rank, and so do the layers that add embeddings of n-grams to the streams: of these, only the
+embeddings are sharded, by far the largest weights. The choices of the indexer are the same for all heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import Qwen4ExpTextConfig
+from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpPreTrainedModel
+
+from oslo_models.modeling.blocks import SEVERAL_STREAMS
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.qwen3_5_moe_text import Qwen3_5MoeParallel
+from oslo_models.sharding.derived import GatheredColumn, SlicedRow
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import Entries, Plan, Replicated, VocabParallel
+
+
+def _mixer(name: str) -> Entries:
+    """The weights of the streams in the input of a layer, and of its output in the streams."""
+    return {name: Replicated(), f"{name}.input_mix_weight_down": SlicedRow()}
+
+
+class Qwen4ExpParallel(Qwen3_5MoeParallel):
+    """Sharding plan of the Qwen4-Exp family."""
+
+    norms = ()
+    mlp = {
+        **Qwen3_5MoeParallel.mlp,
+        **_mixer("attn_hyper_connection"),
+        **_mixer("mlp_hyper_connection"),
+        "ple": Replicated(),
+        "ple.ple_embedding.ngram_embedding": VocabParallel(),
+    }
+    optional = ("ple", "ple.ple_embedding.ngram_embedding")
+
+    @classmethod
+    def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
+        return {
+            **super().attention(config, heads),
+            "self_attn.indexer": Replicated(),
+            "self_attn.indexer.index_qk_proj": GatheredColumn(),
+        }
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        head = _mixer("hyper_connection_mixer")
+        return replace(super().plan(config), head=head, single_stage_reason=SEVERAL_STREAMS)
+
+
+class Qwen4ExpTextModel(Qwen4ExpParallel, hf.Qwen4ExpTextModel):
+    pass
+
+
+class Qwen4ExpForCausalLM(Qwen4ExpParallel, hf.Qwen4ExpForCausalLM):
+    head_plan = LM_HEAD
