@@ -179,10 +179,13 @@ def _getitem(logits: Any, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if any(not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
         return NotImplemented
-    keeps_vocab = Ellipsis not in parts and len(parts) < logits.local().dim()
-    if not keeps_vocab and not (parts[0] is Ellipsis and len(parts) > 1 and parts[-1] == slice(None)):
+    if Ellipsis not in parts and len(parts) < logits.local().dim():
+        return logits._with_local(logits.local()[index])
+    if parts[0] is not Ellipsis or len(parts) == 1 or not isinstance(parts[-1], slice):
         return NotImplemented
-    return logits._with_local(logits.local()[index])
+    if parts[-1].indices(logits.vocab_size) != (0, logits.vocab_size, 1):
+        return NotImplemented
+    return logits._with_local(logits.local()[(*parts[:-1], slice(None))])
 
 
 def _cross_entropy(
@@ -214,6 +217,20 @@ def _add(logits: VocabParallelLogits, other: Any) -> Any:
     return logits._with_local(logits.local() + scatter_to(logits.tp, other, -1, logits._shard_sizes()))
 
 
+def _first_words(logits: VocabParallelLogits, index: Any) -> Any:
+    """As `_getitem`, or ``[..., :n]``: the first words, if some of them are on every rank (Inkling pads its head)."""
+    kept = _getitem(logits, index)
+    if kept is not NotImplemented or not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
+        return kept
+    start, count, step = index[1].indices(logits.vocab_size) if isinstance(index[1], slice) else (0, 0, 0)
+    ranges = [(first, min(last, count)) for ((first, last),) in logits.vocab.ranges]
+    if (start, step) != (0, 1) or any(first >= last for first, last in ranges):
+        return NotImplemented
+    vocab = Layout((count, *logits.vocab.shape[1:]), 0, tuple((each,) for each in ranges))
+    first, last = ranges[logits.tp.rank]
+    return VocabParallelLogits.from_local(logits.local()[..., : last - first], logits.tp, vocab)
+
+
 # Functions of any `ShardedLogits` that need no full logits; the handlers may return NotImplemented.
 SHARDED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.view: _view,
@@ -227,6 +244,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.add: _add,
     Tensor.__add__: _add,
     **SHARDED_FUNCTIONS,
+    Tensor.__getitem__: _first_words,
 }
 # Applied to the local shard.
 _ELEMENTWISE = {

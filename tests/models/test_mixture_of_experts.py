@@ -70,7 +70,7 @@ def test_step_with_losses_of_the_routers_of_both_stacks_matches(
     "model_type",
     zoo.cases(
         (
-            *("mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32", "zaya"),
+            *("mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32", "zaya", "inkling_text"),
             *("deepseek_v4", "dots3_note_text", "llama4_text", "longcat_flash", "minimax", "minimax_m3_vl_text"),
         )
     ),
@@ -451,10 +451,11 @@ def check_step_with_hook(step: Step, folder: Path) -> None:
     assert outputs and all((a - b).abs().max() < 1e-10 for a, b in zip(*of_ranks, strict=True))
 
 
-def test_hooks_on_shared_experts_see_full_outputs(pool: Pool, tmp_path: Path, seed: int) -> None:
-    config = zoo.config("glm4_moe")
-    batch = pipelines.batch("Glm4MoeForCausalLM", config, seed)
-    pool.run(2, check_step_with_hook, saved_step("Glm4MoeForCausalLM", config, seed, batch, tmp_path), tmp_path)
+@pytest.mark.parametrize("model_type", zoo.cases(("glm4_moe", "inkling_text")))
+def test_hooks_on_shared_experts_see_full_outputs(pool: Pool, tmp_path: Path, seed: int, model_type: str) -> None:
+    name, config = zoo.main_head(model_type), zoo.config(model_type)
+    step = saved_step(name, config, seed, pipelines.batch(name, config, seed), tmp_path)
+    pool.run(2, check_step_with_hook, step, tmp_path)
 
 
 def refuse_routers_of_one_stage(name: str, variant: str) -> None:
