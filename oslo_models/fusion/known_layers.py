@@ -60,7 +60,7 @@ GEMMA_NORMS = _names("""
 """Copies of GemmaRMSNorm."""
 OLMO2_NORMS = _names("""
     afmoe.AfmoeRMSNorm beam.BeamRMSNorm deepseek_v4.DeepseekV4RMSNorm flex_olmo.FlexOlmoRMSNorm flint.FlintRMSNorm
-    gpt_oss.GptOssRMSNorm olmo2.Olmo2RMSNorm olmo3.Olmo3RMSNorm olmo_hybrid.OlmoHybridRMSNorm
+    gpt_oss.GptOssRMSNorm inkling2.Inkling2RMSNorm olmo2.Olmo2RMSNorm olmo3.Olmo3RMSNorm olmo_hybrid.OlmoHybridRMSNorm
 """)
 """Copies of Olmo2RMSNorm."""
 

@@ -147,6 +147,10 @@ class VocabParallelLogits(ShardedLogits):
     def _with_local(self, local: Tensor) -> VocabParallelLogits:
         return VocabParallelLogits.from_local(local, self.tp, self.vocab)
 
+    def _of_words(self, vocab: Layout) -> VocabParallelLogits:
+        """The logits of the first words, which are sharded so."""
+        return VocabParallelLogits.from_local(self.local()[..., : local_words(self.tp, vocab)], self.tp, vocab)
+
     def _loss(self, target: Tensor, shard: VocabShard, reduction: str) -> Tensor:
         losses = vocab_parallel_cross_entropy(self.local(), target, shard)
         if reduction == "none":
@@ -154,8 +158,14 @@ class VocabParallelLogits(ShardedLogits):
         return losses.sum() / (target != shard.ignore_index).sum() if reduction == "mean" else losses.sum()
 
 
+def local_words(tp: Axis, vocab: Layout) -> int:
+    """How many words of a vocabulary this rank has."""
+    ((start, stop),) = vocab.ranges[tp.rank]
+    return stop - start
+
+
 # Functions for any `ShardedLogits`: they rely only on all dimensions but the last being those of the stored tensor,
-# and on `_loss`.
+# and on `_loss` and `_of_words`.
 
 
 def _shape(logits: Any) -> torch.Size:
@@ -175,7 +185,10 @@ def _view(logits: Any, *shape: Any) -> Any:
 
 
 def _getitem(logits: Any, index: Any) -> Any:
-    """Indexing that keeps the whole vocabulary: ``[..., a:b, :]`` or fewer plain indices than dimensions."""
+    """Indexing that keeps the whole vocabulary: ``[..., a:b, :]`` or fewer plain indices than dimensions.
+
+    Or its first words, ``[..., :n]``, if some of them are on every rank (Inkling pads its head).
+    """
     parts = index if isinstance(index, tuple) else (index,)
     if any(not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
         return NotImplemented
@@ -183,9 +196,15 @@ def _getitem(logits: Any, index: Any) -> Any:
         return logits._with_local(logits.local()[index])
     if parts[0] is not Ellipsis or len(parts) == 1 or not isinstance(parts[-1], slice):
         return NotImplemented
-    if parts[-1].indices(logits.vocab_size) != (0, logits.vocab_size, 1):
+    start, count, step = parts[-1].indices(logits.vocab_size)
+    if (start, step) != (0, 1):
         return NotImplemented
-    return logits._with_local(logits.local()[(*parts[:-1], slice(None))])
+    if count == logits.vocab_size:
+        return logits._with_local(logits.local()[(*parts[:-1], slice(None))])
+    ranges = [(first, min(last, count)) for ((first, last),) in logits.vocab.ranges]
+    if len(parts) > 2 or any(first >= last for first, last in ranges):
+        return NotImplemented
+    return logits._of_words(Layout((count, *logits.vocab.shape[1:]), 0, tuple((each,) for each in ranges)))
 
 
 def _cross_entropy(
@@ -217,20 +236,6 @@ def _add(logits: VocabParallelLogits, other: Any) -> Any:
     return logits._with_local(logits.local() + scatter_to(logits.tp, other, -1, logits._shard_sizes()))
 
 
-def _first_words(logits: VocabParallelLogits, index: Any) -> Any:
-    """As `_getitem`, or ``[..., :n]``: the first words, if some of them are on every rank (Inkling pads its head)."""
-    kept = _getitem(logits, index)
-    if kept is not NotImplemented or not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
-        return kept
-    start, count, step = index[1].indices(logits.vocab_size) if isinstance(index[1], slice) else (0, 0, 0)
-    ranges = [(first, min(last, count)) for ((first, last),) in logits.vocab.ranges]
-    if (start, step) != (0, 1) or any(first >= last for first, last in ranges):
-        return NotImplemented
-    vocab = Layout((count, *logits.vocab.shape[1:]), 0, tuple((each,) for each in ranges))
-    first, last = ranges[logits.tp.rank]
-    return VocabParallelLogits.from_local(logits.local()[..., : last - first], logits.tp, vocab)
-
-
 # Functions of any `ShardedLogits` that need no full logits; the handlers may return NotImplemented.
 SHARDED_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.view: _view,
@@ -244,7 +249,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.add: _add,
     Tensor.__add__: _add,
     **SHARDED_FUNCTIONS,
-    Tensor.__getitem__: _first_words,
 }
 # Applied to the local shard.
 _ELEMENTWISE = {

@@ -40,8 +40,8 @@ class InklingParallel(LlamaParallel):
         replicated: the modules of a block that read or return whole hidden states, beside norms.
     """
 
-    head_norms = ("self_attn.q_norm", "self_attn.k_norm")
-    mlp = {
+    head_norms: ClassVar[tuple[str, ...]] = ("self_attn.q_norm", "self_attn.k_norm")
+    mlp: ClassVar[Entries] = {
         **LlamaParallel.mlp,
         "mlp.global_scale": Replicated(),
         "mlp.gate": Replicated(),
@@ -52,7 +52,7 @@ class InklingParallel(LlamaParallel):
         "mlp.shared_experts.down_proj": ColumnParallel(dim=2),
     }
     replicated: ClassVar[tuple[str, ...]] = ("attn_sconv", "mlp_sconv")
-    optional = tuple(mlp)
+    optional: ClassVar[tuple[str, ...]] = tuple(mlp)
 
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:

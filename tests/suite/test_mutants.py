@@ -363,7 +363,19 @@ def shared_experts_summed_by_themselves_and_with_routed_ones(patch: Patch) -> No
 
 
 def last_words_for_the_first(patch: Patch) -> None:
-    Edit("layers.vocab_parallel:_first_words", "[..., : last - first]", "[..., first - last :]")(patch)
+    Edit(
+        "layers.vocab_parallel:VocabParallelLogits._of_words",
+        "[..., : local_words(self.tp, vocab)]",
+        "[..., -local_words(self.tp, vocab) :]",
+    )(patch)
+
+
+def projections_read_one_after_the_other(patch: Patch) -> None:
+    Edit("checkpoint.interleaved:InterleavedReader.read", "[:, part::2]", "[:, : stop - start]")(patch)
+
+
+def filters_of_tokens_without_sum_over_copies(patch: Patch) -> None:
+    patch.setattr(linear.KeyValueParallelLinear, "forward", linear.ColumnParallelLinear.forward)
 
 
 def experts_in_a_loop(patch: Patch) -> None:
@@ -411,6 +423,11 @@ MUTANTS: dict[str, list[Caught]] = {
         ),
     ],
     "models/test_mixture_of_experts.py": [
+        (
+            projections_read_one_after_the_other,
+            "test_experts_whose_projections_alternate_are_saved_as_transformers_does",
+            {"sizes": (2, 1)},
+        ),
         (experts_in_a_loop, "test_products_of_experts_are_grouped", {"expert_parallel_size": 2}),
     ],
     "modeling/test_sharded_parameters.py": [
@@ -453,6 +470,8 @@ MUTANTS: dict[str, list[Caught]] = {
                 (parameters_of_heads_without_sum_over_copies, "doge"),
                 (group_means_of_own_heads, "zaya"),
                 (filters_without_sum_over_copies, "inkling_text"),
+                (parameters_of_heads_without_sum_over_copies, "inkling2_text"),
+                (filters_of_tokens_without_sum_over_copies, "inkling2_text"),
                 (values_of_all_ranks_without_sum_of_gradients, "zaya"),
             )
         ],
