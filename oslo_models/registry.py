@@ -105,6 +105,8 @@ ARCHITECTURES = {
     "hy_v4": "HYV4",
     "hyperclovax": "HyperCLOVAX",
     "ibert": "IBert",
+    "inkling2_text": "Inkling2",
+    "inkling_text": "Inkling",
     "jais2": "Jais2",
     "jamba": "Jamba",
     "jetmoe": "JetMoe",

@@ -41,7 +41,8 @@ RMS_NORMS = _names("""
     granite.GraniteRMSNorm granite_swa.GraniteSWARMSNorm granitemoe.GraniteMoeRMSNorm
     granitemoe_swa.GraniteMoeSWARMSNorm granitemoehybrid.GraniteMoeHybridRMSNorm
     granitemoeshared.GraniteMoeSharedRMSNorm hunyuan_v1_dense.HunYuanDenseV1RMSNorm hunyuan_v1_moe.HunYuanMoEV1RMSNorm
-    hy_v3.HYV3RMSNorm hy_v4.HYV4RMSNorm hyperclovax.HyperCLOVAXRMSNorm jamba.JambaRMSNorm jetmoe.JetMoeRMSNorm
+    hy_v3.HYV3RMSNorm hy_v4.HYV4RMSNorm hyperclovax.HyperCLOVAXRMSNorm inkling.InklingRMSNorm jamba.JambaRMSNorm
+    jetmoe.JetMoeRMSNorm
     kimi_linear.KimiLinearRMSNorm kolibri1.Kolibri1RMSNorm laguna.LagunaRMSNorm lfm2.Lfm2RMSNorm lfm2_moe.Lfm2MoeRMSNorm
     lfm3.Lfm3RMSNorm llama.LlamaRMSNorm longcat_flash.LongcatFlashRMSNorm mamba.MambaRMSNorm mamba2.Mamba2RMSNorm
     mellum.MellumRMSNorm mimo_v2_flash.MiMoV2FlashRMSNorm minicpm3.MiniCPM3RMSNorm minimax.MiniMaxRMSNorm
@@ -60,7 +61,7 @@ GEMMA_NORMS = _names("""
 """Copies of GemmaRMSNorm."""
 OLMO2_NORMS = _names("""
     afmoe.AfmoeRMSNorm beam.BeamRMSNorm deepseek_v4.DeepseekV4RMSNorm flex_olmo.FlexOlmoRMSNorm flint.FlintRMSNorm
-    gpt_oss.GptOssRMSNorm olmo2.Olmo2RMSNorm olmo3.Olmo3RMSNorm olmo_hybrid.OlmoHybridRMSNorm
+    gpt_oss.GptOssRMSNorm inkling2.Inkling2RMSNorm olmo2.Olmo2RMSNorm olmo3.Olmo3RMSNorm olmo_hybrid.OlmoHybridRMSNorm
 """)
 """Copies of Olmo2RMSNorm."""
 

@@ -26,6 +26,7 @@ from oslo_models.layers.vocab_parallel import (
     ShardedLogits,
     VocabParallelHead,
     VocabParallelLogits,
+    local_words,
 )
 from oslo_models.sharding.layout import Layout
 
@@ -85,18 +86,24 @@ class LazyLogits(ShardedLogits):
     def changed(self, hidden: Tensor | None = None, **attributes: Any) -> LazyLogits:
         """These logits with other attributes."""
         logits: Any = LazyLogits.from_hidden(self.local() if hidden is None else hidden, self.head)
-        kept = {name: getattr(self, name) for name in ("logits_dtype", "bias", "scale", "cap")}
+        kept = {name: getattr(self, name) for name in ("logits_dtype", "bias", "scale", "cap", "vocab")}
         vars(logits).update({**kept, **attributes})
         return logits
 
     def _parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias in the dtype of the hidden states, which autocast may have changed."""
         weight, bias, dtype = self.head.weight, self.bias, self.local().dtype
+        count = local_words(self.tp, self.vocab)
         with without_override():
+            if count < len(weight):
+                weight, bias = weight[:count], None if bias is None else bias[:count]
             return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _with_local(self, hidden: Tensor) -> LazyLogits:
         return self.changed(hidden)
+
+    def _of_words(self, vocab: Layout) -> LazyLogits:
+        return self.changed(vocab=vocab)
 
     def _loss(self, target: Tensor, shard: VocabShard, reduction: str) -> Any:
         """The sum or mean of the losses; losses per row (``reduction="none"``) need the logits."""

@@ -57,13 +57,24 @@ class RowParallelModule(_ShardedModule):
 
 
 class SummedModule(_ShardedModule):
-    """A module whose output is a partial sum on each rank. Its arguments are replicated tensors."""
+    """A module whose output is a partial sum on each rank. Its arguments are replicated tensors.
 
-    def forward(self, *args: Any) -> Any:
+    Attributes:
+        returns_partial_sums: whether the caller sums the outputs over the ranks, with others (`SharedExpertsModule`).
+    """
+
+    returns_partial_sums = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         with without_override():
             first = self.leave_region(self.enter_region(args[0]))  # no dropout is inside
-            others = (copy_to(self.tp, x) if x.is_floating_point() else x for x in args[1:])
-            return reduce_from(self.tp, super().forward(first, *others))
+            others = (self._shared(x) for x in args[1:])
+            output = super().forward(first, *others, **{name: self._shared(x) for name, x in kwargs.items()})
+            return output if self.returns_partial_sums else reduce_from(self.tp, output)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """A replicated argument, whose gradient is summed over the ranks if it has one."""
+        return copy_to(self.tp, x) if x.is_floating_point() else x
 
 
 class SharedParametersModule(nn.Module):

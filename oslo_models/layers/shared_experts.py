@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from oslo_models.distributed.autograd_collectives import reduce_from
 from oslo_models.distributed.mesh import Axis
+from oslo_models.layers.custom_layers import SummedModule
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.linear import RowParallelLinear
 
@@ -40,7 +41,8 @@ class SharedExpertsModule(nn.Module):
         A layer with an adapter or hooks needs its own output in full.
         """
         experts, shared = self.experts, getattr(self, self.shared)
-        down = getattr(shared, "down_proj", None)
-        if type(down) is not RowParallelLinear or not isinstance(experts, ParallelExperts):
+        last: Any = shared if isinstance(shared, SummedModule) else getattr(shared, "down_proj", None)
+        known = last is shared or type(last) is RowParallelLinear
+        if not (known and isinstance(experts, ParallelExperts)):
             return []
-        return [] if any(each._forward_hooks for each in (experts, shared, down)) else [experts, down]
+        return [] if any(each._forward_hooks for each in (experts, shared, last)) else [experts, last]

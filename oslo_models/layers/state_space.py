@@ -5,54 +5,40 @@ Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor paralleli
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from oslo_models.distributed.mesh import Axis
-from oslo_models.distributed.sharded_tensor import without_override
-from oslo_models.layers.linear import SumReplicatedGrad
+from oslo_models.layers.short_convolution import ShortConvolutionModule
 from oslo_models.sharding.layout import EvenSplit, Layout
 
 
-class StateSpaceModule(nn.Module):
+class StateSpaceModule(ShortConvolutionModule):
     """Mixed in before a mixer's class, whose forward uses the parameters of its convolution itself.
 
     Attributes:
-        convolution: its name.
-        filters: the layouts of its parameters. Ranks with heads of one group hold the same filters of what the group
-            shares, and each has only the gradient that comes from its own heads.
         scales: the name of a buffer with a factor for each output of ``in_proj``, or ``""``. It stays full, since
             transformers computes it anew whenever a model is made.
         scaled: the layout of the weight of ``in_proj``.
     """
 
-    tp: Axis
-    convolution: str
-    filters: Mapping[str, Layout]
     scales: str
     scaled: Layout
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        convolution = getattr(self, self.convolution)
-        attributes, training = vars(convolution), self.training
-        for name, layout in self.filters.items():
-            if layout.overlaps:  # hides the parameter of this name
-                attributes[name] = SumReplicatedGrad.apply(getattr(convolution, name), self.tp, layout)
+        training = self.training
         if self.scales:
             own = self.scaled.ranges[self.tp.rank]
             vars(self)[self.scales] = torch.cat([getattr(self, self.scales)[..., a:b] for a, b in own], -1)
         # A kernel for training would apply the norm and the output projection too, and sum over no ranks.
         self.training = training and self.tp.size == 1
         try:
-            with without_override():
-                return super().forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
         finally:
             self.training = training
-            for name in self.filters:
-                attributes.pop(name, None)
             vars(self).pop(self.scales, None)
 
 

@@ -147,6 +147,10 @@ class VocabParallelLogits(ShardedLogits):
     def _with_local(self, local: Tensor) -> VocabParallelLogits:
         return VocabParallelLogits.from_local(local, self.tp, self.vocab)
 
+    def _of_words(self, vocab: Layout) -> VocabParallelLogits:
+        """The logits of the first words, which are sharded so."""
+        return VocabParallelLogits.from_local(self.local()[..., : local_words(self.tp, vocab)], self.tp, vocab)
+
     def _loss(self, target: Tensor, shard: VocabShard, reduction: str) -> Tensor:
         losses = vocab_parallel_cross_entropy(self.local(), target, shard)
         if reduction == "none":
@@ -154,8 +158,14 @@ class VocabParallelLogits(ShardedLogits):
         return losses.sum() / (target != shard.ignore_index).sum() if reduction == "mean" else losses.sum()
 
 
+def local_words(tp: Axis, vocab: Layout) -> int:
+    """How many words of a vocabulary this rank has."""
+    ((start, stop),) = vocab.ranges[tp.rank]
+    return stop - start
+
+
 # Functions for any `ShardedLogits`: they rely only on all dimensions but the last being those of the stored tensor,
-# and on `_loss`.
+# and on `_loss` and `_of_words`.
 
 
 def _shape(logits: Any) -> torch.Size:
@@ -175,14 +185,26 @@ def _view(logits: Any, *shape: Any) -> Any:
 
 
 def _getitem(logits: Any, index: Any) -> Any:
-    """Indexing that keeps the whole vocabulary: ``[..., a:b, :]`` or fewer plain indices than dimensions."""
+    """Indexing that keeps the whole vocabulary: ``[..., a:b, :]`` or fewer plain indices than dimensions.
+
+    Or its first words, ``[..., :n]``, if some of them are on every rank (Inkling pads its head).
+    """
     parts = index if isinstance(index, tuple) else (index,)
     if any(not (part is Ellipsis or isinstance(part, (int, slice))) for part in parts):
         return NotImplemented
-    keeps_vocab = Ellipsis not in parts and len(parts) < logits.local().dim()
-    if not keeps_vocab and not (parts[0] is Ellipsis and len(parts) > 1 and parts[-1] == slice(None)):
+    if Ellipsis not in parts and len(parts) < logits.local().dim():
+        return logits._with_local(logits.local()[index])
+    if parts[0] is not Ellipsis or len(parts) == 1 or not isinstance(parts[-1], slice):
         return NotImplemented
-    return logits._with_local(logits.local()[index])
+    start, count, step = parts[-1].indices(logits.vocab_size)
+    if (start, step) != (0, 1):
+        return NotImplemented
+    if count == logits.vocab_size:
+        return logits._with_local(logits.local()[(*parts[:-1], slice(None))])
+    ranges = [(first, min(last, count)) for ((first, last),) in logits.vocab.ranges]
+    if len(parts) > 2 or any(first >= last for first, last in ranges):
+        return NotImplemented
+    return logits._of_words(Layout((count, *logits.vocab.shape[1:]), 0, tuple((each,) for each in ranges)))
 
 
 def _cross_entropy(

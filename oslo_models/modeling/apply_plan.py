@@ -59,6 +59,7 @@ from oslo_models.layers.routed_experts import (
     StackedRowModule,
 )
 from oslo_models.layers.shared_experts import SharedExpertsModule
+from oslo_models.layers.short_convolution import ShortConvolutionModule
 from oslo_models.layers.state_space import RecurrentStateModule, StateSpaceModule
 from oslo_models.layers.vector_experts import VectorExpertsModule
 from oslo_models.layers.vocab_parallel import VocabParallelEmbedding, VocabParallelHead
@@ -101,6 +102,7 @@ from oslo_models.sharding.plan import (
     ReplicatedDropout,
     RowParallel,
     SharedOutput,
+    ShortConvolution,
     StateSpace,
     SummedModule,
     VectorExperts,
@@ -122,6 +124,7 @@ _CLASSES: dict[tuple[type, type], type[nn.Module]] = {
     (HeadNorms, nn.Module): HeadParallelNorms,
     (WidthNorm, nn.Module): WidthParallelNorm,
     (GroupWidthNorm, nn.Module): GroupParallelNorm,
+    (ShortConvolution, nn.Module): ShortConvolutionModule,
     (StateSpace, nn.Module): StateSpaceModule,
     (RecurrentState, nn.Module): RecurrentStateModule,
     (EinsumHeads, nn.Module): EinsumHeadsModule,
@@ -231,9 +234,11 @@ def apply_plan(
             _join_shared_experts(model.get_submodule(key.rpartition(".")[0]), entry, tp)
         elif isinstance(entry, GroupWidthNorm):
             module.set_groups(entry.groups)  # type: ignore[operator]
-        elif isinstance(entry, StateSpace):
-            module.convolution, module.scales = entry.convolution, entry.scales  # type: ignore[assignment]
-            if entry.scales:
+        elif isinstance(entry, ShortConvolution):
+            module.convolution = entry.convolution  # type: ignore[assignment]
+            if isinstance(entry, StateSpace):
+                module.scales = entry.scales  # type: ignore[assignment]
+            if getattr(entry, "scales", ""):
                 module.scaled = layouts[f"{key}.in_proj.weight"]  # type: ignore[assignment]
             module.filters = {  # type: ignore[assignment]
                 leaf: layouts[f"{key}.{entry.convolution}.{leaf}"]

@@ -12,6 +12,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
+    Interleave,
     MergeModulelist,
     PrefixChange,
     WeightConverter,
@@ -21,6 +22,7 @@ from transformers.core_model_loading import (
 from oslo_models.checkpoint import CheckpointError, CheckpointReader
 from oslo_models.checkpoint.chunked import chunked_reader
 from oslo_models.checkpoint.concatenated import concatenated_reader
+from oslo_models.checkpoint.interleaved import interleaved_reader
 from oslo_models.checkpoint.stacked import Piece, stacked_reader
 from oslo_models.sharding.layout import Layout, Range
 
@@ -125,6 +127,29 @@ def _chunks(converter: WeightConverter) -> bool:
     return known and operations[0].dim == 0 and len(converter.source_patterns) == 1
 
 
+def interleaved_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """The names that transformers saves stacked experts by whose rows it interleaves, by those in the model.
+
+    Args:
+        model: the model, or a stage of it.
+        names: the names of tensors in the full model.
+    """
+    conversions, found = _conversions(model), {}
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter) and _interleaves(entry)]
+    for name in names:
+        if any(name.endswith(converter.target_patterns[0]) for converter in converters):
+            marks = {name: torch.empty(1, 2, 1)}
+            (found[name],) = map(str, revert_weight_conversion(_Conversions(conversions, model.config), marks))
+    return found
+
+
+def _interleaves(converter: WeightConverter) -> bool:
+    """Whether a conversion takes the rows of the two halves of stacked experts, which alternate, apart."""
+    operations = converter.operations
+    known = [type(operation) for operation in operations] == [Interleave] and len(converter.target_patterns) == 1
+    return known and operations[0].dim == 1 and not operations[0].inverse
+
+
 def _stacks(converter: WeightConverter, name: str) -> bool:
     """Whether a conversion stacks matrices into the parameter ``name``."""
     kinds = [type(operation) for operation in converter.operations]
@@ -172,7 +197,14 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
         for rename in renamings
         if (saved := rename(name)) in reader.tensors
     }
-    return chunked_reader(reader, chunks) if chunks else reader
+    reader = chunked_reader(reader, chunks) if chunks else reader
+    alternating = {
+        name: saved
+        for name, source in interleaved_names(model, shapes).items()
+        for rename in (str, lambda each: each.removeprefix(prefix), lambda each: prefix + each)
+        if (saved := rename(source)) in reader.tensors and name not in reader.tensors
+    }
+    return interleaved_reader(reader, alternating) if alternating else reader
 
 
 def as_saved(
@@ -201,6 +233,7 @@ def as_saved(
         for saved, chunks in chunked_names(model, layouts).items()
         if len({layouts[chunk].dim for chunk in chunks}) == 1  # else they stay apart, as transformers loads them too
     }
+    alternating = interleaved_names(model, layouts)
     inside = {part for parts in chunked.values() for part in parts}
     places: dict[str, _Place] = {}
     sharded = {}
@@ -213,6 +246,10 @@ def as_saved(
             for index, part in enumerate(joined[name]):
                 sharded[part], rows = _of_part(layouts[name], index, len(joined[name]), model.mesh)
                 places[part] = _Place(name, rows=rows)
+            continue
+        if name in alternating:
+            saved = alternating[name]
+            places[saved], sharded[saved] = _Place(name, alternates=True), _alternating(layouts[name])
             continue
         if name not in stacks:
             saved = rename(name)
@@ -239,6 +276,7 @@ class _Place:
         shape: its local shape, which is empty where another rank has the expert.
         rows: which rows of the local tensor it is, if it is a part of one.
         others: the tensors that follow in it, if it is several.
+        alternates: whether the rows of the two halves of the tensor alternate in it.
     """
 
     name: str
@@ -248,6 +286,7 @@ class _Place:
     shape: tuple[int, ...] = ()
     rows: Range | None = None
     others: tuple[str, ...] = ()
+    alternates: bool = False
 
 
 class _SavedTensors(Mapping[str, Tensor]):
@@ -263,6 +302,8 @@ class _SavedTensors(Mapping[str, Tensor]):
             return self._tensors[place.name][slice(*place.rows)]
         if place.others:
             return torch.cat([self._tensors[each] for each in (place.name, *place.others)])
+        if place.alternates:
+            return self._tensors[place.name].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
         if place.expert is None:
             return self._tensors[place.name]
         if self._latest is None or self._latest[0] != place.name:
@@ -310,6 +351,13 @@ def _of_part(whole: Layout, index: int, parts: int, mesh: Any) -> tuple[Layout, 
     local = whole.ranges[0 if mesh is None else mesh.rank_in(whole)]
     start, stop = (sum(max(min(b, end) - a, 0) for a, b in local) for end in (first, last))
     return Layout(shape, 0, tuple(ranges or ((0, 0),) for ranges in own)), (start, stop)
+
+
+def _alternating(whole: Layout) -> Layout:
+    """The layout of stacked experts with the rows of two projections in turn, of which a rank has the same ones."""
+    if whole.dim != 1:
+        return whole
+    return replace(whole, ranges=tuple(((2 * start, 2 * stop),) for (start, stop), *_ in whole.ranges))
 
 
 def _together(layouts: Mapping[str, Layout], names: Sequence[str]) -> Layout:

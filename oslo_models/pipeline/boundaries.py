@@ -88,6 +88,8 @@ def _replace(model: nn.Module, path: str, device: torch.device, output: OutputKi
         The placeholder of a module; ``None`` for a parameter or a buffer.
     """
     module = _find(model, path)
+    if isinstance(module, Placeholder):  # it is inside a module that was replaced
+        return None
     if module is not None:
         replacement = make_placeholder(module, device, output)
         model.set_submodule(path, replacement)

@@ -192,9 +192,9 @@ class Pipeline:
         cache = "cache_params" if "cache_params" in self._signature.parameters else "past_key_values"
         past, failure = batch.get(cache), None
         rows, length, width = self.runner.shape(batch, number)
-        config = self.model.config
-        vocab = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
-        logits = torch.empty(rows, min(keep, length), vocab, dtype=self.model.dtype, device=self.mesh.device)
+        logits = torch.empty(
+            rows, min(keep, length), _count_words(self.model.config), dtype=self.model.dtype, device=self.mesh.device
+        )
         if stack.is_local:
             hidden = torch.empty(rows, length, width, dtype=self.model.dtype, device=self.mesh.device)
             arrived, failure = self._receive_hidden(stack, hidden)
@@ -262,6 +262,12 @@ class Pipeline:
         if others is not None:
             raise others
         return shared
+
+
+def _count_words(config: Any) -> int:
+    """The words that logits are for: fewer than rows of a head that is padded (Inkling)."""
+    vocab: int = getattr(config, "vocab_size", None) or config.get_text_config(decoder=True).vocab_size
+    return min(vocab, getattr(config, "unpadded_vocab_size", None) or vocab)
 
 
 def _catch(run: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -367,18 +367,29 @@ class VectorExperts(LocalModule):
 
 
 @dataclass(frozen=True)
-class StateSpace(LocalModule):
+class ShortConvolution(LocalModule):
+    """A module that applies the filters of a depthwise convolution inside it by itself, to a sharded activation.
+
+    Args:
+        attributes: as of `LocalModule`.
+        convolution: the name of the convolution, whose parameters have entries of their own.
+    """
+
+    convolution: str = "conv1d"
+
+
+@dataclass(frozen=True)
+class StateSpace(ShortConvolution):
     """A state-space mixer, over its heads. What a group of heads shares is on every rank that has some of them.
 
     Args:
         attributes: as of `LocalModule`.
-        convolution: the name of its depthwise convolution, of which it uses the parameters.
+        convolution: as of `ShortConvolution`.
         scales: the name of a buffer ``[..., features]`` that scales the outputs of its ``in_proj``, if there is one.
 
     Source: Dao and Gu, "Transformers are SSMs", 2024, section 8.1 (tensor parallelism).
     """
 
-    convolution: str = "conv1d"
     scales: str = ""
 
 

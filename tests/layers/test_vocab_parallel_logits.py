@@ -149,3 +149,15 @@ def test_operations_on_vocab_parallel_logits_match_full_logits(pool: Pool, n: in
 
 def test_in_place_operations_on_vocab_parallel_logits_match_full_logits(pool: Pool, seed: int) -> None:
     pool.run(2, check_operations, "IN_PLACE", 2, seed)
+
+
+def check_first_words() -> None:
+    _, logits = sharded(torch.zeros(SHAPE), ParallelMesh(3).tp)
+    assert isinstance(logits[..., :20], VocabParallelLogits) and logits[..., :20].shape[-1] == 20
+    assert logits[..., :VOCAB].shape == logits.shape and isinstance(logits[..., :VOCAB], VocabParallelLogits)
+    assert type(logits[..., :9]) is Tensor  # none of these are on the last rank
+
+
+def test_the_first_words_stay_sharded_if_every_rank_has_some(pool: Pool) -> None:
+    """Inkling's head has more rows than its vocabulary has words."""
+    pool.run(3, check_first_words)

@@ -77,6 +77,9 @@ AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
         pytest.param("longcat_flash", (2, 1, 4), 2, "eager", marks=pytest.mark.zoo),
         pytest.param("zaya", (2, 1, 4), 2, "eager", marks=pytest.mark.zoo),
         pytest.param("qwen4_exp_text", (2, 1, 4), 2, "eager", marks=pytest.mark.zoo),
+        pytest.param("inkling_text", (1, 1, 2), 2, "eager", marks=pytest.mark.zoo),
+        pytest.param("inkling_text", (2, 1, 4), 2, "eager", marks=pytest.mark.zoo),
+        pytest.param("inkling2_text", (2, 1, 4), 2, "eager", marks=pytest.mark.zoo),
     ],
 )
 def test_training_matches_one_process(

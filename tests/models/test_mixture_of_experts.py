@@ -25,6 +25,8 @@ from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import Step, full_gradients, full_parameters, reference_model, saved_step, step_differences
 
+Sizes = tuple[int, int]
+"""The tensor-parallel and the expert-parallel size."""
 NAMES = {"mixtral": "MixtralForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM"}
 
 
@@ -70,7 +72,17 @@ def test_step_with_losses_of_the_routers_of_both_stacks_matches(
     "model_type",
     zoo.cases(
         (
-            *("mixtral", "gpt_oss", "nemotron_h", "qwen2_moe", "axk1", "deepseek_v32", "zaya"),
+            *(
+                "mixtral",
+                "gpt_oss",
+                "nemotron_h",
+                "qwen2_moe",
+                "axk1",
+                "deepseek_v32",
+                "zaya",
+                "inkling_text",
+                "inkling2_text",
+            ),
             *("deepseek_v4", "dots3_note_text", "llama4_text", "longcat_flash", "minimax", "minimax_m3_vl_text"),
             *("hy_v4", "qwen4_exp_text"),
         )
@@ -393,6 +405,32 @@ def test_experts_survive_changes_of_sizes_byte_for_byte(
     assert all(expected[name].equal(merged[name]) for name in expected)
 
 
+def reshard_alternating(name: str, source: Path, folder: Path, tp: int, ep: int) -> None:
+    cls: Any = registry.find(name)
+    first = cls.from_pretrained_with_parallel(source, tp, expert_parallel_size=ep)
+    first.save_pretrained_with_parallel(folder / "split")
+    first.save_pretrained_with_parallel(folder / "merged", save_with_merging=True)
+    other = cls.from_pretrained_with_parallel(folder / "split", tp, expert_parallel_size=1 if ep == tp else tp)
+    other.save_pretrained_with_parallel(folder / "merged again", save_with_merging=True)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (3, 3), (4, 2)])
+def test_experts_whose_projections_alternate_are_saved_as_transformers_does(
+    pool: Pool, tmp_path: Path, seed: int, sizes: Sizes
+) -> None:
+    """Inkling 2's checkpoints have the rows of gate and up projections in turn."""
+    name = zoo.main_head("inkling2_text")
+    torch.manual_seed(seed)
+    zoo.original(name)(zoo.config("inkling2_text", moe_intermediate_size=24)).save_pretrained(tmp_path / "hub")
+    pool.run(sizes[0], reshard_alternating, name, tmp_path / "hub", tmp_path, *sizes)
+    expected = read_all(tmp_path / "hub")
+    assert any(name.endswith("experts.w13_weight") for name in expected)
+    for folder in ("merged", "merged again"):
+        merged = read_all(tmp_path / folder)
+        assert expected.keys() == merged.keys()
+        assert all(expected[name].equal(merged[name]) for name in expected)
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_neox-in-turn", "hrm_text"])
 def test_command_line_merges_to_the_file_of_transformers(pool: Pool, tmp_path: Path, model_type: str) -> None:
     zoo.original(zoo.main_head(model_type))(zoo.config(model_type)).save_pretrained(tmp_path / "hub")
@@ -452,10 +490,11 @@ def check_step_with_hook(step: Step, folder: Path) -> None:
     assert outputs and all((a - b).abs().max() < 1e-10 for a, b in zip(*of_ranks, strict=True))
 
 
-def test_hooks_on_shared_experts_see_full_outputs(pool: Pool, tmp_path: Path, seed: int) -> None:
-    config = zoo.config("glm4_moe")
-    batch = pipelines.batch("Glm4MoeForCausalLM", config, seed)
-    pool.run(2, check_step_with_hook, saved_step("Glm4MoeForCausalLM", config, seed, batch, tmp_path), tmp_path)
+@pytest.mark.parametrize("model_type", zoo.cases(("glm4_moe", "inkling_text")))
+def test_hooks_on_shared_experts_see_full_outputs(pool: Pool, tmp_path: Path, seed: int, model_type: str) -> None:
+    name, config = zoo.main_head(model_type), zoo.config(model_type)
+    step = saved_step(name, config, seed, pipelines.batch(name, config, seed), tmp_path)
+    pool.run(2, check_step_with_hook, step, tmp_path)
 
 
 def refuse_routers_of_one_stage(name: str, variant: str) -> None:

@@ -25,7 +25,15 @@ from oslo_models.distributed import autograd_collectives, collectives, symmetric
 from oslo_models.distributed.rng import ShardedRngStream
 from oslo_models.distributed.sharded_tensor import without_override
 from oslo_models.fusion import norms
-from oslo_models.layers import cross_entropy, custom_layers, linear, overlap, routed_experts, vector_experts
+from oslo_models.layers import (
+    cross_entropy,
+    custom_layers,
+    linear,
+    overlap,
+    routed_experts,
+    short_convolution,
+    vector_experts,
+)
 from oslo_models.layers import vocab_parallel as vocab
 from oslo_models.modeling import base, training
 from oslo_models.modeling import forward as calls
@@ -351,6 +359,34 @@ def parts_in_another_order(patch: Patch) -> None:
     Edit("modeling.stacked_experts:concatenated_parts", "int(named[part])", "-int(named[part])")(patch)
 
 
+def filters_without_sum_over_copies(patch: Patch) -> None:
+    patch.setattr(short_convolution, "SumReplicatedGrad", SimpleNamespace(apply=lambda param, *args: param))
+
+
+def weights_of_shared_experts_without_sum_of_gradients(patch: Patch) -> None:
+    patch.setattr(custom_layers.SummedModule, "_shared", lambda self, x: x)
+
+
+def shared_experts_summed_by_themselves_and_with_routed_ones(patch: Patch) -> None:
+    patch.setattr(custom_layers.SummedModule, "returns_partial_sums", property(lambda self: False, lambda *args: None))
+
+
+def last_words_for_the_first(patch: Patch) -> None:
+    Edit(
+        "layers.vocab_parallel:VocabParallelLogits._of_words",
+        "[..., : local_words(self.tp, vocab)]",
+        "[..., -local_words(self.tp, vocab) :]",
+    )(patch)
+
+
+def projections_read_one_after_the_other(patch: Patch) -> None:
+    Edit("checkpoint.interleaved:InterleavedReader.read", "[:, part::2]", "[:, : stop - start]")(patch)
+
+
+def filters_of_tokens_without_sum_over_copies(patch: Patch) -> None:
+    patch.setattr(linear.KeyValueParallelLinear, "forward", linear.ColumnParallelLinear.forward)
+
+
 def experts_in_a_loop(patch: Patch) -> None:
     patch.setattr(moe, "_can_use_grouped_mm", lambda *args: False)
 
@@ -396,6 +432,11 @@ MUTANTS: dict[str, list[Caught]] = {
         ),
     ],
     "models/test_mixture_of_experts.py": [
+        (
+            projections_read_one_after_the_other,
+            "test_experts_whose_projections_alternate_are_saved_as_transformers_does",
+            {"sizes": (2, 1)},
+        ),
         (experts_in_a_loop, "test_products_of_experts_are_grouped", {"expert_parallel_size": 2}),
     ],
     "modeling/test_sharded_parameters.py": [
@@ -426,6 +467,9 @@ MUTANTS: dict[str, list[Caught]] = {
             for mutant, model_type in (
                 (inner_outputs_without_sum_of_gradients, "doge"),
                 (weights_of_vectors_without_sum_of_gradients, "doge-experts"),
+                (values_of_all_ranks_without_sum_of_gradients, "inkling_text"),
+                (weights_of_shared_experts_without_sum_of_gradients, "inkling_text"),
+                (shared_experts_summed_by_themselves_and_with_routed_ones, "inkling_text"),
             )
         ],
         *[
@@ -442,6 +486,9 @@ MUTANTS: dict[str, list[Caught]] = {
                 (key_values_count_on_all_their_ranks, "doge"),
                 (parameters_of_heads_without_sum_over_copies, "doge"),
                 (group_means_of_own_heads, "zaya"),
+                (filters_without_sum_over_copies, "inkling_text"),
+                (parameters_of_heads_without_sum_over_copies, "inkling2_text"),
+                (filters_of_tokens_without_sum_over_copies, "inkling2_text"),
                 (values_of_all_ranks_without_sum_of_gradients, "zaya"),
             )
         ],
@@ -489,6 +536,7 @@ MUTANTS: dict[str, list[Caught]] = {
         ),
     ],
     "layers/test_vocab_parallel_logits.py": [
+        (last_words_for_the_first, "test_operations_on_vocab_parallel_logits_match_full_logits", {"n": 2}),
         (
             cross_entropy_without_common_maximum,
             "test_vocab_parallel_cross_entropy_matches_torch",

@@ -145,6 +145,17 @@ def _fit_dots3_note(values: Values, draw: random.Random) -> None:
     values["swa_kv_lora_rank"], values["swa_v_head_dim"] = draw.randint(5, 9), draw.randint(3, 5)
 
 
+def _fit_inkling(values: Values, draw: random.Random) -> None:
+    heads = values["swa_num_attention_heads"] = draw.randint(3, 6)
+    values["swa_num_key_value_heads"] = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
+    values["swa_head_dim"], values["sliding_window_size"] = draw.choice((4, 6, 8)), draw.randint(2, 7)
+    values["d_rel"], values["rel_extent"] = draw.randint(2, 4), draw.randint(2, 9)
+    values["conv_kernel_size"] = draw.randint(2, 4)
+    for key in ("n_shared_experts", "n_layers_per_attn_res_block"):
+        if key in values:
+            values[key] = draw.randint(1, 3)
+
+
 def _fit_gptj(values: Values, draw: random.Random) -> None:
     values["rotary_dim"] = draw.choice(range(2, values["n_embd"] // values["n_head"] + 1, 2))
 
@@ -336,6 +347,8 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "granitemoehybrid": _fit_mamba_beside_attention,
     "helium": _fit_helium,
     "hubert": _fit_wav2vec2,
+    "inkling2_text": _fit_inkling,
+    "inkling_text": _fit_inkling,
     "kimi_linear": _fit_latent_attention,
     "llama4_text": _fit_smollm3,
     "longcat_flash": _fit_longcat,

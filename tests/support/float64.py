@@ -21,6 +21,7 @@ _CASTS = {
     F.softmax,
     F.log_softmax,
     F.cross_entropy,  # DETR's has weights
+    torch.zeros_like,  # into which Inkling 2 sums the outputs of experts
     *(
         getattr(owner, name)
         for owner in (torch, Tensor)

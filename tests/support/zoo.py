@@ -377,6 +377,20 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LATENT, **_INDEXED, "mlp_layer_types": ["sparse", "dense"], "indexer_types": ["full", "full"]},
         **{"hc_mult": 3, "swiglu_limit": 0.5},
     },
+    "inkling2_text": {
+        **{key: value for key, value in _LLAMA.items() if key != "intermediate_size"},
+        **{**_MIXTURE, "n_routed_experts": 5, "route_scale": 2.0, "tie_word_embeddings": False},
+        **{"layer_types": ["hybrid_sliding", "hybrid"], "n_layers_per_attn_res_block": 2},
+        **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
+        **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3, "unpadded_vocab_size": 97},
+        **{"qk_l2_clip_threshold": 0.2, "rel_l2_clip_threshold": 0.1, "final_logit_softcapping": 3.0},
+    },
+    "inkling_text": {
+        **{**_LLAMA, **_SPARSE, "layer_types": ["hybrid", "hybrid_sliding"], "tie_word_embeddings": False},
+        **{"n_routed_experts": 5, "n_shared_experts": 2, "route_scale": 2.0, "logits_mup_width_multiplier": 2.0},
+        **{"swa_num_attention_heads": 5, "swa_num_key_value_heads": 5, "swa_head_dim": 4, "sliding_window_size": 4},
+        **{"d_rel": 3, "rel_extent": 5, "log_scaling_n_floor": 3, "conv_kernel_size": 3},
+    },
     "dots3_note_text": {
         **{**_LATENT, **_INDEXED, **_SPARSE, "layer_types": ["indexed_attention", "sliding_attention"]},
         **{"head_dim": 8, "shared_experts_intermediate_size": 13, "sliding_window": 4},
@@ -587,6 +601,14 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     "falcon_h1-normed": ("falcon_h1", {**_KV, **_MAMBA, "mamba_d_ssm": 48, "mamba_rms_norm": True}),
     "glm_moe_dsa-shared": ("glm_moe_dsa", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"]}),
     "hy_v4-shared": ("hy_v4", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"], "hc_mult": 2}),
+    "inkling_text-padded": (
+        "inkling_text",
+        {
+            **{**_LLAMA, **_MIXTURE, "layer_types": ["hybrid_sliding", "hybrid"], "tie_word_embeddings": False},
+            **{"n_routed_experts": 5, "n_shared_experts": 1, "unpadded_vocab_size": 97, "sliding_window_size": 4},
+            **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 6, "rel_extent": 7},
+        },
+    ),
     "bamba-one-group": ("bamba", {**_KV, **_MAMBA, "mamba_n_groups": 1, "attn_layer_indices": [0]}),
     # other configurations of the types of `MORE`, which divide in another way
     "big_bird-sparse": ("big_bird", {**_BERT, "block_size": 1, "num_random_blocks": 1}),
@@ -631,6 +653,8 @@ LEFT_OUT: dict[str, set[str]] = {
     },
     "blt": {"BltPatcher"},  # a part of the others
     "gemma3n_text": {"Gemma3nAudioEncoder", "Gemma3nForConditionalGeneration", "Gemma3nModel"},
+    "inkling2_text": {"Inkling2ForConditionalGeneration", "Inkling2Model", "Inkling2VisionModel"},
+    "inkling_text": {"InklingAudioModel", "InklingForConditionalGeneration", "InklingModel", "InklingVisionModel"},
     "minimax_m3_vl_text": {
         *("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLModel", "MiniMaxM3VLVisionModel"),
     },
@@ -663,7 +687,8 @@ SLOW_TESTS_ONLY = {
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),
-    *("gemma3n_text", "hrm_text", "minimax_m3_vl_text", "rwkv", "xlstm"),
+    *("gemma3n_text", "hrm_text", "inkling_text", "inkling_text-padded", "inkling2_text", "minimax_m3_vl_text"),
+    *("rwkv", "xlstm"),
     *("blt", "cpmant", "doge", "doge-experts", "zaya", "zaya-three-kv"),
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
@@ -777,6 +802,7 @@ def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = t
 
     rows, length = 3, 12 if name.startswith("Reformer") else 9  # that one wants whole chunks
     vocab = getattr(config, "vocab_size", None) or config.decoder.vocab_size
+    vocab = min(vocab, getattr(config, "unpadded_vocab_size", None) or vocab)
     choices = (2,) if name.endswith(("MultipleChoice", "DoubleHeadsModel")) else ()
     shape = (rows, *choices, length)
     ids, mask = integers(3, vocab, *shape), torch.ones(shape, dtype=torch.long)

@@ -1,0 +1,65 @@
+"""Inkling 2, its text model: Inkling with gated attention, sinks, and residuals that attend to earlier blocks.
+
+Blocks without a sliding window make the filters of keys and values anew for each token. Residuals are on every rank:
+they read whole hidden states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from transformers import Inkling2TextConfig
+from transformers.models.inkling2 import modeling_inkling2 as hf
+from transformers.models.inkling2.modeling_inkling2 import Inkling2PreTrainedModel
+
+from oslo_models.modeling.blocks import mixture_of_experts
+from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.models.inkling_text import FILTERED, InklingParallel
+from oslo_models.sharding.layout import GroupedHeads
+from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Plan, Replicated
+
+
+class Inkling2Parallel(InklingParallel):
+    """Sharding plan of the text models of the Inkling 2 family."""
+
+    norms = (*InklingParallel.norms, *(f"{name}_input_layernorm" for name in "qkv"))
+    head_norms = ("self_attn.v_norm",)
+    mlp = mixture_of_experts()
+    replicated = ("post_attention_convolution", "post_mlp_convolution", "attention_input", "mlp_input")
+    optional = ("input_layernorm", "attention_input", "sconv.conv1d.weight")
+
+    @classmethod
+    def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
+        of_heads = ColumnParallel(replace(heads, head_dim=1).query)
+        return {
+            **super().attention(config, heads),
+            "self_attn.gate_proj": ColumnParallel(heads.query),
+            "self_attn.sink_proj": of_heads,
+            "self_attn.q_l2_clip.scale": of_heads,
+            "self_attn.rel_l2_clip.scale": of_heads,
+        }
+
+    @classmethod
+    def plan(cls, config: Any) -> Plan:
+        plan, heads = super().plan(config), cls.heads(config)
+        taps = replace(heads, head_dim=config.conv_kernel_size)
+        made: Entries = {
+            **dict.fromkeys(FILTERED, LocalModule({"num_heads": heads.key_value.local_count})),
+            **{f"{name}.static_weight": ColumnParallel(heads.key_value, dim=1) for name in FILTERED},
+            **{f"{name}.weight_proj": ColumnParallel(taps.key_value) for name in FILTERED},
+        }
+        return replace(
+            plan,
+            head={**plan.head, "final_input": Replicated()},
+            block_overrides={"layers": [sliding or made for sliding in plan.block_overrides["layers"]]},
+            single_stage_reason="blocks attend to sums of the outputs of earlier blocks",
+        )
+
+
+class Inkling2TextModel(Inkling2Parallel, hf.Inkling2TextModel):
+    pass
+
+
+class Inkling2ForCausalLM(Inkling2Parallel, hf.Inkling2ForCausalLM):
+    head_plan = LM_HEAD
