@@ -77,7 +77,7 @@ class WeightsFile:
     def _read(self, view: Tensor, out: Tensor) -> None:
         """Read what is in one piece without the mapping, whose page faults take as long as the copy."""
         offset = view.data_ptr() - self._mapped_addresses[0]
-        buffer = memoryview(out.flatten().view(torch.uint8).numpy())
+        buffer = out.flatten().view(torch.uint8).numpy().data
         while buffer:
             count = os.preadv(self.fd, [buffer], offset)
             if not count:
