@@ -12,6 +12,7 @@ from benchmarks.definitions import Peer, Result
 
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
 OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_models"
+ROWS = "transformers-rows"
 ONE_THREAD = "oslo_models-one-thread"
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
@@ -254,8 +255,8 @@ CASES = {
         *_cases_of("gpt2-124m", "GPT-2 124M", (ALONE, OURS, OURS_FUSED)),
         *_mixtures_of("mixtral-small", "A small Mixtral"),
         *_mixtures_of("qwen3-moe-small", "A small Qwen3 MoE"),
-        _stages_of("llama-100m", "Llama 100M", (TORCH_STAGES, OUR_STAGES, NATIVE, ALONE)),
-        _stages_of("gpt2-124m", "GPT-2 124M", (TORCH_STAGES, OUR_STAGES, ALONE)),
+        _stages_of("llama-100m", "Llama 100M", (TORCH_STAGES, OUR_STAGES, NATIVE, ROWS, ALONE)),
+        _stages_of("gpt2-124m", "GPT-2 124M", (TORCH_STAGES, OUR_STAGES, ROWS, ALONE)),
         Case(
             *("llama-100m-lora", "Llama 100M, train LoRA of rank 16, 4 x 256 tokens", measure.train_lora),
             *("llama-100m", (ALONE, OURS)),

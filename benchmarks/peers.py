@@ -102,6 +102,26 @@ def _micro_batches(load: Callable[..., Any], cls: str, checkpoint: Path) -> tupl
     return model, step
 
 
+def _rows_in_turn(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
+    """The micro-batches of one row of `_micro_batches` without stages: their gradients are added up."""
+    import torch
+
+    model = load(cls, checkpoint).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(ids: Any) -> Any:
+        total = 0.0
+        for row in ids.split(1):
+            loss = model(input_ids=row, labels=row).loss / len(ids)
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return model, step
+
+
 def _schedule_of_torch(load: Callable[..., Any], cls: str, checkpoint: Path) -> tuple[Any, Step]:
     from benchmarks.stages import trainer
 
@@ -131,6 +151,7 @@ PEERS = {
     for peer in (
         # PASSIVE: two threads that spin while they wait would slow each other down when anything else runs
         Peer("transformers", 1, 2, _alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
+        Peer("transformers-rows", 1, 2, _alone, _rows_in_turn, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("transformers-tp2", 2, 1, _native, needs=("accelerate",)),
         Peer("transformers-ep2", 2, 1, _native_experts, needs=("accelerate",)),
         Peer("oslo_models", 1, 2, _ours_alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
