@@ -18,6 +18,11 @@ _STREAM = 256 << 20
 """Bytes that are read at once: far more than caches hold."""
 
 
+def has_limits(model: Any) -> bool:
+    """Whether the limits here are those of a model: of stacked experts, a token reads and multiplies some only."""
+    return all(param.dim() < 3 for param in model.parameters())
+
+
 def tokens_by_memory(model: Any, batch: int, length: int) -> float:
     """Tokens per second if decoding took the time of reading its weights, and keys and values of ``length`` tokens.
 

@@ -19,7 +19,7 @@ def generate(
     """Greedy generation: the median of ``timed`` runs after a warm-up run."""
     import torch
 
-    from benchmarks.limits import tokens_by_memory
+    from benchmarks.limits import has_limits, tokens_by_memory
 
     model = peer.load(cls, checkpoint).eval()
     ids = tokens(model, batch, prompt)
@@ -30,8 +30,10 @@ def generate(
         out = model.generate(input_ids=ids, **options)
         seconds.append(time.perf_counter() - start)
     assert out.shape == (batch, prompt + new)
-    speed, limit = batch * new / statistics.median(seconds[1:]), tokens_by_memory(model, batch, prompt + new // 2)
-    return Result({"generation": speed}, out[:, prompt:].flatten().tolist(), {BY_MEMORY: {"generation": limit}})
+    result = Result({"generation": batch * new / statistics.median(seconds[1:])}, out[:, prompt:].flatten().tolist())
+    if has_limits(model):
+        result.references[BY_MEMORY] = {"generation": tokens_by_memory(model, batch, prompt + new // 2)}
+    return result
 
 
 def serve(
@@ -87,13 +89,15 @@ def _steps(step: Callable[[Any], Any], ids: Any, timed: int) -> tuple[list[float
 
 def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int) -> Result:
     """Forward, backward and AdamW: the median of ``timed`` steps after a warm-up step."""
-    from benchmarks.limits import seconds_by_products
+    from benchmarks.limits import has_limits, seconds_by_products
 
     model, step = peer.trainer(peer.load, cls, checkpoint)
     ids = tokens(model, batch, length)
     seconds, losses = _steps(step, ids, timed)
-    limit = {"training step": seconds_by_products(model, batch * length)}
-    return Result({"training step": statistics.median(seconds)}, losses[:2], {BY_PRODUCTS: limit})
+    result = Result({"training step": statistics.median(seconds)}, losses[:2])
+    if has_limits(model):
+        result.references[BY_PRODUCTS] = {"training step": seconds_by_products(model, batch * length)}
+    return result
 
 
 def train_lora(

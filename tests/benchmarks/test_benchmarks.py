@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks import __main__ as driver
@@ -144,6 +145,9 @@ def test_limits_are_those_of_this_process() -> None:
     assert weights * one > 1e7 and eight > one  # bytes per second; the weights are read once for all rows
     assert limits.tokens_by_memory(model, 8, 10**6) < eight / 100
     assert 0 < limits.seconds_by_products(model, 8) < limits.seconds_by_products(model, 8000)
+    assert limits.has_limits(model)
+    model.experts = torch.nn.Parameter(torch.zeros(2, 3, 4))
+    assert not limits.has_limits(model)
 
 
 def test_ratios_are_to_the_best_peer_and_few_runs_are_marked() -> None:
