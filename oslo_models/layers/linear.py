@@ -136,11 +136,7 @@ class KeyValueParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         with layer_context(self.weight):
-            weight = self.weight
-            if weight.requires_grad:
-                weight = SumReplicatedGrad.apply(weight, self.tp, self.layouts["weight"])
-            bias = None if self.bias is None else SumReplicatedGrad.apply(self.bias, self.tp, self.layouts["bias"])
-            return self.product(self.enter_region(x), weight, bias)
+            return self.product(self.enter_region(x), *(_summed_over_copies(self, leaf) for leaf in ("weight", "bias")))
 
 
 class _SharesOutput:
@@ -204,9 +200,7 @@ class GroupRowParallelLinear(RowParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         with layer_context(self.weight):
-            weight = self.weight
-            if weight.requires_grad:
-                weight = SumReplicatedGrad.apply(weight, self.tp, self.layouts["weight"])
+            weight = _summed_over_copies(self, "weight")
             return _add_bias(reduce_from(self.tp, self.product(self.leave_region(x), weight)), self.bias)
 
 
@@ -273,6 +267,14 @@ class SumReplicatedGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return sum_replicated(grad, ctx.axis, ctx.layout), None, None
+
+
+def _summed_over_copies(layer: Any, leaf: str) -> Any:
+    """A parameter of a layer, whose gradient is summed over the ranks that hold the same elements if it has one."""
+    param = getattr(layer, leaf)
+    if param is None or not param.requires_grad:
+        return param
+    return SumReplicatedGrad.apply(param, layer.tp, layer.layouts[leaf])
 
 
 def sum_replicated(grad: Tensor, axis: Axis, layout: Layout) -> Tensor:

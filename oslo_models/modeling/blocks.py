@@ -24,7 +24,7 @@ from oslo_models.sharding.plan import (
 )
 
 QUERY_KEY_VALUE = ("query", "key", "value")
-SEVERAL_STREAMS = "hidden states have several streams, which become one after the last block"
+_SEVERAL_STREAMS = "hidden states have several streams, which become one after the last block"
 """Why blocks over several streams (hyper-connections) cannot be split into pipeline stages."""
 
 
@@ -158,3 +158,12 @@ def replicated_attention(plan: Plan, additional: Collection[str] = ()) -> Plan:
         if name.endswith(".self.query"):
             entries |= {f"{name.removesuffix('query')}{other}": Replicated() for other in additional}
     return replace(plan, blocks={stack: entries})
+
+
+def of_several_streams(plan: Plan, head: Entries) -> Plan:
+    """The plan of a model whose blocks pass on several streams of hidden states (hyper-connections).
+
+    Args:
+        head: what makes one of them after the last block.
+    """
+    return replace(plan, head=head, single_stage_reason=_SEVERAL_STREAMS)

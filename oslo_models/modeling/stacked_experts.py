@@ -201,7 +201,7 @@ def stacking_reader(reader: CheckpointReader, model: Any) -> CheckpointReader:
     alternating = {
         name: saved
         for name, source in interleaved_names(model, shapes).items()
-        for rename in (str, lambda each: each.removeprefix(prefix), lambda each: prefix + each)
+        for rename in renamings
         if (saved := rename(source)) in reader.tensors and name not in reader.tensors
     }
     return interleaved_reader(reader, alternating) if alternating else reader

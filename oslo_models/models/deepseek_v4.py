@@ -14,7 +14,7 @@ from transformers import DeepseekV4Config
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as hf
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4PreTrainedModel
 
-from oslo_models.modeling.blocks import SEVERAL_STREAMS, attention_sinks, mixture_of_experts
+from oslo_models.modeling.blocks import attention_sinks, mixture_of_experts, of_several_streams
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
@@ -65,11 +65,7 @@ class DeepseekV4Parallel(LlamaParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        return replace(
-            plan,
-            head={**plan.head, "hc_head": Replicated()},
-            single_stage_reason=SEVERAL_STREAMS,
-        )
+        return of_several_streams(plan, {**plan.head, "hc_head": Replicated()})
 
 
 class DeepseekV4Model(DeepseekV4Parallel, hf.DeepseekV4Model):

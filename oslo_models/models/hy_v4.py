@@ -3,14 +3,13 @@
 Every rank makes the weights of the streams (hyper-connections) in full: they read whole hidden states.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from transformers import HYV4Config
 from transformers.models.hy_v4 import modeling_hy_v4 as hf
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4PreTrainedModel
 
-from oslo_models.modeling.blocks import SEVERAL_STREAMS, attention_sinks
+from oslo_models.modeling.blocks import attention_sinks, of_several_streams
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.glm_moe_dsa import GlmMoeDsaParallel
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads
@@ -33,11 +32,7 @@ class HYV4Parallel(GlmMoeDsaParallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         plan = super().plan(config)
-        return replace(
-            plan,
-            head={**plan.head, "hc_head": Replicated()},
-            single_stage_reason=SEVERAL_STREAMS,
-        )
+        return of_several_streams(plan, {**plan.head, "hc_head": Replicated()})
 
 
 class HYV4Model(HYV4Parallel, hf.HYV4Model):

@@ -7,14 +7,13 @@ embeddings are sharded, by far the largest weights. The choices of the indexer a
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from transformers import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpPreTrainedModel
 
-from oslo_models.modeling.blocks import SEVERAL_STREAMS
+from oslo_models.modeling.blocks import of_several_streams
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.qwen3_5_moe_text import Qwen3_5MoeParallel
 from oslo_models.sharding.derived import GatheredColumn, SlicedRow
@@ -50,8 +49,7 @@ class Qwen4ExpParallel(Qwen3_5MoeParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        head = _mixer("hyper_connection_mixer")
-        return replace(super().plan(config), head=head, single_stage_reason=SEVERAL_STREAMS)
+        return of_several_streams(super().plan(config), _mixer("hyper_connection_mixer"))
 
 
 class Qwen4ExpTextModel(Qwen4ExpParallel, hf.Qwen4ExpTextModel):

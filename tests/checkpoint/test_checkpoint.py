@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
@@ -384,6 +385,19 @@ def test_open_names_damage_on_every_rank(tmp_path: Path, pool: Pool, damage: Cal
         (tmp_path / MANIFEST).unlink()
         with pytest.raises(CheckpointError, match=path.name):
             open_checkpoint(tmp_path, fallback_layout=old_layout)
+
+
+def test_file_that_is_shortened_while_it_is_open_is_an_error(tmp_path: Path) -> None:
+    """Not a bus error, which ends the process."""
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.arange(4096.0).view(64, 64)}, path)
+    file = weights.WeightsFile(path)
+    view, out = file.views["weight"], torch.empty(64, 64)
+    file.copy(view, out)
+    assert torch.equal(out, view)
+    os.truncate(path, path.stat().st_size - 64 * 64 * 4)
+    with pytest.raises(CheckpointError, match=rf"{path.name} had \d+ bytes .* ends at"):
+        file.copy(view, out)
 
 
 def test_later_format_versions_are_rejected(tmp_path: Path) -> None:

@@ -317,7 +317,11 @@ def gradient_of_compressed_keys_of_each_rank(patch: Patch) -> None:
 
 
 def weights_of_a_group_without_sum_over_its_ranks(patch: Patch) -> None:
-    Edit("layers.linear:GroupRowParallelLinear.forward", "if weight.requires_grad:", "if False:")(patch)
+    patch.setattr(linear.GroupRowParallelLinear, "forward", linear.RowParallelLinear.forward)
+
+
+def bias_of_experts_on_every_rank(patch: Patch) -> None:
+    patch.setattr(linear.RowParallelLinear, "_share_of_bias", lambda self: self.bias)
 
 
 def inner_outputs_without_sum_of_gradients(patch: Patch) -> None:
@@ -429,6 +433,11 @@ MUTANTS: dict[str, list[Caught]] = {
             experts_summed_one_by_one_and_together,
             "test_steps_and_tokens_match_one_process",
             {"model_type": "switch_transformers", "sizes": (2, 2)},
+        ),
+        (
+            bias_of_experts_on_every_rank,
+            "test_steps_and_tokens_match_one_process",
+            {"model_type": "nllb-moe", "sizes": (2, 2)},
         ),
     ],
     "models/test_mixture_of_experts.py": [
