@@ -74,6 +74,7 @@ class KeptTimings:
             str(torch.__version__),
             *texts_of("linear.cpp"),
             *texts_of("decoder_block.cpp"),
+            *texts_of("split_product.cpp"),
         )
         return cache_folder() / f"linear-timings-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"
 

@@ -4,7 +4,8 @@ A product with few rows is limited by reading its weights, but BLAS, optimised f
 that long: the code in C++ reads them once. It is compiled on first use; without a compiler, the others compute. Where
 the processor has no instructions for 16-bit floats, torch's products of these are up to twenty times slower than those
 of float32. Products of float32, which torch leaves to MKL, can be computed by oneDNN, a library that is a part of torch
-too: it takes half of MKL's time for 8 to 64 rows of activations on some processors, with weights as they are.
+too: it takes half of MKL's time for 8 to 64 rows of activations on some processors, with weights as they are. Those of
+many rows take two thirds of it where the processor has AMX (`split_product`).
 
 Which is faster depends on the processor, the shape and the number of threads: `linear_timing` measures it.
 """
@@ -15,7 +16,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from oslo_kernels import build
+from oslo_kernels import build, split_product
 
-CPP, ONEDNN = "C++", "oneDNN"
+CPP, ONEDNN, SPLIT = "C++", "oneDNN", "AMX"
 """The ways in which a product is computed here."""
+MANY = (ONEDNN, SPLIT)
+"""Those for many rows in float32, and for their gradients."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_ROWS, MOST_ROWS_IO, MOST_ROWS_HALF = 16, 8, 32
 """The most rows computed here for float32 weights ``[out, in]``, float32 weights ``[in, out]``, and 16-bit weights."""
@@ -44,7 +47,7 @@ class FasterRows:
     """The numbers of rows for which a product is faster here than in torch, and the way in which it is.
 
     Attributes:
-        ways: `CPP` or `ONEDNN`, by number of rows.
+        ways: `CPP`, `ONEDNN` or `SPLIT`, by number of rows.
         many: the way for more rows than any of these; ``None``: torch's.
         threads: torch's number of threads when this was measured; with another number, torch computes.
     """
@@ -66,7 +69,7 @@ MOST_TIMED = 256
 
 
 def linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
-    """``F.linear``: ``[..., in]`` to ``[..., out]``. On a CPU, it may be computed here; with gradients, by oneDNN only.
+    """``F.linear``: ``[..., in]`` to ``[..., out]``. On a CPU, it may be computed here; with gradients, not in C++.
 
     Args:
         faster: the numbers of rows that are computed here, and how; ``None``: all up to `most_rows`, in C++.
@@ -109,7 +112,9 @@ def ways_of(weight: Tensor, bias: Tensor | None, io: bool) -> tuple[str, ...] | 
     if dtype is not torch.float32 and _is_native(dtype):
         return f"the processor has instructions for {dtype}, which torch uses"
     missing = why_not()
-    ways = (CPP,) * (missing is None) + (ONEDNN,) * (dtype is torch.float32 and has_onednn())
+    ways = (CPP,) * (missing is None)
+    if dtype is torch.float32:
+        ways += (ONEDNN,) * has_onednn() + (SPLIT,) * (split_product.why_not() is None)
     return ways or str(missing)
 
 
@@ -128,8 +133,8 @@ def _product(
     if torch.compiler.is_compiling() or not x.is_cpu or not _is_usual(x, weight, bias):
         return plain(x, weight, bias)
     if torch.is_grad_enabled():
-        is_faster = faster is not None and _is_trained_faster(x, weight, faster, io)
-        return _TrainedProduct.apply(x, weight, bias, io) if is_faster else plain(x, weight, bias)
+        trained = None if faster is None else _trained_way(x, weight, faster, io)
+        return plain(x, weight, bias) if trained is None else _TrainedProduct.apply(x, weight, bias, io, trained)
     inner, outer = weight.shape if io else weight.shape[::-1]
     rows = x.numel() // inner if inner else 0
     half = x.dtype is not torch.float32
@@ -137,8 +142,8 @@ def _product(
         return plain(x, weight, bias)
     few = rows <= most_rows(x.dtype, io)
     way = (CPP if few else None) if faster is None else faster.way(rows, x.dtype)
-    if way == ONEDNN:
-        return by_onednn(x, weight.t() if io else weight, bias)
+    if way in MANY:
+        return _by(way, x, weight.t() if io else weight, bias)
     if why_not():
         return plain(x, weight, bias)
     if way == CPP:
@@ -152,23 +157,24 @@ def has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def _is_trained_faster(x: Tensor, weight: Tensor, faster: FasterRows, io: bool) -> bool:
-    """Whether a product of many rows and its gradients are left to oneDNN, outside of ``torch.func``."""
+def _trained_way(x: Tensor, weight: Tensor, faster: FasterRows, io: bool) -> str | None:
+    """How a product of many rows and its gradients are computed; ``None``: by torch, as everything in ``torch.func``."""
     inner = weight.shape[1 - io]
     rows = x.numel() // inner if inner and x.shape[-1] == inner else 0
-    if rows < MOST_TIMED or faster.way(rows, x.dtype) != ONEDNN:
-        return False
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+    way = faster.way(rows, x.dtype)
+    if rows < MOST_TIMED or way not in MANY or torch._C._are_functorch_transforms_active():
+        return None
+    return None if forward_ad._current_level >= 0 else way
 
 
 class _TrainedProduct(torch.autograd.Function):
-    """A product and its gradients by oneDNN."""
+    """A product and its gradients in one of the ways for `MANY` rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, io: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, io: bool, way: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.io = io
-        out_no = by_onednn(x.flatten(0, -2), weight.t() if io else weight, bias)
+        ctx.io, ctx.way = io, way
+        out_no = _by(way, x.flatten(0, -2), weight.t() if io else weight, bias)
         # no view, which could not be changed in place, as sums over ranks are
         made: Tensor = torch.ops.aten._unsafe_view(out_no, (*x.shape[:-1], out_no.shape[-1]))
         return made
@@ -176,7 +182,7 @@ class _TrainedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
-        product = F.linear if torch.is_grad_enabled() else by_onednn  # for gradients of gradients
+        product = F.linear if torch.is_grad_enabled() else partial(_by, ctx.way)  # for gradients of gradients
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             of_x = product(grad, weight if ctx.io else weight.t())
@@ -184,13 +190,32 @@ class _TrainedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x_ni = x.flatten(0, -2)
             of_weight = product(x_ni.t(), grad_no.t()) if ctx.io else product(grad_no.t(), x_ni.t())
-        return of_x, of_weight, grad_no.sum(0) if ctx.needs_input_grad[2] else None, None
+        return of_x, of_weight, grad_no.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 def by_onednn(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` in float32 without gradients; strides of the weight are of any kind."""
     made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_oi, bias, "none", [], "")
     return made
+
+
+def by_split(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`by_onednn` with `split_product`, where that takes these matrices."""
+    x_ni = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if not split_product.fits(x_ni, weight_oi):
+        return F.linear(x, weight_oi, bias)
+    return split_product.product(x_ni, weight_oi, bias).view(*x.shape[:-1], len(weight_oi))
+
+
+def _by(way: str, x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
+    return by_split(x, weight_oi, bias) if way == SPLIT else by_onednn(x, weight_oi, bias)
+
+
+def multiply_into(out: Tensor, left: Tensor, right: Tensor, way: str | None = None, *, add: bool = False) -> Tensor:
+    """``left @ right``, without gradients, in ``out`` or added to it; by `SPLIT`, or else by torch."""
+    if way == SPLIT and split_product.fits(left, right.T):
+        return split_product.product(left, right.T, out_MN=out, add=add)
+    return out.addmm_(left, right) if add else torch.mm(left, right, out=out)
 
 
 def _is_usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oslo_kernels import linear
+from oslo_kernels import linear, split_product
 from oslo_kernels.kept_timings import KeptTimings, Seconds, Timings
 
 FASTER = 1.05
@@ -21,7 +21,8 @@ FASTER = 1.05
 SAMPLED = (1, 2, 4, 8, 16, 32, 64, linear.MOST_TIMED)
 """The numbers of rows that are timed. Between two of them a product counts as faster if it is faster at both."""
 LARGEST = 1 << 31
-"""Multiplications of the largest product that is timed: some ten milliseconds."""
+"""Multiplications of the largest product that is timed: some ten milliseconds. Of `linear.MOST_TIMED` rows and a larger
+weight, such as that of a head, a part of the outputs is timed."""
 FEWEST, ENOUGH, MOST, BUDGET = 3, 5, 15, 0.01
 """Timed pairs per number of rows: at least, enough if all agree, at most; and the seconds that they may take."""
 WEIGHTS = 64 << 20
@@ -98,14 +99,24 @@ def _time(layers: _Weights, io: bool) -> Timings:
     ways = linear.ways_of(weight, bias, io)
     for rows in SAMPLED:
         x = weight.new_full((1, rows, weight.shape[1 - io]), 0.5)  # constant: the user's random state does not change
+        timed = layers
+        if rows == linear.MOST_TIMED and not io and rows * weight.numel() > LARGEST:
+            outputs = max(linear.FEWEST_OUTPUTS, LARGEST // (rows * weight.shape[1]))
+            timed = [(one[:outputs], bias if bias is None else bias[:outputs]) for one, bias in layers]
         for way in ways:
-            limit = linear.most_rows(weight.dtype, io) if way == linear.CPP else LARGEST // weight.numel()
-            if rows <= limit:
+            if _is_timed(way, rows, timed[0][0], io):
                 # the look-up is timed too
                 always = linear.FasterRows({rows: way}, None, weight.dtype, torch.get_num_threads())
-                pair = _in_turn(partial(ours, x, faster=always), partial(torchs, x), layers)
+                pair = _in_turn(partial(ours, x, faster=always), partial(torchs, x), timed)
                 found.setdefault(rows, {})[way] = pair
     return found
+
+
+def _is_timed(way: str, rows: int, weight: Tensor, io: bool) -> bool:
+    """Whether this way may be faster for this number of rows, and the product is not too large to find out."""
+    if way == linear.CPP:
+        return rows <= linear.most_rows(weight.dtype, io)
+    return rows * weight.numel() <= LARGEST and (way != linear.SPLIT or rows >= split_product.FEWEST_ROWS)
 
 
 _Product = Callable[[Tensor, Tensor | None], Tensor]

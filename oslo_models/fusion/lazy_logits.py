@@ -31,7 +31,7 @@ from oslo_models.layers.vocab_parallel import (
 from oslo_models.sharding.layout import Layout
 
 
-class LazyHead(nn.Linear):
+class LazyHead(FusedProduct, nn.Linear):
     """A head that returns `LazyLogits` while ``lazy`` is true, and the logits of the class it replaces otherwise."""
 
     tp: Axis
@@ -49,7 +49,7 @@ class LazyFullHead(LazyHead, FusedLinear):
     """`LazyHead` with the full vocabulary on every rank."""
 
 
-class LazyVocabParallelHead(FusedProduct, LazyHead, VocabParallelHead):
+class LazyVocabParallelHead(LazyHead, VocabParallelHead):
     """`LazyHead` with this rank's shard of the vocabulary."""
 
 
@@ -112,7 +112,8 @@ class LazyLogits(ShardedLogits):
         with without_override():
             weight, bias = self._parameters()
             mean = reduction == "mean"
-            return linear_cross_entropy(self.local(), weight, bias, target, shard, self.scale, self.cap, mean)
+            options = (self.scale, self.cap, mean, self.head.faster)
+            return linear_cross_entropy(self.local(), weight, bias, target, shard, *options)
 
     def compute(self) -> Tensor:
         """The logits, sharded where the vocabulary is; computed once, so that changes in place persist."""

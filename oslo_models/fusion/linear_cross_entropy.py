@@ -15,12 +15,13 @@ from torch import Tensor
 
 from oslo_kernels.cross_entropy import Rule, padded_logits, replace_by_gradient_, row_statistics
 from oslo_kernels.language import wide
+from oslo_kernels.linear import SPLIT, FasterRows, multiply_into
 from oslo_models.distributed.collectives import reduce_fresh
 from oslo_models.layers.cross_entropy import VocabShard
 
 CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}
 """The most memory that the logits of a chunk may take, by the type of device."""
-CHUNKS, FAST_ROWS = 16, 256
+CHUNKS, FAST_ROWS, SPLIT_ROWS = 16, 256, 512
 """On a CPU, a batch is split into this many chunks, or fewer if chunks would be too short for fast matrix products.
 
 On a GPU, chunks are as long as their memory allows: each launches five kernels (some more under tensor parallelism),
@@ -37,6 +38,7 @@ def linear_cross_entropy(
     scale: float = 1.0,
     cap: float = 0.0,
     mean: bool = False,
+    faster: FasterRows | None = None,
 ) -> Tensor:
     """The cross entropy of the head's logits, summed over the rows that are not ignored, as a scalar.
 
@@ -52,6 +54,7 @@ def linear_cross_entropy(
         shard: this rank's shard of the vocabulary, and how targets count.
         scale, cap: logits are ``scale * (hidden @ weight.T + bias)``, or ``cap * tanh`` of that unless ``cap`` is zero.
         mean: return the mean over these rows instead of the sum.
+        faster: how products with the weight are computed: the same on all ranks.
 
     Raises:
         IndexError: a target is neither in the vocabulary nor ``ignore_index``. On CUDA it is a device-side assertion,
@@ -60,7 +63,8 @@ def linear_cross_entropy(
     # Only where the number of rows is known without waiting for a device is the gradient computed as that of the mean;
     # then the backward pass need not multiply it.
     counted = mean and not target_N.is_cuda
-    loss = _LinearCrossEntropy.apply(hidden_NH, weight_vH, bias_v, target_N, shard, scale, cap, counted)
+    given = (target_N, shard, scale, cap, counted, faster)
+    loss = _LinearCrossEntropy.apply(hidden_NH, weight_vH, bias_v, *given)
     return loss / (target_N != shard.ignore_index).sum() if mean and not counted else loss
 
 
@@ -76,6 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: float,
         cap: float,
         mean: bool,
+        faster: FasterRows | None,
     ) -> Tensor:
         rows = None
         known = ((target_N == shard.ignore_index) | ((target_N >= 0) & (target_N < shard.size))).all()
@@ -91,7 +96,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = 1 / max(1, len(target_N)) if mean else 1.0
         rule = Rule(shard.local[0], shard.ignore_index, hit, rest, scale, cap, hidden_NH.is_cuda, factor)
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            loss, ctx.grads = _run(hidden_NH, weight_vH, bias_v, target_N, rows, shard, rule, ctx.needs_input_grad)
+            needs = ctx.needs_input_grad
+            loss, ctx.grads = _run(hidden_NH, weight_vH, bias_v, target_N, rows, shard, rule, needs, faster)
         ctx.axis = shard.axis
         return loss / len(target_N) if mean else loss
 
@@ -109,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 own.mul_(grad)
         if grads[0] is not None:
             grads[0] = reduce_fresh(ctx.axis, grads[0])
-        return (*grads, None, None, None, None, None)
+        return (*grads, *[None] * 6)
 
 
 def _run(
@@ -121,6 +127,7 @@ def _run(
     shard: VocabShard,
     rule: Rule,
     needs: tuple[bool, ...],
+    faster: FasterRows | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The summed loss, and its gradients on this rank: of hidden states, weight and bias.
 
@@ -130,7 +137,8 @@ def _run(
     """
     dtype = weight_vH.dtype
     sum_dtype = wide(dtype)
-    size = _rows_at_once(len(target_N), weight_vH, shard)
+    size = _rows_at_once(len(target_N), weight_vH, shard, faster)
+    way = None if faster is None else faster.way(size, dtype)
     grad_NH = (torch.empty_like if rows is None else torch.zeros_like)(hidden_NH) if needs[0] else None
     grad_vH: Tensor | None = None
     grad_v = torch.zeros_like(bias_v, dtype=sum_dtype) if bias_v is not None and needs[2] else None
@@ -141,17 +149,16 @@ def _run(
         target_C, logits_Cv = target_N.narrow(0, start, here), buffer.narrow(0, 0, here)
         index_C = None if rows is None else rows.narrow(0, start, here)
         hidden_CH = hidden_NH.narrow(0, start, here) if index_C is None else hidden_NH[index_C]
-        if bias_v is None:
-            torch.mm(hidden_CH, weight_vH.T, out=logits_Cv)
-        else:
-            torch.addmm(bias_v, hidden_CH, weight_vH.T, out=logits_Cv)
+        multiply_into(logits_Cv, hidden_CH, weight_vH.T, way)
+        if bias_v is not None:
+            logits_Cv += bias_v
         losses.append(_loss_and_gradient(logits_Cv, target_C, shard, rule, any(needs)))
         if grad_NH is not None and index_C is None:
-            torch.mm(logits_Cv, weight_vH, out=grad_NH.narrow(0, start, here))
+            multiply_into(grad_NH.narrow(0, start, here), logits_Cv, weight_vH, way)
         elif grad_NH is not None:
             grad_NH[index_C] = logits_Cv @ weight_vH
         if needs[1]:
-            grad_vH = _plus_product(grad_vH, logits_Cv.T, hidden_CH, sum_dtype)
+            grad_vH = _plus_product(grad_vH, logits_Cv.T, hidden_CH, sum_dtype, way)
         if grad_v is not None:
             grad_v += logits_Cv.sum(0, dtype=sum_dtype)
     if needs[1] and grad_vH is None:  # every row is ignored
@@ -159,17 +166,21 @@ def _run(
     return torch.cat(losses).sum(), [grad if grad is None else grad.to(dtype) for grad in (grad_NH, grad_vH, grad_v)]
 
 
-def _plus_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def _plus_product(
+    total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype, way: str | None = None
+) -> Tensor:
     """``total + left @ right`` in ``dtype``, in ``total``'s memory; on a GPU the product itself adds in that dtype."""
     if left.is_cuda and left.dtype != dtype:
         total = left.new_zeros(len(left), right.shape[1], dtype=dtype) if total is None else total
         return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+    if left.dtype != dtype:
+        return (left @ right).to(dtype) if total is None else total.add_(left @ right)
     if total is None:  # a large matrix is written once, not cleared, read and written
-        return (left @ right).to(dtype)
-    return total.addmm_(left, right) if left.dtype == dtype else total.add_(left @ right)
+        return multiply_into(left.new_empty(len(left), right.shape[1]), left, right, way)
+    return multiply_into(total, left, right, way, add=True)
 
 
-def _rows_at_once(rows: int, weight_vH: Tensor, shard: VocabShard) -> int:
+def _rows_at_once(rows: int, weight_vH: Tensor, shard: VocabShard, faster: FasterRows | None = None) -> int:
     """The number of rows of a chunk: the same on every rank, however unevenly the vocabulary is sharded."""
     most_bytes = CHUNK_BYTES.get(weight_vH.device.type, CHUNK_BYTES["cuda"])
     most = most_bytes // (-(-shard.size // shard.axis.size) * weight_vH.itemsize)
@@ -178,6 +189,8 @@ def _rows_at_once(rows: int, weight_vH: Tensor, shard: VocabShard) -> int:
     fast = max(FAST_ROWS, rows // CHUNKS)
     if weight_vH.is_cpu:  # every chunk rewrites the weight's gradient, so chunks are longer where that is large
         fast = 2 * fast if shard.axis.size == 1 else (fast + 1) // 2
+        if faster is not None and faster.many == SPLIT:  # which packs the weight anew for each chunk
+            fast = max(SPLIT_ROWS, fast)
     return max(1, min(most, fast))
 
 
