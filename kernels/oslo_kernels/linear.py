@@ -158,7 +158,7 @@ def has_onednn() -> bool:
 
 
 def _trained_way(x: Tensor, weight: Tensor, faster: FasterRows, io: bool) -> str | None:
-    """How a product of many rows and its gradients are computed; ``None``: by torch, as everything in ``torch.func``."""
+    """How a product of many rows and its gradients are computed; ``None``: by torch, as all of ``torch.func``."""
     inner = weight.shape[1 - io]
     rows = x.numel() // inner if inner and x.shape[-1] == inner else 0
     way = faster.way(rows, x.dtype)

@@ -1,9 +1,9 @@
 """Products of float32 matrices by a processor's units for tiles of bfloat16 numbers (Intel's AMX).
 
-These units multiply sixteen times as fast as the vector units that BLAS multiplies float32 with. Each number is the sum
-of three of bfloat16, exactly; six of the nine products of the parts of two numbers make theirs, up to less than a
+These units multiply sixteen times as fast as the vector units with which BLAS multiplies float32. Each number is the
+sum of three of bfloat16, exactly; six of the nine products of the parts of two numbers make theirs, up to less than a
 rounding error. Products of parts are exact, and sums are in float32, so the error is that of float32: against float64
-it is a little below that of MKL. What differs: numbers under 1e-33 lose digits, since the units take numbers under 1e-38
+it is a little below that of MKL. What differs: numbers under 1e-33 lose digits, since the units take those under 1e-38
 as zero. Matrices with infinities or NaNs are left to torch.
 
 Source: Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision

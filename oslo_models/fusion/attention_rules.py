@@ -17,7 +17,7 @@ from oslo_models.fusion.known_layers import (
     layer_name,
 )
 from oslo_models.fusion.rotary_attention import ROTARY_CLASSES, CPURotaryAttention, FusedOlmo2Attention
-from oslo_models.fusion.subjects import FEW_ROWS, FusionRule, Subject, mixed, one_pass
+from oslo_models.fusion.subjects import ONE_PASS, FusionRule, Subject, mixed, one_pass
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.norm import WidthParallelNorm
 
@@ -39,7 +39,7 @@ def _is_rotary(s: Subject) -> bool:
 def _rotary(s: Subject) -> Iterator[FusionCandidate]:
     fused_cls = ROTARY_CLASSES[s.layer]
     if s.on_cpu:
-        reason = f"{_ONE_QUERY}; rotary positions: {FEW_ROWS}; otherwise {_attention_implementation(s.module)}"
+        reason = f"{_ONE_QUERY}; rotary positions: {ONE_PASS}; otherwise {_attention_implementation(s.module)}"
         on_cpu = mixed(mixed(CPURotaryAttention, fused_cls), s.cls)
         yield s.candidate("attention", on_cpu, reason, attributes={"own_config": s.module.config})
         return

@@ -14,7 +14,7 @@ from oslo_kernels.decoder_block import Block, Layer, Norm
 from oslo_models.fusion.known_layers import layer_name
 from oslo_models.fusion.modules import FusedConv1D, FusedLinear
 from oslo_models.fusion.narrow_weights import NarrowProduct
-from oslo_models.fusion.norms import SmallRMSNorm
+from oslo_models.fusion.norms import CPURMSNorm
 from oslo_models.fusion.rotary_attention import (
     ROTARY_CLASSES,
     FusedLlamaAttention,
@@ -194,7 +194,7 @@ def _norm_of(norm: Any) -> Any:
     weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
     if weight is None or not _is_dense(weight) or (bias is not None and not _is_dense(bias)):
         return None
-    if isinstance(norm, SmallRMSNorm) and type(norm).forward in (SmallRMSNorm.forward, HeadParallelNorm.forward):
+    if isinstance(norm, CPURMSNorm) and type(norm).forward in (CPURMSNorm.forward, HeadParallelNorm.forward):
         return Norm(weight, None, norm.variance_epsilon, norm.offset, False)
     if type(norm) is nn.LayerNorm:
         return Norm(weight, bias, norm.eps, 0.0, True)

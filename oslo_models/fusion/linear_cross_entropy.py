@@ -156,7 +156,7 @@ def _run(
         if grad_NH is not None and index_C is None:
             multiply_into(grad_NH.narrow(0, start, here), logits_Cv, weight_vH, way)
         elif grad_NH is not None:
-            grad_NH[index_C] = logits_Cv @ weight_vH
+            grad_NH[index_C] = multiply_into(torch.empty_like(hidden_CH), logits_Cv, weight_vH, way)
         if needs[1]:
             grad_vH = _plus_product(grad_vH, logits_Cv.T, hidden_CH, sum_dtype, way)
         if grad_v is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oslo_kernels import passes
 from oslo_kernels.norm import add_norm, norm_add
 from oslo_kernels.normed_rotary import normed_rotary
 from oslo_kernels.small_operations import computes, rms_norm
@@ -43,12 +44,8 @@ class FusedRMSNorm(nn.Module):
             summed = hidden_states + residual
             return super().forward(summed), summed
         options = (self.variance_epsilon, False, self.offset, self.keeps_dtype)
-        normed, summed, _ = add_norm(hidden_states, residual, self.own_weight(), None, *options)
+        normed, summed, _ = add_norm(hidden_states, residual, own_weight(self), None, *options)
         return normed if residual is None else (normed, summed)
-
-    def own_weight(self) -> Tensor:
-        """The weight; of a norm of heads that other ranks apply to theirs, with a gradient that is summed over them."""
-        return self.with_summed_grad("weight") if isinstance(self, HeadParallelNorm) else self.weight
 
     def is_supported(self, hidden_states: Tensor, residual: Tensor | None = None) -> bool:
         """Whether the kernel gives the dtype of the norm of transformers, which may cast to a narrower one."""
@@ -65,8 +62,8 @@ class FusedRMSNorm(nn.Module):
         return hidden_states._version, self.weight._version
 
 
-class SmallRMSNorm(nn.Module):
-    """The norm of Llama, of its copies, of T5 and of OLMo 2 on a CPU: few rows without gradients take one call.
+class CPURMSNorm(nn.Module):
+    """The norm of Llama, of its copies, of T5 and of OLMo 2 on a CPU, in one pass; few rows without gradients first.
 
     Attributes:
         offset: added to the weight.
@@ -79,11 +76,13 @@ class SmallRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Any:
         if computes(hidden_states, self.weight):
             return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.offset)
+        if passes.computes(hidden_states, self.weight):
+            return passes.rms_norm(hidden_states, own_weight(self), self.variance_epsilon, self.offset)
         return super().forward(hidden_states)
 
 
-class SmallGemmaNorm(SmallRMSNorm):
-    """`SmallRMSNorm` for Gemma and its copies."""
+class CPUGemmaNorm(CPURMSNorm):
+    """`CPURMSNorm` for Gemma and its copies."""
 
     eps: float
     offset = 1.0
@@ -160,7 +159,7 @@ def norm_and_rotate(
     if of_both[0] != of_both[1] or not width_is_turned or cos.requires_grad or sin.requires_grad:
         return None
     options = (first.variance_epsilon, first.offset, first.keeps_dtype)
-    query, key, _ = normed_rotary(query, key, cos, sin, first.own_weight(), second.own_weight(), *options)
+    query, key, _ = normed_rotary(query, key, cos, sin, own_weight(first), own_weight(second), *options)
     return query, key
 
 
@@ -189,13 +188,19 @@ def norm_and_add(norm: Any, x: Tensor, residual: Tensor) -> Tensor:
     if not fused or not is_plain(norm, x.shape[-1], x.device):
         return residual + norm(x)
     options = (norm.variance_epsilon, norm.offset, norm.keeps_dtype)
-    summed: Tensor = norm_add(x, residual, norm.own_weight(), *options)[0]
+    summed: Tensor = norm_add(x, residual, own_weight(norm), *options)[0]
     return summed
 
 
 def _is_at_hand(norm: FusedRMSNorm, x: Tensor) -> bool:
     at_hand = not (torch.is_inference_mode_enabled() or norm.weight.is_inference())
     return at_hand and is_plain(norm, x.shape[-1], x.device)
+
+
+def own_weight(norm: Any) -> Tensor:
+    """The weight; of a norm of heads that other ranks apply to theirs, with a gradient that is summed over them."""
+    weight: Tensor = norm.with_summed_grad("weight") if isinstance(norm, HeadParallelNorm) else norm.weight
+    return weight
 
 
 def is_plain(norm: Any, width: int, device: torch.device) -> bool:
@@ -215,8 +220,8 @@ ON_GPU: dict[str, type] = {
 """The fused form of each root-mean-square norm on a GPU."""
 
 ON_CPU: dict[str, type] = {
-    **dict.fromkeys(RMS_NORMS | OLMO2_NORMS, SmallRMSNorm),
-    **dict.fromkeys(GEMMA_NORMS, SmallGemmaNorm),
+    **dict.fromkeys(RMS_NORMS | OLMO2_NORMS, CPURMSNorm),
+    **dict.fromkeys(GEMMA_NORMS, CPUGemmaNorm),
 }
 """The form of each root-mean-square norm on a CPU."""
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from oslo_kernels import small_operations
+from oslo_kernels import passes, small_operations
 from oslo_kernels.rotary import rotary
 from oslo_kernels.small_operations import computes
 from oslo_models.fusion.attention import FusedEagerAttention, fused_eager_attention
@@ -305,16 +305,18 @@ class FusedPhiAttention(FusedPartialRotaryAttention):
 
 
 class CPURotaryAttention(DecodingAttention, FusedLlamaAttention):
-    """A mixin before one of these layers on a CPU: the rotation of few tokens, without gradients, is one call."""
+    """A mixin before one of these layers on a CPU: rotation in one pass, of few tokens without gradients at once."""
 
     def is_supported(self) -> bool:
-        few = not torch.is_grad_enabled() and self.own_config._attn_implementation == "sdpa"
-        return few and super().is_supported()
+        return bool(self.own_config._attn_implementation == "sdpa") and super().is_supported()
 
     def rotated(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        small = computes(query, cos) and computes(key, sin) and cos.dim() == 3 and cos.shape[-1] % 2 == 0
-        if small and query.stride(-1) == key.stride(-1) == 1 and cos.is_contiguous() and sin.is_contiguous():
+        usual = cos.dim() == 3 and cos.shape[-1] % 2 == 0 and not (cos.requires_grad or sin.requires_grad)
+        dense = query.stride(-1) == key.stride(-1) == 1 and cos.is_contiguous() and sin.is_contiguous()
+        if usual and dense and computes(query, cos) and computes(key, sin):
             return small_operations.rotate(query, key, cos, sin)
+        if usual and passes.computes(query, key, cos, sin):
+            return passes.rotate(query, key, cos, sin)
         return rotate_in_torch(query, key, cos, sin)
 
 

@@ -40,7 +40,7 @@ from oslo_models.fusion.known_layers import (
     layer_name,
 )
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
-from oslo_models.fusion.subjects import FEW_ROWS, FusionRule, Subject, mixed, one_pass, subjects
+from oslo_models.fusion.subjects import ONE_PASS, FusionRule, Subject, mixed, one_pass, subjects
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.layers.experts import ParallelExperts
 from oslo_models.layers.norm import HeadParallelNorm
@@ -130,7 +130,7 @@ def _norm_layer(s: Subject) -> str:
 
 def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
     if s.on_cpu:
-        yield s.candidate("root mean square norm", mixed(norms.ON_CPU[_norm_layer(s)], s.cls), FEW_ROWS)
+        yield s.candidate("root mean square norm", mixed(norms.ON_CPU[_norm_layer(s)], s.cls), ONE_PASS)
     elif s.layer in RMS_NORMS:
         yield s.on_gpu("root mean square norm", triton=norms.FusedRMSNorm, apex=apex.ApexRMSNorm)
     else:

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from oslo_kernels import decode_attention, small_operations
+from oslo_kernels import decode_attention, passes, small_operations
 from oslo_models.fusion.known_layers import layer_name
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.pipeline.placeholders import Placeholder
 from oslo_models.sharding.plan import VocabParallel
 
-FEW_ROWS = "few rows, without gradients, in one call in C++"
+ONE_PASS = "one pass in C++"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Subject:
     @property
     def on_cpu(self) -> bool:
         """Whether small operations of the model are fused on a CPU."""
-        is_there = decode_attention.why_not() is None and small_operations.why_not() is None
+        is_there = all(each.why_not() is None for each in (decode_attention, small_operations, passes))
         return self.backend == "torch" and self.model.device.type == "cpu" and is_there
 
     def candidate(self, operation: str, cls: type | None, reason: str, **options: Any) -> FusionCandidate:

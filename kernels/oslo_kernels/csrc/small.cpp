@@ -1,5 +1,7 @@
 // A root-mean-square norm and rotary positions of few rows, each in one call; see small_operations.py.
 
+#include <initializer_list>
+
 #include "small.h"
 
 // out = x / sqrt(mean(x^2) + eps) * (weight + offset) of dense rows.
@@ -13,6 +15,7 @@ extern "C" void oslo_rms_norm(const void* arguments) {
 extern "C" void oslo_rotate(const void* arguments) {
     small::Rotation p;
     std::memcpy(&p, arguments, sizeof p);
-    p.is_double ? small::rotate<double>(p, p.query) : small::rotate<float>(p, p.query);
-    p.is_double ? small::rotate<double>(p, p.key) : small::rotate<float>(p, p.key);
+    for (const small::Heads* heads : {&p.query, &p.key})
+        p.is_double ? small::rotate<double>(p, *heads, 0, p.batch * p.length)
+                    : small::rotate<float>(p, *heads, 0, p.batch * p.length);
 }

@@ -56,21 +56,28 @@ struct Rotation {
     int64_t batch, length, width, turned, table_of_batch, is_double;
 };
 
+// The positions from `begin` to `end` of the batch's rows one after another; or their gradients.
 template <typename T>
-void rotate(const Rotation& p, const Heads& h) {
+void rotate(const Rotation& p, const Heads& h, int64_t begin, int64_t end, bool is_backward = false) {
     const int64_t half = p.turned / 2;
-    for (int64_t b = 0; b < p.batch; ++b)
-        for (int64_t position = 0; position < p.length; ++position) {
-            const int64_t at = b * p.table_of_batch + position * p.turned;
-            const T *cos = static_cast<const T*>(p.cos) + at, *sin = static_cast<const T*>(p.sin) + at;
-            for (int64_t head = 0; head < h.heads; ++head) {
-                const T* x = static_cast<const T*>(h.x) + b * h.of_batch + head * h.of_head + position * h.of_position;
-                T* out = static_cast<T*>(h.out) + b * h.out_of_batch + head * h.out_of_head + position * h.out_of_position;
+    for (int64_t each = begin; each < end; ++each) {
+        const int64_t b = each / p.length, position = each % p.length;
+        const int64_t at = b * p.table_of_batch + position * p.turned;
+        const T *cos = static_cast<const T*>(p.cos) + at, *sin = static_cast<const T*>(p.sin) + at;
+        for (int64_t head = 0; head < h.heads; ++head) {
+            const T* x = static_cast<const T*>(h.x) + b * h.of_batch + head * h.of_head + position * h.of_position;
+            T* __restrict__ out =
+                static_cast<T*>(h.out) + b * h.out_of_batch + head * h.out_of_head + position * h.out_of_position;
+            if (is_backward) {
+                for (int64_t i = 0; i < half; ++i) out[i] = x[i] * cos[i] + x[half + i] * sin[half + i];
+                for (int64_t i = 0; i < half; ++i) out[half + i] = x[half + i] * cos[half + i] - x[i] * sin[i];
+            } else {
                 for (int64_t i = 0; i < half; ++i) out[i] = x[i] * cos[i] - x[half + i] * sin[i];
                 for (int64_t i = 0; i < half; ++i) out[half + i] = x[half + i] * cos[half + i] + x[i] * sin[half + i];
-                for (int64_t i = p.turned; i < p.width; ++i) out[i] = x[i];
             }
+            for (int64_t i = p.turned; i < p.width; ++i) out[i] = x[i];
         }
+    }
 }
 
 } // namespace small
