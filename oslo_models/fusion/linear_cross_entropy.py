@@ -127,7 +127,7 @@ def _run(
     shard: VocabShard,
     rule: Rule,
     needs: tuple[bool, ...],
-    faster: FasterRows | None,
+    faster: FasterRows | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The summed loss, and its gradients on this rank: of hidden states, weight and bias.
 

@@ -16,14 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from oslo_kernels import build, small_operations
+from oslo_kernels import build, passes, small_operations, split_product
 from oslo_kernels import linear as kernel
 from oslo_models import GPT2LMHeadModel, LlamaForCausalLM
+from oslo_models.distributed.mesh import Axis
+from oslo_models.fusion import linear_cross_entropy as chunks
 from oslo_models.fusion.modules import FusedLinear
+from oslo_models.layers.cross_entropy import VocabShard
 
 from support import zoo
 from support.fake_timings import faster_at
-from support.fusion import relative_error, spy_on_few_rows
+from support.fusion import relative_error, spy_on_few_rows, tiles
 from support.pool import Pool
 from support.reference import parallel_model, reference_step
 
@@ -197,7 +200,10 @@ def test_fuse_without_a_compiler_leaves_linear_layers(monkeypatch: pytest.Monkey
     ids = torch.tensor([[5, 6, 7]])
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     monkeypatch.setattr(kernel, "has_onednn", lambda: False)
-    cached = [build.load, *(f for module in (kernel, small_operations) for f in (module._library, module.why_not))]
+    cached = [
+        build.load,
+        *(f for module in (kernel, small_operations, passes, split_product) for f in (module._library, module.why_not)),
+    ]
     for function in cached:
         function.cache_clear()
     try:
@@ -229,19 +235,20 @@ MANY = kernel.FasterRows({kernel.MOST_TIMED: kernel.ONEDNN}, kernel.ONEDNN, torc
 WANTED = list(itertools.product((False, True), repeat=3))[1:]
 
 
+@pytest.mark.parametrize("way", kernel.MANY)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
-def test_gradients_of_many_rows_are_those_of_torch(form: str, wanted: tuple[bool, ...], seed: int) -> None:
-    """By oneDNN, for any operands that need them, and gradients of gradients."""
+def test_gradients_of_many_rows_are_those_of_torch(form: str, wanted: tuple[bool, ...], way: str, seed: int) -> None:
+    """For any operands that need them, and gradients of gradients."""
     torch.manual_seed(seed)
     ours, plain = FORMS[form]
-    drawn = operands(300, 40, 24, torch.float32, form == "in x out")
+    drawn = operands(300, 40, 56, torch.float32, form == "in x out")
     given = [each.requires_grad_(wants) for each, wants in zip(drawn, wanted, strict=True)]
     exact = [each.detach().double().requires_grad_(wants) for each, wants in zip(given, wanted, strict=True)]
-    threads = replace(MANY, threads=torch.get_num_threads())
+    faster = replace(MANY, many=way, threads=torch.get_num_threads())
     found: list[list[Tensor]] = []
-    for product, (x, weight, bias) in ((partial(ours, faster=threads), given), (plain, exact)):
-        with mock.patch.object(kernel, "by_onednn", wraps=kernel.by_onednn) as used:
+    for product, (x, weight, bias) in ((partial(ours, faster=faster), given), (plain, exact)):
+        with tiles(), spy_on_few_rows(way) as used:
             out = product(x.view(3, 100, 40), weight, bias)
             needed = [each for each, wants in zip((x, weight, bias), wanted, strict=True) if wants]
             once = torch.autograd.grad(out.pow(2).sum(), needed, retain_graph=True)
@@ -272,18 +279,19 @@ def test_gradients_of_few_rows_and_transforms_are_left_to_torch(seed: int) -> No
     torch.testing.assert_close(found, expected)
 
 
-def test_fused_model_trains_as_an_unfused_one(pool: Pool, seed: int) -> None:
-    for rank in pool.run(2, trained, seed):
+@pytest.mark.parametrize("way", kernel.MANY)
+def test_fused_model_trains_as_an_unfused_one(pool: Pool, way: str, seed: int) -> None:
+    for rank in pool.run(2, trained, way, seed):
         assert rank == "equal"
 
 
-def trained(seed: int) -> str:
-    """On a rank: whether losses and parameters after three steps are those without oneDNN, and that it was used."""
+def trained(way: str, seed: int) -> str:
+    """On a rank: whether losses and parameters after three steps are those of torch's products, and it was used."""
     made = []
     batch = torch.randint(3, 90, (4, 80), generator=torch.Generator().manual_seed(seed))
     for fused in (False, True):
         model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed, tensor_parallel_size=2)
-        with mock.patch.object(kernel, "by_onednn", wraps=kernel.by_onednn) as used, faster_at(way=kernel.ONEDNN):
+        with tiles(), spy_on_few_rows(way) as used, faster_at(way=way):
             if fused:
                 model.fuse()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -301,3 +309,38 @@ def trained(seed: int) -> str:
     for name, value in plain.items():
         torch.testing.assert_close(torch.as_tensor(fused_ones[name]), torch.as_tensor(value), rtol=1e-4, atol=1e-5)
     return "equal"
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("ignored", [0, 7])
+def test_loss_of_a_head_by_tiles_is_that_of_torch(biased: bool, ignored: int, seed: int) -> None:
+    """Chunk by chunk, the last of which has too few rows for tiles."""
+    torch.manual_seed(seed)
+    drawn = [torch.randn(150, 40), torch.randn(57, 40), torch.randn(57)]
+    target = torch.randint(57, (150,)).index_fill_(0, torch.arange(ignored), -100)
+    shard, given = VocabShard(Axis.alone("tp"), (0, 57), 57), drawn[: 2 + biased]
+    faster = kernel.FasterRows({64: kernel.SPLIT}, kernel.SPLIT, torch.float32, torch.get_num_threads())
+    found = []
+    for way in (None, faster):
+        leaves = [x.clone().requires_grad_() for x in given]
+        with (
+            tiles(),
+            mock.patch.object(split_product, "FEWEST_ROWS", 30),
+            mock.patch.object(chunks, "_rows_at_once", return_value=64),
+            mock.patch.object(split_product, "product", wraps=split_product.product) as used,
+        ):
+            bias = leaves[2] if biased else None
+            loss = chunks.linear_cross_entropy(leaves[0], leaves[1], bias, target, shard, mean=True, faster=way)
+            loss.backward()
+        assert used.call_count == (7 if way else 0)  # of the last chunk, the gradient of the weight
+        found.append([loss, *(leaf.grad for leaf in leaves)])
+    for mine, right in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_are_longer_where_the_weight_is_packed_for_each() -> None:
+    weight, shard = torch.empty(1000, 8), VocabShard(Axis.alone("tp"), (0, 1000), 1000)
+    rows = [chunks._rows_at_once(4096, weight, shard, MANY), chunks._rows_at_once(1024, weight, shard, MANY)]
+    packed = replace(MANY, many=kernel.SPLIT)
+    assert chunks._rows_at_once(1024, weight, shard, packed) == max(rows[1], chunks.SPLIT_ROWS)
+    assert rows[1] <= chunks.SPLIT_ROWS <= rows[0] == chunks._rows_at_once(4096, weight, shard, packed)

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from oslo_kernels import linear as kernel
-from oslo_kernels import linear_timing, small_operations
+from oslo_kernels import linear_timing, small_operations, split_product
 from oslo_kernels.kept_timings import KeptTimings
 from oslo_models import GPT2LMHeadModel, LlamaForCausalLM
 from oslo_models.fusion.modules import FusedProduct
 
 from support import zoo
 from support.fake_timings import faster_at
-from support.fusion import spy_on_few_rows
+from support.fusion import spy_on_few_rows, tiles
 from support.pool import Pool
 
 SLOWER = "left unfused because it would be slower (1 row: "
@@ -115,6 +115,31 @@ def test_many_rows_are_computed_as_the_most_that_are_timed() -> None:
         found = linear_timing.faster_rows(timed, torch.float32)
         assert (found.way(4 * most, torch.float32) == kernel.ONEDNN) is many
         assert (found.way(most - 1, torch.float32) == kernel.ONEDNN) is (len(rows) == 2)
+
+
+def test_tiles_are_timed_for_many_rows_only() -> None:
+    layer, most = torch.nn.Linear(32, 16), kernel.MOST_TIMED
+    with tiles(), faster_at(way=kernel.SPLIT):
+        # as if the smallest matrices did not fill tiles
+        with mock.patch.object(split_product, "FEWEST_ROWS", 32):
+            found = linear_timing.timings([(layer.weight, layer.bias)], False)
+    assert [rows for rows, ways in found.items() if kernel.SPLIT in ways] == [32, 64, most]
+    assert linear_timing.faster_rows(found, torch.float32).many == kernel.SPLIT
+
+
+@pytest.mark.parametrize("io", [False, True])
+def test_a_part_of_a_large_weight_is_timed_with_many_rows(io: bool) -> None:
+    most, outputs = kernel.MOST_TIMED, 40
+    weight, bias = torch.ones((32, outputs) if io else (outputs, 32)), torch.ones(outputs)
+    with (
+        faster_at(way=kernel.ONEDNN) as measured,
+        mock.patch.object(linear_timing, "LARGEST", 32 * most * outputs // 2),
+    ):
+        found = linear_timing.timings([(weight, bias)], io)
+    timed = [call.args[2][0] for call in measured.call_args_list if call.args[0].args[0].shape[1] == most]
+    assert (most in found) is not io
+    assert all(part.shape == (outputs // 2, 32) and len(added) == outputs // 2 for part, added in timed)
+    assert all(part.data_ptr() == weight.data_ptr() for part, _ in timed)
 
 
 def test_faster_of_two_ways_is_taken_and_never_one_slower_than_torch() -> None:

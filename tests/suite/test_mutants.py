@@ -218,7 +218,7 @@ STEP = {"forward": 1.0, "backward": 2.0, "number": 4, "share_loss": False}
 
 
 def head_norms_without_sum_of_gradients(patch: Patch) -> None:
-    patch.setattr(norms.FusedRMSNorm, "own_weight", lambda self: self.weight)
+    patch.setattr(norms, "own_weight", lambda norm: norm.weight)
 
 
 def sum_of_gradients_after_the_products(patch: Patch) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from unittest import mock
 
 from torch import Tensor
 
 from oslo_kernels import linear as kernel
+from oslo_kernels import split_product
 from oslo_models import GPT2LMHeadModel
 from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.fusion.swap import Fusion
@@ -47,5 +48,12 @@ def as_on_a_gpu(model: Any, backend: str = "triton") -> Any:
 
 def spy_on_few_rows(way: str = kernel.CPP) -> Any:
     """Records whether the kernel for few rows, or another way of computing a product, is called."""
-    name = {kernel.CPP: "_of_few_rows", kernel.ONEDNN: "by_onednn"}[way]
+    name = {kernel.CPP: "_of_few_rows", kernel.ONEDNN: "by_onednn", kernel.SPLIT: "by_split"}[way]
     return mock.patch.object(kernel, name, wraps=getattr(kernel, name))
+
+
+def tiles() -> Any:
+    """Products in parts of bfloat16 on any processor: in plain C++ where it has no tiles, and of the smallest matrices."""
+    plain = split_product.why_not() is not None
+    product = partial(split_product.product, plain=plain)
+    return mock.patch.multiple(split_product, product=product, FEWEST_ROWS=1, why_not=lambda: None)

@@ -56,15 +56,15 @@ struct Operand {
 
 // Packing -------------------------------------------------------------------------------------------------------------
 
-// The parts of each number, in the upper halves of words. What is finite is not rounded to infinity; what is not sets
-// bits in `strange`.
+// The parts of each number, in the upper halves of words. What is finite is not rounded to infinity, nor are sums of
+// parts; what is not sets bits in `strange`.
 inline void split(Floats x, Words parts[kParts], Words& strange) {
     const Words bits = as<Words>(x), magnitude = bits & 0x7fffffffu;
     const Words round = (Words)(magnitude < 0x7f7f8000u) & 0x8000u;
     strange |= (Words)(magnitude > 0x7f7fffffu);
     parts[0] = (bits + round) & 0xffff0000u;
     const Floats rest = x - as<Floats>(parts[0]);
-    parts[1] = (as<Words>(rest) + 0x8000u) & 0xffff0000u;
+    parts[1] = (as<Words>(rest) + round) & 0xffff0000u;
     parts[2] = as<Words>(rest - as<Floats>(parts[1])); // has no more digits
 }
 
@@ -133,10 +133,10 @@ void pack(
 
 // In plain C++, for processors without such units: for tests, since it is slow.
 struct Plain {
-    static void multiply(const uint16_t* left, const uint16_t* right, int64_t steps, float* out, int64_t of_row, bool add) {
+    static void multiply(const uint16_t* left, const uint16_t* right, int64_t steps, float* out, int64_t of_row) {
         for (int64_t i = 0; i < kPanel; ++i)
             for (int64_t j = 0; j < kPanel; ++j) {
-                double sum = add ? out[i * of_row + j] : 0.0;
+                double sum = 0.0;
                 for (int64_t step = 0; step < steps; ++step)
                     for (int p = 0; p < kParts; ++p)
                         for (int q = 0; p + q < kParts; ++q) {
@@ -186,20 +186,13 @@ struct Configured {
 
 struct ByTiles : Configured {
     // Two by two tiles of sums; each tile that is loaded is used twice.
-    static void multiply(const uint16_t* left, const uint16_t* right, int64_t steps, float* out, int64_t of_row, bool add) {
+    static void multiply(const uint16_t* left, const uint16_t* right, int64_t steps, float* out, int64_t of_row) {
         float* low = out + kSide * of_row;
         const int64_t stride = of_row * sizeof(float);
-        if (add) {
-            _tile_loadd(0, out, stride);
-            _tile_loadd(1, out + kSide, stride);
-            _tile_loadd(2, low, stride);
-            _tile_loadd(3, low + kSide, stride);
-        } else {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-        }
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
         for (int64_t step = 0; step < steps; ++step, left += kStep, right += kStep) {
             const uint16_t *next_left = left + kStep, *next_right = right + kStep;
             const auto fetch = [&](int sixth) { // of the next step, into the first-level cache
@@ -264,11 +257,11 @@ void multiply_panels(
     const Product& p, const uint16_t* left, const uint16_t* right, int64_t steps, int64_t row, int64_t column, bool add) {
     const int64_t rows = least(p.left.rows - row, kPanel), columns = least(p.right.rows - column, kPanel);
     float* out = p.out + row * p.of_row + column;
-    if (rows == kPanel && columns == kPanel) return Unit::multiply(left, right, steps, out, p.of_row, add);
-    alignas(64) float edge[kPanel * kPanel];
-    for (int64_t i = 0; add && i < rows; ++i) std::memcpy(edge + kPanel * i, out + i * p.of_row, columns * sizeof(float));
-    Unit::multiply(left, right, steps, edge, kPanel, add);
-    for (int64_t i = 0; i < rows; ++i) std::memcpy(out + i * p.of_row, edge + kPanel * i, columns * sizeof(float));
+    if (rows == kPanel && columns == kPanel && !add) return Unit::multiply(left, right, steps, out, p.of_row);
+    alignas(64) float sums[kPanel * kPanel]; // of these terms alone, so that they are rounded as little as they can be
+    Unit::multiply(left, right, steps, sums, kPanel);
+    for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < columns; ++j) out[i * p.of_row + j] = sums[i * kPanel + j] + (add ? out[i * p.of_row + j] : 0.0f);
 }
 
 template <typename Unit>
