@@ -119,10 +119,8 @@ def test_many_rows_are_computed_as_the_most_that_are_timed() -> None:
 
 def test_tiles_are_timed_for_many_rows_only() -> None:
     layer, most = torch.nn.Linear(32, 16), kernel.MOST_TIMED
-    with tiles(), faster_at(way=kernel.SPLIT):
-        # as if the smallest matrices did not fill tiles
-        with mock.patch.object(split_product, "FEWEST_ROWS", 32):
-            found = linear_timing.timings([(layer.weight, layer.bias)], False)
+    with tiles(), faster_at(way=kernel.SPLIT), mock.patch.object(split_product, "FEWEST_ROWS", 32):
+        found = linear_timing.timings([(layer.weight, layer.bias)], False)
     assert [rows for rows, ways in found.items() if kernel.SPLIT in ways] == [32, 64, most]
     assert linear_timing.faster_rows(found, torch.float32).many == kernel.SPLIT
 

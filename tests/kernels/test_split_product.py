@@ -1,4 +1,4 @@
-"""Products of float32 matrices in three parts of bfloat16, by a processor's tiles where it has them, or in plain C++."""
+"""Products of float32 matrices in three parts of bfloat16: by a processor's tiles if it has them, and in plain C++."""
 
 from __future__ import annotations
 

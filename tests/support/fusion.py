@@ -53,7 +53,7 @@ def spy_on_few_rows(way: str = kernel.CPP) -> Any:
 
 
 def tiles() -> Any:
-    """Products in parts of bfloat16 on any processor: in plain C++ where it has no tiles, and of the smallest matrices."""
+    """Products in parts of bfloat16 on any processor, in plain C++ if it has no tiles, and of the smallest matrices."""
     plain = split_product.why_not() is not None
     product = partial(split_product.product, plain=plain)
     return mock.patch.multiple(split_product, product=product, FEWEST_ROWS=1, why_not=lambda: None)
