@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from oslo_models._version import __version__
+from oslo_models.importing import without_collections
 from oslo_models.registry import ARCHITECTURES, did_you_mean, find, names
 
 _OWN = {
@@ -43,23 +44,27 @@ _OWN = {
 
 def __getattr__(name: str) -> Any:
     """Import a class on first access: the zoo is large, and torch is slow to import."""
-    import importlib
-
     if name == "__all__":
         return __dir__()
-    if name in _OWN:
-        value = getattr(importlib.import_module(_OWN[name]), name)
-    elif name.startswith("_"):
+    if name.startswith("_"):
         raise AttributeError(f"module 'oslo_models' has no attribute {name!r}")
-    else:
-        try:
-            value = _auto_class(name) if name.startswith("Auto") else find(name, others=_OWN)
-        except AttributeError as error:
-            if _is_from_import(sys._getframe(1)):
-                raise ImportError(str(error), name=__name__) from None
-            raise
+    try:
+        with without_collections():
+            value = _import(name)
+    except AttributeError as error:
+        if name not in _OWN and _is_from_import(sys._getframe(1)):
+            raise ImportError(str(error), name=__name__) from None
+        raise
     globals()[name] = value
     return value
+
+
+def _import(name: str) -> Any:
+    import importlib
+
+    if name in _OWN:
+        return getattr(importlib.import_module(_OWN[name]), name)
+    return _auto_class(name) if name.startswith("Auto") else find(name, others=_OWN)
 
 
 def _auto_class(name: str) -> Any:

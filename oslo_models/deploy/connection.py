@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
-import time
+
+from oslo_models.deploy.busy_polling import BusyPoll
 
 _LENGTH_BYTES = 8
 
@@ -14,7 +14,7 @@ class WorkerConnection:
     """Sends each message behind its length.
 
     Unlike `multiprocessing`'s connections it can send without waiting (`send_now`), which a suspended worker requires.
-    It is not for speed: a call of a small model takes as long with theirs (0.98 to 1.05 times, as `busy_poll` says).
+    It is not for speed: a call of a small model takes as long with theirs (0.98 to 1.05 times, as `BusyPoll` says).
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -22,6 +22,7 @@ class WorkerConnection:
         connected.settimeout(None)  # whatever default the application has set
         self._incoming = select.poll()
         self._incoming.register(connected, select.POLLIN)
+        self._busy_poll = BusyPoll(self._incoming)
 
     def fileno(self) -> int:
         """Its file descriptor, -1 when it is closed."""
@@ -48,8 +49,8 @@ class WorkerConnection:
         self._socket.sendall(rest)
 
     def spin(self, seconds: float) -> None:
-        """Wait for a message for at most so many seconds, without sleeping; see `busy_poll`."""
-        busy_poll(self._incoming, seconds)
+        """Wait for a message for at most so many seconds, without sleeping; see `BusyPoll`."""
+        self._busy_poll.wait(seconds)
 
     def has_arrived(self) -> bool:
         """Whether `recv_bytes` has something to read, if only the end of the connection."""
@@ -77,25 +78,3 @@ class WorkerConnection:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def has_spare_core(ranks: int) -> bool:
-    """Whether a core is left for busy waiting beside those on which the ranks compute."""
-    return len(os.sched_getaffinity(0)) > ranks
-
-
-def busy_poll(incoming: select.poll, seconds: float) -> list[tuple[int, int]]:
-    """Poll without sleeping until something arrives or the time is up, and return what ``poll`` does.
-
-    A thread that slept is slow right after it wakes. Polling saves 120 us per call in the caller and 100 us in the
-    worker, of 940 us (1.12 and 1.10 times as long without, quartiles within 0.03). Where other processes compete for
-    the cores it costs instead: with 17 runnable processes per core a call took 1.5 times as long with it.
-
-    These figures and those at other places in this package are medians of 300 calls of ``forward`` of a GPT-2 with two
-    layers of size 64 on one rank, on two cores, with and without in alternating blocks of ten calls, at real-time
-    priority so that other processes do not disturb.
-    """
-    deadline = time.monotonic() + seconds
-    while not (ready := incoming.poll(0)) and time.monotonic() < deadline:
-        pass
-    return ready

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
-from oslo_models.deploy.connection import WorkerConnection, busy_poll
+from oslo_models.deploy.busy_polling import BusyPoll
+from oslo_models.deploy.connection import WorkerConnection
 from oslo_models.deploy.forking import fork_worker
 from oslo_models.deploy.serialization import decode, encode
 
@@ -107,6 +108,7 @@ class ProcessExecutor:
         self.processes: list[Process] = []
         self._senders: list[_Sender] = []
         self._incoming, self._ready = select.poll(), list[tuple[int, int]]()
+        self._busy_poll = BusyPoll(self._incoming)
         self._ends: dict[int, tuple[int, WorkerConnection]] = {}
         try:
             for rank in range(count):
@@ -139,7 +141,7 @@ class ProcessExecutor:
     def wait(self, timeout: float, spin: float = 0.0) -> None:
         if not self._senders:
             raise OSError("the connections are closed")
-        self._ready = (spin and busy_poll(self._incoming, spin)) or self._incoming.poll(timeout * 1e3)
+        self._ready = self._busy_poll.wait(spin) or self._incoming.poll(timeout * 1e3)
 
     def receive(self) -> Iterator[tuple[int, Any]]:
         if not self._senders:

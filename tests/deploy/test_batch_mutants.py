@@ -16,6 +16,8 @@ TAKES, SCHEDULER, ADMISSION = f"{BATCH}.loop:RunningBatch", f"{BATCH}.scheduler:
 TOGETHER = "test_short_prompts_are_computed_together"
 OWN, FAIR = "test_calls_are_answered_with_their_own_tokens", "test_schedule_is_fair_and_bounded"
 ENDS, CANCELLED = "test_rows_end_at_their_own_tokens_and_are_padded", "test_cancelled_call_leaves_at_once"
+PLAIN, KNOWN = f"{BATCH}.plain_settings:PlainSettings", "deploy/test_plain_settings.py"
+PADDING, DEFAULTS = "test_padding_is_seen", "test_changes_of_the_defaults_and_the_model_are_followed"
 BETWEEN, RAISES = (
     "test_other_calls_are_answered_between_steps_and_changes_after_the_rows",
     "test_processor_that_raises_ends_its_call_only",
@@ -146,6 +148,9 @@ SLOW: list[Row] = [
     (f"{ROW}:prepare", "mask_BL[row : row + 1]", "mask_BL[:1]", LOOP, OWN, CHUNKS),
     (f"{ROW}:prepare", "(ids_BL >= vocabulary).any()", "False", LOOP, REJECTED, {}),
     (f"{ROW}:_prepare_row", "input_ids[0, mask_BL[0].bool()]", "input_ids[0]", LOOP, OWN, CHUNKS),
+    (f"{PLAIN}.find", "if any(token in prompt for token in padding)", "if False", KNOWN, PADDING, {}),
+    (f"{PLAIN}.key", "bool(mask_BL.all())", "True", KNOWN, PADDING, {}),
+    (f"{PLAIN}._follow_defaults", "self.forget()", "pass", KNOWN, DEFAULTS, {}),
     (f"{ROW}:Row.take", "self._processors(self.ids_BL, logits_BV)", "logits_BV", LOOP, OWN, CHUNKS),
     (f"{ROW}:Row.take_token", "self._buffer_BL[:, : self._length] = held_BL", "pass", LOOP, OWN, CHUNKS),
     (f"{ROW}:Call.result", "[row.pad]", "[0]", LOOP, ENDS, {}),

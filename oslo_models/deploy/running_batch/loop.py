@@ -13,6 +13,7 @@ from torch import Tensor
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
 from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
 from oslo_models.deploy.running_batch.row import Call, Row, plain_tokens, prepare
 from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
@@ -61,6 +62,7 @@ class RunningBatch:
         self.runners = [StepRunner(model, own, keeps_logits=True, packed=self._packed) for own in each]
         self.channel, self.leads, self._slots = channel, leads, SlotGroups(each)
         self._model, self._send, self._cancelled, self._count_token = model, send, cancelled, count_token
+        self._settings = PlainSettings(model)
         self._calls: dict[int, Call] = {}
         self._ahead: deque[Step] = deque()  # published, and not computed yet
         self._consumed = 0
@@ -80,7 +82,8 @@ class RunningBatch:
             self._follow(first, messages)
 
     def forget_prefixes(self) -> None:
-        """Drop the keys and values of former rows. On all ranks, between the same two steps."""
+        """Drop what is kept of former rows. On all ranks, between the same two steps."""
+        self._settings.forget()
         for runner in self.runners:
             runner.rows.kept.clear()
         self._slots.forget_prefixes()
@@ -137,7 +140,7 @@ class RunningBatch:
         try:
             if request.generation_config is not None:
                 self._model.generation_config = request.generation_config
-            call = prepare(self._model, request)
+            call = prepare(self._model, request, self._settings)
         except Exception as error:  # noqa: BLE001  everything is reported
             self._fail(request.number, error)
             return

@@ -18,6 +18,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from oslo_models.deploy.decoding import Decoding
 from oslo_models.deploy.running_batch.nucleus import faster
+from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 
 
 class Row:
@@ -136,8 +137,11 @@ class Call:
         return torch.cat([torch.cat((row.ids_BL.cpu(), pad), 1) for row, pad in zip(self.rows, padding, strict=True)])
 
 
-def prepare(model: Any, request: Any) -> Call:
+def prepare(model: Any, request: Any, known: PlainSettings | None = None) -> Call:
     """The call of a request, with everything that `generate` prepares before its first forward.
+
+    Args:
+        known: settings of former calls of the same model.
 
     Raises:
         IndexError: a prompt has a token that the model does not know.
@@ -157,12 +161,26 @@ def prepare(model: Any, request: Any) -> Call:
         given = {"input_ids": ids_BL[row : row + 1].long(), **kwargs}
         if mask_BL is not None:
             given["attention_mask"] = mask_BL[row : row + 1]
-        rows.append(_prepare_row(model, request, given, decoding))
+        rows.append(_make_row(model, request, given, decoding, known or PlainSettings(model)))
     return Call(request.number, request.stream, rows)
 
 
-def _prepare_row(model: Any, request: Any, given: dict[str, Any], decoding: Decoding | None) -> Row:
-    prepared: list[Row] = []
+def _make_row(model: Any, request: Any, given: dict[str, Any], decoding: Decoding | None, known: PlainSettings) -> Row:
+    """A row, with the settings of a former one if they are those that `generate` would prepare."""
+    ids_BL = given["input_ids"]
+    prompt, key = ids_BL[0].tolist(), known.key(given) if decoding is None else None
+    ids_BL, settings = ids_BL.to(model.device), known.find(key, prompt)
+    if settings is None:
+        ids_BL, prompt, settings = _prepare_row(model, request, given, decoding)
+        known.keep(key, settings)
+    return Row(request.number, ids_BL, prompt, request.seed, settings)
+
+
+def _prepare_row(
+    model: Any, request: Any, given: dict[str, Any], decoding: Decoding | None
+) -> tuple[Tensor, list[int], Any]:
+    """The tokens of a row with and without padding, and its settings."""
+    prepared: list[tuple[Tensor, list[int], Any]] = []
 
     def capture(
         model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **rest: Any
@@ -174,11 +192,11 @@ def _prepare_row(model: Any, request: Any, given: dict[str, Any], decoding: Deco
         logits_processor[:0] = front
         scored = decoding.scored if decoding is not None and decoding.logprobs is not None and request.stream else None
         settings = (logits_processor, stopping_criteria, generation_config, scored)
-        prepared.append(Row(request.number, input_ids, prompt.tolist(), request.seed, settings))
+        prepared.append((input_ids, prompt.tolist(), settings))
         return input_ids
 
     with model.generating():
-        model.generate(**_on_device(given, model.device), custom_generate=capture, use_cache=False)
+        model.generate(**{**_on_device(given, model.device), "use_cache": False}, custom_generate=capture)
     return prepared[0]
 
 
