@@ -6,6 +6,7 @@ of `generate` for one token of a GPT-2 with two layers of size 64 takes 1.47 ms,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ class PlainSettings:
         defaults = vars(self._model.generation_config)
         if defaults != self._defaults:
             self.forget()
-            self._defaults = dict(defaults)
+            self._defaults = copy.deepcopy(defaults)  # lists in it may be changed in place
 
     def find(self, key: Key | None, prompt: list[int]) -> Any:
         """The settings of a former row for a prompt; ``None`` if there are none, or a mask has to be made of it."""
