@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oslo_kernels import logits
 from oslo_kernels.language import jit, launch, power_of_two, tl, triton, wide
 
 PADDING = 64
@@ -57,6 +58,12 @@ class Rule:
         elsewhere_N = ignored_N | (target_N < self.start) | (target_N >= self.start + columns)
         return (target_N - self.start).masked_fill(elsewhere_N, 0).unsqueeze(-1), elsewhere_N
 
+    def columns(self, target_N: Tensor, columns: int) -> Tensor:
+        """The column of each target, as `oslo_kernels.logits` takes it, ``[N]``."""
+        index_N1, elsewhere_N = self.local(target_N, columns)
+        index_N = index_N1.squeeze(-1).masked_fill_(elsewhere_N, logits.ELSEWHERE)
+        return index_N.masked_fill_(target_N == self.ignore_index, logits.IGNORED)
+
     def losses(self, statistics_4N: Tensor, target_N: Tensor) -> Tensor:
         """The loss of each row, from the statistics of the full rows."""
         max_N, total_N, picked_N, sum_N = statistics_4N
@@ -70,6 +77,8 @@ def row_statistics(logits_Nv: Tensor, target_N: Tensor, rule: Rule) -> Tensor:
 
     The target's logit is zero where the target is ignored or on another rank.
     """
+    if _is_in_cpp(logits_Nv, rule):
+        return logits.statistics(logits_Nv, rule.columns(target_N, logits_Nv.shape[1]))
     return (row_statistics_triton if _has_kernel(logits_Nv) else row_statistics_plain)(logits_Nv, target_N, rule)
 
 
@@ -82,8 +91,17 @@ def replace_by_gradient_(logits_Nv: Tensor, statistics_4N: Tensor, target_N: Ten
     Returns:
         The loss of each row, ``[N]``.
     """
+    if _is_in_cpp(logits_Nv, rule):
+        log_total_N = statistics_4N[1].log() + statistics_4N[0] - math.log(rule.factor)
+        columns_N = rule.columns(target_N, logits_Nv.shape[1])
+        logits.replace_by_gradient_(logits_Nv, columns_N, log_total_N, rule.hit * rule.factor, rule.rest * rule.factor)
+        return rule.losses(statistics_4N, target_N)
     run = replace_by_gradient_triton if _has_kernel(logits_Nv) else replace_by_gradient_plain
     return run(logits_Nv, statistics_4N, target_N, rule)
+
+
+def _is_in_cpp(logits_Nv: Tensor, rule: Rule) -> bool:
+    return rule.scale == 1.0 and not rule.cap and logits.computes(logits_Nv)
 
 
 def _has_kernel(logits_Nv: Tensor) -> bool:

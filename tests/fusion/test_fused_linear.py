@@ -20,6 +20,7 @@ from oslo_kernels import build, passes, small_operations, split_product
 from oslo_kernels import linear as kernel
 from oslo_models import GPT2LMHeadModel, LlamaForCausalLM
 from oslo_models.distributed.mesh import Axis
+from oslo_models.fusion import lazy_logits
 from oslo_models.fusion import linear_cross_entropy as chunks
 from oslo_models.fusion.modules import FusedLinear
 from oslo_models.layers.cross_entropy import VocabShard
@@ -344,3 +345,22 @@ def test_chunks_are_longer_where_the_weight_is_packed_for_each() -> None:
     packed = replace(MANY, many=kernel.SPLIT)
     assert chunks._rows_at_once(1024, weight, shard, packed) == max(rows[1], chunks.SPLIT_ROWS)
     assert rows[1] <= chunks.SPLIT_ROWS <= rows[0] == chunks._rows_at_once(4096, weight, shard, packed)
+
+
+def test_small_logits_and_their_loss_are_computed_one_after_the_other(seed: int) -> None:
+    """Where `fuse` has measured; without, whatever can be is fused."""
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(seed))
+    called = []
+    for options in ({}, {"measure": False}):
+        model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed)
+        with (
+            faster_at(),
+            mock.patch.object(lazy_logits, "linear_cross_entropy", wraps=chunks.linear_cross_entropy) as used,
+        ):
+            model.fuse(**options)
+            for small in (lazy_logits.SMALL, 18 * 101 * 4, 18 * 101 * 4 - 1):
+                with mock.patch.object(lazy_logits, "SMALL", small):
+                    model(ids, labels=ids)
+                called.append(used.called)
+                used.reset_mock()
+    assert called == [False, False, True, True, True, True]

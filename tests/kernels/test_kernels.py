@@ -221,10 +221,12 @@ def test_cross_entropy_operations_match_torch(seed: int, monkeypatch: pytest.Mon
         cross_entropy.Rule(),
         cross_entropy.Rule(start=3, hit=0.9, rest=0.1 / 7, scale=0.5, ignore_index=4, factor=1 / 18),
         cross_entropy.Rule(scale=0.3, cap=2.0, factor=0.4),
+        cross_entropy.Rule(start=3, hit=0.9, rest=0.1 / 3001, ignore_index=4, factor=1 / 18),  # on a CPU in C++
     )
     for rule in rules:
-        products = (3 * torch.randn(20, 7, dtype=torch.float64)).requires_grad_()
-        target = torch.randint(7, (20,)) + rule.start
+        width = round((1 - rule.hit) / rule.rest) if rule.rest else 7
+        products = (3 * torch.randn(20, width, dtype=torch.float64)).requires_grad_()
+        target = torch.randint(width, (20,)) + rule.start
         target[:2] = rule.ignore_index
         logits = products * rule.scale
         logits = rule.cap * logits.tanh() if rule.cap else logits
