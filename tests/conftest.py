@@ -63,7 +63,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(pytest_report_header(config))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests of quantised weights are to run, modules that have none of them are not even imported."""
+    is_left_out = config.option.markexpr.startswith("quantization ") and collection_path.name.startswith("test_")
+    return True if is_left_out and not mentions_quantization(collection_path) else None
+
+
+def mentions_quantization(module: Path) -> bool:
+    return "mark.quantization" in module.read_text()
+
+
+def hides_quantization(item: pytest.Item) -> bool:
+    return item.get_closest_marker("quantization") is not None and not mentions_quantization(item.path)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hidden := {str(item.path) for item in items if hides_quantization(item)}:
+        raise pytest.UsageError(f"they have to name mark.quantization, or no command runs all their tests: {hidden}")
     if not config.option.markexpr:
         others = ("zoo", "quantization")  # of other commands
         config.hook.pytest_deselected(items=[item for item in items if any(map(item.get_closest_marker, others))])
