@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from support.pool import Pool  # noqa: E402
+from support.pool import PRELOAD, Pool, worker_environment  # noqa: E402
+from support.pool_server import start_server  # noqa: E402
 
 torch.set_num_threads(1)  # the cores are for the ranks
 hypothesis.settings.register_profile("oslo", deadline=None, print_blob=True)
@@ -62,7 +63,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(pytest_report_header(config))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only tests of quantised weights are to run, modules that have none of them are not even imported."""
+    is_left_out = config.option.markexpr.startswith("quantization ") and collection_path.name.startswith("test_")
+    return True if is_left_out and not mentions_quantization(collection_path) else None
+
+
+def mentions_quantization(module: Path) -> bool:
+    return "mark.quantization" in module.read_text()
+
+
+def hides_quantization(item: pytest.Item) -> bool:
+    return item.get_closest_marker("quantization") is not None and not mentions_quantization(item.path)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hidden := {str(item.path) for item in items if hides_quantization(item)}:
+        raise pytest.UsageError(f"they have to name mark.quantization, or no command runs all their tests: {hidden}")
     if not config.option.markexpr:
         others = ("zoo", "quantization")  # of other commands
         config.hook.pytest_deselected(items=[item for item in items if any(map(item.get_closest_marker, others))])
@@ -73,10 +90,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Importing leaves hardly any garbage, and looking for it takes a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays to the end, so no garbage collection need look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Start the server of the pool, if a test needs it; its output is that of the tests."""
+    uses_pool = any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
+    if uses_pool and not session.config.option.collectonly:
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()
+        start_server(PRELOAD, worker_environment())
+        capture.suspend_global_capture()
 
 
 @pytest.fixture(autouse=True)

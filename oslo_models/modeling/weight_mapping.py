@@ -21,6 +21,7 @@ from oslo_models.checkpoint.quantized import check_not_quantized
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of, plan_over
+from oslo_models.modeling.meta_device import meta_device
 from oslo_models.modeling.stacked_experts import stacking_reader
 from oslo_models.sharding.layout import EvenSplit, Layout
 
@@ -83,7 +84,7 @@ class WeightMapping:
         blocks_per_stage: Sequence[int] | None = None,
     ) -> None:
         options = {**options, "dtype": config.dtype}
-        with torch.device("meta"):
+        with meta_device():
             local = self.model = model = cls._from_config(copy.deepcopy(config), **options)
             if mesh.pp.size > 1:
                 local = cls._from_config(copy.deepcopy(config), mesh=mesh, blocks_per_stage=blocks_per_stage, **options)

@@ -161,7 +161,7 @@ class _Worker:
         os.close(handle)
         self.stack_file = Path(stacks)
         self.process = context.Process(target=serve, args=(theirs, stacks))
-        with environment(_worker_environment()):  # the first worker starts the server, whose environment all inherit
+        with environment(worker_environment()):  # the first worker starts the server, whose environment all inherit
             self.process.start()
         theirs.close()
         self.pid: int = self.process.pid
@@ -282,7 +282,7 @@ class _Call:
                 self.raised[rank], self.failures[rank] = exception, text
 
 
-def _worker_environment() -> dict[str, str]:
+def worker_environment() -> dict[str, str]:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         "CUDA_VISIBLE_DEVICES": "",  # ranks on gloo compute on the CPU

@@ -28,6 +28,7 @@ THREADS = 6
 def serve(conn: connection.Connection, stack_file: str) -> None:
     """The life of a worker: do what comes through ``conn``; on SIGUSR1 and in a crash, write its stack to a file."""
     os.setpgid(0, 0)
+    gc.enable()
     gc.freeze()  # what was preloaded need not be looked at after every job
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -1,0 +1,42 @@
+"""Constructs models on the meta device without computing initial values, of which there is nothing to see there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+
+_INITIALIZERS = {init.normal_, init.uniform_, init.kaiming_uniform_, init.constant_, Tensor.normal_, Tensor.uniform_}
+
+
+class uninitialized_on_meta(TorchFunctionMode):  # noqa: N801  reads as the context manager that it is
+    """Under it, initialisers leave tensors on the meta device as they are.
+
+    torch would run its reference implementations in Python: half of the time that a model takes to construct there.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _INITIALIZERS:
+            tensor = args[0] if args else kwargs["tensor"]  # by its name from torch's functions
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def meta_device() -> Iterator[None]:
+    """``torch.device("meta")`` for the construction of a model: nothing is initialised."""
+    with torch.device("meta"), uninitialized_on_meta():
+        yield

@@ -1,0 +1,70 @@
+"""The server that forks the pool's workers, as a copy of the process that runs the tests.
+
+A server of its own would import torch, transformers and every architecture again, and each worker the modules of its
+tests. The copy is made after the tests were collected and before the first of them runs: all it holds are modules.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker, util
+from typing import NoReturn
+from unittest import mock
+
+import torch
+
+
+def start_server(preload: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Make a copy of this process the fork server of `multiprocessing`, which forks whatever it is asked for later.
+
+    Where that cannot be done, a process of its own becomes the server once the first worker is needed.
+
+    Args:
+        preload: modules that the server imports, as far as this process has not.
+        environment: variables of the workers.
+    """
+    if sys.platform != "linux" or torch.cuda.is_available():  # asking has initialised the driver, which no copy can use
+        return
+
+    def fork(_executable: bytes, command: Sequence[str], descriptors: Sequence[int]) -> int:
+        if (pid := os.fork()) == 0:
+            os.environ.update(environment)
+            _be_server(command[-1], descriptors)
+        return pid
+
+    forkserver.set_forkserver_preload(list(preload))
+    resource_tracker.ensure_running()  # otherwise the server's start would begin with it
+    with mock.patch.object(util, "spawnv_passfds", fork), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: that of pytest-xdist only waits
+        forkserver.ensure_running()
+
+
+def _be_server(code: str, descriptors: Sequence[int]) -> NoReturn:
+    """Run the code of a new server, in which nothing of pytest is left but modules."""
+    try:
+        gc.disable()
+        _leave_files({0, 1, 2, *descriptors})
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+        logging.getLogger().handlers.clear()
+        forkserver._forkserver.__init__()  # its lock was held when this process was made
+        exec(code)
+    finally:
+        os._exit(0)  # without what was registered for the end of the original
+
+
+def _leave_files(kept: set[int]) -> None:
+    """Replace what the original has open, so that others see the end of its connections when it ends."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with suppress(OSError):  # that of the directory itself is closed already
+                os.fstat(int(name))
+                os.dup2(nothing, int(name))
