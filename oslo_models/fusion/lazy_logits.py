@@ -120,7 +120,7 @@ class LazyLogits(ShardedLogits):
 
     def _are_small(self, rows: int) -> bool:
         """Whether a CPU computes logits and loss faster one after the other; asked only where `fuse` measured."""
-        measured = self.is_cpu and self.head.faster is not None
+        measured = self.local().is_cpu and self.head.faster is not None
         return measured and rows * self.vocab_size * self.logits_dtype.itemsize <= SMALL * self.tp.size
 
     def compute(self) -> Tensor:

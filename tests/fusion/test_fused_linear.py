@@ -353,10 +353,8 @@ def test_small_logits_and_their_loss_are_computed_one_after_the_other(seed: int)
     called = []
     for options in ({}, {"measure": False}):
         model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed)
-        with (
-            faster_at(),
-            mock.patch.object(lazy_logits, "linear_cross_entropy", wraps=chunks.linear_cross_entropy) as used,
-        ):
+        spy = mock.patch.object(lazy_logits, "linear_cross_entropy", wraps=chunks.linear_cross_entropy)
+        with faster_at(), spy as used:
             model.fuse(**options)
             for small in (lazy_logits.SMALL, 18 * 101 * 4, 18 * 101 * 4 - 1):
                 with mock.patch.object(lazy_logits, "SMALL", small):
