@@ -75,6 +75,13 @@ def reference_run(directory: Path, base: Any, adapter: Any, seed: int, **options
     return run
 
 
+def error_of_logits(run: QuantizedRun, exact: Any) -> float:
+    """How far the logits of one process are from those of the same quantised weights in a wider dtype."""
+    from peft import PeftModel
+
+    return _difference(_logits(PeftModel.from_pretrained(exact.train(), run.saved), run.batches[0]), run.logits)
+
+
 def train_on_ranks(run: QuantizedRun, tp: int, pp: int, tolerance: float) -> dict[str, float]:
     """On each rank: load the checkpoint, add the adapter, save it and train it; returns the largest differences."""
     from peft import get_peft_model
