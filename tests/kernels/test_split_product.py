@@ -50,7 +50,8 @@ def check(plain: bool, draw: random.Random, most: int = 150) -> None:
     """Of random sizes and strides, with bias, into other memory, and added to what is there."""
     for left_by_rows in (True, False):
         for right_by_rows in (True, False):
-            M, N, K = (draw.randint(1, most) for _ in range(3))
+            few, many, K = draw.randint(1, most // 2), draw.randint(most // 2 + 32, most + 32), draw.randint(1, most)
+            M, N = (many, few) if left_by_rows else (few, many)  # threads divide the longer one
             left, right = drawn(M, K, left_by_rows), drawn(N, K, right_by_rows)
             exact, size = left.double() @ right.double().T, left.double().abs() @ right.double().abs().T
             bias = torch.randn(N) * size.mean().float()
