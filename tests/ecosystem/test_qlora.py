@@ -102,7 +102,8 @@ def test_over_bitsandbytes_in_bfloat16(pool: Pool, tmp_path: Path, seed: int) ->
     exact = LlamaForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32)
     rounding = qlora.error_of_logits(run, exact)
     assert rounding < 0.5
-    pool.run(2, qlora.train_on_ranks, run, 2, 1, 2 * rounding)
+    # the largest errors of a few hundred logits; on ranks, partial sums are rounded once more
+    pool.run(2, qlora.train_on_ranks, run, 2, 1, 4 * rounding)
 
 
 def _use(directory: Path, tp: int, pp: int, dtype: torch.dtype) -> None:
