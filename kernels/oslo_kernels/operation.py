@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Operation", "operation"]
+__all__ = ["Operation", "is_plain", "operation"]
 
 
 class Operation:
@@ -38,7 +38,7 @@ class Operation:
         args = (*args, *self._defaults[len(args) :])
         tensors = [x for x in args if isinstance(x, Tensor)]
         kernel = self._kernels.get(tensors[0].device.type)
-        if kernel is None or torch._C._are_functorch_transforms_active() or not all(map(_is_plain, tensors)):
+        if kernel is None or torch._C._are_functorch_transforms_active() or not all(map(is_plain, tensors)):
             return self.op(*args)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             # a backward pass that is differentiated: torch's operation says that it has no backward pass of its own
@@ -76,7 +76,7 @@ class Operation:
         self._function = type(f"_{self.__name__}", (torch.autograd.Function,), methods)
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """Whether a tensor has a storage of its own, as those with ``__torch_dispatch__`` do not."""
     kind = type(x)
     return kind is Tensor or kind is nn.Parameter or bool(getattr(kind, "has_plain_storage", False))

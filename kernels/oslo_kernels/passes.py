@@ -13,10 +13,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from oslo_kernels import build
+from oslo_kernels.operation import is_plain
 
 _PER_THREAD = 1 << 15
 """Elements that are worth another thread."""
@@ -36,12 +37,7 @@ def computes(x: Tensor, *others: Tensor) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
-    return all(_is_plain(each) and each.dtype is x.dtype for each in (x, *others))
-
-
-def _is_plain(x: Tensor) -> bool:
-    kind = type(x)
-    return x.is_cpu and (kind is Tensor or kind is nn.Parameter or bool(getattr(kind, "has_plain_storage", False)))
+    return all(is_plain(each) and each.is_cpu and each.dtype is x.dtype for each in (x, *others))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

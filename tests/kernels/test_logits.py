@@ -5,24 +5,23 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
-from oslo_kernels import build, cross_entropy, logits
+from oslo_kernels import cross_entropy, logits
 from oslo_kernels.cross_entropy import Rule
+
+from support.source_mistakes import mistake
+from support.source_mistakes import threads as threads_of
 
 pytestmark = pytest.mark.skipif(logits.why_not() is not None, reason="needs a C++ compiler")
 
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    with mock.patch.object(logits, "_PER_THREAD", 1):
+    with threads_of(request.param, logits):
         yield request.param
-    torch.set_num_threads(before)
 
 
 def check(draw: random.Random) -> None:
@@ -76,20 +75,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("right", "wrong"), MISTAKES)
 def test_mistakes_are_caught(right: str, wrong: str, tmp_path: Path, seed: int) -> None:
-    for source in build.SOURCES.glob("*"):
-        (tmp_path / source.name).write_bytes(source.read_bytes())
-    text = (tmp_path / "logits.cpp").read_text()
-    assert text.count(right) == 1
-    (tmp_path / "logits.cpp").write_text(text.replace(right, wrong))
-    build.load.cache_clear(), logits._library.cache_clear()
-    try:
-        torch.manual_seed(seed)
-        with (
-            mock.patch.object(build, "SOURCES", tmp_path),
-            mock.patch.object(build, "cache_folder", return_value=tmp_path / "cache"),
-            pytest.raises(AssertionError),
-        ):
-            for number in range(40):
-                check(random.Random(seed + number))
-    finally:
-        build.load.cache_clear(), logits._library.cache_clear()
+    torch.manual_seed(seed)
+    with mistake(logits, right, wrong, tmp_path), pytest.raises(AssertionError):
+        for number in range(40):
+            check(random.Random(seed + number))

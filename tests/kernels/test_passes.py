@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +14,10 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from oslo_kernels import build, passes
+from oslo_kernels import passes
+
+from support.source_mistakes import mistake
+from support.source_mistakes import threads as threads_of
 
 pytestmark = pytest.mark.skipif(passes.why_not() is not None, reason="needs a C++ compiler")
 DTYPES = {torch.float64: 1e-12, torch.float32: 3e-5}
@@ -23,11 +25,8 @@ DTYPES = {torch.float64: 1e-12, torch.float32: 3e-5}
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    with mock.patch.object(passes, "_PER_THREAD", 1):
+    with threads_of(request.param, passes):
         yield request.param
-    torch.set_num_threads(before)
 
 
 def results(operation: Callable[..., Any], args: Sequence[Any], leaves: Sequence[Tensor], twice: bool) -> list[Tensor]:
@@ -123,25 +122,8 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("right", "wrong"), MISTAKES)
 def test_mistakes_are_caught(right: str, wrong: str, tmp_path: Path, seed: int) -> None:
-    for source in build.SOURCES.glob("*"):
-        (tmp_path / source.name).write_bytes(source.read_bytes())
-    text = (tmp_path / "passes.cpp").read_text()
-    assert text.count(right) == 1
-    (tmp_path / "passes.cpp").write_text(text.replace(right, wrong))
-    before = torch.get_num_threads()
-    build.load.cache_clear(), passes._library.cache_clear()
-    try:
-        torch.set_num_threads(2)
-        torch.manual_seed(seed)
-        with (
-            mock.patch.object(build, "SOURCES", tmp_path),
-            mock.patch.object(build, "cache_folder", return_value=tmp_path / "cache"),
-            mock.patch.object(passes, "_PER_THREAD", 1),
-            pytest.raises(AssertionError),
-        ):
-            for number in range(5):
-                check_norms(random.Random(seed + number))
-                check_rotations(random.Random(seed + number))
-    finally:
-        torch.set_num_threads(before)
-        build.load.cache_clear(), passes._library.cache_clear()
+    torch.manual_seed(seed)
+    with threads_of(2, passes), mistake(passes, right, wrong, tmp_path), pytest.raises(AssertionError):
+        for number in range(5):
+            check_norms(random.Random(seed + number))
+            check_rotations(random.Random(seed + number))

@@ -14,6 +14,9 @@ from torch import Tensor
 from oslo_kernels import build, split_product
 from oslo_kernels.split_product import product
 
+from support.source_mistakes import mistake
+from support.source_mistakes import threads as threads_of
+
 pytestmark = pytest.mark.skipif(
     build.why_not(split_product._library) is not None, reason="needs a C++ compiler that knows vectors of 64 bytes"
 )
@@ -29,10 +32,8 @@ PLAIN = pytest.mark.parametrize(
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    with threads_of(request.param, split_product):
+        yield request.param
 
 
 def drawn(rows: int, terms: int, by_rows: bool) -> Tensor:
@@ -149,26 +150,9 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("right", "wrong"), MISTAKES)
 def test_mistakes_are_caught(right: str, wrong: str, tmp_path: Path, seed: int) -> None:
-    for source in build.SOURCES.glob("*"):
-        (tmp_path / source.name).write_bytes(source.read_bytes())
-    text = (tmp_path / "split_product.cpp").read_text()
-    assert text.count(right) == 1
-    (tmp_path / "split_product.cpp").write_text(text.replace(right, wrong))
-    before = torch.get_num_threads()
-    build.load.cache_clear(), split_product._library.cache_clear()
-    try:
-        torch.set_num_threads(2)
-        torch.manual_seed(seed)
-        with (
-            mock.patch.object(build, "SOURCES", tmp_path),
-            mock.patch.object(build, "cache_folder", return_value=tmp_path / "cache"),
-            mock.patch.object(split_product, "_PER_THREAD", 1),
-            pytest.raises(AssertionError),
-        ):
-            for _ in range(3):
-                check(True, random.Random(seed), most=90)
-            test_infinities_nans_and_extremes_are_those_of_torch(True)
-            test_products_of_more_than_is_packed_at_a_time(True, 2, seed)
-    finally:
-        torch.set_num_threads(before)
-        build.load.cache_clear(), split_product._library.cache_clear()
+    torch.manual_seed(seed)
+    with threads_of(2, split_product), mistake(split_product, right, wrong, tmp_path), pytest.raises(AssertionError):
+        for _ in range(3):
+            check(True, random.Random(seed), most=90)
+        test_infinities_nans_and_extremes_are_those_of_torch(True)
+        test_products_of_more_than_is_packed_at_a_time(True, 2, seed)
