@@ -49,23 +49,27 @@ class FasterRows:
     Attributes:
         ways: `CPP`, `ONEDNN` or `SPLIT`, by number of rows.
         many: the way for more rows than any of these; ``None``: torch's.
-        threads: torch's number of threads when this was measured; with another number, torch computes.
+        threads: torch's number of threads when this was measured; with another number, torch computes. ``None``: any.
     """
 
     ways: Mapping[int, str]
     many: str | None
     dtype: torch.dtype
-    threads: int
+    threads: int | None
 
     def way(self, rows: int, dtype: torch.dtype) -> str | None:
         """How a product of this number of rows is computed; ``None``: by torch."""
-        if dtype is not self.dtype or torch.get_num_threads() != self.threads:
+        if dtype is not self.dtype or self.threads not in (None, torch.get_num_threads()):
             return None
         return self.ways.get(rows, self.many if rows > MOST_TIMED else None)
 
 
 MOST_TIMED = 256
 """The number of rows whose timing stands for all larger ones."""
+_UNTIMED = FasterRows({MOST_TIMED: SPLIT}, SPLIT, torch.float32, None)
+"""What holds without timings on a processor that has AMX, for products that are `_is_large`."""
+LARGE, FEWEST_SIDE = 1 << 26, 256
+"""Multiplications for each thread, and inputs and outputs, from which on AMX has been faster for all shapes."""
 
 
 def linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
@@ -88,6 +92,29 @@ def plain_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Te
         return x @ weight_io
     out = torch.addmm(bias, x.view(-1, x.shape[-1]), weight_io)
     return out.view(*x.shape[:-1], out.shape[1])  # dynamo cannot trace the shape of a weight that is a subclass
+
+
+def many_rows_linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``; large products and their gradients by AMX, where the processor has it."""
+    if not _is_large(x, weight_oi):
+        return F.linear(x, weight_oi, bias)
+    return _product(x, weight_oi, bias, F.linear, False, _UNTIMED)
+
+
+def many_rows_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`many_rows_linear` for transformers' ``Conv1D``."""
+    if not _is_large(x, weight_io):
+        return plain_conv1d(x, weight_io, bias)
+    return _product(x, weight_io, bias, plain_conv1d, True, _UNTIMED)
+
+
+def _is_large(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product of float32 is so large that AMX, which the processor has, needs no timing to be chosen."""
+    if torch.compiler.is_compiling() or not x.is_cpu or x.dtype is not torch.float32 or weight.dim() != 2:
+        return False
+    if min(weight.shape) < FEWEST_SIDE or (rows := x.numel() // x.shape[-1]) < MOST_TIMED:
+        return False
+    return rows * weight.numel() >= LARGE * torch.get_num_threads() and split_product.why_not() is None
 
 
 @cache

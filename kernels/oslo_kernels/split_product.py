@@ -13,7 +13,6 @@ Computations", 2019. The code in C++ is compiled on first use; which products ar
 from __future__ import annotations
 
 import ctypes
-import errno
 import struct
 from collections.abc import Callable
 from functools import cache
@@ -21,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from oslo_kernels import build
+from oslo_kernels import build, huge_pages
 
 FEWEST_ROWS = 32
 """With fewer rows on either side, most of a tile would be empty."""
@@ -32,12 +31,11 @@ _ARGUMENTS = struct.Struct("14q").pack
 
 @cache
 def why_not() -> str | None:
-    """Why there are none of these products here, if so. Compiles the library unless it is cached."""
+    """Why there are none of these products here, if so. With units for tiles, compiles the library unless cached."""
+    if "amx_bf16" not in build.processor():
+        return "the processor has no units for tiles (AMX)"
     missing = build.why_not(_library)
-    if missing is None and (error := _library()[2]()):
-        has_none = error == errno.ENOTSUP
-        missing = "the processor has no units for tiles (AMX)" if has_none else "the system does not permit AMX"
-    return missing
+    return "the system does not permit AMX" if missing is None and _library()[2]() else missing
 
 
 def fits(left: Tensor, right: Tensor) -> bool:
@@ -67,8 +65,9 @@ def product(
     """
     (M, K), N = left_MK.shape, len(right_NK)
     if out_MN is None:
-        out_MN = left_MK.new_empty(M, N) if bias_N is None else bias_N.repeat(M, 1)
-        add = bias_N is not None
+        out_MN = huge_pages.fresh(left_MK.new_empty(M, N))
+        if add := bias_N is not None:
+            out_MN.copy_(bias_N)
     if not K and not add:
         out_MN.zero_()
     function, threaded, _ = _library()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from oslo_kernels.cross_entropy import Rule, padded_logits, replace_by_gradient_, row_statistics
@@ -83,18 +82,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         faster: FasterRows | None,
     ) -> Tensor:
         rows = None
-        known = ((target_N == shard.ignore_index) | ((target_N >= 0) & (target_N < shard.size))).all()
-        wrong = f"a target is neither in [0, {shard.size}) nor ignore_index={shard.ignore_index}"
-        if target_N.is_cuda:
-            torch._assert_async(known, wrong)  # asynchronous
-        else:
-            if not known:
-                raise IndexError(wrong)
+        shard.check(target_N)
+        if not target_N.is_cuda:
             rows = (target_N != shard.ignore_index).nonzero().squeeze(-1)  # ignored rows cost nothing
             target_N = target_N[rows]
-        hit, rest = 1.0 - shard.smoothing, shard.smoothing / shard.size
         factor = 1 / max(1, len(target_N)) if mean else 1.0
-        rule = Rule(shard.local[0], shard.ignore_index, hit, rest, scale, cap, hidden_NH.is_cuda, factor)
+        rule = shard.rule(scale=scale, cap=cap, padded=hidden_NH.is_cuda, factor=factor)
         with torch.autocast(hidden_NH.device.type, enabled=False):
             needs = ctx.needs_input_grad
             loss, ctx.grads = _run(hidden_NH, weight_vH, bias_v, target_N, rows, shard, rule, needs, faster)
@@ -198,14 +191,7 @@ def _loss_and_gradient(
     logits_Cv: Tensor, target_C: Tensor, shard: VocabShard, rule: Rule, differentiate: bool
 ) -> Tensor:
     """The losses of a chunk, whose logits are overwritten by their gradient."""
-    statistics_4C = row_statistics(logits_Cv, target_C, rule)
-    if shard.axis.size > 1:
-        own_max_C = statistics_4C[0].clone()
-        max_C = reduce_fresh(shard.axis, statistics_4C[0].clone(), op=dist.ReduceOp.MAX)
-        statistics_4C[0] = 0.0
-        statistics_4C[1] *= (own_max_C - max_C).exp()
-        statistics_4C = reduce_fresh(shard.axis, statistics_4C)
-        statistics_4C[0] = max_C
+    statistics_4C = shard.combined(row_statistics(logits_Cv, target_C, rule))
     if not differentiate:
         return rule.losses(statistics_4C, target_C)
     return replace_by_gradient_(logits_Cv, statistics_4C, target_C, rule)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch.nn.functional as F
 from torch import nn
 from transformers.activations import FastGELUActivation, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
@@ -79,7 +78,10 @@ def _decoding(model: Any) -> Iterator[FusionCandidate]:
 # Head and linear layers -----------------------------------------------------------------------------------------------
 
 _LINEAR: dict[type, type] = {nn.Linear: fused.FusedLinear, Conv1D: fused.FusedConv1D}
-_PRODUCTS: dict[Any, type] = {F.linear: fused.FusedProduct, linear.plain_conv1d: fused.FusedConv1DProduct}
+_PRODUCTS: dict[Any, type] = {
+    linear.many_rows_linear: fused.FusedProduct,
+    linear.many_rows_conv1d: fused.FusedConv1DProduct,
+}
 """What goes in front of the class of a sharded linear layer, by the function that this class multiplies with."""
 
 

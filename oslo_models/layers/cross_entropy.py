@@ -12,9 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oslo_kernels import huge_pages, logits
+from oslo_kernels.cross_entropy import Rule, replace_by_gradient_, row_statistics
 from oslo_models.distributed.collectives import MAX, reduce_fresh
 from oslo_models.distributed.mesh import Axis
 from oslo_models.sharding.layout import Range
+
+MANY_LOGITS = 1 << 20
+"""From this many on, logits on a CPU are passed over in C++."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,44 @@ class VocabShard:
     ignore_index: int = -100
     smoothing: float = 0.0
 
+    def rule(self, **options: Any) -> Rule:
+        """How losses are made of this rank's logits; ``options`` are further attributes of the rule."""
+        return Rule(self.local[0], self.ignore_index, 1.0 - self.smoothing, self.smoothing / self.size, **options)
+
+    def check(self, target_N: Tensor) -> None:
+        """Raise ``IndexError`` for a target outside the full vocabulary; on CUDA, fail an assertion asynchronously."""
+        known = ((target_N == self.ignore_index) | ((target_N >= 0) & (target_N < self.size))).all()
+        wrong = f"a target is neither in [0, {self.size}) nor ignore_index={self.ignore_index}"
+        if target_N.is_cuda:
+            torch._assert_async(known, wrong)
+        elif not known:
+            raise IndexError(wrong)
+
+    def combined(self, statistics_4N: Tensor) -> Tensor:
+        """The statistics of full rows, from those of this rank's part of them (see `row_statistics`)."""
+        if self.axis.size == 1:
+            return statistics_4N
+        own_max_N = statistics_4N[0].clone()
+        max_N = reduce_fresh(self.axis, statistics_4N[0].clone(), op=MAX)
+        statistics_4N[0] = 0.0
+        statistics_4N[1] *= (own_max_N - max_N).exp()
+        statistics_4N = reduce_fresh(self.axis, statistics_4N)
+        statistics_4N[0] = max_N
+        return statistics_4N
+
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_Nv: Tensor, target_N: Tensor, shard: VocabShard) -> Tensor:
+        ctx.dtype = logits_Nv.dtype
+        if logits_Nv.numel() >= MANY_LOGITS and logits.computes(logits_Nv):
+            shard.check(target_N)
+            rule = shard.rule()
+            statistics_4N = shard.combined(row_statistics(logits_Nv, target_N, rule))
+            buffer_Nv = huge_pages.fresh(torch.empty_like(logits_Nv)).copy_(logits_Nv)
+            loss_N = replace_by_gradient_(buffer_Nv, statistics_4N, target_N, rule)
+            ctx.save_for_backward(buffer_Nv, target_N == shard.ignore_index)
+            return loss_N
         start, stop = shard.local
         target_weight, other_weight = 1.0 - shard.smoothing, shard.smoothing / shard.size
         is_half = logits_Nv.dtype in (torch.float16, torch.bfloat16)
@@ -64,13 +103,14 @@ class _CrossEntropy(torch.autograd.Function):
         minus_target_N = torch.full_like(loss_N, -target_weight).masked_fill_(elsewhere_N, 0.0)
         buffer_Nv.scatter_add_(-1, index_N.unsqueeze(-1), minus_target_N.unsqueeze(-1))
         ctx.save_for_backward(buffer_Nv, ignored_N)
-        ctx.dtype = logits_Nv.dtype
         return loss_N.masked_fill_(ignored_N, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None, None]:
         buffer_Nv, ignored_N = ctx.saved_tensors
-        return (buffer_Nv * grad_N.masked_fill(ignored_N, 0.0).unsqueeze(-1)).to(ctx.dtype), None, None
+        factor_N1 = grad_N.masked_fill(ignored_N, 0.0).unsqueeze(-1)
+        out_Nv = None if torch.is_grad_enabled() else huge_pages.fresh(torch.empty_like(buffer_Nv))
+        return torch.mul(buffer_Nv, factor_N1, out=out_Nv).to(ctx.dtype), None, None
 
 
 def vocab_parallel_cross_entropy(logits_Nv: Tensor, target_N: Tensor, shard: VocabShard) -> Tensor:

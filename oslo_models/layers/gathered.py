@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels.linear import plain_conv1d
+from oslo_kernels.linear import many_rows_conv1d, many_rows_linear
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.sharded_tensor import layer_context
 from oslo_models.layers import activation_products, activation_shapes  # noqa: F401  registers the rules
@@ -59,13 +58,13 @@ class _GatheredColumn(DerivedLayer):
 class GatheredColumnLinear(_GatheredColumn, nn.Linear):
     """``nn.Linear`` with sharded outputs."""
 
-    product = staticmethod(F.linear)
+    product = staticmethod(many_rows_linear)
 
 
 class GatheredColumnConv1D(_GatheredColumn, Conv1D):
     """``Conv1D`` with sharded outputs."""
 
-    product = staticmethod(plain_conv1d)
+    product = staticmethod(many_rows_conv1d)
 
 
 class _SlicedRow(DerivedLayer):
@@ -90,13 +89,13 @@ class _SlicedRow(DerivedLayer):
 class SlicedRowLinear(_SlicedRow, nn.Linear):
     """``nn.Linear`` with sharded inputs."""
 
-    product = staticmethod(F.linear)
+    product = staticmethod(many_rows_linear)
 
 
 class SlicedRowConv1D(_SlicedRow, Conv1D):
     """``Conv1D`` with sharded inputs."""
 
-    product = staticmethod(plain_conv1d)
+    product = staticmethod(many_rows_conv1d)
 
 
 class GatheredConvolution(DerivedLayer):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from oslo_kernels.linear import plain_conv1d
+from oslo_kernels.linear import many_rows_conv1d, many_rows_linear
 from oslo_models.distributed.autograd_collectives import copy_to, reduce_from
 from oslo_models.distributed.collectives import has_dispatch_mode, reduce_fresh
 from oslo_models.distributed.mesh import Axis
@@ -122,7 +122,7 @@ class _RowParallel(_ShardedModule):
 class ColumnParallelLinear(_ColumnParallel, nn.Linear):
     """``nn.Linear`` with sharded outputs."""
 
-    product = staticmethod(F.linear)
+    product = staticmethod(many_rows_linear)
 
 
 class KeyValueParallelLinear(ColumnParallelLinear):
@@ -181,13 +181,13 @@ class LatentLinear(_SharesOutput, _ShardedModule, nn.Linear):
 class ColumnParallelConv1D(_ColumnParallel, Conv1D):
     """GPT-2's layer, whose weight is ``[in, out]``, with sharded outputs."""
 
-    product = staticmethod(plain_conv1d)
+    product = staticmethod(many_rows_conv1d)
 
 
 class RowParallelLinear(_RowParallel, nn.Linear):
     """``nn.Linear`` with sharded inputs."""
 
-    product = staticmethod(F.linear)
+    product = staticmethod(many_rows_linear)
 
 
 class GroupRowParallelLinear(RowParallelLinear):
@@ -241,7 +241,7 @@ class InnerKeyValueRowLinear(InnerRowParallelLinear, KeyValueRowLinear):
 class RowParallelConv1D(_RowParallel, Conv1D):
     """GPT-2's layer, whose weight is ``[in, out]``, with sharded inputs."""
 
-    product = staticmethod(plain_conv1d)
+    product = staticmethod(many_rows_conv1d)
 
 
 def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oslo_kernels.linear import plain_conv1d
+from oslo_kernels.linear import many_rows_conv1d, many_rows_linear, plain_conv1d
 from oslo_models.distributed.collectives import has_dispatch_mode, start_all_reduce
 from oslo_models.distributed.mesh import Axis
 
-PRODUCTS = {F.linear: False, plain_conv1d: True}
+PRODUCTS = {many_rows_linear: False, many_rows_conv1d: True}
 """The products that can be overlapped, and whether their weight is ``[in, out]``."""
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from oslo_kernels.linear import many_rows_linear
 from oslo_models.distributed.autograd_collectives import copy_to, gather_from, reduce_from, scatter_to
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import layer_context, without_override
@@ -57,7 +58,7 @@ class VocabParallelHead(nn.Linear):
 
     tp: Axis
     layouts: dict[str, Layout]
-    product: ClassVar[Callable[..., Tensor]] = staticmethod(F.linear)
+    product: ClassVar[Callable[..., Tensor]] = staticmethod(many_rows_linear)
 
     def forward(self, x: Tensor) -> Tensor:
         vocab = self.layouts["weight"]

@@ -312,6 +312,67 @@ def trained(way: str, seed: int) -> str:
     return "equal"
 
 
+UNTIMED = {"out x in": (kernel.many_rows_linear, F.linear), "in x out": (kernel.many_rows_conv1d, kernel.plain_conv1d)}
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("form", UNTIMED)
+def test_layers_compute_large_products_by_tiles_without_timings(form: str, trains: bool, seed: int) -> None:
+    """Small ones, other types, those that several threads share, and processors without tiles are left to torch."""
+    torch.manual_seed(seed)
+    ours, plain = UNTIMED[form]
+    rows, side = kernel.MOST_TIMED, kernel.FEWEST_SIDE
+    draw = partial(operands, dtype=torch.float32, io=form == "in x out")
+    large = draw(rows, side, side)
+    small = [draw(rows - 1, side, 2 * side), draw(rows, side - 1, 2 * side), draw(rows, 2 * side, side - 1)]
+    wide = tuple(each.double() for each in large)
+    lone = partial(mock.patch.object, kernel, "LARGE", rows * side**2)
+    with tiles(), spy_on_few_rows(kernel.SPLIT) as used, torch.set_grad_enabled(trains):
+        with lone():
+            for given in (*small, wide):
+                assert torch.equal(ours(*given), plain(*given)) and not used.called
+            with mock.patch.object(torch, "get_num_threads", return_value=2):
+                assert torch.equal(ours(*large), plain(*large)) and not used.called
+            with mock.patch.object(split_product, "why_not", lambda: "the processor has no units for tiles (AMX)"):
+                assert torch.equal(ours(*large), plain(*large)) and not used.called
+            found = ours(*large)
+            assert used.call_count == 1
+        assert torch.equal(ours(*large), plain(*large)) and used.call_count == 1
+    assert error(found, plain(*wide)) < 1e-6
+
+
+def test_unfused_model_trains_by_tiles(pool: Pool, seed: int) -> None:
+    layers = zoo.config("llama").num_hidden_layers * 7 + 1
+    for counts in pool.run(2, trained_unfused, seed):
+        assert counts == [3 * 3 * layers, 0]
+
+
+def trained_unfused(seed: int) -> list[int]:
+    """On a rank: how many products of three steps are by tiles; without them, results are equal."""
+    made, counts = [], []
+    batch = torch.randint(3, 90, (4, 80), generator=torch.Generator().manual_seed(seed))
+    for fewest in (1, 1 << 60):
+        model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed, tensor_parallel_size=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tiles(), spy_on_few_rows(kernel.SPLIT) as used, mock.patch.multiple(kernel, LARGE=fewest, FEWEST_SIDE=1):
+            losses = []
+            for _ in range(3):
+                loss = model(batch, labels=batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        counts.append(used.call_count)
+        made.append(
+            (losses, {name: torch.as_tensor(param.detach().clone()) for name, param in model.named_parameters()})
+        )
+    (losses, ours), (others, plain) = made
+    assert losses == pytest.approx(others, rel=1e-5)
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+    return counts
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("ignored", [0, 7])
 def test_loss_of_a_head_by_tiles_is_that_of_torch(biased: bool, ignored: int, seed: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from oslo_kernels import huge_pages
-from oslo_kernels.huge_pages import PAGE, collapse
+from oslo_kernels.huge_pages import FEWEST, PAGE, collapse, fresh
 
 
 def huge_bytes() -> int:
@@ -36,6 +36,30 @@ def test_contents_and_addresses_stay() -> None:
     assert [tensor.data_ptr() for tensor in tensors] == addresses
     for tensor, copy in zip(tensors, copies, strict=True):
         assert torch.equal(tensor, copy)
+
+
+@pytest.mark.skipif(not is_supported(), reason="needs Linux 6.1 with transparent huge pages")
+def test_fresh_memory_is_huge() -> None:
+    before = huge_bytes()
+    large = fresh(torch.empty(20 * PAGE, dtype=torch.uint8))
+    assert not large.fill_(3).sub_(3).any()
+    assert huge_bytes() - before >= 19 * PAGE
+
+
+def test_fresh_leaves_what_others_share_a_page_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only whole pages of large CPU tensors are advised."""
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *arguments: asked.append(arguments))
+    memory = torch.empty((FEWEST + 2) * PAGE, dtype=torch.uint8)
+    first = -memory.data_ptr() % PAGE
+    for begin, size in ((first, FEWEST * PAGE - 1), (first + 1, FEWEST * PAGE)):
+        fresh(memory[begin : begin + size])
+    fresh(memory.to("meta"))
+    assert not asked
+    fresh(memory[first : first + FEWEST * PAGE + 5])
+    assert asked == [(memory.data_ptr() + first, FEWEST * PAGE, huge_pages._HUGE)]
+    monkeypatch.setattr(huge_pages, "_advise", lambda: None)
+    assert fresh(memory) is memory
 
 
 def test_small_tensors_files_and_other_systems_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,11 +126,16 @@ def test_matrices_that_do_not_fit() -> None:
 
 
 def test_why_not_names_what_is_missing() -> None:
-    reasons = []
-    for error in (0, split_product.errno.ENOTSUP, split_product.errno.EPERM):
-        with mock.patch.object(split_product, "_library", return_value=(None, False, lambda error=error: error)):
+    reasons, compiled = [], []
+    for flags, error in (("flags: amx_bf16 amx_tile", 0), ("flags: avx2", 0), ("flags: amx_bf16 amx_tile", 1)):
+        with (
+            mock.patch.object(split_product.build, "processor", return_value=flags),
+            mock.patch.object(split_product, "_library", return_value=(None, False, lambda error=error: error)) as made,
+        ):
             reasons.append(split_product.why_not.__wrapped__())
+        compiled.append(made.called)
     assert reasons[0] is None and "the processor has no" in reasons[1] and "does not permit" in reasons[2]
+    assert compiled == [True, False, True]
 
 
 MISTAKES = [

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oslo_kernels import logits as kernel
 from oslo_models.distributed.mesh import ParallelMesh
+from oslo_models.layers import cross_entropy
 from oslo_models.layers.vocab_parallel import VocabParallelLogits
 from oslo_models.sharding.layout import EvenSplit, Layout
 
@@ -58,8 +61,19 @@ def compare(what: str, full: Tensor, tp: Any, operation: Callable[[Tensor], Any]
     return lines
 
 
-def check_cross_entropy(n: int, seed: int, scale: float) -> None:
+def passing(in_cpp: bool) -> Any:
+    """Whether logits of any size are passed over in C++, or none."""
+    return mock.patch.object(cross_entropy, "MANY_LOGITS", 1 if in_cpp else 1 << 60)
+
+
+def check_cross_entropy(n: int, seed: int, scale: float, in_cpp: bool) -> None:
     """On every rank: torch's losses and their gradients."""
+    with passing(in_cpp), mock.patch.object(kernel, "statistics", wraps=kernel.statistics) as used:
+        _check_cross_entropy(n, seed, scale)
+    assert used.called is in_cpp
+
+
+def _check_cross_entropy(n: int, seed: int, scale: float) -> None:
     tp = ParallelMesh(n).tp
     torch.manual_seed(seed)
     full = scale * torch.randn(15, VOCAB, dtype=torch.float64)
@@ -79,8 +93,9 @@ def check_cross_entropy(n: int, seed: int, scale: float) -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0], ids=["usual", "of large logits"])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_vocab_parallel_cross_entropy_matches_torch(pool: Pool, n: int, scale: float, seed: int) -> None:
-    pool.run(n, check_cross_entropy, n, seed, scale)
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_vocab_parallel_cross_entropy_matches_torch(pool: Pool, in_cpp: bool, n: int, scale: float, seed: int) -> None:
+    pool.run(n, check_cross_entropy, n, seed, scale, in_cpp)
 
 
 def check_half_precision(seed: int) -> None:
@@ -113,6 +128,8 @@ def test_vocab_parallel_cross_entropy_in_half_precision(pool: Pool, seed: int) -
 
 def lose(label: int, options: Loss) -> None:
     _, logits = sharded(torch.zeros(2, VOCAB), ParallelMesh(2).tp)
+    with passing(True), pytest.raises(IndexError):
+        F.cross_entropy(logits, torch.tensor([1, label]), **options)
     F.cross_entropy(logits, torch.tensor([1, label]), **options)
 
 

@@ -106,7 +106,7 @@ inline void pack_tiles(
     }
     for (int part = 0; part < kParts; ++part) {
         if (by_rows != is_left) transpose(words[part]);
-        std::memcpy(to + part * 2 * kTile, words[part], sizeof words[part]);
+        for (int i = 0; i < kSide; ++i) std::memcpy(to + part * 2 * kTile + i * kDepth, &words[part][i], sizeof(Words));
     }
 }
 
