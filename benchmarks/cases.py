@@ -13,6 +13,8 @@ from benchmarks.definitions import Peer, Result
 OURS, ALONE, NATIVE, DEEPSPEED = "oslo_models-tp2", "transformers", "transformers-tp2", "deepspeed-autotp"
 OUR_STAGES, TORCH_STAGES, OURS_ALONE = "oslo_models-pp2", "torch-1f1b", "oslo_models"
 ROWS = "transformers-rows"
+ENGINES = ("transformers-compile", "llama.cpp")
+"""Peers that generate only."""
 ONE_THREAD = "oslo_models-one-thread"
 OURS_FUSED, DEPLOYED = "oslo_models-tp2-fused", "oslo_models-deploy"
 OUR_DATA, MEGATRON, DATASETS = "oslo_models-data", "megatron-loop", "datasets-map"
@@ -94,14 +96,19 @@ TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vo
 ENDLESS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def _cases_of(model: str, label: str, peers: tuple[str, ...]) -> list[Case]:
-    """Generation and training of one model; the first peer is the baseline. transformers-tp2 does not support GPT-2."""
+def _cases_of(model: str, label: str, peers: tuple[str, ...], engines: tuple[str, ...] = ()) -> list[Case]:
+    """Generation and training of one model; the first peer is the baseline. transformers-tp2 does not support GPT-2.
+
+    Args:
+        engines: further peers of generation.
+    """
     few = {"batch": 2, "length": 8, "timed": 1}
     counted = tuple(peer for peer in (NATIVE, NATIVE_EXPERTS, OURS, OUR_EXPERTS) if peer in peers)
     return [
         *(
             Case(
-                *(f"{model}-generate-b{batch}", f"{label}, generate, batch {batch}", measure.generate, model, peers),
+                *(f"{model}-generate-b{batch}", f"{label}, generate, batch {batch}", measure.generate, model),
+                peers=(*peers, *engines),
                 baseline=peers[0],
                 options={"batch": batch, "prompt": 32, "new": 64, "timed": 3},
                 smoke={"new": 4, "timed": 1},
@@ -251,8 +258,8 @@ def _deployed_cases() -> list[Case]:
 CASES = {
     case.name: case
     for case in (
-        *_cases_of("llama-100m", "Llama 100M", (NATIVE, OURS, OURS_FUSED, ALONE, DEEPSPEED)),
-        *_cases_of("gpt2-124m", "GPT-2 124M", (ALONE, OURS, OURS_FUSED)),
+        *_cases_of("llama-100m", "Llama 100M", (NATIVE, OURS, OURS_FUSED, ALONE, DEEPSPEED), ENGINES),
+        *_cases_of("gpt2-124m", "GPT-2 124M", (ALONE, OURS, OURS_FUSED), ENGINES),
         *_mixtures_of("mixtral-small", "A small Mixtral"),
         *_mixtures_of("qwen3-moe-small", "A small Qwen3 MoE"),
         _stages_of("llama-100m", "Llama 100M", (TORCH_STAGES, OUR_STAGES, NATIVE, ROWS, ALONE)),

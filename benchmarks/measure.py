@@ -31,7 +31,7 @@ def generate(
         seconds.append(time.perf_counter() - start)
     assert out.shape == (batch, prompt + new)
     result = Result({"generation": batch * new / statistics.median(seconds[1:])}, out[:, prompt:].flatten().tolist())
-    if has_limits(model):
+    if hasattr(model, "parameters") and has_limits(model):
         result.references[BY_MEMORY] = {"generation": tokens_by_memory(model, batch, prompt + new // 2)}
     return result
 

@@ -16,6 +16,23 @@ def _alone(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     return getattr(hf, cls).from_pretrained(checkpoint, **kwargs)
 
 
+def _compiled(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    """With a cache of fixed size; then `generate` itself compiles the forward of each token by ``torch.compile``."""
+    from transformers import CompileConfig
+
+    model = _alone(cls, checkpoint, **kwargs)
+    settings = CompileConfig()
+    settings._compile_all_devices = True  # otherwise on GPUs only
+    model.generation_config.update(cache_implementation="static", compile_config=settings)
+    return model
+
+
+def _llama_cpp(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
+    from benchmarks.llama_cpp_peer import LlamaCpp
+
+    return LlamaCpp(_alone(cls, checkpoint, **kwargs), checkpoint / "model.gguf")
+
+
 def _native(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
     from transformers import DistributedConfig
 
@@ -151,6 +168,8 @@ PEERS = {
     for peer in (
         # PASSIVE: two threads that spin while they wait would slow each other down when anything else runs
         Peer("transformers", 1, 2, _alone, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
+        Peer("transformers-compile", 1, 2, _compiled, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
+        Peer("llama.cpp", 1, 2, _llama_cpp, needs=("llama_cpp", "gguf")),
         Peer("transformers-rows", 1, 2, _alone, _rows_in_turn, environment={"OMP_WAIT_POLICY": "PASSIVE"}),
         Peer("transformers-tp2", 2, 1, _native, needs=("accelerate",)),
         Peer("transformers-ep2", 2, 1, _native_experts, needs=("accelerate",)),

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_data_cases_run(tmp_path: Path, case: str) -> None:
 
 
 def test_disagreeing_peers_fail_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES["gpt2-124m-generate-b1"]
+    case = replace(CASES["gpt2-124m-generate-b1"], peers=("transformers", OURS, OURS_FUSED))
     monkeypatch.setattr(
         driver, "launch", lambda case, peer, *_: Result({"generation": 1.0}, [5, 6 + (wrong and peer.name == OURS)])
     )
