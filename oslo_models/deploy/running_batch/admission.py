@@ -79,9 +79,10 @@ def joins(config: Any, defaults: Any, limits: BatchLimits, kwargs: Mapping[str, 
     if not all(hasattr(defaults, name) and not name.startswith("_") for name in settings):
         return False
 
+    sources = [kwargs, *(getattr(config, "__dict__", {}) for config in (given, defaults))]
+
     def setting(name: str) -> Any:
-        found = (kwargs.get(name), getattr(given, name, None), getattr(defaults, name, None))
-        return next((value for value in found if value is not None), None)
+        return next((value for source in sources if (value := source.get(name)) is not None), None)
 
     if not all(setting(name) in values for name, values in _NEUTRAL.items()):
         return False

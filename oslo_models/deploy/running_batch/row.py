@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -132,9 +133,10 @@ class Call:
 
     def result(self) -> Tensor:
         """What `generate` returns: prompts and new tokens, [B, L]."""
+        if len(self.rows) == 1:
+            return self.rows[0].ids_BL.cpu()
         longest = max(len(row.new) for row in self.rows)
-        padding = [torch.tensor([[row.pad] * (longest - len(row.new))], dtype=torch.long) for row in self.rows]
-        return torch.cat([torch.cat((row.ids_BL.cpu(), pad), 1) for row, pad in zip(self.rows, padding, strict=True)])
+        return torch.cat([F.pad(row.ids_BL.cpu(), (0, longest - len(row.new)), value=row.pad) for row in self.rows])
 
 
 def prepare(model: Any, request: Any, known: PlainSettings | None = None) -> Call:
@@ -153,7 +155,8 @@ def prepare(model: Any, request: Any, known: PlainSettings | None = None) -> Cal
     ids_BL = kwargs.pop("inputs", None) if ids_BL is None else ids_BL
     mask_BL = kwargs.pop("attention_mask", None)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    if bool((ids_BL < 0).any()) or bool((ids_BL >= vocabulary).any()):
+    least, most = map(int, ids_BL.aminmax())
+    if least < 0 or most >= vocabulary:
         wrong = ids_BL[(ids_BL < 0) | (ids_BL >= vocabulary)][0]
         raise IndexError(f"index out of range: input_ids has the token {int(wrong)}; the vocabulary has {vocabulary}")
     rows = []

@@ -42,7 +42,9 @@ class StepRunner:
         self, model: Any, limits: BatchLimits, keeps_logits: bool = False, packed: PackedHead | None = None
     ) -> None:
         self.model, self._keeps_logits, self._packed = model, keeps_logits, packed
+        # what does not change, but takes as long as a layer to find out
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._device, self._can_keep_few = model.device, model._supports_logits_to_keep()
         self.rows = SlotCache(limits.rows, limits.length, keeps=limits.reuse)
         self.prompt = SlotCache(1, limits.length)
         self.numbers: list[int] = []
@@ -114,10 +116,13 @@ class StepRunner:
         self._computed = {prompt.number for prompt in prompts}
         longest, cache = max(prompt.length for prompt in prompts), DynamicCache()
         ids = [[0] * (longest - prompt.length) + list(islice(tokens, prompt.length)) for prompt in prompts]
-        positions_BL = torch.arange(longest) - torch.tensor([[longest - prompt.length] for prompt in prompts])
-        shown_BL = positions_BL >= 0
-        options = {"is_first_iteration": True, "attention_mask": None if shown_BL.all() else shown_BL.long()}
-        logits_BV = self._forward(cache, torch.tensor(ids), positions_BL.clamp(min=0), options)
+        positions_BL, mask_BL = torch.arange(longest).expand(len(prompts), -1), None
+        if any(prompt.length < longest for prompt in prompts):
+            positions_BL = positions_BL - torch.tensor([[longest - prompt.length] for prompt in prompts])
+            mask_BL = (positions_BL >= 0).long()
+            positions_BL = positions_BL.clamp(min=0)
+        options = {"is_first_iteration": True, "attention_mask": mask_BL}
+        logits_BV = self._forward(cache, torch.tensor(ids), positions_BL, options)
         for row, (number, length, displaced) in enumerate(prompts):
             self.rows.append(cache.layers, row, longest, length, displaced)
             self.numbers.append(number)
@@ -149,13 +154,13 @@ class StepRunner:
 
     def _forward(self, cache: Cache, ids_BL: Tensor, position_ids_BL: Tensor, options: dict[str, Any]) -> Tensor:
         """The logits of the last position of each row; the layers of the cache get the positions."""
-        model, device = self.model, self.model.device
+        model, device = self.model, self._device
         given: dict[str, Any] = {"use_cache": True, "past_key_values": cache, "attention_mask": None, **options}
         if given["attention_mask"] is not None:
             given["attention_mask"] = given["attention_mask"].to(device)
         if self._takes_positions:
             given["position_ids"] = position_ids_BL.to(device)
-        if model._supports_logits_to_keep():
+        if self._can_keep_few:
             given["logits_to_keep"] = 1
         inputs = model.prepare_inputs_for_generation(ids_BL.to(device), **given)
         keeps = self._keeps_logits and model.pipeline is not None
