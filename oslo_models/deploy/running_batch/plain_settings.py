@@ -38,10 +38,13 @@ class PlainSettings:
 
     Such settings depend on the arguments, the number of tokens and the model's own generation configuration. A class of
     the application may have methods that make them depend on more: for those none are kept.
+
+    Attributes:
+        device: of the model, which takes long to ask for.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._model, self.device = model, model.device
         self._defaults: dict[str, Any] = {}
         self._found: dict[Key, tuple[Any, tuple[int, ...]]] = {}
         self._applies = all(base.__module__.partition(".")[0] in _KNOWN_PACKAGES for base in type(model).__mro__)

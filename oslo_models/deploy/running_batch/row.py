@@ -172,7 +172,7 @@ def _make_row(model: Any, request: Any, given: dict[str, Any], decoding: Decodin
     """A row, with the settings of a former one if they are those that `generate` would prepare."""
     ids_BL = given["input_ids"]
     prompt, key = ids_BL[0].tolist(), known.key(given) if decoding is None else None
-    ids_BL, settings = ids_BL.to(model.device), known.find(key, prompt)
+    ids_BL, settings = ids_BL.to(known.device), known.find(key, prompt)
     if settings is None:
         ids_BL, prompt, settings = _prepare_row(model, request, given, decoding)
         known.keep(key, settings)
