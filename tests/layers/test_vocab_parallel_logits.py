@@ -51,6 +51,10 @@ def compare(what: str, full: Tensor, tp: Any, operation: Callable[[Tensor], Any]
     if expected.dtype == torch.bool:
         return [] if torch.equal(expected, found) else [f"{what}: {found} instead of {expected}"]
     lines = differences(what, found.detach(), expected.detach(), tolerance)
+    with torch.no_grad():
+        alone = operation(VocabParallelLogits.from_local(part_of(full, logits).clone(), tp, logits.vocab))
+    alone = alone.full() if isinstance(alone, VocabParallelLogits) else alone
+    lines += differences(f"{what} without gradients", alone, expected.detach(), tolerance)
     if expected.requires_grad != found.requires_grad:
         return [*lines, f"{what}: requires_grad={found.requires_grad}"]
     if expected.requires_grad and not lines:
