@@ -289,27 +289,39 @@ def test_fused_model_trains_as_an_unfused_one(pool: Pool, way: str, seed: int) -
 def trained(way: str, seed: int) -> str:
     """On a rank: whether losses and parameters after three steps are those of torch's products, and it was used."""
     made = []
-    batch = torch.randint(3, 90, (4, 80), generator=torch.Generator().manual_seed(seed))
     for fused in (False, True):
-        model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed, tensor_parallel_size=2)
+        model = llama_of_two_ranks(seed)
         with tiles(), spy_on_few_rows(way) as used, faster_at(way=way):
             if fused:
                 model.fuse()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            losses = []
-            for _ in range(3):
-                loss = model(batch, labels=batch).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+            made.append(learn(model, seed))
         assert used.called is fused
-        made.append((losses, {name: param.detach().clone() for name, param in model.named_parameters()}))
-    (losses, plain), (others, fused_ones) = made
-    assert losses == pytest.approx(others, rel=1e-5)
-    for name, value in plain.items():
-        torch.testing.assert_close(torch.as_tensor(fused_ones[name]), torch.as_tensor(value), rtol=1e-4, atol=1e-5)
+    compare(*made)
     return "equal"
+
+
+def llama_of_two_ranks(seed: int) -> Any:
+    return LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed, tensor_parallel_size=2)
+
+
+def learn(model: Any, seed: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train three steps of 320 tokens; losses, and parameters afterwards."""
+    batch = torch.randint(3, 90, (4, 80), generator=torch.Generator().manual_seed(seed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: torch.as_tensor(param.detach().clone()) for name, param in model.named_parameters()}
+
+
+def compare(found: tuple[list[float], dict[str, Tensor]], right: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert found[0] == pytest.approx(right[0], rel=1e-5)
+    for name, value in right[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
 
 
 UNTIMED = {"out x in": (kernel.many_rows_linear, F.linear), "in x out": (kernel.many_rows_conv1d, kernel.plain_conv1d)}
@@ -350,26 +362,16 @@ def test_unfused_model_trains_by_tiles(pool: Pool, seed: int) -> None:
 def trained_unfused(seed: int) -> list[int]:
     """On a rank: how many products of three steps are by tiles; without them, results are equal."""
     made, counts = [], []
-    batch = torch.randint(3, 90, (4, 80), generator=torch.Generator().manual_seed(seed))
     for fewest in (1, 1 << 60):
-        model: Any = LlamaForCausalLM.from_config_with_parallel(zoo.config("llama"), seed=seed, tensor_parallel_size=2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with tiles(), spy_on_few_rows(kernel.SPLIT) as used, mock.patch.multiple(kernel, LARGE=fewest, FEWEST_SIDE=1):
-            losses = []
-            for _ in range(3):
-                loss = model(batch, labels=batch).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
+        model = llama_of_two_ranks(seed)
+        with (
+            tiles(),
+            spy_on_few_rows(kernel.SPLIT) as used,
+            mock.patch.multiple(kernel, LARGE=fewest, FEWEST_SIDE=1),
+        ):
+            made.append(learn(model, seed))
         counts.append(used.call_count)
-        made.append(
-            (losses, {name: torch.as_tensor(param.detach().clone()) for name, param in model.named_parameters()})
-        )
-    (losses, ours), (others, plain) = made
-    assert losses == pytest.approx(others, rel=1e-5)
-    for name, value in plain.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+    compare(*made)
     return counts
 
 
