@@ -157,7 +157,7 @@ def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, plain: _Plain, io: bool, faster: FasterRows | None
 ) -> Tensor:
     # Decoding calls this a hundred times per token, so the cheapest checks come first.
-    if torch.compiler.is_compiling() or not x.is_cpu or not _is_usual(x, weight, bias):
+    if torch.compiler.is_compiling() or not x.is_cpu or _is_watched() or not _is_usual(x, weight, bias):
         return plain(x, weight, bias)
     if torch.is_grad_enabled():
         trained = None if faster is None else _trained_way(x, weight, faster, io)
@@ -185,13 +185,11 @@ def has_onednn() -> bool:
 
 
 def _trained_way(x: Tensor, weight: Tensor, faster: FasterRows, io: bool) -> str | None:
-    """How a product of many rows and its gradients are computed; ``None``: by torch, as all of ``torch.func``."""
+    """How a product of many rows and its gradients are computed; ``None``: by torch."""
     inner = weight.shape[1 - io]
     rows = x.numel() // inner if inner and x.shape[-1] == inner else 0
     way = faster.way(rows, x.dtype)
-    if rows < MOST_TIMED or way not in MANY or torch._C._are_functorch_transforms_active():
-        return None
-    return None if forward_ad._current_level >= 0 else way
+    return None if rows < MOST_TIMED or way not in MANY else way
 
 
 class _TrainedProduct(torch.autograd.Function):
@@ -243,6 +241,12 @@ def multiply_into(out: Tensor, left: Tensor, right: Tensor, way: str | None = No
     if way == SPLIT and split_product.fits(left, right.T):
         return split_product.product(left, right.T, out_MN=out, add=add)
     return out.addmm_(left, right) if add else torch.mm(left, right, out=out)
+
+
+def _is_watched() -> bool:
+    """Whether each of torch's operations is transformed or counted: by ``torch.func``, forward mode, dispatch modes."""
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transformed or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _is_usual(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 from oslo_kernels import build, passes, small_operations, split_product
 from oslo_kernels import linear as kernel
@@ -322,6 +323,23 @@ def compare(found: tuple[list[float], dict[str, Tensor]], right: tuple[list[floa
     assert found[0] == pytest.approx(right[0], rel=1e-5)
     for name, value in right[1].items():
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_operations_that_are_counted_or_transformed_are_those_of_torch(seed: int) -> None:
+    torch.manual_seed(seed)
+    x, weight, bias = operands(300, 40, 24, torch.float32, False)
+    faster = replace(MANY, threads=torch.get_num_threads())
+    product = partial(kernel.linear, weight_oi=weight, bias=bias, faster=faster)
+    with mock.patch.object(kernel, "by_onednn", wraps=kernel.by_onednn) as used, spy_on_few_rows() as few:
+        for trains in (False, True):
+            with torch.set_grad_enabled(trains), FlopCounterMode(display=False) as counter:
+                product(x)
+            assert counter.get_total_flops() == 2 * 300 * 40 * 24
+            with torch.set_grad_enabled(trains):
+                found = torch.vmap(product)(x.view(3, 100, 40))
+            torch.testing.assert_close(found, F.linear(x, weight, bias).view(3, 100, 24))
+        torch.vmap(partial(kernel.linear, weight_oi=weight))(x[:2])
+    assert not used.called and not few.called
 
 
 UNTIMED = {"out x in": (kernel.many_rows_linear, F.linear), "in x out": (kernel.many_rows_conv1d, kernel.plain_conv1d)}
