@@ -129,8 +129,12 @@ class SharedMemory:
         call = x.nbytes << 8 | DTYPES[x.dtype]
         self._continue(code, "a sum", self._reduce, (self._handle, x.data_ptr(), call))
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor, check: Callable[[], object] | None = None) -> Tensor:
         """Gather ``x``, a contiguous CPU tensor of the same shape on every rank, into ``[size, *x.shape]``.
+
+        Args:
+            check: called every tenth of a second while a rank has not come, to raise if it has failed; otherwise it
+                must be alive and come within `timeout`.
 
         Raises:
             PeerError: as `all_reduce`.
@@ -139,10 +143,17 @@ class SharedMemory:
         arguments = self._handle, x.data_ptr(), out.data_ptr(), x.nbytes
         code = self._library.oslo_shm_all_gather(*arguments)
         if code:
-            self._continue(code, "a concatenation", self._library.oslo_shm_all_gather, arguments)
+            self._continue(code, "a concatenation", self._library.oslo_shm_all_gather, arguments, check)
         return out
 
-    def _continue(self, code: int, what: str, function: ctypes._FuncPointer, arguments: tuple[object, ...]) -> None:
+    def _continue(
+        self,
+        code: int,
+        what: str,
+        function: ctypes._FuncPointer,
+        arguments: tuple[object, ...],
+        check: Callable[[], object] | None = None,
+    ) -> None:
         """Repeat a call that waits for another rank until it is done; Python handles signals in between."""
         with self.waiting(what):
             since, handle = time.monotonic(), self._handle
@@ -152,7 +163,9 @@ class SharedMemory:
             if handle is None:
                 raise PeerError("the shared memory is of no use after an error; start the ranks again", self.rank)
             while code:
-                if fault := self._fault(code, handle, time.monotonic() - since):
+                if code > 0 and check is not None:
+                    check()
+                elif fault := self._fault(code, handle, time.monotonic() - since):
                     position, did = fault
                     message = f"rank {position} of {self.size} {did}, while rank {self.rank} waited for it"
                     raise PeerError(message, position)

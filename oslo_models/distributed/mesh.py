@@ -143,6 +143,7 @@ class ParallelMesh:
         self.expert_parallel_size = expert_parallel_size
         self.device = start_process_group(tp * pp, timeout)
         self._created: list[Axis] = []
+        self._alone: Axis | None = None
         self.destroyed = False
         self.world = world_axis(timeout)
         world_size = self.world.size
@@ -225,12 +226,13 @@ class ParallelMesh:
     def destroy(self) -> None:
         """Destroy the groups that this mesh created; a process group of the user stays. Every rank has to call it."""
         self.device_mesh, self.destroyed = None, True
+        groups = dict.fromkeys(axis.group for axis in self._created if axis.group is not None)
         for axis in (*self._created, self.model):
-            group = axis.group
             object.__setattr__(axis, "group", None)
-            if group is not None and axis is not self.model:
-                dist.destroy_process_group(group)
+        for group in groups:
+            dist.destroy_process_group(group)
         self._created.clear()
+        self._alone = None
 
     def stages(self, stages: tuple[int, ...], name: str = "stages") -> Axis:
         """Create the axis that consists of some pipeline stages. Every rank of the world has to call it.
@@ -249,6 +251,9 @@ class ParallelMesh:
         """
         timeout = timedelta(seconds=_group_timeout(self.world.timeout))
         axis = replace(self.world, name=name, rank=-1, ranks=(), group=None)
+        is_alone = len(groups) == self.world.size
+        if is_alone and self._alone is not None:  # one group of this rank alone does for all such axes
+            axis, groups = replace(self._alone, name=name), []
         for group_ranks in groups:
             ranks = group_ranks.tolist()
             with waiting(self.world, f"the creation of a process group ({name})"):
@@ -258,6 +263,8 @@ class ParallelMesh:
                     _set_pg_timeout(_get_default_timeout(dist.get_backend(group)), group)
                 axis = replace(axis, rank=ranks.index(self.world.rank), ranks=tuple(ranks), group=group)
         self._created.append(axis)
+        if is_alone:
+            self._alone = axis
         return axis
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hmac
 import pickle
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oslo_models.distributed.memory_of_objects import gather_bytes, memory_of_objects
 from oslo_models.distributed.mesh import Axis
+from oslo_models.distributed.store_barrier import SlowWait
 from oslo_models.distributed.watchdog import waiting
 
 _SIGNATURE_BYTES = 32
@@ -75,15 +78,36 @@ def gather_objects(axis: Axis, value: Any) -> list[Any]:
         return [value]
     if axis.threads is not None:
         return axis.threads.all_gather(axis.rank, value)
-    on_cpu = "cpu:" in dist.get_backend_config(axis.group)
-    data = torch.frombuffer(bytearray(_signed(axis.ranks[axis.rank], value)), dtype=torch.uint8)
-    data = data if on_cpu else data.cuda()
-    with waiting(axis, "an exchange", slow=True):
-        sizes = torch.cat(_all_gather(axis, data.new_tensor([len(data)], dtype=torch.int64))).tolist()
-        padded = torch.cat((data, data.new_zeros(max(sizes) - len(data))))
-        parts = _all_gather(axis, padded)
-    received = zip(axis.ranks, parts, sizes, strict=True)
-    return [_verified(rank, part[:size].cpu().numpy().tobytes()) for rank, part, size in received]
+    objects = memory_of_objects(axis)
+    pickled = _signed(axis.ranks[axis.rank], (value, objects.message()))
+    data = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+    with waiting(axis, "an exchange", slow=objects.memory is None):
+        if objects.memory is None:
+            parts = _gather_bytes(axis, data)
+        else:
+            parts = gather_bytes(objects.memory, data, _patience(axis))
+    received = [_verified(rank, part.numpy().tobytes()) for rank, part in zip(axis.ranks, parts, strict=True)]
+    objects.receive([message for _, message in received])
+    return [value for value, _ in received]
+
+
+def _patience(axis: Axis) -> Callable[[], None]:
+    """To be called while ranks have not come: raises once one of them has failed."""
+    wait = SlowWait(axis.watchdog, axis, "an exchange")
+
+    def check() -> None:
+        wait.answered = time.monotonic()
+        wait.check()
+
+    return check
+
+
+def _gather_bytes(axis: Axis, data: Tensor) -> list[Tensor]:
+    """Gather the bytes of all ranks through the process group."""
+    data = data if "cpu:" in dist.get_backend_config(axis.group) else data.cuda()
+    sizes = torch.cat(_all_gather(axis, data.new_tensor([len(data)], dtype=torch.int64))).tolist()
+    padded = torch.cat((data, data.new_zeros(max(sizes) - len(data))))
+    return [part[:size].cpu() for part, size in zip(_all_gather(axis, padded), sizes, strict=True)]
 
 
 def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:

@@ -13,36 +13,52 @@ SLOW_TIMEOUT = 1800.0
 """Seconds to wait for a rank that is alive but reads or writes files."""
 
 
-def store_barrier(watchdog: Any, axis: Any, what: str, first_status_timeout: float = 0.0) -> None:
-    """Wait until all ranks of ``axis`` are here, up to `SLOW_TIMEOUT` as long as they are alive.
+class SlowWait:
+    """Waiting for the ranks of ``axis`` up to `SLOW_TIMEOUT`, as long as they are alive.
 
     Args:
         what: what this rank waits in, for the message.
         first_status_timeout: seconds to wait for a rank that has not published a status yet, if longer than the
             timeout of the axis.
 
-    Raises:
-        RankFailedError: a rank died, published nothing for the timeout of the axis, or did not come in time.
+    Attributes:
+        answered: when this rank last learned who has come.
     """
+
+    def __init__(self, watchdog: Any, axis: Any, what: str, first_status_timeout: float = 0.0) -> None:
+        self._watchdog, self._axis, self._what = watchdog, axis, what
+        self._diagnosis = FailureDiagnosis(watchdog, axis.ranks, axis.timeout, first_status_timeout)
+        self._start = self._diagnosed = self.answered = time.monotonic()
+
+    def check(self) -> None:
+        """Look after the ranks, unless that was done a moment ago.
+
+        Raises:
+            RankFailedError: a rank died, published nothing for the timeout of the axis, or did not come in time.
+        """
+        axis, now = self._axis, time.monotonic()
+        # The more ranks there are, the less often each may read the statuses of all.
+        if now <= self._diagnosed + max(self._watchdog.interval, axis.size**2 / 10_000):
+            return
+        self._diagnosed, failed = now, self._diagnosis.find_failed(axis.timeout)
+        if now > self._start + max(SLOW_TIMEOUT, axis.timeout) or now > self.answered + axis.timeout:
+            failed = failed or self._diagnosis.find_absent()
+        if failed:
+            where = f"{self._what} with ranks {list(axis.ranks)} ({axis.name})"
+            raise self._watchdog.fail(failed, where, now - self._start, f"timeout={axis.timeout:g}")
+
+
+def store_barrier(watchdog: Any, axis: Any, what: str, first_status_timeout: float = 0.0) -> None:
+    """Wait until all ranks of ``axis`` are here; arguments and errors are those of `SlowWait`."""
     key, previous = watchdog.next_barrier(f"{axis.name} {axis.ranks[0]} {axis.ranks[-1]} {axis.size}")
-    timeout, start = axis.timeout, time.monotonic()
-    diagnosis = FailureDiagnosis(watchdog, axis.ranks, timeout, first_status_timeout)
+    wait = SlowWait(watchdog, axis, what, first_status_timeout)
     arrived, increment, pause = 0, 1, 1e-4
-    answered = diagnosed = start
-    # The more ranks there are, the less often each may read the statuses of all.
-    longest_pause, interval = max(0.05, axis.size / 5000), max(watchdog.interval, axis.size**2 / 10_000)
+    longest_pause = max(0.05, axis.size / 5000)
     while arrived < axis.size:
         with suppress(TimeoutError):
             amount, increment = increment, 0
-            arrived, answered = watchdog.ask(partial(_add, key=key, amount=amount)), time.monotonic()
-        now = time.monotonic()
-        if now > diagnosed + interval:
-            diagnosed, failed = now, diagnosis.find_failed(timeout)
-            if now > start + max(SLOW_TIMEOUT, timeout) or now > answered + timeout:
-                failed = failed or diagnosis.find_absent()
-            if failed:
-                where = f"{what} with ranks {list(axis.ranks)} ({axis.name})"
-                raise watchdog.fail(failed, where, now - start, f"timeout={timeout:g}")
+            arrived, wait.answered = watchdog.ask(partial(_add, key=key, amount=amount)), time.monotonic()
+        wait.check()
         if arrived < axis.size:
             time.sleep(pause)
             pause = min(1.5 * pause, longest_pause)

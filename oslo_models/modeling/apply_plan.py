@@ -181,26 +181,34 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
         ValueError: a parameter that no entry names, or an entry that names nothing.
     """
     entries = _named_entries(model, plan, prefix, head)
-    layouts, used = {}, set()
+    layouts, used, unnamed = {}, set(), []
     for name, param in model.named_parameters(remove_duplicate=False):
         key = entry_of(name, entries)
         if key is not None:
             used.add(key)
             layouts[name] = entries[key].layout(name.rpartition(".")[2], tuple(param.shape), n)
+        else:
+            unnamed.append(name)
     for name, buffer in model.named_buffers():
         if _shards_buffer(entries, name):
             used.add(name)
             layouts[name] = entries[name].layout(name.rpartition(".")[2], tuple(buffer.shape), n)
-    unnamed = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in layouts]
-    used |= {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
-    used |= {name for name, _ in model.named_modules() if isinstance(entries.get(name), (LocalModule, GlobalMoments))}
-    unused = [key for key in entries if key not in used and not key.endswith(tuple(plan.optional))]
+    optional = tuple(plan.optional)
+    unused = [key for key in entries if key not in used and not key.endswith(optional)]
+    unused = [key for key in unused if not _is_of_no_parameters(_find(model, key), entries[key])]
     if unnamed or unused:
         raise ValueError(
             f"the plan of {type(model).__name__} does not fit its parameters.\n"
             f"  parameters that no entry names: {unnamed or 'none'}\n  entries that name nothing: {unused or 'none'}"
         )
     return layouts
+
+
+def _is_of_no_parameters(found: nn.Module | nn.Parameter | None, entry: Replicated) -> bool:
+    """Whether an entry that fits no parameter is about the module that it names."""
+    if not isinstance(found, nn.Module):
+        return False
+    return isinstance(entry, (LocalModule, GlobalMoments)) or next(found.parameters(), None) is None
 
 
 def apply_plan(
@@ -437,5 +445,5 @@ def _find(root: nn.Module, path: str) -> nn.Module | nn.Parameter | None:
 def _uses_dropout(model: PreTrainedModel) -> bool:
     """Whether any dropout of the model, or of a model in it, is active: switching random streams costs some time."""
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    rates = [value for config in configs for key, value in config.to_dict().items() if "drop" in key]
+    rates = [value for config in configs for key, value in vars(config).items() if "drop" in key]
     return any(isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 for rate in rates)

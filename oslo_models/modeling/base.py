@@ -120,7 +120,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             return
         self._init_seed = init_seed
         for param in self.parameters():  # some of XLNet's and DeBERTa's are always created in float32
-            param.data = param.data.to(torch.get_default_dtype())
+            if param.dtype != torch.get_default_dtype():
+                param.data = param.data.to(torch.get_default_dtype())
         self._shard(mesh, blocks_per_stage)
 
     def _shard(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:

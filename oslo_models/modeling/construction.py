@@ -28,7 +28,7 @@ from oslo_models.distributed.mesh import Axis, ParallelMesh, start_process_group
 from oslo_models.distributed.object_exchange import agree, broadcast_object, require_equal
 from oslo_models.distributed.rng import synchronize, synchronize_numpy
 from oslo_models.distributed.watchdog import TIMEOUT
-from oslo_models.modeling.meta_device import meta_device, uninitialized_on_meta
+from oslo_models.modeling.meta_device import allocate, meta_device, uninitialized_on_meta
 from oslo_models.modeling.own_plan import class_with_plan
 from oslo_models.modeling.packing import check_combination, freeze_packed, packing_reader, quantizing_reader
 from oslo_models.modeling.quantizing import quantize_linear_layers, skipped_modules
@@ -95,7 +95,7 @@ def _from_config(
     own = {"init_seed": init_seed, "blocks_per_stage": arguments.blocks_per_stage}
     with meta_device():
         model = cls._from_config(config, dtype=dtype, mesh=mesh, **own, **options)
-    model.to_empty(device=mesh.device)
+    allocate(model, mesh.device)
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     model.init_weights()

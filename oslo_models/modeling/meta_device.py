@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
@@ -40,3 +40,14 @@ def meta_device() -> Iterator[None]:
     """``torch.device("meta")`` for the construction of a model: nothing is initialised."""
     with torch.device("meta"), uninitialized_on_meta():
         yield
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """``model.to_empty(device=device)`` in a tenth of the time: torch's ``empty_like`` of such tensors is in Python."""
+
+    def empty(x: Tensor) -> Tensor:
+        if x.is_contiguous():
+            return torch.empty(x.shape, dtype=x.dtype, device=device)
+        return torch.empty_like(x, device=device)
+
+    model._apply(empty)

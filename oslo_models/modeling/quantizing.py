@@ -74,7 +74,7 @@ def shard_of(full: Tensor, layout: Layout, rank: int, name: str) -> Tensor:
         ValueError: the part would not have the values of the full quantised tensor.
     """
     if not is_quantized(full):
-        return layout.shard(full, rank).clone()
+        return full.new_empty(layout.local_shape(rank)) if full.is_meta else layout.shard(full, rank).clone()
     expected = layout.shard(_values(full), rank)
     with suppress(AssertionError, NotImplementedError, RuntimeError, ValueError):  # what torchao raises if it cannot
         part = layout.shard(full, rank).clone()

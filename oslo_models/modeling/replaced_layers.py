@@ -52,10 +52,10 @@ def _instead(cls: type) -> str:
 
 def _edges(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """Each module on the way to a sharded layer, wrappers included, with its parent and its name there."""
-    paths = [path for path, module in model.named_modules() if _is_sharded(module)]
+    modules = dict(model.named_modules())
+    paths = [path for path, module in modules.items() if _is_sharded(module)]
     prefixes = sorted({path[:end] for path in paths for end in _ends(path)})
-    split = [(model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in prefixes]
-    return [(parent, name, parent.get_submodule(name)) for parent, name in split]
+    return [(modules[path.rpartition(".")[0]], path.rpartition(".")[2], modules[path]) for path in prefixes]
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -23,8 +23,11 @@
 
 namespace {
 
-constexpr int kSpins = 2000;          // about 20 us on a core of its own
-constexpr int kYields = 200;          // then yield the core
+// How long to spin before sleeping is learned: where ranks share cores, a rank that spins keeps the others from coming.
+constexpr int kMostSpins = 2000;      // 20 to 100 us
+constexpr int kFewestSpins = 20;      // enough to notice that the others come at once again
+constexpr int kSpinsPerYield = 10;    // after spinning, yield the core a tenth as often
+constexpr int64_t kSoon = 150000;     // ns; a rank that comes in this time would have been worth spinning for
 constexpr long kPatience = 100000000; // ns of sleep, after which the caller checks signals, timeout and peer
 constexpr int kClosed = 1 << 30;      // returned by calls without a region
 
@@ -32,6 +35,7 @@ struct alignas(64) Rank {
     std::atomic<uint32_t> posted;   // number of exchanges for which this rank has filled a slot
     std::atomic<uint32_t> sleepers; // number of ranks that sleep until `posted` changes
     uint64_t call[2];               // the call that each slot belongs to, to detect mismatches
+    std::atomic<int32_t> core;      // on which this rank last filled a slot
 };
 
 struct Region {
@@ -41,6 +45,7 @@ struct Region {
     uint32_t exchanges = 0;
     int64_t offset = 0;  // bytes of the current call that are done; a call may be interrupted and continued
     bool posted = false; // whether this rank has filled its slot for the bytes at `offset`
+    int spins = kMostSpins;
 
     Rank& state(int peer) { return reinterpret_cast<Rank*>(memory)[peer]; }
     char* part(int peer) { return memory + size * sizeof(Rank) + (2 * peer + (exchanges & 1)) * slot; }
@@ -50,7 +55,14 @@ long futex(std::atomic<uint32_t>& word, int op, uint32_t value, const timespec* 
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), op, value, timeout, nullptr, 0);
 }
 
+int64_t now() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
+}
+
 void post(Rank& state, uint32_t exchange) {
+    state.core.store(sched_getcpu(), std::memory_order_relaxed);
     state.posted.store(exchange);
     if (state.sleepers.load()) futex(state.posted, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -59,14 +71,15 @@ bool reached(Rank& state, uint32_t exchange) {
     return static_cast<int32_t>(state.posted.load(std::memory_order_acquire) - exchange) >= 0;
 }
 
-bool wait(Rank& state, uint32_t exchange) {
-    for (int i = 0; i < kSpins; ++i) {
+// Spin, then yield, then sleep until the rank comes or patience is over: whether it has come.
+bool wait_long(Rank& state, uint32_t exchange, int spins) {
+    for (int i = 0; i < spins; ++i) {
         if (reached(state, exchange)) return true;
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
     }
-    for (int i = 0; i < kYields; ++i) {
+    for (int i = 0; i < spins / kSpinsPerYield; ++i) {
         if (reached(state, exchange)) return true;
         sched_yield();
     }
@@ -76,6 +89,18 @@ bool wait(Rank& state, uint32_t exchange) {
     if (!reached(state, exchange)) futex(state.posted, FUTEX_WAIT, seen, &patience);
     state.sleepers.fetch_sub(1);
     return reached(state, exchange);
+}
+
+bool wait(Region& region, Rank& state, uint32_t exchange) {
+    if (reached(state, exchange)) return true;
+    const int64_t start = now();
+    const bool came = wait_long(state, exchange, region.spins);
+    const bool on_other_core = state.core.load(std::memory_order_relaxed) != sched_getcpu();
+    if (came && on_other_core && now() - start < kSoon)
+        region.spins = region.spins * 2 < kMostSpins ? region.spins * 2 : kMostSpins;
+    else
+        region.spins = region.spins / 2 > kFewestSpins ? region.spins / 2 : kFewestSpins;
+    return came;
 }
 
 // Fill this rank's slot and wait for the others: 0, or 1 + a rank that has not arrived, or -1 - a rank that made
@@ -90,7 +115,7 @@ int exchange(Region& region, const char* data, int64_t bytes, uint64_t call) {
         region.posted = true;
     }
     for (int peer = 0; peer < region.size; ++peer)
-        if (!wait(region.state(peer), region.exchanges)) return 1 + peer;
+        if (!wait(region, region.state(peer), region.exchanges)) return 1 + peer;
     for (int peer = 0; peer < region.size; ++peer)
         if (region.state(peer).call[region.exchanges & 1] != call) return -1 - peer;
     region.posted = false;
