@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def said(folder: Path, arguments: list[str], new: bool, **options: Any) -> tuple
         cwd=folder,
         env={**os.environ, "OF_THE_TEST": "1", **({"TRITON_INTERPRET": "1"} if new else {})},
         text=True,
-        **{name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")},
+        **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
         **options,
     )
     out, err = process.communicate(str(os.getpid()), timeout=60)

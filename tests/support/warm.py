@@ -29,7 +29,8 @@ AT_IMPORT = ("HF_", "KMP_", "MKL_", "PYTHON", "PYTORCH_", "TOKENIZERS_", "TORCHI
 """How the names of variables begin that modules, or the interpreter itself, may read before the copy is made."""
 NOT_AT_IMPORT = (
     *("PYTHONPATH", "PYTHONUNBUFFERED", "TRANSFORMERS_VERBOSITY"),  # which copies heed
-    *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"),  # which torch reads when it needs them
+    # which are read when they are needed
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
     "HF_HOME",  # to which nothing is written without a network
 )
 PR_SET_CHILD_SUBREAPER = 36

@@ -21,7 +21,7 @@ import traceback
 import types
 import warnings
 from contextlib import nullcontext, suppress
-from io import TextIOWrapper
+from io import BufferedReader, BufferedWriter, FileIO, TextIOWrapper
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
@@ -214,13 +214,12 @@ def _forget_tests(python_path: str) -> None:
 
 def _open_streams(unbuffered: bool) -> None:
     """New ``sys.stdin``, ``stdout`` and ``stderr``, to which handlers of loggers write too."""
-    options: dict[str, Any] = {"write_through": unbuffered}
-    binary = [open(number, "wb", 0 if unbuffered else -1, closefd=False) for number in (1, 2)]
-    out = TextIOWrapper(binary[0], **options)
-    err = TextIOWrapper(binary[1], errors="backslashreplace", line_buffering=True, **options)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
-    sys.stdout = sys.__stdout__ = out  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = err  # type: ignore[misc]
+    raw = [FileIO(number, "wb" if number else "rb", closefd=False) for number in (0, 1, 2)]
+    out, err = raw[1:] if unbuffered else map(BufferedWriter, raw[1:])
+    options: dict[str, Any] = {"errors": "backslashreplace", "line_buffering": True, "write_through": unbuffered}
+    sys.stdin = sys.__stdin__ = TextIOWrapper(BufferedReader(raw[0]))  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = TextIOWrapper(out, write_through=unbuffered)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = TextIOWrapper(err, **options)  # type: ignore[misc]
     logging.getLogger().handlers.clear()
     for handler in [reference() for reference in logging._handlerList]:  # type: ignore[attr-defined]
         if type(handler) is logging.StreamHandler:
