@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     used = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     if session.config.option.collectonly:
         return
-    if used & {"warm", "warm_launchers"} and sys.platform == "linux" and not torch.cuda.is_available():
+    if used & {"warm", "warm_module", "warm_launchers"} and sys.platform == "linux" and not torch.cuda.is_available():
         session.config.stash[WARM] = start_warm_server(dict(os.environ))
     if "pool" in used:
         capture = session.config.pluginmanager.getplugin("capturemanager")
@@ -158,19 +158,29 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
+def warmed(config: pytest.Config, nested: bool) -> AbstractContextManager[None]:
+    server = config.stash.get(WARM, None)
+    return nullcontext() if server is None else warm_interpreters(server, nested)
+
+
 @pytest.fixture
 def warm(request: pytest.FixtureRequest) -> Iterator[None]:
     """Python processes that the test starts begin with torch and transformers imported; see `support.warm`."""
-    server = request.config.stash.get(WARM, None)
-    with nullcontext() if server is None else warm_interpreters(server, nested=False):
+    with warmed(request.config, nested=False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So do those of a module all tests of which use this fixture."""
+    with warmed(request.config, nested=False):
         yield
 
 
 @pytest.fixture
 def warm_launchers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """So do those that these start, such as the ranks of torchrun."""
-    server = request.config.stash.get(WARM, None)
-    with nullcontext() if server is None else warm_interpreters(server, nested=True):
+    """So do those of the test and those that these start, such as the ranks of torchrun."""
+    with warmed(request.config, nested=True):
         yield
 
 

@@ -145,7 +145,8 @@ def _run_main(arguments: list[str]) -> None:
     if first == "-m":
         sys.argv, name = ["-m", *rest[1:]], rest[0]
         sys.path.insert(0, os.getcwd())
-        sys.modules.pop(name, None)
+        package = hasattr(sys.modules.get(name), "__path__")
+        sys.modules.pop(f"{name}.__main__" if package else name, None)  # it is to run, and not for the second time
         runpy._run_module_as_main(name)  # type: ignore[attr-defined]
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]
