@@ -118,7 +118,11 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     used = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     if session.config.option.collectonly:
         return
-    if used & {"warm", "warm_module", "warm_launchers"} and sys.platform == "linux" and not torch.cuda.is_available():
+    if (
+        used & {"forked", "warm", "warm_module", "warm_launchers"}
+        and sys.platform == "linux"
+        and not torch.cuda.is_available()
+    ):
         session.config.stash[WARM] = start_warm_server(dict(os.environ))
     if "pool" in used:
         capture = session.config.pluginmanager.getplugin("capturemanager")
@@ -185,12 +189,13 @@ def warm_launchers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def forked() -> None:
+def forked(request: pytest.FixtureRequest) -> None:
     """The server that forks the workers of deployments runs."""
     from oslo_models.deploy.forking import start_fork_server
     from oslo_models.deploy.process_executor import worker_environment
 
-    start_fork_server(worker_environment(0), ["oslo_models.models.gpt2"])
+    with warmed(request.config, nested=False):
+        start_fork_server(worker_environment(0), ["oslo_models.models.gpt2"])
 
 
 @pytest.fixture(scope="module")

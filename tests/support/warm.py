@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 LENGTH = struct.Struct("q")
-AT_IMPORT = ("HF_", "KMP_", "MKL_", "PYTHON", "PYTORCH_", "TOKENIZERS_", "TORCHINDUCTOR_", "TRANSFORMERS_", "TRITON_")
+AT_IMPORT = ("HF_", "KMP_", "MKL_", "PYTHON", "PYTORCH_", "TORCHINDUCTOR_", "TRANSFORMERS_", "TRITON_")
 """How the names of variables begin that modules, or the interpreter itself, may read before the copy is made."""
 NOT_AT_IMPORT = (
     *("PYTHONPATH", "PYTHONUNBUFFERED", "TRANSFORMERS_VERBOSITY"),  # which copies heed
@@ -37,7 +37,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Order(NamedTuple):
-    """What a process is to run: ``python [-u] SCRIPT | -m MODULE | -c CODE``, and what it inherits."""
+    """What a process is to run: ``python [-u] SCRIPT | - | -m MODULE | -c CODE``, and what it inherits."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -111,8 +111,8 @@ def _arguments(command: list[str], environment: Mapping[str, str]) -> list[str]:
             return []
         command = [sys.executable, found, *command[1:]]
     rest = [each for number, each in enumerate(command[1:]) if number or each != "-u"]
-    known = rest and (rest[0] in ("-m", "-c") or not rest[0].startswith("-"))
-    return command[1:] if known else []  # others read the script from a pipe, or have options of the interpreter
+    known = rest and (rest[0] in ("-", "-m", "-c") or not rest[0].startswith("-"))
+    return command[1:] if known else []
 
 
 def _is_script(path: Path) -> bool:

@@ -148,10 +148,11 @@ def _run_main(arguments: list[str]) -> None:
         package = hasattr(sys.modules.get(name), "__path__")
         sys.modules.pop(f"{name}.__main__" if package else name, None)  # it is to run, and not for the second time
         runpy._run_module_as_main(name)  # type: ignore[attr-defined]
-    elif first == "-c":
-        sys.argv = ["-c", *rest[1:]]
+    elif first in ("-c", "-"):
+        code, name = (rest.pop(0), "<string>") if first == "-c" else (sys.stdin.read(), "<stdin>")
+        sys.argv = [first, *rest]
         sys.path.insert(0, "")
-        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+        exec(compile(code, name, "exec"), main.__dict__)
     else:
         sys.argv, main.__file__ = arguments, os.path.abspath(first)
         sys.path.insert(0, str(Path(first).resolve().parent))
