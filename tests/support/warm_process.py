@@ -47,7 +47,10 @@ FIRST_FREE = 500
 def start_warm_server(environment: dict[str, str]) -> WarmServer:
     """Make a copy of this process a server, which ends with it."""
     ours, theirs = socket.socketpair()
-    if os.fork() == 0:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: that of pytest-xdist only waits
+        pid = os.fork()
+    if pid == 0:
         with suppress(BaseException):
             ours.close()
             _be_server(theirs)
