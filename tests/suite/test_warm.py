@@ -19,11 +19,11 @@ def own():
     return sys.modules["__main__"].own is own and __name__
 
 atexit.register(print, "the end")
-threading.Timer(0.1, print, ["a thread"]).start()
+threads = threading.active_count()
 print(json.dumps({
     "argv": sys.argv, "path": sys.path[:2], "main": own(), "file": globals().get("__file__"),
     "parent": os.getppid() == int(sys.stdin.read()), "session": os.getsid(0) == os.getpid(), "folder": os.getcwd(),
-    "variables": sorted(set(os.environ) - {"TRITON_INTERPRET"}), "threads": threading.active_count(),
+    "variables": sorted(set(os.environ) - {"TRITON_INTERPRET"}), "threads": threads,
     "tests": [name for name in sys.modules if name.startswith(("test_", "support"))],
     "files": sorted(number for number in range(3, 200) if os.path.exists(f"/proc/self/fd/{number}")
                     and os.readlink(f"/proc/self/fd/{number}") != os.devnull),
@@ -31,6 +31,7 @@ print(json.dumps({
 warnings.warn("said")
 warnings.warn("not said", DeprecationWarning, 2)
 logging.getLogger("some").error("logged")
+threading.Timer(0.1, print, ["a thread"]).start()
 """
 ENDINGS = {
     "0": "",

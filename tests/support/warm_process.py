@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import types
 import warnings
@@ -83,8 +84,11 @@ def _fork(order: Order, files: list[int], connection: socket.socket) -> int:
     """The id of a new process whose parent, between this one and it, has ended."""
     reading, writing = os.pipe()
     if (between := os.fork()) == 0:
+        first_parent = os.getpid()
         if (pid := os.fork()) == 0:
             os.close(reading), os.close(writing), connection.close()
+            while os.getppid() == first_parent:
+                time.sleep(0.001)
             _become(order, files)
         os.write(writing, LENGTH.pack(pid))
         os._exit(0)
