@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,15 @@ import torch  # noqa: E402
 
 from support.pool import PRELOAD, Pool, worker_environment  # noqa: E402
 from support.pool_server import start_server  # noqa: E402
+from support.warm import WarmServer, warm_interpreters  # noqa: E402
+from support.warm_process import start_warm_server  # noqa: E402
 
 torch.set_num_threads(1)  # the cores are for the ranks
 hypothesis.settings.register_profile("oslo", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("oslo")
+
+
+WARM = pytest.StashKey[WarmServer]()
 
 
 def seed_of_commit() -> int:
@@ -108,9 +114,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Start the server of the pool, if a test needs it; its output is that of the tests."""
-    uses_pool = any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
-    if uses_pool and not session.config.option.collectonly:
+    """Start the servers that tests need, before the first test; the output of the pool's is that of the tests."""
+    used = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    if session.config.option.collectonly:
+        return
+    if (
+        used & {"forked", "warm", "warm_module", "warm_launchers"}
+        and sys.platform == "linux"
+        and not torch.cuda.is_available()
+    ):
+        session.config.stash[WARM] = start_warm_server(dict(os.environ))
+    if "pool" in used:
         capture = session.config.pluginmanager.getplugin("capturemanager")
         capture.resume_global_capture()
         start_server(PRELOAD, worker_environment())
@@ -148,13 +162,40 @@ def pool() -> Iterator[Pool]:
     workers.close()
 
 
+def warmed(config: pytest.Config, nested: bool) -> AbstractContextManager[None]:
+    server = config.stash.get(WARM, None)
+    return nullcontext() if server is None else warm_interpreters(server, nested)
+
+
+@pytest.fixture
+def warm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Python processes that the test starts begin with torch and transformers imported; see `support.warm`."""
+    with warmed(request.config, nested=False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So do those of a module all tests of which use this fixture."""
+    with warmed(request.config, nested=False):
+        yield
+
+
+@pytest.fixture
+def warm_launchers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """So do those of the test and those that these start, such as the ranks of torchrun."""
+    with warmed(request.config, nested=True):
+        yield
+
+
 @pytest.fixture(scope="session")
-def forked() -> None:
+def forked(request: pytest.FixtureRequest) -> None:
     """The server that forks the workers of deployments runs."""
     from oslo_models.deploy.forking import start_fork_server
     from oslo_models.deploy.process_executor import worker_environment
 
-    start_fork_server(worker_environment(0), ["oslo_models.models.gpt2"])
+    with warmed(request.config, nested=False):
+        start_fork_server(worker_environment(0), ["oslo_models.models.gpt2"])
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from support import ROOT
 from support.pool import Pool
 
 
-def test_case_runs_and_records_results() -> None:
+def test_case_runs_and_records_results(warm_launchers: None) -> None:
     command = [sys.executable, "-m", "benchmarks", "--smoke", "--only=gpt2-124m-collectives"]
     stamp = os.stat(table.RESULTS).st_mtime_ns if table.RESULTS.exists() else None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

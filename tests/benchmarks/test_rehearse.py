@@ -42,7 +42,7 @@ def case(name: str, **options: Any) -> Case:
     return Case("tests", name, f"support.rehearsal_cases:{name}", options=options)
 
 
-def test_dry_run_has_no_failures_and_writes_rows_only(tmp_path: Path) -> None:
+def test_dry_run_has_no_failures_and_writes_rows_only(tmp_path: Path, warm_launchers: None) -> None:
     """One case of each kind, in a process without a GPU; the whole dry run is ``make rehearse-gpu``."""
     command = [sys.executable, "-m", "benchmarks.rehearse", "all", "--quick", "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels"))), "OSLO_COMMIT": "c0"}
@@ -81,7 +81,9 @@ def test_whatever_a_case_does_is_a_row(tmp_path: Path) -> None:
     assert "CUDA graphs were skipped" in found["skipped"]["error"]
 
 
-def test_others_are_stopped_while_a_case_measures_and_the_limit_of_the_part_is_kept(tmp_path: Path) -> None:
+def test_others_are_stopped_while_a_case_measures_and_the_limit_of_the_part_is_kept(
+    tmp_path: Path, warm_launchers: None
+) -> None:
     late = Case("tests", "late", "support.rehearsal_cases:crashes", gigabytes=ALONE)
     folder = {"folder": str(tmp_path)}
     rows = run([case("counts", **folder), case("measures", **folder), late], tmp_path)

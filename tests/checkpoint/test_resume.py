@@ -287,7 +287,9 @@ def run_torchrun(folder: Path, sizes: dict[str, int], deadly_step: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_torchrun_restart_after_a_kill_resumes_from_the_last_save(pool: Pool, tmp_path: Path) -> None:
+def test_torchrun_restart_after_a_kill_resumes_from_the_last_save(
+    pool: Pool, tmp_path: Path, warm_launchers: None
+) -> None:
     """A rank is killed in the step before a save: all begin again from the last save, and lose nothing."""
     sizes = {"pipeline_parallel_size": 2}
     whole, broken = tmp_path / "whole", tmp_path / "broken"

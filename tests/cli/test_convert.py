@@ -33,7 +33,9 @@ def require_same(directory: Path, expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def test_reshard_and_merge_keep_every_bit(whole: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> None:
+def test_reshard_and_merge_keep_every_bit(
+    whole: tuple[Path, dict[str, Tensor]], tmp_path: Path, warm_launchers: None
+) -> None:
     directory, expected = whole
     split, merged, binary = tmp_path / "split", tmp_path / "merged", tmp_path / "binary"
     assert main(["reshard", str(directory), str(split), "--tensor-parallel-size", "2"]) == 0

@@ -21,7 +21,7 @@ def options(output: Path, *arguments: str) -> argparse.Namespace:
 
 
 def test_demo_runs_briefly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], seed: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], seed: int, warm_launchers: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = demo.run(options(Path("demo"), "--steps", "3", "--seed", str(seed)))

@@ -89,7 +89,7 @@ def test_world_size_must_be_a_multiple_of_the_mesh(pool: Pool) -> None:
         assert "start 2 or 4 processes" in message
 
 
-def test_parallel_sizes_without_a_launcher_are_rejected() -> None:
+def test_parallel_sizes_without_a_launcher_are_rejected(warm: None) -> None:
     code = (
         "from oslo_models import GPT2Config, GPT2LMHeadModel\n"
         f"GPT2LMHeadModel.from_config_with_parallel(GPT2Config(**{CONFIG!r}), tensor_parallel_size=2)"

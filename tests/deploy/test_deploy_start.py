@@ -39,7 +39,7 @@ print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens
 """
 
 
-def test_deployment_starts_from_a_script_without_a_main_guard(stand: faults.Stand) -> None:
+def test_deployment_starts_from_a_script_without_a_main_guard(stand: faults.Stand, warm: None) -> None:
     """From standard input even, and with a full disk for its log: it runs once, and its workers end with it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     with open("/dev/full", "w") as full:

@@ -36,7 +36,7 @@ RUN = [path for path in PAGES if read_page(path).steps]
 
 
 @pytest.mark.parametrize("page", names(RUN))
-def test_the_code_runs(page: str, hub: Path, tmp_path: Path, pool: Pool) -> None:
+def test_the_code_runs(page: str, hub: Path, tmp_path: Path, pool: Pool, warm: None) -> None:
     (tmp_path / "gpt2").symlink_to(hub / "gpt2")
     path = ROOT / page
     read = read_page(path)

@@ -356,7 +356,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launcher_commands_of_the_chapter_run(hub: Any, launcher: str) -> None:
+def test_launcher_commands_of_the_chapter_run(hub: Any, launcher: str, warm_launchers: None) -> None:
     if launcher == "deepspeed":
         needs_deepspeed()
     hub()

@@ -98,7 +98,7 @@ def options_for(folder: Path) -> list[str]:
     return ["--tensor-parallel-size", "2", "--dtype", "float64", *adapters]
 
 
-def test_requests_are_computed_with_the_adapter_they_name(models: tuple[Path, Mapping[str, Any]]) -> None:
+def test_requests_are_computed_with_the_adapter_they_name(models: tuple[Path, Mapping[str, Any]], warm: None) -> None:
     folder, by_name = models
     base = str(folder / "base")
     assert len({tuple(expected(model, PROMPTS[0], 8)) for model in by_name.values()}) == 3
@@ -118,7 +118,7 @@ def test_requests_are_computed_with_the_adapter_they_name(models: tuple[Path, Ma
 
 
 @pytest.mark.zoo
-def test_adapters_are_there_again_before_new_workers_answer(models: tuple[Path, Mapping[str, Any]]) -> None:
+def test_adapters_are_there_again_before_new_workers_answer(models: tuple[Path, Mapping[str, Any]], warm: None) -> None:
     folder, by_name = models
     with serving(folder / "base", *options_for(folder)) as running:
         check_restart(running, running.says(" at http").split(" at ")[1].strip(), by_name)

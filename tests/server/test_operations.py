@@ -167,7 +167,7 @@ def ask(url: str, key: str, **body: Any) -> tuple[int, dict[str, str], bytes]:
 
 
 def test_served_model_survives_a_worker_and_ends_with_one_when_they_die_too_often(
-    checkpoint: Path, tmp_path: Path
+    checkpoint: Path, tmp_path: Path, warm: None
 ) -> None:
     """A server's life: loading, new keys, a dead worker during a call, its replacement, and one death too many."""
     (tmp_path / "keys").write_text("old\n")

@@ -38,6 +38,8 @@ from support.faults import gone
 from support.http_server import StubModel, listening
 from support.served import workers_of
 
+pytestmark = pytest.mark.usefixtures("warm_module")
+
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "def?"}]}]

@@ -30,6 +30,9 @@ _CASTS = {
 }
 _SMALLEST = torch.finfo(torch.float64).min
 _PRODUCTS = {torch.matmul, torch.bmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__}
+_OTHERS = {Tensor.float, torch.full, Tensor.__mul__, Tensor.mul, Tensor.scatter_reduce, torch._grouped_mm}
+_CHANGED = frozenset(_CASTS | _PRODUCTS | _OTHERS)
+"""All functions that are called otherwise: the others, nearly every call, are not to take longer."""
 
 
 class lifted_casts(TorchFunctionMode):  # noqa: N801  reads as the context manager that it is
@@ -46,6 +49,8 @@ class lifted_casts(TorchFunctionMode):  # noqa: N801  reads as the context manag
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func not in _CHANGED:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if func is Tensor.float:
             if _is_double(args[0]):

@@ -94,17 +94,22 @@ def model_on_stages(
     """This rank's stage and shard of a model with the given full weights."""
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, tp, pp, dtype=dtype, seed=0, **options)
-    full_names = {} if model.stage is None else model.stage.full_names
-    with torch.no_grad():
-        for full_name, param in stage_parameters(model).items():
-            layout = model_layout(model, full_name)
-            param.copy_(layout.shard(weights[full_name], model.mesh.rank_in(layout)))
-        for name, buffer in model.named_buffers():
-            if (full_name := full_names.get(name, name)) in weights:
-                layout = model.layouts.get(name)
-                full = weights[full_name]
-                buffer.copy_(full if layout is None else layout.shard(full, model.mesh.rank_in(layout)))
+    load_weights(model, weights)
     return model
+
+
+@torch.no_grad()
+def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Give this rank's stage and shard of a model its part of full weights."""
+    full_names = {} if model.stage is None else model.stage.full_names
+    for full_name, param in stage_parameters(model).items():
+        layout = model_layout(model, full_name)
+        param.copy_(layout.shard(weights[full_name], model.mesh.rank_in(layout)))
+    for name, buffer in model.named_buffers():
+        if (full_name := full_names.get(name, name)) in weights:
+            layout = model.layouts.get(name)
+            full = weights[full_name]
+            buffer.copy_(full if layout is None else layout.shard(full, model.mesh.rank_in(layout)))
 
 
 def stage_parameters(model: Any) -> dict[str, nn.Parameter]:

@@ -34,6 +34,7 @@ PRELOAD = (
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
     "oslo_models.integrations.trainer",  # with transformers' and accelerate
+    "support.preloaded_deepspeed",
     # all: a worker imports the module of its function, and those about every model need them. It takes 4 s once here,
     # and for each worker there
     *sorted(f"oslo_models.models.{path.stem}" for path in (ROOT / "oslo_models" / "models").glob("[a-z]*.py")),

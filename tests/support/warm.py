@@ -1,0 +1,145 @@
+"""Python processes that tests start, as copies of one that has imported torch and transformers, which takes 4 s anew.
+
+The `WarmServer` is a copy of the test process from before its first test. Where `warm_interpreters` patches
+``subprocess``, it forks what would have run this interpreter: a child of the caller, with the arguments, environment,
+folder and files of the call (see `support.warm_process`). What is tested may not depend on how an interpreter starts,
+on which modules it has imported, or on how it is torn down. Where a copy would not be like a new process, there is one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import os
+import pickle
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+LENGTH = struct.Struct("q")
+AT_IMPORT = ("HF_", "KMP_", "MKL_", "PYTHON", "PYTORCH_", "TORCHINDUCTOR_", "TRANSFORMERS_", "TRITON_")
+"""How the names of variables begin that modules, or the interpreter itself, may read before the copy is made."""
+NOT_AT_IMPORT = (
+    *("PYTHONPATH", "PYTHONUNBUFFERED", "TRANSFORMERS_VERBOSITY"),  # which copies heed
+    # which are read when they are needed
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    "HF_HOME",  # to which nothing is written without a network
+)
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Order(NamedTuple):
+    """What a process is to run: ``python [-u] SCRIPT | - | -m MODULE | -c CODE``, and what it inherits."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    descriptors: list[int]
+    """The numbers under which it has the files that come along."""
+    new_session: bool
+    has_server: bool
+    """Whether processes that it starts are such copies too: of itself, before it has run anything."""
+
+
+class WarmServer:
+    """The client's side of a server.
+
+    Args:
+        connection: to it.
+        environment: the variables with which its modules were imported.
+    """
+
+    def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
+        self._connection, self._environment, self._lock = connection, dict(environment), threading.Lock()
+
+    def start(self, order: Order, files: Sequence[int]) -> int:
+        """Have a child of this process made; returns its id."""
+        body = pickle.dumps(tuple(order))  # its class is not to be found where tests are forgotten
+        with self._lock, _adopting():
+            socket.send_fds(self._connection, [LENGTH.pack(len(body))], files)
+            self._connection.sendall(body)
+            return int(LENGTH.unpack(self._connection.recv(LENGTH.size))[0])
+
+    def order(self, call: Mapping[str, Any], nested: bool) -> tuple[Order, list[int]] | None:
+        """The order for a call of ``Popen`` and the files that come with it; ``None`` if a new process has to be."""
+        environment = dict(os.environ if call["env"] is None else call["env"])
+        is_command = isinstance(call["args"], (list, tuple)) and not call["shell"]
+        arguments = _arguments([os.fspath(each) for each in call["args"]], environment) if is_command else []
+        changes = [call.get(name) for name in ("executable", "preexec_fn", "gid", "gids", "uid")]
+        group = call.get("process_group", -1)
+        if not arguments or any(changes) or group not in (-1, None) or call["umask"] >= 0:
+            return None
+        if self._at_import(environment) != self._at_import(self._environment):
+            return None
+        kept = list(call["pass_fds"])
+        ends = [call["p2cread"], call["c2pwrite"], call["errwrite"]]
+        files = [number if end == -1 else end for number, end in enumerate(ends)]
+        folder = os.path.abspath(call["cwd"] or ".")
+        numbers = [0, 1, 2, *kept]
+        return Order(arguments, environment, folder, numbers, call["start_new_session"], nested), [*files, *kept]
+
+    @staticmethod
+    def _at_import(environment: Mapping[str, str]) -> dict[str, str]:
+        names = (name for name in environment if name.startswith(AT_IMPORT) and name not in NOT_AT_IMPORT)
+        return {name: environment[name] for name in names}
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """A process below this one whose parent ends within the block becomes a child of this one."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _arguments(command: list[str], environment: Mapping[str, str]) -> list[str]:
+    """Those of this interpreter; empty if the command starts something else, or with options of the interpreter."""
+    if command[0] != sys.executable:
+        found = shutil.which(command[0], path=environment.get("PATH"))
+        if found is None or not _is_script(Path(found)):
+            return []
+        command = [sys.executable, found, *command[1:]]
+    rest = [each for number, each in enumerate(command[1:]) if number or each != "-u"]
+    known = rest and (rest[0] in ("-", "-m", "-c") or not rest[0].startswith("-"))
+    return command[1:] if known else []
+
+
+def _is_script(path: Path) -> bool:
+    """Whether its first line names this interpreter."""
+    with path.open("rb") as file:
+        return file.readline().decode(errors="replace").strip() == f"#!{sys.executable}"
+
+
+@contextmanager
+def warm_interpreters(server: WarmServer, nested: bool) -> Iterator[None]:
+    """Within the block ``subprocess`` has the server start what would run this interpreter.
+
+    Args:
+        server: of this process.
+        nested: whether the processes that those start are such copies too.
+    """
+    original: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    signature = inspect.signature(original)
+
+    def execute_child(self: Any, *args: Any) -> None:
+        call = signature.bind(self, *args).arguments
+        if (made := server.order(call, nested)) is None:
+            original(self, *args)
+            return
+        self.pid, self._child_created = server.start(*made), True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(call[name] for name in ends))
+
+    with mock.patch.object(subprocess.Popen, "_execute_child", execute_child):
+        yield
