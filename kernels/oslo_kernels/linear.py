@@ -20,9 +20,9 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.functional import linear as plain_linear  # not by its module's attribute, which DeepSpeed replaces
 
 from oslo_kernels import build, split_product
 
@@ -78,7 +78,7 @@ def linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None, faster: Fas
     Args:
         faster: the numbers of rows that are computed here, and how; ``None``: all up to `most_rows`, in C++.
     """
-    return _product(x, weight_oi, bias, F.linear, False, faster)
+    return _product(x, weight_oi, bias, plain_linear, False, faster)
 
 
 def conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
@@ -97,8 +97,8 @@ def plain_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Te
 def many_rows_linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor:
     """``F.linear``; large products and their gradients by AMX, where the processor has it."""
     if not _is_large(x, weight_oi):
-        return F.linear(x, weight_oi, bias)
-    return _product(x, weight_oi, bias, F.linear, False, _UNTIMED)
+        return plain_linear(x, weight_oi, bias)
+    return _product(x, weight_oi, bias, plain_linear, False, _UNTIMED)
 
 
 def many_rows_conv1d(x: Tensor, weight_io: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -207,7 +207,7 @@ class _TrainedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
-        product = F.linear if torch.is_grad_enabled() else partial(_by, ctx.way)  # for gradients of gradients
+        product = plain_linear if torch.is_grad_enabled() else partial(_by, ctx.way)  # for gradients of gradients
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             of_x = product(grad, weight if ctx.io else weight.t())
@@ -228,7 +228,7 @@ def by_split(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None) -> Tensor
     """`by_onednn` with `split_product`, where that takes these matrices."""
     x_ni = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if not split_product.fits(x_ni, weight_oi):
-        return F.linear(x, weight_oi, bias)
+        return plain_linear(x, weight_oi, bias)
     return split_product.product(x_ni, weight_oi, bias).view(*x.shape[:-1], len(weight_oi))
 
 

@@ -109,6 +109,14 @@ def cross_entropy_without_common_maximum(patch: Patch) -> None:
     patch.setattr(cross_entropy, "reduce_fresh", reduce_fresh)
 
 
+def sums_of_own_maxima(patch: Patch) -> None:
+    Edit("layers.cross_entropy:VocabShard.combined", "(own_max_N - max_N).exp()", "1.0")(patch)
+
+
+def unknown_labels_are_elsewhere(patch: Patch) -> None:
+    patch.setattr(cross_entropy.VocabShard, "check", lambda shard, target_N: None)
+
+
 def gathered_logits_in_the_loss(patch: Patch) -> None:
     patch.delitem(vocab._HANDLERS, F.cross_entropy)
 
@@ -549,7 +557,17 @@ MUTANTS: dict[str, list[Caught]] = {
         (
             cross_entropy_without_common_maximum,
             "test_vocab_parallel_cross_entropy_matches_torch",
-            {"n": 2, "scale": 1.0},
+            {"n": 2, "scale": 1.0, "in_cpp": False},
+        ),
+        (
+            sums_of_own_maxima,
+            "test_vocab_parallel_cross_entropy_matches_torch",
+            {"n": 2, "scale": 1.0, "in_cpp": True},
+        ),
+        (
+            unknown_labels_are_elsewhere,
+            "test_vocab_parallel_cross_entropy_rejects_labels_outside_the_vocabulary",
+            {"label": -1, "options": {}},
         ),
     ],
     "distributed/test_collectives.py": [
