@@ -61,12 +61,15 @@ def test_linear_rounding_error_is_at_most_twice_that_of_torch(form: str, dtype: 
     for rows, inner, outer in (*sizes, (2, 64, 8), (3, 1, 9), (6, 3000, 12), (5, 260, 2100), (1, 8, 1024)):
         x, weight, bias = operands(rows, inner, outer, dtype, form == "in x out")
         for given in (bias, None):
-            exact = plain(x.double(), weight.double(), None if given is None else given.double())
+            several = [x, *(torch.randn(x.shape).to(dtype) for _ in range(7))]  # one row's error depends on its draw
+            wide = weight.double(), None if given is None else given.double()
+            exact = torch.cat([plain(each.double(), *wide) for each in several])
             with torch.no_grad(), emulated():
-                found = ours(x, weight, given)
+                found = torch.cat([ours(each, weight, given) for each in several])
+                torchs = torch.cat([plain(each, weight, given) for each in several])
             assert found.dtype == dtype and found.shape == exact.shape
             # the rest is for sizes at which torch happens to be exact
-            limit = 2 * error(plain(x, weight, given), exact) + torch.finfo(dtype).eps / 16
+            limit = 2 * error(torchs, exact) + torch.finfo(dtype).eps / 16
             assert error(found, exact) <= limit, f"{rows} x {inner} x {outer}, bias {given is not None}"
 
 
