@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -104,7 +104,7 @@ def _be_server(control: socket.socket, modules: Iterable[str]) -> NoReturn:
         sys.setprofile(None)
         os.setsid()  # Ctrl-C in a terminal is for the application only
         _reset_signals()
-        _leave_files(control.fileno())
+        leave_files({1, 2, control.fileno()})
         logging.getLogger().handlers.clear()  # they write to those files
         _reset_random_numbers()
         fork_server.import_modules(control, modules)
@@ -123,18 +123,21 @@ def _reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _leave_files(control: int) -> None:
-    """Close what the application has open, but for its output, so that others see the end of its connections.
+def leave_files(kept: Set[int]) -> None:
+    """Close what the original of this process has open, so that others see the end of its connections.
 
-    The descriptors are not freed: objects of the application that still name them would otherwise write to whatever a
-    worker opens next.
+    The descriptors are not freed: objects of the original that still name them would otherwise write to whatever a
+    process opens next.
+
+    Args:
+        kept: descriptors that stay open.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in (1, 2, control):
+        if int(name) not in kept:
             with suppress(OSError):  # that of the directory itself is closed already
                 os.fstat(int(name))
-                os.dup2(nothing, int(name))
+                os.dup2(nothing, int(name), inheritable=False)
 
 
 def _reset_random_numbers() -> None:

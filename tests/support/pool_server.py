@@ -13,13 +13,14 @@ import sys
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
 from typing import NoReturn
 from unittest import mock
 
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from oslo_models.deploy.process_copy import leave_files
 
 
 def start_server(preload: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -51,7 +52,7 @@ def _be_server(code: str, descriptors: Sequence[int]) -> NoReturn:
     """Run the code of a new server, in which nothing of pytest is left but modules."""
     try:
         gc.disable()
-        _leave_files({0, 1, 2, *descriptors})
+        leave_files({0, 1, 2, *descriptors})
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
         logging.getLogger().handlers.clear()
@@ -60,13 +61,3 @@ def _be_server(code: str, descriptors: Sequence[int]) -> NoReturn:
         exec(code)
     finally:
         os._exit(0)  # without what was registered for the end of the original
-
-
-def _leave_files(kept: set[int]) -> None:
-    """Replace what the original has open, so that others see the end of its connections when it ends."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            with suppress(OSError):  # that of the directory itself is closed already
-                os.fstat(int(name))
-                os.dup2(nothing, int(name))

@@ -29,6 +29,8 @@ from typing import Any, NoReturn
 
 from transformers.utils import logging as transformers
 
+from oslo_models.deploy.process_copy import leave_files
+
 from support import ROOT
 from support.warm import LENGTH, Order, WarmServer, warm_interpreters
 
@@ -62,7 +64,7 @@ def start_warm_server(environment: dict[str, str]) -> WarmServer:
 
 def _be_server(connection: socket.socket) -> NoReturn:
     """Fork a process for each order until the other end is closed."""
-    _leave_files({connection.fileno()})
+    leave_files({connection.fileno()})
     gc.disable()
     for name in MODULES:
         importlib.import_module(name)
@@ -169,22 +171,9 @@ def _run_main(arguments: list[str]) -> None:
 # What is not to be noticed of the tests -------------------------------------------------------------------------------
 
 
-def _leave_files(kept: set[int]) -> None:
-    """Replace what the original has open, so that others see the end of its connections when it ends.
-
-    The numbers stay in use: objects of the original would otherwise close what a process opens next.
-    """
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            with suppress(OSError):  # that of the directory itself is closed already
-                os.fstat(int(name))
-                os.dup2(nothing, int(name), inheritable=False)
-
-
 def _take_files(files: list[int], numbers: list[int]) -> None:
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE) for file in files]
-    _leave_files(set(moved))
+    leave_files(set(moved))
     for file, number in zip(moved, numbers, strict=True):
         os.dup2(file, number, inheritable=True)
         os.close(file)
