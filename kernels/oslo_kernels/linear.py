@@ -69,7 +69,7 @@ MOST_TIMED = 256
 _UNTIMED = FasterRows({MOST_TIMED: SPLIT}, SPLIT, torch.float32, None)
 """What holds without timings on a processor that has AMX, for products that are `_is_large`."""
 LARGE, FEWEST_SIDE = 1 << 26, 256
-"""Multiplications for each thread, and inputs and outputs, from which on AMX was faster than MKL for all shapes that were tried."""
+"""Multiplications for each thread, and inputs and outputs, from which on AMX was faster for all shapes tried."""
 
 
 def linear(x: Tensor, weight_oi: Tensor, bias: Tensor | None = None, faster: FasterRows | None = None) -> Tensor:
