@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 from pathlib import Path
 
@@ -19,6 +20,11 @@ def huge_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))
 
 
+def new_memory(size: int) -> torch.Tensor:
+    """Bytes that the system maps for the test: what the allocator has may be in huge pages already, or filled."""
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
 def is_supported() -> bool:
     """Whether the system has such pages, and gives them to whoever asks for them."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -28,7 +34,8 @@ def is_supported() -> bool:
 
 @pytest.mark.skipif(not is_supported(), reason="needs Linux 6.1 with transparent huge pages")
 def test_contents_and_addresses_stay() -> None:
-    tensors = [torch.arange(3 * PAGE // 4 + i, dtype=torch.int32) for i in range(4)]
+    memory = new_memory(16 * PAGE).view(torch.int32)
+    tensors = [torch.arange(3 * PAGE // 4 + i, out=part[: 3 * PAGE // 4 + i]) for i, part in enumerate(memory.chunk(4))]
     copies, addresses = [tensor.clone() for tensor in tensors], [tensor.data_ptr() for tensor in tensors]
     before = huge_bytes()
     assert collapse(tensors, budget=60) >= 4
@@ -41,7 +48,7 @@ def test_contents_and_addresses_stay() -> None:
 @pytest.mark.skipif(not is_supported(), reason="needs Linux 6.1 with transparent huge pages")
 def test_fresh_memory_is_huge() -> None:
     before = huge_bytes()
-    large = fresh(torch.empty(20 * PAGE, dtype=torch.uint8))
+    large = fresh(new_memory(20 * PAGE))
     assert not large.fill_(3).sub_(3).any()
     assert huge_bytes() - before >= 19 * PAGE
 
