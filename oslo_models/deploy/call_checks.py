@@ -24,12 +24,21 @@ _MOST_OFFSET = 8
 _OF_POSITIONS = re.compile("pos(?!t)|wpe")
 
 
-def check_prompt(given: Mapping[str, Any], config: Any, skeleton: Callable[[], Any]) -> None:
+def positions_of(config: Any) -> int | None:
+    """The positions that the configuration of a model says its decoder has."""
+    positions: int | None = getattr(
+        config.get_text_config(decoder=not config.is_encoder_decoder), "max_position_embeddings", None
+    )
+    return positions
+
+
+def check_prompt(given: Mapping[str, Any], positions: int | None, skeleton: Callable[[], Any]) -> None:
     """Raise ``ValueError`` for token ids without tokens or longer than the model's positions, and for masks of others.
 
     Args:
         given: the arguments of `generate`.
-        skeleton: makes the model without weights; called only for prompts longer than ``max_position_embeddings``.
+        positions: as of `positions_of`.
+        skeleton: makes the model without weights; called only for prompts that are longer.
     """
     name = "inputs" if given.get("input_ids") is None else "input_ids"
     ids_BL, mask = given.get(name), given.get("attention_mask")
@@ -49,7 +58,6 @@ def check_prompt(given: Mapping[str, Any], config: Any, skeleton: Callable[[], A
             f"attention_mask has shape {tuple(mask.shape)}, and {name} has {shape}: they have to be equal, with a 1 "
             "for each token and a 0 for each padding. Without padding, leave the mask out"
         )
-    positions = getattr(config.get_text_config(decoder=not config.is_encoder_decoder), "max_position_embeddings", None)
     if positions and shape[1] > positions and _has_table(skeleton(), positions):
         raise ValueError(
             f"{name} has {shape[1]} tokens, and the model has {positions} positions (max_position_embeddings): "

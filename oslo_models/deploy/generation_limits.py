@@ -8,7 +8,7 @@ device any more.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 LEAST, MOST = 1e-9, 1e9
@@ -28,19 +28,31 @@ def is_bias(value: float) -> bool:
     return value == -math.inf or LEAST_BIAS <= value <= MOST
 
 
-def check_generation(given: Mapping[str, Any], defaults: Any) -> None:
-    """Raise ``ValueError`` for settings of `generate` that turn logits into infinities or NaN.
+def settings_of(given: Mapping[str, Any], defaults: Any) -> Callable[[str], Any]:
+    """A function of the name of a setting of `generate`: the value that applies, ``None`` where nothing is set.
 
     Args:
         given: the arguments of the call.
         defaults: the generation configuration that applies where the arguments set nothing.
     """
-    configs = [config for config in (given.get("generation_config"), defaults) if config is not None]
+    sources = [given, *(getattr(config, "__dict__", {}) for config in (given.get("generation_config"), defaults))]
 
     def setting(name: str) -> Any:
-        found = (given.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in found if value is not None), None)
+        for source in sources:
+            if (value := source.get(name)) is not None:
+                return value
+        return None
 
+    return setting
+
+
+def check_generation(given: Mapping[str, Any], defaults: Any) -> None:
+    """Raise ``ValueError`` for settings of `generate` that turn logits into infinities or NaN.
+
+    Args:
+        given, defaults: as of `settings_of`.
+    """
+    setting = settings_of(given, defaults)
     for name in SCALES:
         if isinstance(value := setting(name), (int, float)) and not is_scale(value):
             raise ValueError(f"{name}={value!r:.40} is out of the range of float32 logits: use {LEAST:g} to {MOST:g}")

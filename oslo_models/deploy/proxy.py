@@ -22,13 +22,13 @@ from oslo_models.checkpoint.quantized import take_quantization
 from oslo_models.config.arguments import Arguments, check_unused, is_timeout, of_class, parse_dtype
 from oslo_models.config.sources import open_source, read_generation_config
 from oslo_models.deploy.adapters import DeployedAdapters, call_adapters
-from oslo_models.deploy.call_checks import check_prompt
+from oslo_models.deploy.call_checks import check_prompt, positions_of
 from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.generation_limits import check_generation
 from oslo_models.deploy.options import OF_DEPLOYMENT, DeployOptions, executor_of, prepare
 from oslo_models.deploy.remote_module import RemoteModule, deployed_class
-from oslo_models.deploy.running_batch.admission import joins, reason_against
+from oslo_models.deploy.running_batch.admission import Admission
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank, serve
 from oslo_models.distributed.devices import visible_gpus
 
@@ -56,6 +56,7 @@ class Deployment(DeployedAdapters, RemoteModule):
         self.config, self.generation_config = config, generation_config
         self._sent_config, self._config_changed = copy.deepcopy(generation_config), False
         self._engine, self._construct_locally = engine, construct_locally
+        self._admission, self._positions = Admission(config, engine.limits), positions_of(config)
         self._make_skeleton, self.name_or_path = make_skeleton, config.name_or_path
         self._batch_bytes: dict[str, int] = {}
         self._fuse_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -92,14 +93,13 @@ class Deployment(DeployedAdapters, RemoteModule):
             kwargs["generation_config"] = generation_config
         _check_call(timeout, seed)
         check_generation(kwargs, self.generation_config)
-        check_prompt(kwargs, self.config, lambda: self._skeleton)
+        check_prompt(kwargs, self._positions, lambda: self._skeleton)
         # once it was changed it is always sent: the workers have to know too if it is changed back
         self._config_changed = self._config_changed or not _are_equal(self.generation_config, self._sent_config)
         changed = self.generation_config if self._config_changed else None
         options = {"streamer": streamer, "timeout": timeout, "seed": seed, "generation_config": changed}
         options["cancellation"] = cancellation
-        limits, streams = self._engine.limits, streamer is not None
-        options["joins"] = joins(self.config, self.generation_config, limits, kwargs, streams)
+        options["joins"] = self._admission.joins(kwargs, self.generation_config, streams=streamer is not None)
         return self._engine.call("generate", (), kwargs, **options)
 
     def forward(self, *args: Any, timeout: float | None = None, seed: int | None = None, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ class Deployment(DeployedAdapters, RemoteModule):
         Raises:
             MemoryError: there is too little.
         """
-        if self._engine.limits.rows > 1 and reason_against(self.config) is None:
+        if self._admission.reason is None:
             self._batch_bytes = dict(self._engine.call("reserve_batch", gather=True))
         return self._batch_bytes
 
@@ -215,10 +215,8 @@ class Deployment(DeployedAdapters, RemoteModule):
 
     def describe_batch(self) -> str:
         """The limits of the running batch and its memory, if that is allocated; or why there is none."""
-        limits, reason = self._engine.limits, reason_against(self.config)
+        limits, reason = self._engine.limits, self._admission.reason
         reuse = "; prompts reuse former prefixes" if limits.reuse else ""
-        if reason is None and limits.rows == 1:
-            reason = "max_batch_size=1"
         if reason is not None:
             return f"calls are computed one after another: {reason}"
         memory = "".join(f", {size / 1e6:,.1f} MB on {device}" for device, size in self._batch_bytes.items())

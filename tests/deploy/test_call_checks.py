@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from oslo_models.deploy import call_checks, engine
-from oslo_models.deploy.call_checks import check_prompt
+from oslo_models.deploy.call_checks import check_prompt, positions_of
 
 from support import deployment, zoo
 from support.deployment import prompt
@@ -71,11 +71,15 @@ def test_prompts_of_other_inputs_and_of_positions_without_end_are_left_to_transf
 
     long, short = torch.ones(1, 40, dtype=torch.long), torch.ones(1, 3, dtype=torch.long)
     for variant in ("llama", "xglm", "fsmt"):  # rotary; sinusoids that are computed when they are needed
-        check_prompt({"input_ids": long}, zoo.config(variant), lambda variant=variant: skeleton(variant))  # type: ignore[misc]
+        check_prompt({"input_ids": long}, positions_of(zoo.config(variant)), lambda variant=variant: skeleton(variant))  # type: ignore[misc]
     for variant in ("opt", "gptj", "bart"):
         with pytest.raises(ValueError, match="40 tokens, and the model has 32 positions"):
-            check_prompt({"input_ids": long}, zoo.config(variant), lambda variant=variant: skeleton(variant))  # type: ignore[misc]
-        check_prompt({"input_ids": long[:, :32]}, zoo.config(variant), lambda: pytest.fail("it is short enough"))
+            check_prompt(
+                {"input_ids": long}, positions_of(zoo.config(variant)), lambda variant=variant: skeleton(variant)
+            )  # type: ignore[misc]
+        check_prompt(
+            {"input_ids": long[:, :32]}, positions_of(zoo.config(variant)), lambda: pytest.fail("it is short enough")
+        )
     embeds = {"inputs_embeds": torch.ones(1, 4, 8), "input_ids": short[:, :0]}
     for given in ({}, {"inputs": torch.ones(1, 3, 8)}, embeds, {"input_ids": short, "attention_mask": short[None]}):
-        check_prompt(given, zoo.config("llama"), lambda: pytest.fail("it is short enough"))
+        check_prompt(given, positions_of(zoo.config("llama")), lambda: pytest.fail("it is short enough"))

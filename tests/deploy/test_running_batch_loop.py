@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 from oslo_models.deploy.messages import Failure, Reply, Request, Reused, Stepped
-from oslo_models.deploy.running_batch.admission import joins, reason_against
+from oslo_models.deploy.running_batch.admission import Admission, reason_against
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.loop import Messages, RunningBatch
 from oslo_models.deploy.running_batch.plan_channel import NoFollowers
@@ -361,21 +361,20 @@ ADMITTED: dict[str, tuple[dict[str, Any], bool]] = {
 def test_admission(what: str) -> None:
     call, expected = ADMITTED[what]
     defaults = transformers.GenerationConfig()
-    assert joins(deployment.CONFIG, defaults, LIMITS, call, False) is expected
-    assert not joins(deployment.CONFIG, defaults, BatchLimits(rows=1), call, False)
+    assert Admission(deployment.CONFIG, LIMITS).joins(call, defaults, False) is expected
+    assert not Admission(deployment.CONFIG, BatchLimits(rows=1)).joins(call, defaults, False)
     if len(next(iter(call.values()))) > 1:
-        assert not joins(deployment.CONFIG, defaults, LIMITS, call, True)  # a streamer is for one row
+        assert not Admission(deployment.CONFIG, LIMITS).joins(call, defaults, True)  # a streamer is for one row
 
 
 def test_admission_looks_at_all_configurations() -> None:
     beams = transformers.GenerationConfig(num_beams=2)
     call: dict[str, Any] = {"input_ids": IDS}
-    assert not joins(deployment.CONFIG, beams, LIMITS, call, False)
-    assert not joins(
-        deployment.CONFIG, transformers.GenerationConfig(), LIMITS, {**call, "generation_config": beams}, False
-    )
-    assert joins(deployment.CONFIG, beams, LIMITS, {**call, "num_beams": 1}, False)
-    assert not joins(deployment.CONFIG, None, LIMITS, call, False)
+    admission = Admission(deployment.CONFIG, LIMITS)
+    assert not admission.joins(call, beams, False)
+    assert not admission.joins({**call, "generation_config": beams}, transformers.GenerationConfig(), False)
+    assert admission.joins({**call, "num_beams": 1}, beams, False)
+    assert not admission.joins(call, None, False)
 
 
 # Prefixes -------------------------------------------------------------------------------------------------------------

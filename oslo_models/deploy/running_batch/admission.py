@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from oslo_models import registry
+from oslo_models.deploy.generation_limits import settings_of
 from oslo_models.deploy.running_batch.limits import BatchLimits
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
@@ -35,8 +36,11 @@ EXCLUSIVE: Mapping[str, str] = {
     "roformer": "it counts positions from the longest row of a batch and cannot be given those of each row",
 }
 """Types of decoders of the zoo that cannot join, and why, beside those whose blocks tell."""
-_INPUTS = ("input_ids", "inputs", "attention_mask")
-_OBJECTS = ("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "decoding")
+_NOT_SETTINGS = {
+    *("input_ids", "inputs", "attention_mask"),
+    *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "decoding"),
+}
+"""Arguments of `generate` that no generation configuration has."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
@@ -61,43 +65,52 @@ _NEW_TOKENS = 20
 """That `generate` makes if nothing is said."""
 
 
-def joins(config: Any, defaults: Any, limits: BatchLimits, kwargs: Mapping[str, Any], streams: bool) -> bool:
-    """Whether a call can be computed in the running batch with the tokens that it would get by itself.
+class Admission:
+    """Which calls of one model can be computed in its running batch with the tokens that they would get by themselves.
 
-    It is greedy or samples one row, gives token ids, padded at most on the left, and fits to its end.
+    They are greedy or sample one row, give token ids, padded at most on the left, and fit to their end. What the
+    configuration says is looked up once: transformers takes as long for it as for all else that is asked of a call.
 
     Args:
         config: of the model.
-        defaults: the generation configuration that applies where the arguments set nothing.
-        kwargs: the arguments of the call.
-        streams: it has a streamer.
+        limits: of the batch.
+
+    Attributes:
+        reason: why no call can join, ``None`` if calls can.
     """
-    if limits.rows == 1 or defaults is None or reason_against(config) is not None:
-        return False
-    given = kwargs.get("generation_config")
-    settings = kwargs.keys() - {*_INPUTS, *_OBJECTS}
-    if not all(hasattr(defaults, name) and not name.startswith("_") for name in settings):
-        return False
 
-    sources = [kwargs, *(getattr(config, "__dict__", {}) for config in (given, defaults))]
+    def __init__(self, config: Any, limits: BatchLimits) -> None:
+        reason = reason_against(config)
+        self.reason = "max_batch_size=1" if reason is None and limits.rows == 1 else reason
+        self._rows, self._longest = limits.rows, longest(config, limits)
 
-    def setting(name: str) -> Any:
-        return next((value for source in sources if (value := source.get(name)) is not None), None)
+    def joins(self, kwargs: Mapping[str, Any], defaults: Any, streams: bool) -> bool:
+        """Whether a call can join.
 
-    if not all(setting(name) in values for name, values in _NEUTRAL.items()):
-        return False
-    ids_BL: Any = kwargs.get("input_ids")
-    ids_BL = kwargs.get("inputs") if ids_BL is None else ids_BL
-    rows = 1 if streams or setting("do_sample") else limits.rows
-    if not (_is_batch(ids_BL, rows) and _is_padded_left(kwargs.get("attention_mask"), ids_BL)):
-        return False
-    new, most = setting("max_new_tokens"), setting("max_length")
-    length = ids_BL.shape[1]
-    try:
-        total = length + int(new) if new is not None else int(most) if most is not None else length + _NEW_TOKENS
-    except (TypeError, ValueError):
-        return False
-    return length < total <= longest(config, limits)
+        Args:
+            kwargs: the arguments of the call.
+            defaults: the generation configuration that applies where the arguments set nothing.
+            streams: it has a streamer.
+        """
+        if self.reason is not None or defaults is None:
+            return False
+        if not all(hasattr(defaults, name) and not name.startswith("_") for name in kwargs.keys() - _NOT_SETTINGS):
+            return False
+        setting = settings_of(kwargs, defaults)
+        if not all(setting(name) in values for name, values in _NEUTRAL.items()):
+            return False
+        ids_BL: Any = kwargs.get("input_ids")
+        ids_BL = kwargs.get("inputs") if ids_BL is None else ids_BL
+        rows = 1 if streams or setting("do_sample") else self._rows
+        if not (_is_batch(ids_BL, rows) and _is_padded_left(kwargs.get("attention_mask"), ids_BL)):
+            return False
+        new, most = setting("max_new_tokens"), setting("max_length")
+        length = ids_BL.shape[1]
+        try:
+            total = length + int(new) if new is not None else int(most) if most is not None else length + _NEW_TOKENS
+        except (TypeError, ValueError):
+            return False
+        return length < total <= self._longest
 
 
 def reason_against(config: Any) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -52,6 +53,13 @@ class PlainSettings:
     def forget(self) -> None:
         """Prepare all anew: the model may have changed."""
         self._found.clear()
+        vars(self).pop("vocabulary", None)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows; transformers takes long to tell."""
+        size: int = self._model.config.get_text_config(decoder=True).vocab_size
+        return size
 
     def key(self, given: Mapping[str, Any]) -> Key | None:
         """What the settings of a row depend on; ``None`` if they may depend on more.

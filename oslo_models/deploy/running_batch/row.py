@@ -154,7 +154,8 @@ def prepare(model: Any, request: Any, known: PlainSettings | None = None) -> Cal
     ids_BL = kwargs.pop("input_ids", None)
     ids_BL = kwargs.pop("inputs", None) if ids_BL is None else ids_BL
     mask_BL = kwargs.pop("attention_mask", None)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    known = known or PlainSettings(model)
+    vocabulary = known.vocabulary
     least, most = map(int, ids_BL.aminmax())
     if least < 0 or most >= vocabulary:
         wrong = ids_BL[(ids_BL < 0) | (ids_BL >= vocabulary)][0]
@@ -164,7 +165,7 @@ def prepare(model: Any, request: Any, known: PlainSettings | None = None) -> Cal
         given = {"input_ids": ids_BL[row : row + 1].long(), **kwargs}
         if mask_BL is not None:
             given["attention_mask"] = mask_BL[row : row + 1]
-        rows.append(_make_row(model, request, given, decoding, known or PlainSettings(model)))
+        rows.append(_make_row(model, request, given, decoding, known))
     return Call(request.number, request.stream, rows)
 
 

@@ -125,16 +125,17 @@ class SlotCache(Cache):
             length: its positions.
             displaced: the slot to which the former row in that slot moves; -1: it is lost.
         """
-        if not self.lengths:
+        slot, is_first = len(self.lengths), not self.lengths
+        if is_first:
             self.stop = 0
-        slot, before = len(self.lengths), max(0, length - self.window)
-        self.make_room(max(slot, displaced) + 1, 0, before)
+        before = 0 if is_first else max(0, length - self.window)
+        self.make_room(max(slot, displaced) + 1, length if is_first else 0, before)
         former = self.kept.pop(slot, None)
         if former is not None and displaced >= 0:
             for layer in self.layers:
                 layer.move(displaced, slot, *former)
             self.kept[displaced] = former
-        if not self.lengths:
+        if is_first:
             self.stop = length
         self._take(slot, layers, row, stop, length)
         self.lengths.append(length)
