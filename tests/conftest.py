@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -39,6 +38,8 @@ hypothesis.settings.register_profile("oslo", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("oslo")
 
 
+RUNNING, FOLLOWING = Path(__file__), Path(__file__).with_name("support") / "__init__.py"
+"""Files that every process locks which runs a test of this checkout, of whichever command."""
 WARM = pytest.StashKey[WarmServer]()
 
 
@@ -49,6 +50,11 @@ def seed_of_commit() -> int:
     except (OSError, subprocess.CalledProcessError):
         return random.SystemRandom().randrange(2**31)
     return int(commit[:7], 16)
+
+
+def can_fork() -> bool:
+    """Whether a copy of a process that has imported torch can be used: asking for GPUs initialises their driver."""
+    return sys.platform == "linux" and not torch.cuda.is_available()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,6 +102,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> Generator[None, object, object]:
+    """The processes that run tests side by side begin with what all of them would import, for a minute of CPU time."""
+    if not (session.config.pluginmanager.has_plugin("dsession") and can_fork()):
+        return (yield)
+    with warm_interpreters(start_warm_server(dict(os.environ), PRELOAD), nested=False):
+        return (yield)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Importing leaves hardly any garbage, and looking for it takes a fifth of the time."""
@@ -118,11 +133,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     used = {name for item in session.items for name in getattr(item, "fixturenames", ())}
     if session.config.option.collectonly:
         return
-    if (
-        used & {"forked", "warm", "warm_module", "warm_launchers"}
-        and sys.platform == "linux"
-        and not torch.cuda.is_available()
-    ):
+    if used & {"forked", "warm", "warm_module", "warm_launchers"} and can_fork():
         session.config.stash[WARM] = start_warm_server(dict(os.environ))
     if "pool" in used:
         capture = session.config.pluginmanager.getplugin("capturemanager")
@@ -133,13 +144,8 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where two processes run tests, one that is marked ``alone`` waits until no other test runs, and holds them up."""
-    run = getattr(request.config, "workerinput", {}).get("testrunuid")
-    if run is None:
-        yield
-        return
-    path = Path(tempfile.gettempdir()) / f"oslo-models-tests-{run}"
-    with path.open("a") as running, path.with_suffix(".next").open("a") as following:
+    """Where several processes run tests, one that is marked ``alone`` waits until no other runs, and holds them up."""
+    with RUNNING.open() as running, FOLLOWING.open() as following:
         fcntl.flock(following, fcntl.LOCK_EX)  # who waits to be alone is not overtaken
         fcntl.flock(running, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(following, fcntl.LOCK_UN)
@@ -148,10 +154,6 @@ def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()  # else libraries complain at the end of the process that their objects are still there
-    run = getattr(session.config, "workerinput", {}).get("testrunuid")
-    if run is not None:
-        for path in Path(tempfile.gettempdir()).glob(f"oslo-models-tests-{run}*"):
-            path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ import time
 import traceback
 import types
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from io import BufferedReader, BufferedWriter, FileIO, TextIOWrapper
 from multiprocessing import forkserver, resource_tracker
@@ -47,8 +48,13 @@ FIRST_FREE = 500
 """From this number on, files are kept that come with an order until they get the numbers they are to have."""
 
 
-def start_warm_server(environment: dict[str, str]) -> WarmServer:
-    """Make a copy of this process a server, which ends with it."""
+def start_warm_server(environment: dict[str, str], modules: Sequence[str] = MODULES) -> WarmServer:
+    """Make a copy of this process a server, which ends with it.
+
+    Args:
+        environment: variables with which the modules were imported.
+        modules: that the server imports, as far as this process has not.
+    """
     ours, theirs = socket.socketpair()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: that of pytest-xdist only waits
@@ -56,17 +62,17 @@ def start_warm_server(environment: dict[str, str]) -> WarmServer:
     if pid == 0:
         with suppress(BaseException):
             ours.close()
-            _be_server(theirs)
+            _be_server(theirs, modules)
         os._exit(1)
     theirs.close()
     return WarmServer(ours, environment)
 
 
-def _be_server(connection: socket.socket) -> NoReturn:
+def _be_server(connection: socket.socket, modules: Sequence[str]) -> NoReturn:
     """Fork a process for each order until the other end is closed."""
     leave_files({connection.fileno()})
     gc.disable()
-    for name in MODULES:
+    for name in modules:
         importlib.import_module(name)
     gc.freeze()
     while head := socket.recv_fds(connection, LENGTH.size, MOST_FILES):
