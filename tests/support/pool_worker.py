@@ -21,7 +21,7 @@ from typing import Any
 
 WORN = b"worn"
 """What a worker says at the end of a job that left process groups behind, whose threads would slow all later jobs."""
-THREADS = 6
+THREADS = 7
 """How many threads a worker may keep."""
 
 
@@ -33,6 +33,7 @@ def serve(conn: connection.Connection, stack_file: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(conn, inbox), daemon=True).start()
+    share_gloo_device()
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         faulthandler.enable(file=stacks, all_threads=True)  # an abort in C++ says where Python was
@@ -74,6 +75,26 @@ def _attempt(job: Mapping[str, Any], body: bytes) -> bytes:
             return message
         except Exception:  # noqa: BLE001  it holds what cannot travel
             return dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), text))
+
+
+def share_gloo_device() -> None:
+    """Have all process groups of this process send by one gloo device.
+
+    torch makes a device for each: a thread that wakes a hundred times a second until the end of the job, and there are
+    three groups for every model.
+    """
+    from torch.distributed import distributed_c10d
+
+    base: Any = distributed_c10d.ProcessGroupGloo  # type: ignore[attr-defined]
+    device = base.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
+
+    class ProcessGroupGloo(base):  # type: ignore[misc]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = base._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[attr-defined]
 
 
 def _join_group(job: Mapping[str, Any]) -> None:
