@@ -44,14 +44,14 @@ $(RAY): $(READY)
 demo: $(DEMO)
 	$(BIN)/oslo-models demo
 
-# ARGS is passed to pytest: make test ARGS="-k layout --seed 7 --numprocesses 0". Four processes on two cores, since tests
+# ARGS is passed to pytest: make test ARGS="-k layout --seed 7 --numprocesses 0". Three processes on two cores, since tests
 # wait for ranks now and then.
 # pytest ends with 5 where ARGS select none of the tests of quantisation
 # the tests of quantisation run beside the others, and print what they have to say behind them
 test: $(READY) $(QUANTIZATION)
 	PYTHONPATH=$(QUANTIZATION) $(BIN)/python -m pytest --quiet -m "quantization and not zoo" $(ARGS) \
 		>.venv/quantization.log 2>&1 & \
-	$(BIN)/python -m pytest --quiet --numprocesses 4 --dist loadfile $(ARGS); status=$$?; \
+	$(BIN)/python -m pytest --quiet --numprocesses 3 --dist loadfile $(ARGS); status=$$?; \
 	wait $$!; beside=$$?; cat .venv/quantization.log; \
 	test $$status -eq 0 && { test $$beside -eq 0 || test $$beside -eq 5; }
 
