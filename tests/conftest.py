@@ -62,6 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # after pytest's own collections of garbage; libraries complain at the end of the process of what is still there
+    config.add_cleanup(gc.unfreeze)
     if config.option.seed is None:
         config.option.seed = seed_of_commit()
 
@@ -150,10 +152,6 @@ def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
         fcntl.flock(running, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(following, fcntl.LOCK_UN)
         yield
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    gc.unfreeze()  # else libraries complain at the end of the process that their objects are still there
 
 
 @pytest.fixture(scope="session")

@@ -8,15 +8,15 @@ from typing import Any
 from oslo_models.distributed.mesh import ParallelMesh
 
 
-def object_under_construction(cls: str) -> Any:
-    """The object of a class of this name, or of one derived from it, whose constructor is on the call stack."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name == "__init__":
-            owner = frame.f_locals.get("self")
+def object_under_construction(module: str, cls: str) -> Any:
+    """The object whose constructor by a class of this name, in a module of this name, is on the call stack."""
+    frame = sys._getframe() if module in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and frame.f_globals.get("__name__") == module:
+            owner = frame.f_locals.get("self")  # which a frame makes anew for whoever asks
             if any(base.__name__ == cls for base in type(owner).__mro__):
                 return owner
+        frame = frame.f_back
     return None
 
 
@@ -26,7 +26,8 @@ def refuse_fsdp1(model: str) -> None:
     It takes each rank's shards for full parameters: over all ranks it mixes those of different ranks, over replicas
     whose experts differ it mixes experts, and its ``clip_grad_norm_`` counts the shards of one rank only.
     """
-    if object_under_construction("FullyShardedDataParallel") is not None:
+    module = "torch.distributed.fsdp.fully_sharded_data_parallel"
+    if object_under_construction(module, "FullyShardedDataParallel") is not None:
         raise ValueError(
             f"FullyShardedDataParallel would take the shards of this {model} for full parameters: use its successor, "
             'torch.distributed.fsdp.fully_shard(model, mesh=model.mesh.device_mesh["dp"]), with '

@@ -215,7 +215,10 @@ def _set_seed(seed: int) -> None:
     """As transformers' function, whose module imports ``peft`` and with it a second's worth of other packages."""
     random.seed(seed)
     numpy.random.seed(seed)
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # for each kind of device that may yet be there, torch would note the call stack
+        torch.default_generator.manual_seed(seed)
 
 
 def _dtype_of(reader: CheckpointReader) -> torch.dtype:

@@ -43,11 +43,11 @@ class SeededByName(TorchDispatchMode):
         stacks: Collection[str] = (),
     ) -> None:
         super().__init__()
+        named = list(model.named_parameters())
         self._params = {
-            id(param): (root(name), layouts.get(name, Layout(tuple(param.shape))))
-            for name, param in model.named_parameters()
+            id(param): (root(name), layouts.get(name) or Layout(tuple(param.shape))) for name, param in named
         }
-        self._stacks = {id(param) for name, param in model.named_parameters() if name in stacks}
+        self._stacks = {id(param) for name, param in named if name in stacks}
         self._seed, self._rank_in = seed, rank_in
         self._latest: tuple[str, Layout] | None = None
         self._shape: torch.Size | None = None

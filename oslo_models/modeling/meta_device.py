@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext, _device_constructors
 
 _INITIALIZERS = {init.normal_, init.uniform_, init.kaiming_uniform_, init.constant_, Tensor.normal_, Tensor.uniform_}
 
@@ -35,11 +35,30 @@ class uninitialized_on_meta(TorchFunctionMode):  # noqa: N801  reads as the cont
         return func(*args, **kwargs)
 
 
-@contextmanager
-def meta_device() -> Iterator[None]:
-    """``torch.device("meta")`` for the construction of a model: nothing is initialised."""
-    with torch.device("meta"), uninitialized_on_meta():
-        yield
+class meta_device(DeviceContext):  # noqa: N801
+    """``torch.device("meta")`` for the construction of a model: nothing is initialised.
+
+    One mode in place of two, through which all of torch's functions would go.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("meta")
+        self._changed = _INITIALIZERS | _device_constructors()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func not in self._changed:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if func in _INITIALIZERS:
+            tensor = args[0] if args else kwargs["tensor"]
+            return tensor if tensor.is_meta else func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

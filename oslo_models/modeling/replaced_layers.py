@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -16,8 +18,9 @@ class ShardedLayers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._paths = [path for path, module in model.named_modules() if _is_sharded(module)]
-        self._edges = _edges(model)
+        modules = dict(model.named_modules())
+        self._paths = [path for path, module in modules.items() if _is_sharded(module)]
+        self._edges = _edges(modules)
 
     def check(self, model: nn.Module) -> None:
         """Raise ``RuntimeError`` if a layer was replaced since the last call; called before each forward pass.
@@ -41,7 +44,7 @@ class ShardedLayers:
                     f"{cls.__module__}.{cls.__qualname__}. {_instead(cls)}, or use tensor_parallel_size=1 (pipeline "
                     "stages may remain)"
                 )
-        self._edges = _edges(model)
+        self._edges = _edges(dict(model.named_modules()))
 
 
 def _instead(cls: type) -> str:
@@ -50,9 +53,8 @@ def _instead(cls: type) -> str:
     return "Change weights in place instead, as torchao's quantize_() with Int8WeightOnlyConfig does"
 
 
-def _edges(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+def _edges(modules: Mapping[str, nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
     """Each module on the way to a sharded layer, wrappers included, with its parent and its name there."""
-    modules = dict(model.named_modules())
     paths = [path for path, module in modules.items() if _is_sharded(module)]
     prefixes = sorted({path[:end] for path in paths for end in _ends(path)})
     return [(modules[path.rpartition(".")[0]], path.rpartition(".")[2], modules[path]) for path in prefixes]

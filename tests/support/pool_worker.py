@@ -122,7 +122,7 @@ def _clean_slate(job: Mapping[str, Any]) -> Iterator[None]:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # ranks compute on the CPU; for other devices it takes longer
     random.seed(0)
     numpy.random.seed(0)
     sys.path[:] = job["path"]
