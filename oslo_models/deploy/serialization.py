@@ -138,10 +138,10 @@ def _flatten_tensor(value: Any, buffers: list[bytes]) -> tuple[Any, ...] | None:
     name = _dtype_names().get(value.dtype)
     if name is None or value.layout is not torch.strided or value.is_conj() or value.is_neg():
         return None
-    if not (value.is_cpu and value.is_contiguous()):
-        value = value.cpu().contiguous()
-    start = sum(map(len, buffers))
-    buffers.append(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    start, plain = sum(map(len, buffers)), value.detach().cpu()
+    if name in _TORCH_DTYPES:
+        plain = plain.contiguous().reshape(-1).view(torch.uint8)
+    buffers.append(plain.numpy().tobytes())
     return "tensor", start, start + value.nbytes, name, (*value.shape,)
 
 

@@ -156,24 +156,29 @@ def prepare(model: Any, request: Any, known: PlainSettings | None = None) -> Cal
     mask_BL = kwargs.pop("attention_mask", None)
     known = known or PlainSettings(model)
     vocabulary = known.vocabulary
-    least, most = map(int, ids_BL.aminmax())
-    if least < 0 or most >= vocabulary:
-        wrong = ids_BL[(ids_BL < 0) | (ids_BL >= vocabulary)][0]
-        raise IndexError(f"index out of range: input_ids has the token {int(wrong)}; the vocabulary has {vocabulary}")
-    rows = []
-    for row in range(len(ids_BL)):
+    rows, prompts = [], ids_BL.tolist()
+    for row, prompt in enumerate(prompts):
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            wrong = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise IndexError(f"index out of range: input_ids has the token {wrong}; the vocabulary has {vocabulary}")
         given = {"input_ids": ids_BL[row : row + 1].long(), **kwargs}
         if mask_BL is not None:
             given["attention_mask"] = mask_BL[row : row + 1]
-        rows.append(_make_row(model, request, given, decoding, known))
+        rows.append(_make_row(model, request, given, prompt, decoding, known))
     return Call(request.number, request.stream, rows)
 
 
-def _make_row(model: Any, request: Any, given: dict[str, Any], decoding: Decoding | None, known: PlainSettings) -> Row:
+def _make_row(
+    model: Any,
+    request: Any,
+    given: dict[str, Any],
+    prompt: list[int],
+    decoding: Decoding | None,
+    known: PlainSettings,
+) -> Row:
     """A row, with the settings of a former one if they are those that `generate` would prepare."""
-    ids_BL = given["input_ids"]
-    prompt, key = ids_BL[0].tolist(), known.key(given) if decoding is None else None
-    ids_BL, settings = ids_BL.to(known.device), known.find(key, prompt)
+    key = known.key(given) if decoding is None else None
+    ids_BL, settings = given["input_ids"].to(known.device), known.find(key, prompt)
     if settings is None:
         ids_BL, prompt, settings = _prepare_row(model, request, given, decoding)
         known.keep(key, settings)
