@@ -26,7 +26,6 @@ import math
 import os
 import random
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
@@ -40,6 +39,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks import serving
+from benchmarks.free_port import free_port
 from benchmarks.records import append, number, stamp
 
 SERVERS = {"oslo": serving.ours_alone, "transformers": serving.continuous}
@@ -156,9 +156,7 @@ def figures(requests: list[Asked], seconds: float) -> dict[str, tuple[float, str
 @contextlib.contextmanager
 def started(kind: str, checkpoint: Path, options: str) -> Iterator[str]:
     """A server of this kind on a free port; its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, *SERVERS[kind]("", checkpoint, port), *shlex.split(options)]
     with tempfile.NamedTemporaryFile("w", suffix=".log") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out)

@@ -8,7 +8,6 @@ import math
 import os
 import random
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.definitions import Peer, Result
+from benchmarks.free_port import free_port
 
 START = 120.0
 """Seconds that a server may take until it answers."""
@@ -74,9 +74,7 @@ def streams(
         new: tokens of each answer.
     """
     _add_tokenizer(checkpoint)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = peer.load(cls, checkpoint, port=port)
     log = checkpoint / f"{peer.name}.log"
     chance = random.Random(0)

@@ -11,7 +11,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.free_port import free_port
 from benchmarks.gang import PHASES, Load, Server, noted
 
 RANKS = 4
@@ -88,9 +88,7 @@ class Gang:
     def start(self) -> None:
         environment = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
         if self.own_store:
-            with socket.socket() as listener:
-                listener.bind(("127.0.0.1", 0))
-                port = listener.getsockname()[1]
+            port = free_port()
         else:
             from torch.distributed import TCPStore
 

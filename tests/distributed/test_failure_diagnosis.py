@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from benchmarks.free_port import free_port
 from oslo_models import GPT2LMHeadModel, RankFailedError
 from oslo_models.distributed import collectives, device_collectives, mesh
 from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, pid_namespace, process_start_time
@@ -47,9 +47,7 @@ def live(rank: int, story: Callable[..., Any], port: int, folder: Path, *args: A
 
 
 def survivors_say(folder: Path, story: Callable[..., Any], *args: Any, seconds: float = 30.0) -> list[Any]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     context: Any = multiprocessing.get_context("forkserver")
     gang = [context.Process(target=live, args=(rank, story, port, folder, *args), daemon=True) for rank in range(3)]
     try:

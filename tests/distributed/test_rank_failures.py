@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.free_port import free_port
 from oslo_models import GPT2LMHeadModel, RankFailedError
 from oslo_models.distributed import collectives, failure_diagnosis, watchdog
 
@@ -141,11 +141,8 @@ class Gang:
     @classmethod
     def start(cls, fault: Fault, saved: Path, folder: Path) -> Gang:
         folder.mkdir()
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
         context = multiprocessing.get_context("forkserver")
-        arguments = (fault, str(folder / "store"), port, saved, folder)
+        arguments = (fault, str(folder / "store"), free_port(), saved, folder)
         processes = [context.Process(target=live, args=(rank, *arguments), daemon=True) for rank in range(fault.ranks)]
         for process in processes:
             process.start()

@@ -14,6 +14,7 @@ import torch
 import transformers as hf
 
 import oslo_models
+from benchmarks.free_port import free_port
 
 from support import zoo
 from support.documents import ADAPTED, run_block
@@ -94,12 +95,6 @@ def test_parallelformers_document_runs_as_printed(pool: Pool, hub: Any, monkeypa
         assert not hasattr(model, "health") and torch.equal(model(**inputs).logits, half(**inputs).logits)
     weights = model.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in half.state_dict().items())
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def test_arguments_of_processes_mean_what_they_say(pool: Pool, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:

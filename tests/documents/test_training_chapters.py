@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,8 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor
+
+from benchmarks.free_port import free_port
 
 from support import ROOT
 from support.documents import (
@@ -341,12 +342,6 @@ def launched(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 LAUNCHERS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 pytest.importorskip("uvicorn")
 
+from benchmarks.free_port import free_port
 from oslo_models.server.app import ApiKeys, application
 from oslo_models.server.guard import Access
 from oslo_models.server.lifecycle import Lifecycle
@@ -247,9 +247,7 @@ def test_drain_is_bounded(checkpoint: Path) -> None:
 @pytest.mark.zoo
 def test_server_over_two_hosts_of_torchrun(checkpoint: Path, tmp_path: Path) -> None:
     """The command of docs/examples, with both hosts on this one."""
-    with socket.socket() as probe, socket.socket() as other:
-        probe.bind(("127.0.0.1", 0)), other.bind(("127.0.0.1", 0))
-        store, port = probe.getsockname()[1], other.getsockname()[1]
+    store, port = free_port(), free_port()
     (tmp_path / "secret").write_text("0123456789abcdef0123456789abcdef\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     serve = ["serve", str(checkpoint), "--tensor-parallel-size=2", f"--port={port}", "--restart-workers=0"]

@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,8 @@ from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+
+from benchmarks.free_port import free_port
 
 from support import ROOT
 from support.pool_worker import WORN, dumps, environment, serve
@@ -124,7 +125,7 @@ class Pool:
             "world_size": world_size,
             "timeout": timeout,
             "store": str(self._folder / f"store-{self._runs}"),
-            "port": _free_port() if env else None,
+            "port": free_port() if env else None,
             "path": list(sys.path),
             "folder": os.getcwd(),
         }
@@ -291,10 +292,3 @@ def worker_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
