@@ -193,7 +193,7 @@ def test_workers_end_with_a_killed_session(tmp_path: Path) -> None:
         "    print(child.pid, flush=True)\n"
         "    child.wait()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "TMPDIR": str(tmp_path)}
     command = [sys.executable, str(tmp_path / "victim.py")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as victim:
         assert victim.stdout is not None
