@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from benchmarks.free_port import free_port
 from oslo_models import GPT2LMHeadModel, RankFailedError
 from oslo_models.distributed import collectives, device_collectives, mesh
 from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, pid_namespace, process_start_time
@@ -28,6 +27,7 @@ from oslo_models.distributed.store_client import StoreClient, StoreLostError
 
 from support.faults import CONFIG, Training, end_of, one_fault
 from support.pool import Pool
+from support.ports import free_port
 
 VICTIM = 2
 

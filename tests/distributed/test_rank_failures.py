@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.free_port import free_port
 from oslo_models import GPT2LMHeadModel, RankFailedError
 from oslo_models.distributed import collectives, failure_diagnosis, watchdog
 
 from support import pipelines
 from support.pool import Pool
+from support.ports import free_port
 
 TIMEOUT = 3.0
 NAMING = 4 * TIMEOUT / 10 + 4.0

@@ -14,11 +14,11 @@ import torch
 import transformers as hf
 
 import oslo_models
-from benchmarks.free_port import free_port
 
 from support import zoo
 from support.documents import ADAPTED, run_block
 from support.pool import Pool
+from support.ports import free_port
 
 CREATION = """
 from transformers import AutoModelForCausalLM, AutoTokenizer

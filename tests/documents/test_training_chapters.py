@@ -22,8 +22,6 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from benchmarks.free_port import free_port
-
 from support import ROOT
 from support.documents import (
     ADAPTED,
@@ -39,6 +37,7 @@ from support.documents import (
 from support.float64 import lifted_casts
 from support.pipelines import Weights, gradient_differences
 from support.pool import Pool
+from support.ports import free_port
 from support.reference import TOLERANCE, differences, full_parameters
 
 # 3D Parallelism: Model Parallelism ------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 pytest.importorskip("uvicorn")
 
-from benchmarks.free_port import free_port
 from oslo_models.server.app import ApiKeys, application
 from oslo_models.server.guard import Access
 from oslo_models.server.lifecycle import Lifecycle
@@ -31,6 +30,7 @@ from support import ROOT
 from support.corpora import tokenizer
 from support.faults import gone
 from support.http_server import StubModel, connect, listening, post_bytes, read_answer
+from support.ports import free_port
 from support.served import PATH, get, serving, wait_until
 
 # Probes ---------------------------------------------------------------------------------------------------------------

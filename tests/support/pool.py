@@ -20,10 +20,9 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.free_port import free_port
-
 from support import ROOT
 from support.pool_worker import WORN, dumps, environment, serve
+from support.ports import free_port
 
 PRELOAD = (
     "numpy",
