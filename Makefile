@@ -51,8 +51,9 @@ demo: $(DEMO)
 test: $(READY) $(QUANTIZATION)
 	PYTHONPATH=$(QUANTIZATION) $(BIN)/python -m pytest --quiet -m "quantization and not zoo" $(ARGS) \
 		>.venv/quantization.log 2>&1 & \
+	beside=$$!; trap 'kill $$beside' INT TERM; \
 	$(BIN)/python -m pytest --quiet --numprocesses 3 --dist loadfile $(ARGS); status=$$?; \
-	wait $$!; beside=$$?; cat .venv/quantization.log; \
+	wait $$beside; beside=$$?; cat .venv/quantization.log; \
 	test $$status -eq 0 && { test $$beside -eq 0 || test $$beside -eq 5; }
 
 # the slow tests: the other classes and sizes of each architecture, and Ray

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 from oslo_models.distributed.mesh import ParallelMesh
 
 
-def object_under_construction(module: str, cls: str) -> Any:
-    """The object whose constructor by a class of this name, in a module of this name, is on the call stack."""
-    frame = sys._getframe() if module in sys.modules else None
+def object_under_construction(cls: str) -> Any:
+    """The object of a class of this name, or of one derived from it, whose constructor is on the call stack."""
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "__init__" and frame.f_globals.get("__name__") == module:
-            owner = frame.f_locals.get("self")  # which a frame makes anew for whoever asks
+        # its own constructor is in a module that knows it by name; locals, which are slow to ask for, then tell
+        if frame.f_code.co_name == "__init__" and cls in frame.f_globals:
+            owner = frame.f_locals.get("self")
             if any(base.__name__ == cls for base in type(owner).__mro__):
                 return owner
         frame = frame.f_back
@@ -26,8 +28,7 @@ def refuse_fsdp1(model: str) -> None:
     It takes each rank's shards for full parameters: over all ranks it mixes those of different ranks, over replicas
     whose experts differ it mixes experts, and its ``clip_grad_norm_`` counts the shards of one rank only.
     """
-    module = "torch.distributed.fsdp.fully_sharded_data_parallel"
-    if object_under_construction(module, "FullyShardedDataParallel") is not None:
+    if object_under_construction("FullyShardedDataParallel") is not None:
         raise ValueError(
             f"FullyShardedDataParallel would take the shards of this {model} for full parameters: use its successor, "
             'torch.distributed.fsdp.fully_shard(model, mesh=model.mesh.device_mesh["dp"]), with '

@@ -14,6 +14,15 @@ from torch.utils._device import DeviceContext, _device_constructors
 _INITIALIZERS = {init.normal_, init.uniform_, init.kaiming_uniform_, init.constant_, Tensor.normal_, Tensor.uniform_}
 
 
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call one of torch's functions, unless it would initialise a tensor on the meta device."""
+    if func in _INITIALIZERS:
+        tensor = args[0] if args else kwargs["tensor"]  # by its name from torch's functions
+        if tensor.is_meta:
+            return tensor
+    return func(*args, **kwargs)
+
+
 class uninitialized_on_meta(TorchFunctionMode):  # noqa: N801  reads as the context manager that it is
     """Under it, initialisers leave tensors on the meta device as they are.
 
@@ -27,12 +36,7 @@ class uninitialized_on_meta(TorchFunctionMode):  # noqa: N801  reads as the cont
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in _INITIALIZERS:
-            tensor = args[0] if args else kwargs["tensor"]  # by its name from torch's functions
-            if tensor.is_meta:
-                return tensor
-        return func(*args, **kwargs)
+        return _call(func, args, kwargs or {})
 
 
 class meta_device(DeviceContext):  # noqa: N801
@@ -54,10 +58,8 @@ class meta_device(DeviceContext):  # noqa: N801
     ) -> Any:
         if func not in self._changed:
             return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = kwargs or {}
         if func in _INITIALIZERS:
-            tensor = args[0] if args else kwargs["tensor"]
-            return tensor if tensor.is_meta else func(*args, **kwargs)
+            return _call(func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
 

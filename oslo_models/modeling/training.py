@@ -280,7 +280,7 @@ def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) ->
     Its constructor does not pass its process group to the module, but it calls ``named_modules`` before it broadcasts
     parameters: at that moment it is on the call stack, with its group.
     """
-    ddp = object_under_construction("torch.nn.parallel.distributed", "DistributedDataParallel")
+    ddp = object_under_construction("DistributedDataParallel")
     if not hasattr(ddp, "parameters_to_ignore") or mesh.device_mesh is None:  # or it has not set its group
         return
     _require_unaveraged_experts(model, prefix, ddp)
@@ -314,7 +314,7 @@ def _require_unaveraged_experts(model: TrainableModel, prefix: str, ddp: Any) ->
 
 def _refuse_deepspeed() -> None:
     """Raise ``ValueError`` if a ``DeepSpeedEngine`` is being constructed around experts over replicas."""
-    if object_under_construction("deepspeed.runtime.engine", "DeepSpeedEngine") is not None:
+    if object_under_construction("DeepSpeedEngine") is not None:
         raise ValueError(
             "DeepSpeed would broadcast and average the experts of this model, which are different ones on each "
             "replica: use an expert_parallel_size that divides tensor_parallel_size, or DistributedDataParallel"
