@@ -1,6 +1,6 @@
 """Attention layers of transformers that embed positions by rotation; `rules` mixes them into the classes of layers.
 
-Under ``torch.compile`` a layer runs transformers' own code.
+Under ``torch.compile`` a layer runs transformers' own code, and single queries attend by groups of heads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from oslo_kernels.small_operations import computes
 from oslo_models.fusion.attention import FusedEagerAttention, fused_eager_attention
 from oslo_models.fusion.decode_attention import DecodingAttention
 from oslo_models.fusion.full_norms import FullNorms
+from oslo_models.fusion.grouped_attention import grouped_when_decoding
 from oslo_models.fusion.known_layers import ROTARY_ATTENTIONS
 from oslo_models.fusion.norms import norm_and_rotate
 
@@ -63,6 +64,13 @@ class FusedLlamaAttention(FusedEagerAttention):
     layer_idx: int
     scaling: float
     attention_dropout: float
+
+    @property
+    def config(self) -> Any:
+        """The layer's config, or a view of it that selects another attention function."""
+        if torch.compiler.is_compiling():
+            return grouped_when_decoding(self.own_config)
+        return super().config
 
     def is_supported(self) -> bool:
         """Whether `attend` computes what the layer does."""

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CompileConfig, GenerationConfig
@@ -347,7 +348,7 @@ def test_caches_are_kept_within_their_limit() -> None:
 
     with pytest.raises(KeyError):
         decoders.run(sample, one.cache)
-    assert decoders.running() is None and rounded_length(257) == 512 and rounded_length(3) == 256
+    assert decoders.running() is None and [rounded_length(n) for n in (3, 257, 1025, 2176)] == [256, 512, 2048, 3072]
     assert not copy.deepcopy(decoders)._kept
 
 
@@ -383,7 +384,8 @@ def test_fused_model_matches_on_a_gpu(variant: str, dtype: torch.dtype, seed: in
     name, config = zoo.lm_head(variant), zoo.config(variant, **GELU_NEW.get(variant, {}))
     exact = reference_step(name, config, seed)
     errors, texts = [], []
-    for implementation in ("sdpa", "eager") if variant != "bloom" else ("eager",):
+    has_sdpa = variant != "bloom" and getattr(transformers, name)._supports_sdpa
+    for implementation in ("sdpa", "eager") if has_sdpa else ("eager",):
         model = parallel_model(name, config, exact.weights, 1, dtype, attn_implementation=implementation).cuda()
         batch = {key: value.cuda() for key, value in exact.batch.items()}
         for fuse in (False, True):
