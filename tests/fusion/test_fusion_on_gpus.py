@@ -6,6 +6,7 @@ import copy
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 from transformers import CompileConfig, GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -376,6 +378,37 @@ def test_each_class_has_compilations_of_its_own() -> None:
     assert len(graphs) == 2
 
 
+def test_graphs_run_in_threads_that_own_them() -> None:
+    """Inductor of torch 2.11 has graphs in one thread: the one that imported its module."""
+    trees: Any = SimpleNamespace(local=threading.local())
+    trees.local.tree_manager_containers = {}
+
+    def of_torch_2_11(local: Any, name: str) -> Any:
+        if hasattr(local, name):
+            return getattr(local, name)
+        raise AssertionError
+
+    name, here, there = "torch._inductor.cudagraph_trees", decoding.graphs_run_in_this_thread, []
+
+    def ask() -> None:
+        thread = threading.Thread(target=lambda: there.append(here()))
+        thread.start()
+        thread.join()
+
+    trees.get_obj = of_torch_2_11
+    with mock.patch.dict(sys.modules, {name: trees}):
+        assert here()
+        ask()
+        trees.get_obj = lambda local, name: {}  # of later releases
+        assert here()
+        ask()
+    assert there == [False, True]
+    with mock.patch.dict(sys.modules), mock.patch.object(torch, "__version__", TorchVersion("2.11.0")):
+        sys.modules.pop(name, None)
+        ask()
+        assert not there.pop() and name not in sys.modules
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", [*zoo.FOUNDING, "bloom"])
@@ -419,13 +452,16 @@ def test_gelu_in_the_matmul_epilogue_on_a_gpu(dtype: torch.dtype, approximate: s
 
 
 def test_gelu_in_the_matmul_epilogue_follows_autocast() -> None:
-    """On fake tensors of a GPU: without gradients and under autocast, the product has autocast's dtype."""
+    """On fake tensors of a GPU: of 16-bit types only, and under autocast the product has autocast's dtype."""
     with FakeTensorMode(), torch.no_grad():
-        layer, x = nn.Linear(4, 8, device="meta"), torch.empty(2, 3, 4, device="cuda")
-        layer.weight, layer.bias = (nn.Parameter(torch.empty(*size, device="cuda"), False) for size in ((8, 4), (8,)))
-        gelu = partial(mlps._gelu_of_linear, layer, x, "tanh")
+        layer, x = nn.Linear(4, 8, device="meta"), torch.empty(2, 3, 4, device="cuda", dtype=torch.float16)
         with mock.patch.object(torch, "_addmm_activation", wraps=torch._addmm_activation) as epilogue:
-            assert gelu().dtype == torch.float32 and epilogue.call_count == 1
+            for dtype, calls in ((torch.float32, 0), (torch.float16, 1)):
+                layer.weight, layer.bias = (
+                    nn.Parameter(torch.empty(*size, device="cuda", dtype=dtype), False) for size in ((8, 4), (8,))
+                )
+                gelu = partial(mlps._gelu_of_linear, layer, x.to(dtype), "tanh")
+                assert gelu().dtype == dtype and epilogue.call_count == calls
             torch.set_autocast_enabled("cuda", True)
             torch.set_autocast_dtype("cuda", torch.bfloat16)
             try:
