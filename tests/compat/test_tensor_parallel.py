@@ -211,7 +211,7 @@ def test_key_value_cache_is_passed_between_calls(seed: int) -> None:
         logits.append(torch.cat([output.logits for output in again], 1))
         for own in logits:
             torch.testing.assert_close(own, expected, rtol=0, atol=TOLERANCE)
-        with pytest.raises(ValueError, match="past_key_values holds what another model made"):
+        with pytest.raises(ValueError, match="the cache was filled by another model"):
             other(ids[:, 4:], past_key_values=model(ids[:, :4]).past_key_values)
 
 
