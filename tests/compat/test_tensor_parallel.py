@@ -207,18 +207,14 @@ def test_key_value_cache_is_passed_between_calls(seed: int) -> None:
         expected = model(ids).logits
         first = other(ids[:, :4])
         cache = hf.DynamicCache(config=model.config)
-        again = [
-            other(ids[:, :4], **{generation_name(): cache}),
-            other(ids[:, 4:], **{generation_name(): copy.deepcopy(cache)}),
-        ]
-        logits = [
-            torch.cat((first.logits, other(ids[:, 4:], **{generation_name(): first[generation_name()]}).logits), 1)
-        ]
+        name = generation_name()
+        again = [other(ids[:, :4], **{name: cache}), other(ids[:, 4:], **{name: copy.deepcopy(cache)})]
+        logits = [torch.cat((first.logits, other(ids[:, 4:], **{name: first[name]}).logits), 1)]
         logits.append(torch.cat([output.logits for output in again], 1))
         for own in logits:
             torch.testing.assert_close(own, expected, rtol=0, atol=TOLERANCE)
         with pytest.raises(ValueError, match="the cache was filled by another model"):
-            other(ids[:, 4:], **{generation_name(): model(ids[:, :4])[generation_name()]})
+            other(ids[:, 4:], **{name: model(ids[:, :4])[name]})
 
 
 def test_rank_threads_inherit_autocast_and_inference_mode(seed: int) -> None:
