@@ -219,9 +219,10 @@ _SINCE = {
     **dict.fromkeys(("dots3_note_text", "inkling2_text", "lfm3"), (5, 23)),
 }
 """The release of transformers that added a model type, if older releases are supported too."""
-_INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
+INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
+"""The release of the installed transformers, such as ``(5, 24)``."""
 
-ARCHITECTURES = {kind: prefix for kind, prefix in _ALL.items() if _SINCE.get(kind, ()) <= _INSTALLED}
+ARCHITECTURES = {kind: prefix for kind, prefix in _ALL.items() if _SINCE.get(kind, ()) <= INSTALLED}
 """The prefix of the class names of each model type that the installed transformers has."""
 NEWER = {kind: prefix for kind, prefix in _ALL.items() if kind not in ARCHITECTURES}
 """The same for the model types that only newer releases of transformers have."""
