@@ -279,7 +279,8 @@ ROTARY_ATTENTIONS = {
 """The copies of each attention layer that `attention` has a fused forward for; all of them call Llama's
 ``apply_rotary_pos_emb``, or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
-    afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention axk2.AXK2Indexer beam.BeamAttention bitnet.BitNetAttention
+    afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention axk2.AXK2Indexer beam.BeamAttention
+    bitnet.BitNetAttention
     blt.BltSelfAttention cohere_compass.CohereCompassAttention dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention
     deepseek_v32.DeepseekV32Indexer
     diffllama.DiffLlamaAttention doge.DogeAttention falcon.FalconAttention falcon.FalconFlashAttention2
