@@ -74,7 +74,7 @@ def record(sources: Sources, number: str) -> int:
     for key, value in found_in(sources):
         known = made.setdefault(key, {}).get(value, "").split()
         new += not known
-        made[key][value] = " ".join(checks.sorted_versions({*known, number}))
+        made[key][value] = " ".join(checks.sorted_versions({*known, number.partition("+")[0]}))
     lines = [_HEADER]
     for key in sorted(made):
         lines.append(f'    "{key}": {{\n')

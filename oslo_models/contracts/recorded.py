@@ -1,6 +1,18 @@
 """Fingerprints of the originals, and the versions with them. Written by ``python -m oslo_models.contracts --record``."""
 
 RECORDED: dict[str, dict[str, str]] = {
+    "torch.nn.modules.dropout.Dropout.forward": {
+        "406c782336f7a447": "2.11.0 2.13.0 2.14.1",
+    },
+    "torch.nn.modules.linear.Linear.forward": {
+        "60866444a8a520a7": "2.11.0 2.13.0 2.14.1",
+    },
+    "torch.nn.modules.normalization.LayerNorm.forward": {
+        "3ffaf65b1a1e8486": "2.11.0 2.13.0 2.14.1",
+    },
+    "torch.nn.modules.sparse.Embedding.forward": {
+        "3b2a1dfa8c2492a2": "2.11.0 2.13.0 2.14.1",
+    },
     "transformers.activations.FastGELUActivation.forward": {
         "52eada4715441971": "5.17.0 5.18.0 5.19.0 5.20.0 5.21.0 5.22.0 5.23.0",
     },

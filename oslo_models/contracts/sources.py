@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 import textwrap
 import zipfile
 from collections.abc import Callable, Iterator
@@ -112,9 +113,14 @@ def called(function: Function, definitions: dict[str, Any], seen: frozenset[str]
 
 def parsed(function: Callable[..., Any]) -> Function | None:
     """The syntax tree of a function of this process; ``None`` if its source cannot be read."""
+    unwrapped: Any = inspect.unwrap(function)
+    if not inspect.isfunction(unwrapped):
+        return None
+    code = unwrapped.__code__  # inspect.getsource would look for the module of the function among all modules
+    lines = linecache.getlines(code.co_filename, unwrapped.__globals__)[code.co_firstlineno - 1 :]
     try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
-    except (OSError, TypeError, SyntaxError):
+        body = ast.parse(textwrap.dedent("".join(inspect.getblock(lines)))).body
+    except SyntaxError:
         return None
     return body[0] if body and isinstance(body[0], (ast.FunctionDef, ast.AsyncFunctionDef)) else None
 

@@ -19,6 +19,7 @@ from oslo_models.fusion.float8 import check_float8, in_float8
 from oslo_models.fusion.growing_cache import let_grow
 from oslo_models.fusion.narrow_weights import check_narrow, narrow
 from oslo_models.fusion.ngram_processors import fuse_processors
+from oslo_models.fusion.self_check import apply_checked
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide, use_huge_pages
 from oslo_models.modeling.apply_plan import entries_of_blocks
@@ -47,6 +48,7 @@ class FusableModel(PreTrainedModel):
         weights: str | None = None,
         float8: str | None = None,
         symmetric_memory: bool = False,
+        check: bool = True,
     ) -> Any:
         """Swap modules of this model, in place, for faster ones that compute the same up to rounding.
 
@@ -73,6 +75,8 @@ class FusableModel(PreTrainedModel):
             symmetric_memory: on GPUs of one host that read each other's memory, compiled code (and so the decoding of
                 ``generate``) computes sums of up to 128 KiB over the ranks by one kernel of torch, in place of NCCL. It
                 is used once it has given NCCL's sums here.
+            check: whether the first module of each replaced kind runs once on a few random tokens, beside the original.
+                A kind that differs by more than rounding stays unfused everywhere: the report and a warning say so.
 
         Returns:
             The model itself.
@@ -89,7 +93,7 @@ class FusableModel(PreTrainedModel):
         names = None if modules is None else sorted(cls.__name__ for cls in modules)
         if self.mesh is not None:
             given = {"modules": names, "backend": backend, "measure": measure, "weights": weights}
-            given |= {"float8": float8, "symmetric_memory": symmetric_memory}
+            given |= {"float8": float8, "symmetric_memory": symmetric_memory, "check": check}
             require_equal(self.mesh.model, given, "arguments of fuse")
         chosen = choose_backend(backend, self.device)
         if weights is not None:
@@ -121,11 +125,20 @@ class FusableModel(PreTrainedModel):
                 found = narrow(self, found, selected, tp, weights)
             use_huge_pages(self, found, selected)
             found = decide(self, found, selected, tp, measure)
-            fusion.apply(self, found, selected)
+            found = self._apply_fusion(fusion, found, selected, check)
             fusion.fusion_candidates = decide_blocks(self, found, selected, tp, measure)
             return self
-        fusion.apply(self, found, selected)
+        self._apply_fusion(fusion, found, selected, check)
         return self
+
+    def _apply_fusion(
+        self, fusion: Fusion, found: list[FusionCandidate], selected: set[type] | None, check: bool
+    ) -> list[FusionCandidate]:
+        """Replace the modules of the candidates, and return these; with ``check``, those that compute the same."""
+        if check:
+            return apply_checked(self, fusion, found, selected)
+        fusion.apply(self, found, selected)
+        return found
 
     def unfuse(self) -> Any:
         """Undo `fuse`: results are again bit for bit those from before it. Returns the model itself."""
