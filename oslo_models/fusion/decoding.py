@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from oslo_models.cache_argument import generation_name
+
 SHORTEST = 256
 """Positions of the shortest cache."""
 _numbers = count()
@@ -157,8 +159,8 @@ class Decoders:
         decoder.runs = True
         try:
             output = sample()
-            if getattr(output, "past_key_values", None) is cache:
-                output.past_key_values = copy.deepcopy(cache)
+            if getattr(output, generation_name(), None) is cache:
+                setattr(output, generation_name(), copy.deepcopy(cache))
             return output
         finally:
             decoder.runs = False

@@ -23,6 +23,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from oslo_kernels.cross_entropy import padded_logits
 from oslo_models import registry
+from oslo_models.cache_argument import generation_name
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.fusion import (
@@ -243,9 +244,9 @@ def check_kept_caches(model: Any, given: dict[str, Any], options: dict[str, Any]
     returned = model.generate(**shorter, **options, return_dict_in_generate=True)
     assert torch.equal(returned.sequences, expected) and len(graphs) == 1, len(graphs)
     assert [decoder.cache for decoder in model._decoders._kept.values()] == kept and len(kept) == 1
-    keys = returned.past_key_values.layers[0].keys.clone()
+    keys = returned[generation_name()].layers[0].keys.clone()
     model.generate(**given, **options)
-    assert keys.any() and torch.equal(returned.past_key_values.layers[0].keys, keys)
+    assert keys.any() and torch.equal(returned[generation_name()].layers[0].keys, keys)
     fewer = {key: value[:1] for key, value in given.items()}
     expected = model.generate(**fewer, **options, cache_implementation="dynamic")
     for size in (1, 8):  # dynamo's limit: with one compilation for each of two caches it is not reached
