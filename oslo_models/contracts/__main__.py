@@ -87,7 +87,9 @@ def record(sources: Sources, number: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m oslo_models.contracts", description=__doc__)
-    parser.add_argument("releases", nargs="*", type=Path, help="wheels or unpacked folders; default: the installed ones")
+    parser.add_argument(
+        "releases", nargs="*", type=Path, help="wheels or unpacked folders; default: the installed ones"
+    )
     parser.add_argument("--record", action="store_true", help="add their fingerprints to the checked ones")
     given = parser.parse_args()
     if given.releases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pkgutil import resolve_name
@@ -74,7 +75,9 @@ def _differences(kind: str, functions: list[Function]) -> Iterator[str]:
         known = {each for original in contract.originals for each in RECORDED.get(f"{path_of(original)} selects", ())}
         if selection_of(forward) not in known:
             yield ""
-    elif fingerprint(forward) not in {e for original in contract.originals for e in RECORDED.get(path_of(original), ())}:
+    elif fingerprint(forward) not in {
+        e for original in contract.originals for e in RECORDED.get(path_of(original), ())
+    }:
         yield ""
     for each in called:
         if fingerprint(each) not in RECORDED.get(f"transformers.models {each.name}", ()):
@@ -119,6 +122,23 @@ def _told(contract: Contract, verb: str) -> str:
     package, _, _ = contract.original.partition(".")
     short = ".".join(contract.original.split(".")[-2:])
     return f"{package} {installed_version(package)} {verb} {short}"
+
+
+def holds(original: str, without: str) -> bool:
+    """Whether a function of `CONTRACTS` is as recorded. If not, a warning says so once.
+
+    Args:
+        without: how the caller goes on, for the warning.
+    """
+    changed = broken(original)
+    if changed is not None:
+        _warn(f"{changed}, so {without}")
+    return changed is None
+
+
+@cache
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
 
 
 def require(*users: str) -> None:

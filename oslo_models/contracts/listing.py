@@ -54,15 +54,13 @@ LAYERS: dict[str, LayerContract] = {
     ),
     "GEMMA_NORMS": _layers(_NORM, "gemma.GemmaRMSNorm", "norms.FusedGemmaNorm norms.CPUGemmaNorm"),
     "OLMO2_NORMS": _layers(_NORM, "olmo2.Olmo2RMSNorm", "norms.FusedOlmo2Norm norms.CPURMSNorm"),
-    "GATED_MLPS": _layers("MLP", "llama.LlamaMLP", "mlps.FusedGatedMLP decoder_blocks.DecodingLlamaBlock"),
+    "GATED_MLPS": _layers("MLP", "llama.LlamaMLP", "mlps.FusedGatedMLP decoder_blocks.DecodingBlock"),
     "PACKED_MLPS": _layers("MLP", "phi3.Phi3MLP", "mlps.FusedPackedMLP"),
     "NEOX_MLPS": _layers("MLP", "gpt_neox.GPTNeoXMLP", "mlps.FusedGELUMLP"),
-    "GPT2_MLPS": _layers("MLP", "gpt2.GPT2MLP", "mlps.FusedGELUMLP decoder_blocks.DecodingGPT2Block"),
+    "GPT2_MLPS": _layers("MLP", "gpt2.GPT2MLP", "mlps.FusedGELUMLP decoder_blocks.DecodingBlock"),
     "GPTJ_MLPS": _layers("MLP", "gptj.GPTJMLP", "mlps.FusedGELUMLP"),
     "BERT_INTERMEDIATES": _layers("MLP", "bert.BertIntermediate", "mlps.FusedGELUMLP"),
-    "LLAMA_BLOCKS": _layers(
-        _BLOCK, "llama.LlamaDecoderLayer", "modules.FusedLlamaBlock decoder_blocks.DecodingLlamaBlock"
-    ),
+    "LLAMA_BLOCKS": _layers(_BLOCK, "llama.LlamaDecoderLayer", "modules.FusedLlamaBlock decoder_blocks.DecodingBlock"),
     "PHI3_BLOCKS": _layers(_BLOCK, "phi3.Phi3DecoderLayer", "modules.FusedPhi3Block"),
     "GEMMA2_BLOCKS": _layers(_BLOCK, "gemma2.Gemma2DecoderLayer", "modules.FusedGemma2Block"),
     "OLMO2_BLOCKS": _layers(
@@ -72,7 +70,7 @@ LAYERS: dict[str, LayerContract] = {
     "GPTJ_BLOCKS": _layers(_BLOCK, "gptj.GPTJBlock", "parallel_blocks.FusedGPTJBlock"),
     "PHI_BLOCKS": _layers(_BLOCK, "phi.PhiDecoderLayer", "parallel_blocks.FusedPhiBlock"),
     "COHERE_BLOCKS": _layers(_BLOCK, "cohere.CohereDecoderLayer", "parallel_blocks.FusedCohereBlock"),
-    "gpt2.GPT2Block": _layers(_BLOCK, "gpt2.GPT2Block", "modules.FusedGPT2Block decoder_blocks.DecodingGPT2Block"),
+    "gpt2.GPT2Block": _layers(_BLOCK, "gpt2.GPT2Block", "modules.FusedGPT2Block decoder_blocks.DecodingBlock"),
     "gpt_neo.GPTNeoBlock": _layers(_BLOCK, "gpt_neo.GPTNeoBlock", "modules.FusedGPTNeoBlock"),
     "BERT_OUTPUTS": _layers("residual", "bert.BertOutput", "modules.FusedBertOutput"),
     "T5_FEED_FORWARDS": _layers("residual", "t5.T5LayerFF", "modules.FusedT5FeedForward"),
@@ -81,7 +79,7 @@ LAYERS: dict[str, LayerContract] = {
     "gpt2.GPT2Attention": _layers(
         _ATTENTION,
         "gpt2.GPT2Attention",
-        "attention.FusedEagerAttention decode_attention.DecodingAttention decoder_blocks.DecodingGPT2Block",
+        "attention.FusedEagerAttention decode_attention.DecodingAttention decoder_blocks.DecodingBlock",
     ),
     "CALL_EAGER_ATTENTION": _layers(
         _ATTENTION,
@@ -120,7 +118,7 @@ def _contract(original: str, used_by: str, parameters: str = "", is_copied: bool
 
 
 _GENERATION, _CACHES = "transformers.generation", "transformers.cache_utils"
-_TRAINER = "integrations.trainer.ParallelTrainerMixin"
+_TRAINER, _GRPO = "integrations.trainer.ParallelTrainerMixin", "integrations.trl.trainers.GRPOTrainer"
 _LINEARS = (
     "fusion.modules.FusedLinear fusion.lazy_logits.LazyHead deploy.running_batch.head_product._FastLinear "
     "layers.gathered._GatheredColumn layers.gathered._SlicedRow layers.linear.GroupRowParallelLinear "
@@ -159,7 +157,9 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract(f"{_CACHES}.DynamicLayer.reset", "fusion.growing_cache.GrowingLayer", is_copied=True),
     # transformers: layers
     _contract("transformers.pytorch_utils.Conv1D.forward", "fusion.modules.FusedConv1D layers.linear", "self x", True),
-    _contract("transformers.activations.NewGELUActivation.forward", f"fusion.modules.TanhGELU {_MLPS}", "self input", True),
+    _contract(
+        "transformers.activations.NewGELUActivation.forward", f"fusion.modules.TanhGELU {_MLPS}", "self input", True
+    ),
     _contract("transformers.activations.FastGELUActivation.forward", _MLPS, is_copied=True),
     _contract("transformers.activations.GELUTanh.forward", _MLPS, is_copied=True),
     _contract("transformers.activations.GELUActivation.forward", _MLPS, is_copied=True),
@@ -201,18 +201,22 @@ CONTRACTS: tuple[Contract, ...] = (
         "integrations.trl.trainers.DPOTrainer",
         "self dataset name batch_size",
     ),
-    _contract("trl.trainer.grpo_trainer.GRPOTrainer._generate", "integrations.trl.trainers.GRPOTrainer", "self"),
+    _contract("trl.trainer.grpo_trainer.GRPOTrainer._generate", _GRPO, "self"),
     _contract(
         "trl.trainer.grpo_trainer.GRPOTrainer._calculate_rewards",
-        "integrations.trl.trainers.GRPOTrainer",
+        _GRPO,
         "self inputs prompts completions",
     ),
-    _contract("trl.trainer.grpo_trainer.GRPOTrainer._load_optimizer_and_scheduler", _TRAINER, "self checkpoint"),
-    _contract("trl.trainer.grpo_trainer.GRPOTrainer._save_checkpoint", _TRAINER, "self model trial"),
+    _contract("trl.trainer.grpo_trainer.GRPOTrainer._load_optimizer_and_scheduler", _GRPO, "self checkpoint"),
+    _contract("trl.trainer.grpo_trainer.GRPOTrainer._save_checkpoint", _GRPO, "self model trial"),
     # peft
-    _contract("peft.peft_model.PeftModel._get_base_model_class", "modeling.adapters.peft_model.ShardedPeftModel", "self"),
+    _contract(
+        "peft.peft_model.PeftModel._get_base_model_class", "modeling.adapters.peft_model.ShardedPeftModel", "self"
+    ),
     _contract("peft.tuners.lora.layer.Linear.forward", "modeling.adapters.layers._AddsBeforeSharing", "self x"),
-    _contract("peft.tuners.lora.layer.ParamWrapper.forward", "modeling.adapters.experts.ParallelParamWrapper", "self x"),
+    _contract(
+        "peft.tuners.lora.layer.ParamWrapper.forward", "modeling.adapters.experts.ParallelParamWrapper", "self x"
+    ),
     _contract(
         "peft.tuners.lora.layer.Embedding._embed",
         "modeling.adapters.layers.VocabParallelLoraEmbedding modeling.adapters.layers.FeatureParallelLoraEmbedding",
@@ -274,14 +278,14 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract("torch._foreach_norm", "distributed.grad_overflow distributed.sharded_tensor modeling.training"),
     _contract("torch._inductor.list_mode_options", "fusion.decoding", "mode"),
     _contract("torch._utils._rebuild_parameter", "distributed.sharded_tensor", "data requires_grad backward_hooks"),
-    _contract(
-        "torch.autograd.Variable._execution_engine.queue_callback", "distributed.grad_overflow modeling.forward"
-    ),
+    _contract("torch.autograd.Variable._execution_engine.queue_callback", "distributed.grad_overflow modeling.forward"),
     _contract("torch.autograd._is_checkpoint_valid", "compat.tensor_parallel.autograd"),
     _contract("torch.distributed._symmetric_memory", "distributed.symmetric_memory"),
     _contract("torch.distributed.distributed_c10d._get_default_timeout", "distributed.mesh", "backend"),
     _contract("torch.distributed.distributed_c10d._set_pg_timeout", "distributed.mesh", "timeout group"),
-    _contract("torch.nn.modules.conv._ConvNd", "modeling.apply_plan modeling.derived.derivation modeling.initialization"),
+    _contract(
+        "torch.nn.modules.conv._ConvNd", "modeling.apply_plan modeling.derived.derivation modeling.initialization"
+    ),
     _contract("torch.nn.modules.dropout._DropoutNd", "modeling.derived.probe"),
     _contract("torch.nn.modules.module._global_forward_hooks", "fusion.decoder_blocks"),
     _contract("torch.nn.modules.module._global_forward_pre_hooks", "fusion.decoder_blocks"),

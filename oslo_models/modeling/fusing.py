@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, StaticCache
 
 from oslo_models import registry
 from oslo_models.cache_argument import generation_name
+from oslo_models.contracts import holds
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
 from oslo_models.distributed.symmetric_memory import connect, disconnect
@@ -26,6 +27,12 @@ from oslo_models.fusion.timing import decide, use_huge_pages
 from oslo_models.modeling.apply_plan import entries_of_blocks
 from oslo_models.modeling.quantizing import check_not_quantized
 
+_GENERATION = "transformers.generation.utils.GenerationMixin"
+_NGRAMS = (
+    f"{_GENERATION}._get_logits_processor",
+    "transformers.generation.logits_process.NoRepeatNGramLogitsProcessor.__call__",
+    "transformers.generation.logits_process.EncoderNoRepeatNGramLogitsProcessor.__call__",
+)
 _COMPILED = ("greedy_search", "sample")
 """The values of transformers' ``GenerationMode`` whose steps it compiles; beam search would use the cache eagerly."""
 
@@ -203,7 +210,17 @@ class FusableModel(PreTrainedModel):
             wanted = getattr(self.config, "fused_no_repeat_ngram_blocking", self._fuses_ngrams_by_default)
         self._fuses_ngrams = bool(wanted)
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method; selects a static cache, whose decoding it compiles, where that is faster, or one that
+        grows in place.
+        """
+        method = f"{_GENERATION}._prepare_cache_for_generation"
+        is_fused = self._fusion is not None
+        if is_fused and holds(method, "generate uses the cache that transformers chooses"):
+            return self._prepare_faster_cache(*args, **kwargs)
+        return super()._prepare_cache_for_generation(*args, **kwargs)
+
+    def _prepare_faster_cache(
         self,
         generation_config: Any,
         model_kwargs: dict[str, Any],
@@ -212,9 +229,6 @@ class FusableModel(PreTrainedModel):
         max_cache_length: int,
         *args: Any,
     ) -> Any:
-        """transformers' method; selects a static cache, whose decoding it compiles, where that is faster, or one that
-        grows in place.
-        """
         plain = generation_config.cache_implementation is None and model_kwargs.get(generation_name()) is None
         plain = plain and generation_config.use_cache is not False and not generation_config.disable_compile
         rows = limit = 0
@@ -231,7 +245,7 @@ class FusableModel(PreTrainedModel):
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
         )
         made = model_kwargs.get(generation_name())
-        if self._fusion is not None and plain and generation_config.num_beams in (None, 1):
+        if plain and generation_config.num_beams in (None, 1):
             let_grow(made)  # beams replace it for each token
         if limit and generation_config.cache_implementation == "static" and type(made) is StaticCache:
             self._decoders = self._decoders or Decoders()
@@ -261,7 +275,7 @@ class FusableModel(PreTrainedModel):
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)
-        if self._fuses_ngrams:
+        if self._fuses_ngrams and all(holds(each, "n-grams are blocked by transformers") for each in _NGRAMS):
             in_place = not (generation_config.output_logits and generation_config.return_dict_in_generate)
             encoder_ids = kwargs.get("encoder_input_ids", args[1] if len(args) > 1 else None)
             return fuse_processors(processors, encoder_ids, in_place)
