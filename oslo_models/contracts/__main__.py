@@ -18,7 +18,7 @@ from oslo_models.contracts.listing import CONTRACTS, LAYERS, PACKAGES
 from oslo_models.contracts.recorded import RECORDED
 from oslo_models.contracts.sources import Sources, installed, unpacked
 
-_HEADER = '''"""Fingerprints of the originals, and the versions with them. Written by ``python -m oslo_models.contracts --record``."""
+_HEADER = '''"""Fingerprints of the originals, with their versions: written by ``python -m oslo_models.contracts``."""
 
 RECORDED: dict[str, dict[str, str]] = {
 '''
@@ -31,10 +31,15 @@ def found_in(sources: Sources) -> Iterator[tuple[str, str]]:
             for original in contract.originals:
                 name = checks.path_of(original)
                 functions = sources.functions(name)
-                if functions:
-                    key = f"{name} selects" if contract.selects else name
-                    yield key, checks.selection_of(functions[0]) if contract.selects else fingerprint(functions[0])
-                    yield from ((f"transformers.models {each.name}", fingerprint(each)) for each in functions[1:])
+                if not functions:
+                    continue
+                if contract.selects:
+                    yield f"{name} selects", checks.selection_of(functions[0])
+                    used = sources.functions(f"{name.rpartition('.')[0].rpartition('.')[0]}.{checks.EAGER}")
+                else:
+                    yield name, fingerprint(functions[0])
+                    used = functions[1:]
+                yield from ((checks.helper_key(each.name), fingerprint(each)) for each in used)
     for each in CONTRACTS:
         if each.is_copied and each.original.startswith(f"{sources.package}."):
             functions = sources.functions(each.original)

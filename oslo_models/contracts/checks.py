@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
 from oslo_models.contracts.fingerprint import Function, combined, fingerprint
-from oslo_models.contracts.listing import CONTRACTS, LAYERS, Contract
+from oslo_models.contracts.listing import CONTRACTS, LAYERS, Contract, LayerContract
 from oslo_models.contracts.recorded import RECORDED
 from oslo_models.contracts.sources import functions_of, installed_version
 
@@ -20,6 +20,8 @@ class ContractError(ImportError):
     """An installed package differs from the one that this library was checked against."""
 
 
+EAGER = "eager_attention_forward"
+"""The function by which a layer computes eager attention. Layers that select an attention function fall back to it."""
 _BY_NAME = {contract.original: contract for contract in CONTRACTS}
 
 
@@ -55,33 +57,30 @@ def changed_layer(kinds: tuple[str, ...], layer: str, forward: Callable[..., Any
         layer: its name, ``model.Class``.
         forward: its forward as it is in this process.
     """
-    if not kinds:
-        return None
     name = f"{layer.partition('.')[2]}.forward"
-    functions = functions_of(forward)
-    if not functions:
-        return f"the source of {name} cannot be read"
-    found = [difference for kind in kinds for difference in _differences(kind, functions)]
-    if not found:
-        return None
-    changed = found[0] or name
-    return f"transformers {installed_version('transformers')} changed {changed}"
+    for kind in kinds:
+        contract, functions = LAYERS[kind], functions_of(forward)
+        if not functions:
+            return f"the source of {name} cannot be read"
+        if contract.selects:
+            eager = inspect.unwrap(forward).__globals__.get(EAGER)
+            used = functions_of(eager) if inspect.isfunction(eager) else []
+            is_known = bool(used) and _is_known(contract, " selects", selection_of(functions[0]))
+        else:
+            used, is_known = functions[1:], _is_known(contract, "", fingerprint(functions[0]))
+        changed = [each.name for each in used if fingerprint(each) not in RECORDED.get(helper_key(each.name), ())]
+        if changed or not is_known:
+            return f"transformers {installed_version('transformers')} changed {name if not is_known else changed[0]}"
+    return None
 
 
-def _differences(kind: str, functions: list[Function]) -> Iterator[str]:
-    """The names of the functions that are in no checked release; ``""`` for the forward."""
-    contract, (forward, *called) = LAYERS[kind], functions
-    if contract.selects:
-        known = {each for original in contract.originals for each in RECORDED.get(f"{path_of(original)} selects", ())}
-        if selection_of(forward) not in known:
-            yield ""
-    elif fingerprint(forward) not in {
-        e for original in contract.originals for e in RECORDED.get(path_of(original), ())
-    }:
-        yield ""
-    for each in called:
-        if fingerprint(each) not in RECORDED.get(f"transformers.models {each.name}", ()):
-            yield each.name
+def _is_known(contract: LayerContract, suffix: str, found: str) -> bool:
+    return any(found in RECORDED.get(f"{path_of(original)}{suffix}", ()) for original in contract.originals)
+
+
+def helper_key(name: str) -> str:
+    """The key of the fingerprints of a function that layers call, in the file of any model."""
+    return f"transformers.models {name}"
 
 
 # Everything else ------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def _walk(node: ast.AST, renamed: Mapping[str, str]) -> Iterator[str]:
         node = ast.Assign(targets=[node.target], value=node.value)
     yield type(node).__name__
     if isinstance(node, ast.Constant):
-        yield f"{type(node.value).__name__} {ascii(node.value)}"
+        yield f"{type(node.value).__name__} {node.value!a}"
         return
     if isinstance(node, ast.Name):
         yield renamed.get(node.id, node.id)

@@ -1,4 +1,4 @@
-"""Fingerprints of the originals, and the versions with them. Written by ``python -m oslo_models.contracts --record``."""
+"""Fingerprints of the originals, with their versions: written by ``python -m oslo_models.contracts``."""
 
 RECORDED: dict[str, dict[str, str]] = {
     "torch.nn.modules.dropout.Dropout.forward": {

@@ -182,7 +182,7 @@ def _version_in(folder: Folder, package: str) -> str:
         if each.name.startswith(f"{package}-") and each.name.endswith(".dist-info"):
             return each.name.removeprefix(f"{package}-").removesuffix(".dist-info")
     for statement in ast.parse((folder / package / "__init__.py").read_text("utf-8")).body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
-            if any(isinstance(target, ast.Name) and target.id == "__version__" for target in statement.targets):
-                return str(statement.value.value)
+        is_constant = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+        if is_constant and "__version__" in dict(_bound([statement])):
+            return str(statement.value.value)  # type: ignore[attr-defined]
     raise ValueError(f"{folder} does not tell the version of {package}")

@@ -1,9 +1,9 @@
 """Proves a fusion on the model itself: the first module of each replaced kind runs once beside the original.
 
 The model computes a few random tokens three times: with gradients, with an empty cache and left padding, and one more
-token with that cache. It stops after the last module to compare. The originals' inputs and outputs are recorded; then the
-fused modules compute with the same inputs. All ranks of a model run the same modules in the same order, and take the
-same decision.
+token with that cache. It stops after the last module to compare. The inputs and outputs of the originals are recorded;
+then the fused modules compute with the same inputs. All ranks of a model run the same modules in the same order, and
+take the same decision.
 
 Legend:
     B: rows.
@@ -33,8 +33,8 @@ from oslo_models.fusion.lazy_logits import LazyHead, LazyLogits
 from oslo_models.fusion.swap import Fusion, FusionCandidate
 
 BOUNDS = {
-    # transformers' norms, softmax and positions round to float32 (2^-24) inside; kernels in float64 do not. Without these
-    # inner roundings, as in the tests, both agree to 1e-10.
+    # transformers' norms, softmax and positions round to float32 (2^-24) inside, and kernels in float64 do not. Without
+    # these inner roundings, as in the tests, both agree to 1e-10.
     torch.float64: 1e-5,
     # Sums over up to ten thousand products, in another order: 2^-24 times their number at most, 2^-24 times its square
     # root as a rule. The bound is between the two.
@@ -73,9 +73,9 @@ def apply_checked(
     new = [c for c in candidates if _is_checked(c, selected) and c.module not in fusion.swapped()]
     kinds = {c.module: kind_of(c, type(model.get_submodule(c.module))) for c in new}
     first = {kind: name for name, kind in reversed(kinds.items())}
-    names, unchecked = _agreed_names(model, sorted(first.values()))
+    names, failed = _agreed_names(model, sorted(first.values()))
     with _undisturbed(model):
-        runs, failed = ([], unchecked) if unchecked else _recorded(model, names, fusion.weights is None)
+        runs, failed = ([], failed) if failed else _recorded(model, names, fusion.weights is None)
         fusion.apply(model, candidates, selected)
         bound = _NARROW.get(fusion.weights or "", 0.0)
         wrong = _differing(model, fusion, kinds, names, runs, bound)
@@ -186,8 +186,9 @@ class _Recorder:
         if name not in self._missing:
             return
         del self._missing[name]
-        inputs, has_grad = self._inputs[name], torch.is_grad_enabled()
-        self.calls.append(_Call(name, *inputs, _copied(output), self._visible, has_grad))
+        inputs, options = self._inputs[name]
+        has_grad = torch.is_grad_enabled()
+        self.calls.append(_Call(name, inputs, options, _copied(output), self._visible, has_grad))
         if not self._missing:
             raise _Recorded
 
@@ -211,7 +212,8 @@ def _recorded(model: Any, names: list[str], trains: bool) -> tuple[list[_Call], 
     Args:
         trains: whether the fused model computes with gradients.
     """
-    base, calls = model.base_model, []
+    base = model.base_model
+    calls: list[_Call] = []
     inside = {id(module) for module in base.modules()}
     alone = [name for name in names if _width(model.get_submodule(name)) is not None]
     in_model = [name for name in names if name not in alone and id(model.get_submodule(name)) in inside]
@@ -382,7 +384,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode, without hooks of others; attributes, buffers and random states come back."""
     modules = list(model.modules())
     kept = [(m.__dict__, dict(m.__dict__), m._buffers, dict(m._buffers)) for m in modules]
-    values = [(buffer, buffer.clone()) for _, _, _, own in kept for buffer in own.values() if _may_change(buffer)]
+    buffers = [buffer for _, _, _, own in kept for buffer in own.values() if buffer is not None]
+    values = [(buffer, buffer.clone()) for buffer in buffers if _may_change(buffer)]
     hooks = [(each, dict(each)) for m in modules for each in (m._forward_hooks, m._forward_pre_hooks) if each]
     for module in modules:
         module.training = False
@@ -394,9 +397,9 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices):
             yield
     finally:
-        for attributes, own, buffers, own_buffers in kept:
+        for attributes, own, held, own_buffers in kept:
             attributes.update(own)
-            buffers.update(own_buffers)
+            held.update(own_buffers)
         with torch.no_grad():
             for buffer, value in values:
                 buffer.copy_(value)
@@ -405,9 +408,9 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             each.update(own_hooks)
 
 
-def _may_change(buffer: Tensor | None) -> bool:
+def _may_change(buffer: Tensor) -> bool:
     """Small buffers are copied; large ones are tables that no forward writes to."""
-    return buffer is not None and not buffer.is_meta and buffer.numel() <= 1 << 12
+    return not buffer.is_meta and buffer.numel() <= 1 << 12
 
 
 def _is_own(hook: Any) -> bool:
