@@ -93,13 +93,13 @@ def broken(original: str) -> str | None:
         found = resolve_name(original)
     except (ImportError, AttributeError):
         return _told(contract, "has no")
-    return _broken(contract, found)
+    function = inspect.unwrap(getattr(found, "__func__", found))
+    return _broken(contract, function) if inspect.isfunction(function) else None
 
 
 @cache
-def _broken(contract: Contract, found: Any) -> str | None:
-    function = inspect.unwrap(getattr(found, "__func__", found))
-    if contract.parameters and inspect.isfunction(function):
+def _broken(contract: Contract, function: Callable[..., Any]) -> str | None:
+    if contract.parameters:
         names = [each for each in inspect.signature(function).parameters if each in contract.parameters]
         if tuple(names) != contract.parameters:
             return _told(contract, "changed the parameters of")

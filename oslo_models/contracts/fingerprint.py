@@ -77,6 +77,10 @@ def _walk(node: ast.AST, renamed: Mapping[str, str]) -> Iterator[str]:
         yield f".{field}"
         if field == "body" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             value = _without_docstring(value)
+        if isinstance(node, ast.JoinedStr):
+            value = [
+                each for each in value if not (isinstance(each, ast.Constant) and each.value == "")
+            ]  # Python 3.12.1
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, ast.AST):
                 yield from _walk(each, renamed)

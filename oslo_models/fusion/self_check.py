@@ -152,6 +152,7 @@ class _Recorder:
 
     Attributes:
         cache: the cache that the forward has filled.
+        failed: why the forward ended before all modules were called, if it did.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str], visible: Tensor | None) -> None:
@@ -160,6 +161,7 @@ class _Recorder:
         self._inputs: dict[str, Any] = {}
         self.calls: list[_Call] = []
         self.cache: Any = None
+        self.failed: str | None = None
 
     def run(self, forward: Callable[[], Any]) -> None:
         """Call ``forward`` with hooks on the modules."""
@@ -173,6 +175,8 @@ class _Recorder:
             forward()
         except _Recorded:
             pass
+        except Exception as error:  # noqa: BLE001  not every model runs on any tokens, or in any dtype
+            self.failed = f"the model does not run on a few random tokens ({type(error).__name__}: {error})"
         finally:
             for handle in handles:
                 handle.remove()
@@ -224,14 +228,12 @@ def _recorded(model: Any, names: list[str], trains: bool) -> tuple[list[_Call], 
         return calls, None
     if model.main_input_name != "input_ids":
         return calls, f"no small {model.main_input_name} are known"
-    try:
-        calls += _in_runs(model, base, in_model, trains, generator)
-    except Exception as error:  # noqa: BLE001  not every model runs on any tokens, or in any dtype
-        return calls, f"the model does not run on a few random tokens ({type(error).__name__}: {error})"
-    return calls, None
+    recorders = _in_runs(model, base, in_model, trains, generator)
+    calls += [call for recorder in recorders for call in recorder.calls]
+    return calls, next((recorder.failed for recorder in recorders if recorder.failed), None)
 
 
-def _in_runs(model: Any, base: Any, names: list[str], trains: bool, generator: torch.Generator) -> list[_Call]:
+def _in_runs(model: Any, base: Any, names: list[str], trains: bool, generator: torch.Generator) -> list[_Recorder]:
     # not the forward of this library, which gathers outputs and runs pipeline stages
     defining = (cls for cls in type(base).__mro__ if cls.__module__.startswith("transformers."))
     forward = partial(next(vars(cls)["forward"] for cls in defining if "forward" in vars(cls)), base)
@@ -252,14 +254,14 @@ def _in_runs(model: Any, base: Any, names: list[str], trains: bool, generator: t
         return recorder
 
     with torch.set_grad_enabled(trains):
-        calls = run(ids, None, use_cache=False).calls
+        recorders = [run(ids, None, use_cache=False)]
     with torch.no_grad():
         filled = run(ids, mask, use_cache=True)
-        calls += filled.calls
+        recorders.append(filled)
         if caches and cache_name is not None and filled.cache is not None:
             longer = torch.cat((mask, mask[:, -1:]), 1)
-            calls += run(ids[:, :1], longer, use_cache=True, **{cache_name: filled.cache}).calls
-    return calls
+            recorders.append(run(ids[:, :1], longer, use_cache=True, **{cache_name: filled.cache}))
+    return recorders
 
 
 def _width(module: Any) -> int | None:
@@ -289,24 +291,29 @@ def _differing(
     """
     wrong: dict[str, str] = {}
     todo = names
-    while todo:
+    while True:
         found: dict[str, str] = {}
         for call in runs:
             if call.name in todo and call.name not in found:
                 difference = _difference(model.get_submodule(call.name), call, bound)
                 if difference is not None:
                     found[call.name] = difference
+        if model.mesh is not None:  # these ranks compute the same modules, so they go on with the same ones
+            found = _merged(gather_objects(model.mesh.tp, found))
         inner = {n: why for n, why in found.items() if not any(o.startswith(f"{n}.") for o in found)}
         told = {kinds[name]: why for name, why in inner.items() if name in kinds}
-        if model.mesh is not None:  # stages and ranks that found nothing follow
-            of_all = gather_objects(model.mesh.model, told)
-            told = {kind: why for each in reversed(of_all) for kind, why in each.items()}
+        if model.mesh is not None:  # other stages follow
+            told = _merged(gather_objects(model.mesh.model, told))
         if not told:
-            break
+            return wrong
         wrong.update(told)
-        fusion.undo(name for name, kind in kinds.items() if kind in told and name in fusion.swapped())
+        fusion.undo([name for name, kind in kinds.items() if kind in told and name in fusion.swapped()])
         todo = [name for name in found if name not in inner]
-    return wrong
+
+
+def _merged(of_ranks: list[dict[str, str]]) -> dict[str, str]:
+    """What the ranks have found, in the words of the first one."""
+    return {key: value for each in reversed(of_ranks) for key, value in sorted(each.items())}
 
 
 def _difference(module: Any, call: _Call, bound: float) -> str | None:
@@ -341,8 +348,12 @@ def _compared(expected: Any, output: Any, visible: Tensor | None, bound: float) 
         return None
     if not isinstance(output, (tuple, list)) or len(output) != len(expected):
         return "its output has another form"
-    found = (_compared(one, other, visible, bound) for one, other in zip(expected, output, strict=True))
-    return next((each for each in found if each is not None), None)
+    for index, (one, other) in enumerate(zip(expected, output, strict=True)):
+        if index and other is None:  # weights that nobody has asked for
+            continue
+        if (difference := _compared(one, other, visible, bound)) is not None:
+            return difference
+    return None
 
 
 def _compared_tensors(expected: Tensor, output: Any, visible: Tensor | None, bound: float) -> str | None:
@@ -385,7 +396,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     kept = [(m.__dict__, dict(m.__dict__), m._buffers, dict(m._buffers)) for m in modules]
     buffers = [buffer for _, _, _, own in kept for buffer in own.values() if buffer is not None]
-    values = [(buffer, buffer.clone()) for buffer in buffers if _may_change(buffer)]
+    values = [(buffer, buffer._version, buffer.clone()) for buffer in buffers if _may_change(buffer)]
     hooks = [(each, dict(each)) for m in modules for each in (m._forward_hooks, m._forward_pre_hooks) if each]
     for module in modules:
         module.training = False
@@ -401,8 +412,9 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             attributes.update(own)
             held.update(own_buffers)
         with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+            for buffer, version, value in values:
+                if buffer._version != version:
+                    buffer.copy_(value)
         for each, own_hooks in hooks:
             each.clear()
             each.update(own_hooks)
@@ -410,7 +422,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 def _may_change(buffer: Tensor) -> bool:
     """Small buffers are copied; large ones are tables that no forward writes to."""
-    return not buffer.is_meta and buffer.numel() <= 1 << 12
+    return not buffer.is_meta and not buffer.is_inference() and buffer.numel() <= 1 << 12
 
 
 def _is_own(hook: Any) -> bool:
