@@ -53,10 +53,12 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
     """The candidates of a model: its modules that match a rule, and the model itself for its decoding."""
     yield from _decoding(model)
+    changed: dict[FusionRule, str | None] = {}
     for subject in subjects(model, backend):
         rule = next((rule for rule in RULES if rule.match(subject)), None)
         if rule is not None:
-            yield from rule.candidates(subject)
+            why = changed[rule] if rule in changed else changed.setdefault(rule, rule.changed())
+            yield from (each if why is None else each.left_out(why) for each in rule.build(subject))
 
 
 # Decoding -------------------------------------------------------------------------------------------------------------

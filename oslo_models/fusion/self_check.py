@@ -48,7 +48,7 @@ _COARSER = {"high": 2**-8, "medium": 2**-5}
 """The bounds in float32 under other values of ``torch.set_float32_matmul_precision``: TF32 and bfloat16 products."""
 _NARROW = {"bfloat16": 2**-5, "int8": 2**-3}
 """The bounds with narrower weights, whose rounding goes through attention and MLP."""
-_ROWS, _LENGTH = 2, 5
+_ROWS, _LENGTH, _OUTPUTS = 2, 5, 256
 _CACHES = ("cache", "past_key_values")
 
 
@@ -276,7 +276,20 @@ def _alone(name: str, module: Any, dtype: torch.dtype, generator: torch.Generato
         width, device = _width(module) or 1, module.weight.device
     x = torch.randn(1, 1, width, generator=generator).to(device, dtype)
     with torch.no_grad():
-        yield _Call(name, (x,), {}, _copied(module(x.clone())), None, False)
+        yield _Call(name, (x,), {}, _copied(_with_few_outputs(module)(x.clone())), None, False)
+
+
+def _with_few_outputs(module: Any) -> Any:
+    """A linear layer with the first outputs of ``module``: a head has more weights than all blocks of a small model."""
+    few, is_conv = copy.copy(module), isinstance(module, Conv1D)
+    with without_override(), torch.no_grad():
+        weight = module.weight[:, :_OUTPUTS].contiguous() if is_conv else module.weight[:_OUTPUTS]
+        bias = None if module.bias is None else module.bias[:_OUTPUTS]
+    own = {"weight": weight, "bias": bias}
+    few.__dict__["_parameters"] = {key: None if x is None else nn.Parameter(x, False) for key, x in own.items()}
+    if is_conv:
+        few.nf = weight.shape[1]
+    return few
 
 
 # Comparing ------------------------------------------------------------------------------------------------------------
@@ -320,6 +333,8 @@ def _difference(module: Any, call: _Call, bound: float) -> str | None:
     """How the output of a fused module differs from that of the original, if by more than rounding."""
     try:
         with torch.set_grad_enabled(call.has_grad):
+            if _width(module) is not None:
+                module = _with_few_outputs(module)
             output = module(*_copied(call.args), **_copied(call.kwargs))
             if isinstance(module, LazyHead):
                 output = _lazily(module, _copied(call.args))

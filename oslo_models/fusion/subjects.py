@@ -81,11 +81,9 @@ class FusionRule:
     build: Callable[[Subject], Iterator[FusionCandidate]]
     relies_on: tuple[str, ...] = ()
 
-    def candidates(self, subject: Subject) -> Iterator[FusionCandidate]:
-        """The candidates of a module, left unfused if an installed package differs from what the rule relies on."""
-        changed = next((found for found in map(broken, self.relies_on) if found is not None), None)
-        for candidate in self.build(subject):
-            yield candidate if changed is None else candidate.left_out(changed)
+    def changed(self) -> str | None:
+        """What an installed package changed of what the rule relies on."""
+        return next((found for found in map(broken, self.relies_on) if found is not None), None)
 
 
 def subjects(model: Any, backend: str) -> Iterator[Subject]:
