@@ -172,7 +172,7 @@ def run_tests(stack: Stack, options: list[str]) -> tuple[int, tuple[int, int, in
     report = ENVIRONMENTS / f"{stack.name}.xml"
     report.unlink(missing_ok=True)
     marked = [path for path in sorted(ROOT.glob("tests/*/test_*.py")) if "mark.stacks" in path.read_text()]
-    command = [stack.folder / "bin" / "python", "-m", "pytest", "--quiet", "-m", "stacks", "-p", "no:cacheprovider"]
+    command = [stack.folder / "bin" / "python", "-m", "pytest", "--quiet", "-m", "stacks and not (zoo or quantization)", "-p", "no:cacheprovider"]
     command += ["--numprocesses", "2", "--dist", "loadfile", f"--junitxml={report}", *options, *marked]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
@@ -193,7 +193,7 @@ def versions(stack: Stack) -> tuple[str, str]:
 
 
 def uv(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [UV, *arguments[:2], "--no-config", "--quiet", *arguments[2:]]
+    command = [UV, "--no-config", "--quiet", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
