@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rehearse import report
-from benchmarks.rehearse.cases import LIMITS, PARTS, ROOT, Case, cases
+from benchmarks.rehearse.cases import LIMITS, PARTS, ROOT, Case, by_value, cases
 from benchmarks.rehearse.schedule import Report, Schedule
 
 RESERVE = 8
@@ -33,6 +33,10 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="of summary and record: where rows are")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where rows are written, and everything else")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="of each part")
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", help="of all parts together: the most valuable cases come first"
+    )
+    parser.add_argument("--resume", action="store_true", help="keep the rows in DIR; run the cases that did not end")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels to install into DIR first; default: --out")
     parser.add_argument("--only", metavar="WORD", help="cases whose names contain this; their rows are added")
     parser.add_argument("--quick", action="store_true", help="one case of each kind")
@@ -50,13 +54,17 @@ def main() -> int:
     header, dry, gigabytes = machine(args.dry)
     if dry:
         print("no GPU, so this is a dry run, whose figures mean nothing", flush=True)
-    for together in [parts] if dry else [(part,) for part in parts]:
-        limit = (args.limit or sum(LIMITS[part] for part in together)) - RESERVE
+    for together in [parts] if dry or args.budget else [(part,) for part in parts]:
+        limit = (args.budget or args.limit or sum(LIMITS[part] for part in together)) - RESERVE
         found = [case for part in together for case in cases(part, args.quick, dry) if (args.only or "") in case.name]
+        if args.budget:
+            found = by_value(found)
+        if args.resume:
+            found = [case for case in found if case not in report.ended(folder, found)]
         with working_folder(folder) as work:
             environment = surroundings(work, dry)
             install(args.wheels or folder, work / "site")
-            with rows_to(folder, together, header, "a" if args.only else "w") as write:
+            with rows_to(folder, together, header, "a" if args.only or args.resume else "w") as write:
                 schedule = Schedule(work, dry, environment, write, os.cpu_count() or 1, gigabytes)
                 schedule.run(found, time.monotonic() + limit)
     return report.summary(folder, parts)

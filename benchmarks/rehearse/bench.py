@@ -74,7 +74,7 @@ class Bench:
     def __init__(self, rows: IO[str], turn: IO[str], dry: bool) -> None:
         self._rows, self._turn, self._is_ready = rows, turn, False
         self.dry = dry
-        self.device = torch.device("cpu" if dry else "cuda")
+        self.device = torch.device("cpu") if dry else torch.device("cuda", torch.cuda.current_device())
         self.timer = Cpu() if dry else Gpu()
         self.watch = CompilerWatch()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import number
-from benchmarks.rehearse.cases import PARTS, ROOT
+from benchmarks.rehearse.cases import PARTS, ROOT, Case
 
 RESULTS = ROOT / "benchmarks" / "results-gpu.csv"
 PAGE = ROOT / "docs" / "develop" / "gpu.md"
@@ -62,6 +62,18 @@ def rows_of(folder: Path, parts: Sequence[str] = PARTS) -> list[Row]:
             except json.JSONDecodeError:  # the last line of a run that was killed
                 found.append({"part": part, "case": "?", "state": "failed", "error": f"cut off: {text}", "at": 0.0})
     return found
+
+
+def ended(folder: Path, cases: Iterable[Case]) -> list[Case]:
+    """The cases that came to their end in an earlier run, without a failure."""
+    states: dict[tuple[str, str], set[str]] = {}
+    for row in rows_of(folder):
+        states.setdefault((row["part"], row["case"]), set()).add(row["state"])
+    return [
+        case
+        for case in cases
+        if "done" in (found := states.get((case.part, case.name), set())) and "failed" not in found
+    ]
 
 
 def summary(folder: Path, parts: Sequence[str] = PARTS) -> int:

@@ -7,7 +7,6 @@ import mmap
 import os
 import zipfile
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from oslo_models.checkpoint.filenames import CheckpointError
+from oslo_models.locking import locked_property
 
 _BLOCK = 4 << 20
 """Bytes copied before their pages are released."""
@@ -26,7 +26,7 @@ class WeightsFile:
 
     The pages that a process has read from a mapping count as its resident memory, so tensors are copied in blocks and
     the pages released after each block; neither safetensors' slices nor `torch.load` do so. The file stays open, so
-    that a reader keeps reading the same checkpoint after a save has replaced it.
+    that a reader keeps reading the same checkpoint after a save has replaced it. Threads may share a reader.
     """
 
     fd = -1
@@ -36,7 +36,7 @@ class WeightsFile:
         self.fd = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.fd).st_size
 
-    @cached_property
+    @locked_property
     def views(self) -> dict[str, Tensor]:
         """The tensors by name, as views of the mapped memory; nothing is read until they are accessed.
 
@@ -94,7 +94,7 @@ class WeightsFile:
         if first < end:
             _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
-    @cached_property
+    @locked_property
     def _mapped_addresses(self) -> tuple[int, int]:
         """The first address of the mapping and its end; ``(0, 0)`` if the file is not mapped.
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from oslo_models.deploy.fork_server import LENGTH, NUMBER, USABLE, Order
 from oslo_models.deploy.process_copy import ProcessCopy, copy_this_process
+from oslo_models.locking import locked_property
 
 MODULES = (
     "oslo_models.modeling.base",
@@ -70,7 +71,7 @@ class ForkServer:
     def __init__(self, environment: Environment, control: socket.socket, process: Server) -> None:
         self.environment, self._control, self._process = environment, control, process
 
-    @functools.cached_property
+    @locked_property
     def is_usable(self) -> bool:
         """Whether what it forks is as good as a new process; waits until it has imported its modules."""
         with suppress(OSError):

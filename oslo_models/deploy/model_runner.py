@@ -8,12 +8,13 @@ import random
 import socket
 import time
 from collections.abc import Callable, Container, Iterator, Sized
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oslo_models.deploy.full_state import held_part, held_tensors
 from oslo_models.deploy.messages import Join, Listening, Loading, Request, Setup, Streamed
+from oslo_models.locking import locked_property
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +70,7 @@ class ModelRunner:
         self.has_outputs = setup.rank == leader
         self._setup, self._leader = setup, leader
 
-    @cached_property
+    @locked_property
     def batch(self) -> RunningBatch:
         """The running batch, once a call joins it."""
         from oslo_models.deploy.running_batch.loop import RunningBatch

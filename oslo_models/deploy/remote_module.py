@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from oslo_models.deploy.engine import Engine
 from oslo_models.deploy.full_state import FullState
+from oslo_models.locking import locked_property
 from oslo_models.registry import did_you_mean
 
 _ELSEWHERE = "the workers hold the weights of a deployed model"
@@ -155,7 +156,7 @@ class RemoteModule:
 
     # Everything else --------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
+    @locked_property
     def _skeleton(self) -> Any:
         """The full model without memory, on the meta device: it knows what the attributes are."""
         with torch.device("meta"):

@@ -29,7 +29,7 @@ def all_reduce(axis: Axis, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> Tens
         return x
     if torch.compiler.is_compiling():  # becomes a node of the graph
         memory = axis.symmetric_memory
-        if memory is not None and op == SUM and memory.takes(x):
+        if memory is not None and op is SUM and memory.takes(x):
             return x.copy_(_symmetric_sum_op(x, memory.axis))
         dist.all_reduce(x, op=op, group=axis.group)
         return x

@@ -37,7 +37,9 @@ def synchronize(axis: Axis, device: torch.device) -> None:
     """Set torch's default generators on all ranks of the axis to the state of its first rank."""
     if axis.size == 1:
         return
-    for generator in {default_generator(torch.device("cpu")), default_generator(device)}:
+    # A tuple, not a set: all ranks have to broadcast in the same order.
+    for kind in dict.fromkeys((torch.device("cpu"), device)):
+        generator = default_generator(kind)
         state = generator.get_state()
         generator.set_state(broadcast(axis, state.to(device)).cpu())
 

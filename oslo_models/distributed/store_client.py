@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -23,9 +25,10 @@ class StoreLostError(TimeoutError):
 class StoreClient:
     """A separate connection to a store, since a `TCPStore` answers one request per connection at a time.
 
-    The process that hosts the store may be stopped in the middle of an answer, so each request runs in a thread of its
-    own. `close` ends these threads: one that returned from C++ while the interpreter is being finalized would abort
-    the process (``terminate called without an active exception``).
+    The process that hosts the store may stop in the middle of an answer, so requests run in a thread that is started
+    with the client: Python 3.12 starts no threads while it shuts down, when the last status is published. `close` ends
+    the thread: if it returned from C++ while the interpreter is being finalized, it would abort the process
+    (``terminate called without an active exception``).
 
     Attributes:
         lost: whether the connection is broken. It never recovers, and each further request would log a C++ stack trace.
@@ -36,7 +39,10 @@ class StoreClient:
         before = _connections(port)
         self.store: Any = PrefixStore(prefix, store if isinstance(_base(store), DirectoryStore) else store.clone())
         self._connections = _connections(port) - before
-        self._threads: list[threading.Thread] = []
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._requests,), daemon=True, name="oslo-store")
+        self._thread.start()
+        weakref.finalize(self, self._requests.put, None).atexit = False
         self.lost = False
 
     def ask(self, request: Callable[[Any], Any], seconds: float = 2.0) -> Any:
@@ -47,19 +53,22 @@ class StoreClient:
             TimeoutError: no answer in this time.
         """
         answer: list[Any] = []
+        ended = threading.Event()
 
         def run() -> None:
+            if ended.is_set():  # given up before its turn came
+                return
             with suppress(Exception):  # such as a store in a file that was removed
                 try:
                     answer.append(request(self.store))
                 except dist.DistNetworkError:
                     self.lost = True
+            ended.set()
 
         if not self.lost:
-            thread = threading.Thread(target=run, daemon=True, name="oslo-store")
-            self._threads = [*(other for other in self._threads if other.is_alive()), thread]
-            thread.start()
-            thread.join(seconds)
+            self._requests.put(run)
+            ended.wait(seconds)
+            ended.set()
         if answer:
             return answer[0]
         if self.lost:
@@ -67,8 +76,10 @@ class StoreClient:
         raise TimeoutError("the store of the process group does not answer")
 
     def close(self, *threads: threading.Thread) -> None:
-        """Shut the connection down, so that all threads that wait for an answer end, and ``threads`` too."""
-        waiting = [thread for thread in (*self._threads, *threads) if thread.is_alive()]
+        """End the thread, and ``threads`` that use the connection; shut it down if one waits for an answer."""
+        self._requests.put(None)
+        self._thread.join(0.2)
+        waiting = [thread for thread in (self._thread, *threads) if thread.is_alive()]
         if not waiting:
             return
         for fd, link in self._connections:
@@ -79,6 +90,12 @@ class StoreClient:
         deadline = time.monotonic() + 5.0
         for thread in waiting:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _serve(requests: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := requests.get()) is not None:
+        run()
+        del run  # it refers to the client, whose end ends this thread
 
 
 def _base(store: Any) -> Any:

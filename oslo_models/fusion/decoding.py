@@ -7,6 +7,7 @@ up, so that few are compiled.
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import count
@@ -71,6 +72,19 @@ def without_waiting(sample: Any, device: torch.device, config: Any, streamer: An
     own = FunctionType(method.__code__, known, method.__name__, method.__defaults__, method.__closure__)
     own.__kwdefaults__ = method.__kwdefaults__
     return own.__get__(sample.__self__)
+
+
+def graphs_run_in_this_thread() -> bool:
+    """Whether Inductor replays CUDA graphs here: in torch 2.11 only threads of autograd and the main thread can."""
+    if threading.current_thread() is threading.main_thread():
+        return True
+    from torch._inductor import cudagraph_trees as trees
+
+    try:
+        trees.get_obj(trees.local, "tree_manager_containers")
+    except AssertionError:  # https://github.com/pytorch/pytorch/issues/123177
+        return False
+    return True
 
 
 class Decoder:

@@ -245,11 +245,13 @@ class RowParallelConv1D(_RowParallel, Conv1D):
 
 
 def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
-    """Add the bias after the sum over the ranks: in place, unless a dispatch mode may keep the sum."""
+    """Add the bias after the sum over the ranks: in place, unless it is compiled or a dispatch mode may keep the sum."""
     if bias is None:
         return summed
     bias = bias.to(summed.dtype)
-    return summed + bias if torch.is_grad_enabled() and has_dispatch_mode() else summed.add_(bias)
+    # dynamo's autograd functions return views in torch 2.11, which must not be modified in place
+    out_of_place = torch.compiler.is_compiling() or (torch.is_grad_enabled() and has_dispatch_mode())
+    return summed + bias if out_of_place else summed.add_(bias)
 
 
 class SumReplicatedGrad(torch.autograd.Function):

@@ -14,7 +14,7 @@ from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
 from oslo_models.distributed.symmetric_memory import connect, disconnect
 from oslo_models.fusion.block_timing import decide_blocks
-from oslo_models.fusion.decoding import Decoders, rounded_length, without_waiting
+from oslo_models.fusion.decoding import Decoders, graphs_run_in_this_thread, rounded_length, without_waiting
 from oslo_models.fusion.float8 import check_float8, in_float8
 from oslo_models.fusion.growing_cache import let_grow
 from oslo_models.fusion.narrow_weights import check_narrow, narrow
@@ -204,7 +204,8 @@ class FusableModel(PreTrainedModel):
         plain = generation_config.cache_implementation is None and model_kwargs.get("past_key_values") is None
         plain = plain and generation_config.use_cache is not False and not generation_config.disable_compile
         rows = limit = 0
-        if self._decodes_in_graphs and plain and getattr(generation_mode, "value", generation_mode) in _COMPILED:
+        compiles = self._decodes_in_graphs and getattr(generation_mode, "value", generation_mode) in _COMPILED
+        if compiles and plain and graphs_run_in_this_thread():
             rows = batch_size * (generation_config.num_return_sequences or 1)
             limit = self._cached_positions()
             length = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
