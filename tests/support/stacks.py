@@ -138,7 +138,7 @@ def install(stack: Stack) -> None:
     library = ("--editable", ".[test]", "--constraint", stack.pins)
     for command in (
         ("venv", "--python", str(find_python(stack.python)), str(stack.folder)),
-        ("pip", "install", "--python", str(python), *library),
+        ("pip", "install", "--compile-bytecode", "--python", str(python), *library),
     ):
         done = uv(*command)
         if done.returncode:
