@@ -1,4 +1,4 @@
-"""The version of the distribution and the versions that it is tested with; setup.py reads both without importing torch."""
+"""The version of the distribution, and the tested versions; setup.py reads them without importing torch."""
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""``python -m oslo_models.testing``: whether the installed versions of torch and transformers work with this library."""
+"""``python -m oslo_models.testing``: does this library work with the installed torch and transformers?"""
 
 from __future__ import annotations
 

@@ -14,11 +14,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-TIMEOUT = 60.0
+TIMEOUT = 180.0
 """Seconds after which the processes of a feature are ended."""
+PATIENCE = 5.0
+"""Seconds for the other ranks to end after the first error or the last result."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Feature:
     """Part of the self-test.
 
     Attributes:
-        test: runs on every rank, in a process group, with a directory that all ranks share; raises if the feature fails.
+        test: runs on every rank with a directory that all ranks share; raises if the feature fails.
         ranks: the size of the process group; 0 for one process without a group.
         needs: libraries without which the feature is skipped.
     """
@@ -54,27 +57,38 @@ def run_feature(feature: Feature, timeout: float = TIMEOUT) -> str:
             process.start()
         for _, writer in pairs:
             writer.close()
-        deadline = time.monotonic() + timeout
-        errors = [_receive(reader, deadline) for reader, _ in pairs]
+        errors = _receive([reader for reader, _ in pairs], timeout)
         for process in processes:
             _end(process)
-    wrong = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
-    return f"failed: {wrong[0]}" if wrong else "ok"
+    wrong = [f"rank {rank}: {error}" for rank, error in errors.items() if error]
+    if wrong:
+        return f"failed: {wrong[0]}"
+    return "ok" if len(errors) == len(pairs) else f"failed: no result in {timeout:.0f} s"
 
 
-def _receive(reader: Connection, deadline: float) -> str:
-    if not reader.poll(max(0.0, deadline - time.monotonic())):
-        return "no result in time"
-    try:
-        error: str = reader.recv()
-        return error
-    except EOFError:
-        return "the process ended without a result"
+def _receive(readers: list[Connection], timeout: float) -> dict[int, str]:
+    """Return the error of each rank that answers, or an empty text; other ranks may wait for one that has failed."""
+    errors: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    while len(errors) < len(readers):
+        waiting = [reader for rank, reader in enumerate(readers) if rank not in errors]
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank, reader in enumerate(readers):
+            if reader in ready:
+                try:
+                    errors[rank] = reader.recv()
+                except EOFError:
+                    errors[rank] = "the process ended without a result"
+                if errors[rank]:
+                    deadline = min(deadline, time.monotonic() + PATIENCE)
+    return errors
 
 
-def _end(process: multiprocessing.process.BaseProcess) -> None:
+def _end(process: BaseProcess) -> None:
     """Wait for a process, or kill it together with all it has started."""
-    process.join(5)
+    process.join(PATIENCE)
     if process.is_alive() and process.pid is not None:
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
@@ -113,7 +127,6 @@ def _join_group(rank: int, ranks: int, store: Path) -> None:
 
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in launched.items()})
-    timeout = timedelta(seconds=TIMEOUT)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks, timeout=timeout
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
     )

@@ -25,6 +25,7 @@ ENVIRONMENTS = ROOT / ".venv-stacks"
 UV = Path(sys.executable).with_name("uv")
 FIRST_MINOR, LAST_MINOR = (int(version.split(".")[1]) for version in PYTHON)
 PYTHONS = [f"3.{minor}" for minor in range(FIRST_MINOR, LAST_MINOR + 1)]
+MARKS = "stacks and not (zoo or quantization)"
 FROM_SOURCE = "deepspeed"
 """The only pinned package without a built distribution."""
 
@@ -100,7 +101,7 @@ def resolve(tasks: dict[str, tuple[str, ...]]) -> int:
     """Run ``uv pip compile`` for each task, and print what failed."""
     with ThreadPoolExecutor(4) as threads:
         results = list(threads.map(lambda options: uv("pip", "compile", *options), tasks.values()))
-    for task, done in zip(tasks, results):
+    for task, done in zip(tasks, results, strict=True):
         print(f"{task}: " + (f"does not resolve\n{done.stderr}" if done.returncode else "resolves"))
     return int(any(done.returncode for done in results))
 
@@ -172,7 +173,16 @@ def run_tests(stack: Stack, options: list[str]) -> tuple[int, tuple[int, int, in
     report = ENVIRONMENTS / f"{stack.name}.xml"
     report.unlink(missing_ok=True)
     marked = [path for path in sorted(ROOT.glob("tests/*/test_*.py")) if "mark.stacks" in path.read_text()]
-    command = [stack.folder / "bin" / "python", "-m", "pytest", "--quiet", "-m", "stacks and not (zoo or quantization)", "-p", "no:cacheprovider"]
+    command = [
+        stack.folder / "bin" / "python",
+        "-m",
+        "pytest",
+        "--quiet",
+        "-m",
+        "stacks and not (zoo or quantization)",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += ["--numprocesses", "2", "--dist", "loadfile", f"--junitxml={report}", *options, *marked]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
