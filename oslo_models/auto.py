@@ -58,6 +58,8 @@ class _Auto:
     @classmethod
     def _unknown(cls, model_type: str) -> ValueError:
         """The error for a model type without a class for this task."""
+        if needed := registry.needed_release(model_type):
+            return ValueError(f"{cls.__name__}: {needed}")
         known = [kind for kind in registry.ARCHITECTURES if kind in getattr(modeling_auto, cls.mapping)]
         if model_type in registry.ARCHITECTURES:
             others = f" Classes of {model_type}: {', '.join(registry.model_classes(model_type))}"

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class locked_property(cached_property[T]):  # noqa: N801  a decorator
-    """``functools.cached_property`` with a lock, which Python 3.12 removed: threads that read it first all get one value.
+    """``functools.cached_property`` with a lock, which Python 3.12 removed: all threads get one value.
 
     The lock is shared by all instances of the class.
     """

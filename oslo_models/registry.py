@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable
+from importlib.metadata import version
 from types import ModuleType
 
-ARCHITECTURES = {
+_ALL = {
     # transformers' model type: the prefix of its class names
     "afmoe": "Afmoe",
     "albert": "Albert",
@@ -212,8 +213,30 @@ ARCHITECTURES = {
     "zaya": "Zaya",
 }
 
+_SINCE = {
+    **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
+    **dict.fromkeys(("beam", "flint"), (5, 21)),
+    **dict.fromkeys(("dots3_note_text", "inkling2_text", "lfm3"), (5, 23)),
+}
+"""The release of transformers that added a model type, if older releases are supported too."""
+INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
+"""The release of the installed transformers, such as ``(5, 24)``."""
+
+ARCHITECTURES = {kind: prefix for kind, prefix in _ALL.items() if _SINCE.get(kind, ()) <= INSTALLED}
+"""The prefix of the class names of each model type that the installed transformers has."""
+NEWER = {kind: prefix for kind, prefix in _ALL.items() if kind not in ARCHITECTURES}
+"""The same for the model types that only newer releases of transformers have."""
+
 SAME_CLASSES = {"internlm3": "llama", "iquestcoder": "llama"}
 """Model types with configurations of their own that transformers runs by the classes of another type."""
+
+
+def needed_release(model_type: str) -> str:
+    """Return a sentence with the release that a model type of `NEWER` needs; empty for other model types."""
+    if model_type not in NEWER:
+        return ""
+    release = ".".join(map(str, _SINCE[model_type]))
+    return f"{model_type} needs transformers {release} or newer, and {version('transformers')} is installed"
 
 
 def load(model_type: str) -> ModuleType:
@@ -247,12 +270,15 @@ def find(name: str, others: Iterable[str] = ()) -> object:
         others: further names, from which the message may propose one.
 
     Raises:
-        AttributeError: there is none; the message has the nearest name, or lists the architectures.
+        AttributeError: there is none; the message has the nearest name, or lists the architectures, or says which
+            release of transformers has it.
     """
     fitting = [kind for kind, prefix in ARCHITECTURES.items() if name.startswith(prefix)]
     for model_type in sorted(fitting, key=lambda kind: -len(ARCHITECTURES[kind])):
         if name in names(model_type):
             return getattr(load(model_type), name)
+    if newer := [kind for kind, prefix in NEWER.items() if name.startswith(prefix)]:
+        raise AttributeError(f"oslo_models cannot import {name}: {needed_release(newer[0])}")
     hint = did_you_mean(name, [*_names_near(name), *others]) or f"; architectures: {', '.join(ARCHITECTURES)}."
     raise AttributeError(f"oslo_models has no {name}{hint} `oslo-models list` shows all classes, and {ADDING}")
 

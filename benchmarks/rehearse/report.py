@@ -114,6 +114,9 @@ def tables(rows: list[Row]) -> list[str]:
     lines: list[str] = []
     for part in PARTS:
         measured = [row for row in rows if row["part"] == part and row.get("value") not in (None, "")]
+        if part == "tests":
+            lines += _comparisons_of_tests(measured)
+            measured = [row for row in measured if row["unit"] not in ("error", "tests")]
         peers = list(dict.fromkeys(row["peer"] for row in measured))
         cells: dict[tuple[str, str, str], dict[str, str]] = {}
         for row in measured:
@@ -129,6 +132,18 @@ def tables(rows: list[Row]) -> list[str]:
                 lines.append(f"| {' | '.join(shown)} |")
             lines.append("")
     return lines
+
+
+def _comparisons_of_tests(rows: list[Row]) -> list[str]:
+    """A line for each case: how many results agreed, the largest error, and pytest's counts."""
+    lines = ["| tests | comparisons that agree | largest error | pytest |", "|---|---:|---:|---|"]
+    for case in dict.fromkeys(row["case"] for row in rows if row["unit"] in ("error", "tests")):
+        own = [row for row in rows if row["case"] == case]
+        errors = [float(row["value"]) for row in own if row["unit"] == "error"]
+        counts = ", ".join(f"{row['value']} {row['metric']}" for row in own if row["unit"] == "tests")
+        largest = number(max(errors)) if errors else ""
+        lines.append(f"| {case} | {len(errors) or ''} | {largest} | {counts} |")
+    return [*lines, ""] if rows else []
 
 
 def record(folder: Path) -> int:

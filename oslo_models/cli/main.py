@@ -191,6 +191,8 @@ def _list(args: argparse.Namespace) -> None:
     from oslo_models import registry
 
     unknown = [kind for kind in args.model_types if kind not in registry.ARCHITECTURES]
+    if needed := "; ".join(filter(None, map(registry.needed_release, unknown))):
+        raise ValueError(needed)
     if unknown:
         raise ValueError(
             f"no architecture {', '.join(unknown)}; there are: {', '.join(sorted(registry.ARCHITECTURES))}"

@@ -16,8 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
+from oslo_models import cache_argument
+
 SCRIPT = "__main__"
-_OTHER_INPUTS = ("inputs_embeds", "past_key_values", "encoder_outputs")
+_OTHER_INPUTS = ("inputs_embeds", *cache_argument.NAMES, "encoder_outputs")
 """With one of them, token ids may be missing, and a mask may be longer than they are."""
 _MOST_OFFSET = 8
 """Rows that a table of positions may have beyond those of the configuration: OPT's and BART's have two."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from oslo_models import cache_argument
 from oslo_models.deploy.messages import (
     Cancel,
     Failure,
@@ -104,7 +105,7 @@ def _flatten(value: Any, buffers: list[bytes]) -> tuple[Any, Any]:
         items = enumerate(value)
     elif kind is SentOutput:
         cls = type(value.output)
-        fields = {key: item for key, item in value.output.items() if key != "past_key_values"}
+        fields = {key: item for key, item in value.output.items() if key not in cache_argument.NAMES}
         rest, parts = _flatten(fields, buffers)
         return rest, ("output", parts, cls.__module__, cls.__qualname__)
     elif kind.__name__ == "Tensor" and kind.__module__ == "torch" and (parts := _flatten_tensor(value, buffers)):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
 from oslo_kernels.softmax import masked_softmax, reference
+from oslo_models.cache_argument import named_arguments, take_cache, update_cache
 from oslo_models.fusion.modules import dropout_add
 
 # Eager attention ------------------------------------------------------------------------------------------------------
@@ -126,23 +127,26 @@ class FusedBloomAttention(nn.Module):
     inv_norm_factor: float
     hidden_dropout: float
 
-    def forward(
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if (self.pretraining_tp > 1 and self.slow_but_exact) or torch.compiler.is_compiling():
+            return super().forward(hidden_states, *args, **kwargs)
+        given = named_arguments(super().forward, args, kwargs)
+        return self.attend(hidden_states, take_cache(super().forward, given), **given)
+
+    def attend(
         self,
         hidden_states: Tensor,
+        cached: Any,
         residual: Tensor,
         alibi: Tensor,
         attention_mask: Tensor | None,
-        layer_past: Any = None,
-        use_cache: bool = False,
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if (self.pretraining_tp > 1 and self.slow_but_exact) or torch.compiler.is_compiling():
-            given = {"layer_past": layer_past, "use_cache": use_cache, "output_attentions": output_attentions}
-            return super().forward(hidden_states, residual, alibi, attention_mask, **given, **kwargs)
+        """The fused forward: the layer's output, and the weights if they were computed."""
         query, key, value = self._reshape(self.query_key_value(hidden_states))
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
+        if cached is not None:
+            key, value = update_cache(cached, key, value, self.layer_idx, kwargs)
         bias = alibi.view(len(query), self.num_heads, 1, -1)
         bias = bias if attention_mask is None else bias + attention_mask
         weights = None

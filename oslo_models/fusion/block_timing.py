@@ -157,7 +157,7 @@ def _call(block: Any, x: Tensor, cache: _FixedCache) -> None:
     made = block.decoding.block(block)
     tables = (torch.ones(1, 1, made.width), torch.zeros(1, 1, made.width))
     given = {"position_embeddings": tables} if block.decoding.has_positions else {}
-    block.forward(x, past_key_values=cache, attention_mask=None, **given)
+    block.forward(x, attention_mask=None, **{block.cache_name(): cache}, **given)
 
 
 class _FixedCache:
@@ -166,7 +166,7 @@ class _FixedCache:
     def __init__(self) -> None:
         self._made: Tensor | None = None
 
-    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer: int, **options: Any) -> tuple[Tensor, Tensor]:
         """Keys and values of `KEYS` positions."""
         if self._made is None:
             rows, groups, _, width = key.shape

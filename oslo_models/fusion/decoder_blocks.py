@@ -23,6 +23,7 @@ from torch.nn.modules import module as module_of_torch
 
 from oslo_kernels import decode_attention, decoder_block
 from oslo_kernels.decoder_block import Block
+from oslo_models.cache_argument import cache_name, named_arguments, take_cache, update_cache
 from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.sharded_tensor import without_override
@@ -64,15 +65,16 @@ class BlockDecoding:
         block: nn.Module,
         hidden_B1N: Tensor,
         mask: Tensor | None,
-        past_key_values: Any,
+        cached: Any,
         tables: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | None:
         """The block's output, or ``None`` if it has to be computed as before.
 
         Args:
+            cached: the cache.
             tables: cosines and sines of the positions.
         """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or past_key_values is None or block.training:
+        if torch.is_grad_enabled() or cached is None or block.training:
             return None
         if type(hidden_B1N) is not Tensor or not _is_plain(hidden_B1N) or hidden_B1N.shape[1] != 1:
             return None
@@ -86,10 +88,10 @@ class BlockDecoding:
             made = self.block(block)
             if made is None or rows > made.most_rows or (tables is not None and not _fit(tables, rows, made.width)):
                 return None
-            return self._run(made, hidden_B1N, mask, past_key_values, tables)
+            return self._run(made, hidden_B1N, mask, cached, tables)
 
     def _run(
-        self, block: Block, x_B1N: Tensor, mask: Tensor | None, past: Any, tables: tuple[Tensor, Tensor] | None
+        self, block: Block, x_B1N: Tensor, mask: Tensor | None, cached: Any, tables: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         assert self._layers is not None
         attention, sums = self._layers.attention, self._sums
@@ -101,7 +103,7 @@ class BlockDecoding:
             states.as_strided((rows, count, 1, width), (columns, width, columns, 1), first * width)
             for count, first in ((heads, 0), (groups, heads), (groups, heads + groups))
         )
-        key, value = past.update(key, value, attention.layer_idx)
+        key, value = update_cache(cached, key, value, attention.layer_idx, {})
         given: Any
         if decode_attention.computes(query, key, value, (mask,)):
             attended = x_B1N.new_empty(rows, 1, heads, width)
@@ -146,8 +148,8 @@ def _fit(tables: tuple[Tensor, Tensor], rows: int, width: int) -> bool:
     return cos.shape[0] in (1, rows) and cos.shape[1] == 1 and cos.shape[2] % 2 == 0 and cos.shape[2] <= width
 
 
-class DecodingLlamaBlock(nn.Module):
-    """A mixin before the block of Llama and of its copies.
+class DecodingBlock(nn.Module):
+    """A mixin before the block of GPT-2, or of Llama and its copies.
 
     Attributes:
         decoding: computes single tokens.
@@ -155,52 +157,22 @@ class DecodingLlamaBlock(nn.Module):
 
     decoding: BlockDecoding
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if position_embeddings is not None and not _asks_more(kwargs):
-            found = self.decoding(self, hidden_states, attention_mask, past_key_values, position_embeddings)
-            if found is not None:
-                return found
-        named = {"position_ids": position_ids, "past_key_values": past_key_values, "use_cache": use_cache}
-        named |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
-        return super().forward(hidden_states, **named, **kwargs)
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            given = named_arguments(super().forward, args, kwargs)
+            cached, tables = take_cache(super().forward, given), given.pop("position_embeddings", None)
+            if (tables is not None or not self.decoding.has_positions) and not _asks_more(given):
+                found = self.decoding(self, hidden_states, given.get("attention_mask"), cached, tables)
+                if found is not None:
+                    return found
+        return super().forward(hidden_states, *args, **kwargs)
+
+    def cache_name(self) -> str:
+        """Return the name of the argument that takes the cache."""
+        return cache_name(super().forward)
 
 
-class DecodingGPT2Block(nn.Module):
-    """A mixin before the block of GPT-2.
-
-    Attributes:
-        decoding: computes single tokens.
-    """
-
-    decoding: BlockDecoding
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if encoder_hidden_states is None and not _asks_more(kwargs):
-            found = self.decoding(self, hidden_states, attention_mask, past_key_values)
-            if found is not None:
-                return found
-        encoder = (encoder_hidden_states, encoder_attention_mask)
-        return super().forward(hidden_states, past_key_values, attention_mask, *encoder, **kwargs)
-
-
-_WITHOUT_EFFECT = frozenset(("position_ids", "use_cache", "cache_position"))
+_WITHOUT_EFFECT = frozenset(("attention_mask", "position_ids", "use_cache", "cache_position"))
 
 
 def _asks_more(kwargs: dict[str, Any]) -> bool:

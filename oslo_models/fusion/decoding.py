@@ -7,6 +7,8 @@ up, so that few are compiled.
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,13 +18,19 @@ from typing import Any
 
 import torch
 
+from oslo_models.cache_argument import generation_name
+
 SHORTEST = 256
 """Positions of the shortest cache."""
+MULTIPLE = 1024
+"""Longer caches have a multiple of these positions."""
 _numbers = count()
 
 
 def rounded_length(length: int) -> int:
-    """The positions of a cache for ``length`` tokens: the next power of two."""
+    """The positions of a cache for ``length`` tokens: the next power of two up to `MULTIPLE`, then its multiples."""
+    if length > MULTIPLE:
+        return -(-length // MULTIPLE) * MULTIPLE
     return max(SHORTEST, 1 << max(0, length - 1).bit_length())
 
 
@@ -76,10 +84,11 @@ def without_waiting(sample: Any, device: torch.device, config: Any, streamer: An
 
 def graphs_run_in_this_thread() -> bool:
     """Whether Inductor replays CUDA graphs here: in torch 2.11 only threads of autograd and the main thread can."""
-    if threading.current_thread() is threading.main_thread():
-        return True
-    from torch._inductor import cudagraph_trees as trees
-
+    name = "torch._inductor.cudagraph_trees"
+    is_main = threading.current_thread() is threading.main_thread()
+    if name not in sys.modules and not is_main and torch.__version__ < (2, 13):
+        return False  # graphs would belong to the first thread that imports the module
+    trees = importlib.import_module(name)
     try:
         trees.get_obj(trees.local, "tree_manager_containers")
     except AssertionError:  # https://github.com/pytorch/pytorch/issues/123177
@@ -171,8 +180,8 @@ class Decoders:
         decoder.runs = True
         try:
             output = sample()
-            if getattr(output, "past_key_values", None) is cache:
-                output.past_key_values = copy.deepcopy(cache)
+            if getattr(output, generation_name(), None) is cache:
+                setattr(output, generation_name(), copy.deepcopy(cache))
             return output
         finally:
             decoder.runs = False

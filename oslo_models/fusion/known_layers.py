@@ -1,8 +1,9 @@
 """Which layers of transformers are copies of each other.
 
 transformers repeats the code of a layer in every model that uses it. Each table lists, as ``model.Class``, the layers
-whose ``forward`` is a copy of that of the named class. tests/test_fusion_tables.py compares them with the installed
-transformers and fails when a release changes a copy or adds one.
+whose ``forward`` is a copy of that of the named class. tests/fusion/test_fusion_tables.py compares them with the
+installed transformers and fails when a release changes a copy. On a release with all model types of the registry, it
+also fails when a copy is missing here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
+
+from oslo_models import registry
 
 
 def layer_name(module: nn.Module) -> str:
@@ -64,6 +67,9 @@ OLMO2_NORMS = _names("""
     gpt_oss.GptOssRMSNorm inkling2.Inkling2RMSNorm olmo2.Olmo2RMSNorm olmo3.Olmo3RMSNorm olmo_hybrid.OlmoHybridRMSNorm
 """)
 """Copies of Olmo2RMSNorm."""
+if registry.INSTALLED < (5, 20):
+    _OF_LLAMA = _names("deepseek_v4.DeepseekV4RMSNorm")
+    RMS_NORMS, OLMO2_NORMS = RMS_NORMS | _OF_LLAMA, OLMO2_NORMS - _OF_LLAMA
 
 # MLPs -----------------------------------------------------------------------------------------------------------------
 
@@ -273,13 +279,15 @@ ROTARY_ATTENTIONS = {
 """The copies of each attention layer that `attention` has a fused forward for; all of them call Llama's
 ``apply_rotary_pos_emb``, or a copy of it."""
 ROTARY_LEFT_UNFUSED = _names("""
-    afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention beam.BeamAttention bitnet.BitNetAttention
+    afmoe.AfmoeAttention apertus.ApertusAttention axk1.AXK1Attention axk2.AXK2Indexer beam.BeamAttention
+    bitnet.BitNetAttention
     blt.BltSelfAttention cohere_compass.CohereCompassAttention dbrx.DbrxAttention deepseek_v3.DeepseekV3Attention
+    deepseek_v32.DeepseekV32Indexer
     diffllama.DiffLlamaAttention doge.DogeAttention falcon.FalconAttention falcon.FalconFlashAttention2
     falcon_h1.FalconH1Attention flint.FlintAttention glm4_moe.Glm4MoeAttention glm4_moe_lite.Glm4MoeLiteAttention
     gpt_neox_japanese.GPTNeoXJapaneseAttention granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention
     granitemoehybrid.GraniteMoeHybridAttention hrm_text.HrmTextAttention hy_v3.HYV3Attention hy_v4.HYV4Attention
-    jetmoe.JetMoeAttention
+    hy_v4.HYV4Indexer jetmoe.JetMoeAttention
     laguna.LagunaAttention lfm2.Lfm2Attention lfm2_moe.Lfm2MoeAttention lfm3.Lfm3Attention
     mimo_v2_flash.MiMoV2FlashAttention minicpm3.MiniCPM3Attention minimax_m3_vl.MiniMaxM3VLAttention
     minimax_m3_vl.MiniMaxM3VLIndexer ministral3.Ministral3Attention nanochat.NanoChatAttention olmo.OlmoAttention

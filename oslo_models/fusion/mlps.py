@@ -82,10 +82,11 @@ def _gelu_of_linear(layer: Any, x: Tensor, approximate: str) -> Tensor:
     if is_sharded and torch.is_grad_enabled():
         return bias_gelu(layer.entered_product(x, None), layer.bias, approximate)
     x = layer.enter_region(x) if is_sharded else x
-    same_dtype = x.dtype == layer.weight.dtype == layer.bias.dtype != torch.float64
+    same_dtype = x.dtype == layer.weight.dtype == layer.bias.dtype and x.dtype in (torch.float16, torch.bfloat16)
     casts = torch.is_autocast_enabled(x.device.type)  # which knows F.linear, but not this operation
     if x.is_cuda and approximate == "tanh" and same_dtype and not casts and not torch.is_grad_enabled():
-        # the epilogue of cuBLASLt's product, which supports the tanh form only
+        # The epilogue of cuBLASLt's product has the tanh form only, and approximates it to about 5e-6: too coarse for
+        # float32.
         out = torch._addmm_activation(layer.bias, x.reshape(-1, x.shape[-1]), weight_io, use_gelu=True)
         return out.view(*x.shape[:-1], -1)
     return bias_gelu(x @ weight_io, layer.bias, approximate)

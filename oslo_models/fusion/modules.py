@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels.dropout import bias_dropout_residual, new_seed
 from oslo_kernels.linear import FasterRows, conv1d, linear
+from oslo_models.cache_argument import named_arguments
 from oslo_models.fusion.norms import FusedLayerNorm, FusedRMSNorm, add_and_norm_ahead, norm_and_add
 
 # Linear layers --------------------------------------------------------------------------------------------------------
@@ -158,21 +159,14 @@ class FusedGPT2Block(nn.Module):
     ln_2: nn.Module
     mlp: nn.Module
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        encoder_hidden_states: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        is_supported = isinstance(self.ln_2, FusedLayerNorm) and encoder_hidden_states is None
-        if torch.compiler.is_compiling() or not is_supported:
-            encoder = (encoder_hidden_states, encoder_attention_mask)
-            return super().forward(hidden_states, past_key_values, attention_mask, *encoder, **kwargs)
-        cached = {"past_key_values": past_key_values, "attention_mask": attention_mask}
-        attended, _ = self.attn(self.ln_1(hidden_states), **cached, **kwargs)
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() or not isinstance(self.ln_2, FusedLayerNorm):
+            return super().forward(hidden_states, *args, **kwargs)
+        given = named_arguments(super().forward, args, kwargs)
+        if given.pop("encoder_hidden_states", None) is not None:
+            return super().forward(hidden_states, *args, **kwargs)
+        given.pop("encoder_attention_mask", None)
+        attended, _ = self.attn(self.ln_1(hidden_states), **given)
         normed, summed = self.ln_2(attended, hidden_states)
         return summed + self.mlp(normed)
 
@@ -185,20 +179,10 @@ class FusedGPTNeoBlock(nn.Module):
     ln_2: nn.Module
     mlp: nn.Module
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        layer_past: Any = None,
-        attention_mask: Tensor | None = None,
-        use_cache: bool = False,
-        output_attentions: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        named = {"layer_past": layer_past, "attention_mask": attention_mask, "use_cache": use_cache}
-        named["output_attentions"] = output_attentions
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not isinstance(self.ln_2, FusedLayerNorm):
-            return super().forward(hidden_states, **named, **kwargs)
-        attended, weights = self.attn(self.ln_1(hidden_states), **named)
+            return super().forward(hidden_states, *args, **kwargs)
+        attended, weights = self.attn(self.ln_1(hidden_states), **named_arguments(super().forward, args, kwargs))
         normed, summed = self.ln_2(attended, hidden_states)
         return summed + self.mlp(normed), weights
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from oslo_kernels.sums import sum_of_three
+from oslo_models.cache_argument import cache_name
 
 
 def add_both(x: Tensor, y: Tensor, residual: Tensor) -> Tensor:
@@ -40,29 +41,19 @@ class FusedNeoXBlock(nn.Module):
 
 
 class FusedGPTJBlock(nn.Module):
-    """The block of GPT-J and CodeGen, which returns the weights of its attention too."""
+    """The block of GPT-J and CodeGen. Up to transformers 5.23 it returns the weights of its attention too."""
 
     ln_1: nn.Module
     attn: nn.Module
     mlp: nn.Module
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        layer_past: Any = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        use_cache: bool | None = False,
-        output_attentions: bool | None = False,
-        **kwargs: Any,
-    ) -> Any:
-        named = {"layer_past": layer_past, "attention_mask": attention_mask, "position_ids": position_ids}
-        named |= {"use_cache": use_cache, "output_attentions": output_attentions}
-        if torch.compiler.is_compiling():
-            return super().forward(hidden_states, **named, **kwargs)
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or args:
+            return super().forward(hidden_states, *args, **kwargs)
         normed = self.ln_1(hidden_states)
-        attended, weights = self.attn(hidden_states=normed, **named)
-        return add_both(attended, self.mlp(normed), hidden_states), weights
+        attended, weights = self.attn(hidden_states=normed, **kwargs)
+        summed = add_both(attended, self.mlp(normed), hidden_states)
+        return (summed, weights) if cache_name(super().forward) == "layer_past" else summed
 
 
 class FusedPhiBlock(nn.Module):

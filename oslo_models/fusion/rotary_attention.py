@@ -1,6 +1,6 @@
 """Attention layers of transformers that embed positions by rotation; `rules` mixes them into the classes of layers.
 
-Under ``torch.compile`` a layer runs transformers' own code.
+Under ``torch.compile`` a layer runs transformers' own code, and single queries attend by groups of heads.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from oslo_kernels import passes, small_operations
 from oslo_kernels.rotary import rotary
 from oslo_kernels.small_operations import computes
+from oslo_models.cache_argument import take_cache, update_cache
 from oslo_models.fusion.attention import FusedEagerAttention, fused_eager_attention
 from oslo_models.fusion.decode_attention import DecodingAttention
 from oslo_models.fusion.full_norms import FullNorms
+from oslo_models.fusion.grouped_attention import grouped_when_decoding
 from oslo_models.fusion.known_layers import ROTARY_ATTENTIONS
 from oslo_models.fusion.norms import norm_and_rotate
 
@@ -64,6 +66,13 @@ class FusedLlamaAttention(FusedEagerAttention):
     scaling: float
     attention_dropout: float
 
+    @property
+    def config(self) -> Any:
+        """The layer's config, or a view of it that selects another attention function."""
+        if torch.compiler.is_compiling():
+            return grouped_when_decoding(self.own_config)
+        return super().config
+
     def is_supported(self) -> bool:
         """Whether `attend` computes what the layer does."""
         return True
@@ -92,14 +101,14 @@ class FusedLlamaAttention(FusedEagerAttention):
         # the order of arguments is not the same in all layers
         if torch.compiler.is_compiling() or args or not self.is_supported():
             return super().forward(hidden_states, *args, **kwargs)
-        return self.attend(hidden_states, **kwargs)
+        return self.attend(hidden_states, take_cache(super().forward, kwargs), **kwargs)
 
     def attend(
         self,
         hidden_states: Tensor,
+        cached: Any,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The fused forward: the layer's output, and the weights if the attention function returns them."""
@@ -107,8 +116,8 @@ class FusedLlamaAttention(FusedEagerAttention):
         query, key, value = (x.view(*shape, -1, self.head_dim) for x in self.projected(hidden_states))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         query, key = self.positioned(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cached is not None:
+            key, value = update_cache(cached, key, value, self.layer_idx, kwargs)
         interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, fused_eager_attention
         )
@@ -242,11 +251,6 @@ class FusedGPTNeoXAttention(FusedLlamaAttention):
 
     def output(self, attended: Tensor) -> Tensor:
         return self.dense(attended)
-
-    def attend(  # type: ignore[override]
-        self, hidden_states: Tensor, position_embeddings: Any, layer_past: Any = None, **kwargs: Any
-    ) -> Any:
-        return super().attend(hidden_states, position_embeddings, past_key_values=layer_past, **kwargs)
 
 
 class FusedStarcoder2Attention(FusedMistralAttention):

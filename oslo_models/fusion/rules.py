@@ -207,13 +207,13 @@ def _gelu_mlp(s: Subject) -> Iterator[FusionCandidate]:
 
 def _has_experts(s: Subject) -> bool:
     """Whether it stacks experts in the layout of transformers, and leaves their products to its implementations."""
-    return hasattr(s.module, "has_post_expert_norm") and hasattr(s.module, "down_proj")
+    return hasattr(s.module, "is_concatenated") and hasattr(s.module, "down_proj")
 
 
 def _experts(s: Subject) -> Iterator[FusionCandidate]:
     if s.model.device.type != "cpu":
         yield s.candidate("experts", None, "computed by grouped products already")
-    elif s.module.has_post_expert_norm:
+    elif getattr(s.module, "has_post_expert_norm", False):  # since transformers 5.23
         yield s.candidate("experts", None, "a norm follows each expert")
     else:
         fused_class = FusedParallelExperts if isinstance(s.module, ParallelExperts) else FusedExperts
@@ -253,10 +253,7 @@ def _residual(s: Subject) -> Iterator[FusionCandidate]:
     yield s.on_gpu("residual", attributes=attributes, triton=_BLOCKS[s.layer][0])
 
 
-_DECODING: dict[str, type] = {
-    **dict.fromkeys(LLAMA_BLOCKS, decoder_blocks.DecodingLlamaBlock),
-    "gpt2.GPT2Block": decoder_blocks.DecodingGPT2Block,
-}
+_DECODING = {*LLAMA_BLOCKS, "gpt2.GPT2Block"}
 """Blocks whose single tokens can be computed in C++."""
 
 
@@ -283,7 +280,7 @@ def _decoding_block(s: Subject) -> Iterator[FusionCandidate]:
     activation = _mlp_activation(getattr(s.module, form.mlp))
     assert activation is not None
     attributes = {"decoding": decoder_blocks.BlockDecoding(form, activation)}
-    yield s.candidate("block", mixed(_DECODING[s.layer], s.cls), _ONE_TOKEN, attributes=attributes)
+    yield s.candidate("block", mixed(decoder_blocks.DecodingBlock, s.cls), _ONE_TOKEN, attributes=attributes)
 
 
 _ONE_TOKEN = "one token per row, without gradients, in two calls in C++"

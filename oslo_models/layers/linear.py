@@ -245,7 +245,7 @@ class RowParallelConv1D(_RowParallel, Conv1D):
 
 
 def _add_bias(summed: Tensor, bias: Tensor | None) -> Tensor:
-    """Add the bias after the sum over the ranks: in place, unless it is compiled or a dispatch mode may keep the sum."""
+    """Add the bias after the sum over the ranks: in place, unless compiled or kept by a dispatch mode."""
     if bias is None:
         return summed
     bias = bias.to(summed.dtype)

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, StaticCache
 
 from oslo_models import registry
+from oslo_models.cache_argument import generation_name
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
 from oslo_models.distributed.symmetric_memory import connect, disconnect
@@ -201,7 +202,7 @@ class FusableModel(PreTrainedModel):
         """transformers' method; selects a static cache, whose decoding it compiles, where that is faster, or one that
         grows in place.
         """
-        plain = generation_config.cache_implementation is None and model_kwargs.get("past_key_values") is None
+        plain = generation_config.cache_implementation is None and model_kwargs.get(generation_name()) is None
         plain = plain and generation_config.use_cache is not False and not generation_config.disable_compile
         rows = limit = 0
         compiles = self._decodes_in_graphs and getattr(generation_mode, "value", generation_mode) in _COMPILED
@@ -217,12 +218,12 @@ class FusableModel(PreTrainedModel):
         super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
         )
-        made = model_kwargs.get("past_key_values")
+        made = model_kwargs.get(generation_name())
         if self._fusion is not None and plain and generation_config.num_beams in (None, 1):
             let_grow(made)  # beams replace it for each token
         if limit and generation_config.cache_implementation == "static" and type(made) is StaticCache:
             self._decoders = self._decoders or Decoders()
-            model_kwargs["past_key_values"] = self._decoders.cache(self, rows, max_cache_length, made, limit)
+            model_kwargs[generation_name()] = self._decoders.cache(self, rows, max_cache_length, made, limit)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' greedy search and sampling."""
@@ -230,7 +231,7 @@ class FusableModel(PreTrainedModel):
         if self._decodes_in_graphs:
             sample = without_waiting(sample, self.device, kwargs.get("generation_config"), kwargs.get("streamer"))
         sample = partial(sample, *args, **kwargs)
-        return sample() if self._decoders is None else self._decoders.run(sample, kwargs.get("past_key_values"))
+        return sample() if self._decoders is None else self._decoders.run(sample, kwargs.get(generation_name()))
 
     def get_compiled_call(self, compile_config: Any) -> Any:
         """transformers' method: the compiled forward; the same one whenever a cache that is kept is used."""

@@ -7,17 +7,21 @@ from transformers.models.aria.modeling_aria import AriaTextPreTrainedModel
 from oslo_models.modeling.blocks import gated_mlp
 from oslo_models.modeling.heads import LM_HEAD
 from oslo_models.models.llama import LlamaParallel
-from oslo_models.sharding.plan import Experts, Replicated
+from oslo_models.sharding.plan import ColumnParallel, Experts, Replicated, SummedModule
+
+_EXPERTS: dict[str, Replicated] = {"mlp.experts": Experts(transposed=True, shared="shared_experts")}
+if hasattr(hf, "AriaGroupedExpertsGemm"):  # transformers 5.17, whose experts route tokens themselves
+    _EXPERTS = {
+        "mlp.experts": SummedModule(),
+        "mlp.experts.fc1.weight": ColumnParallel(parts=2, transposed=True),
+        "mlp.experts.fc2.weight": ColumnParallel(dim=1),
+    }
 
 
 class AriaTextParallel(LlamaParallel):
     """Sharding plan of Aria's text model."""
 
-    mlp = {
-        "mlp.router": Replicated(),
-        "mlp.experts": Experts(transposed=True, shared="shared_experts"),
-        **gated_mlp("mlp.shared_experts"),
-    }
+    mlp = {"mlp.router": Replicated(), **_EXPERTS, **gated_mlp("mlp.shared_experts")}
 
 
 class AriaTextModel(AriaTextParallel, hf.AriaTextModel):

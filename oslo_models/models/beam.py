@@ -8,7 +8,7 @@ from transformers.models.beam import modeling_beam as hf
 from transformers.models.beam.modeling_beam import BeamPreTrainedModel
 
 from oslo_models.modeling.blocks import mixture_of_experts
-from oslo_models.modeling.heads import LM_HEAD
+from oslo_models.modeling.heads import LM_HEAD, SCORE
 from oslo_models.models.gemma2 import Gemma2Parallel
 from oslo_models.models.llama import LlamaParallel
 from oslo_models.sharding.layout import GroupedHeads
@@ -38,3 +38,9 @@ class BeamModel(BeamParallel, hf.BeamModel):
 
 class BeamForCausalLM(BeamParallel, hf.BeamForCausalLM):
     head_plan = LM_HEAD
+
+
+if hasattr(hf, "BeamForTokenClassification"):  # since transformers 5.24
+
+    class BeamForTokenClassification(BeamParallel, hf.BeamForTokenClassification):
+        head_plan = SCORE

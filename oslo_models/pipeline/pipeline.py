@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoEModelOutput
 from transformers.utils import ModelOutput
 
+from oslo_models.cache_argument import name_in_model, update_cache
 from oslo_models.distributed.collectives import broadcast, receive, send
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import gather_objects
@@ -189,8 +190,8 @@ class Pipeline:
         stack = self.stage.stacks[number]
         requested = batch.get("logits_to_keep")
         keep = requested if isinstance(requested, int) and requested > 0 else 1
-        cache = "cache_params" if "cache_params" in self._signature.parameters else "past_key_values"
-        past, failure = batch.get(cache), None
+        cache = name_in_model(type(self.model).forward, batch)
+        past, failure = None if cache is None else batch.get(cache), None
         rows, length, width = self.runner.shape(batch, number)
         logits = torch.empty(
             rows, min(keep, length), _count_words(self.model.config), dtype=self.model.dtype, device=self.mesh.device
@@ -203,7 +204,7 @@ class Pipeline:
                 result, failure = _catch(lambda: self.runner(batch, {} if arrived is None else {number: arrived}))
             outcome: tuple[dict[int, Tensor], Any] = result or ({number: hidden}, None)
             outgoing, output = outcome
-            past = output.get(cache) if hasattr(output, "get") else past
+            past = output.get(cache) if cache is not None and hasattr(output, "get") else past
             if failure is None:
                 self._count_positions(past, rows, length)
             if outgoing:
@@ -216,7 +217,9 @@ class Pipeline:
             raise failure
         else:
             shared = logits.to(self.model.dtype) if self.stage.is_last else logits[:, :0]
-        kind = CausalLMOutputWithPast if cache == "past_key_values" else ModelOutput
+        if cache is None:
+            return CausalLMOutputWithPast(logits=shared)
+        kind = CausalLMOutputWithPast if hasattr(CausalLMOutputWithPast, cache) else ModelOutput
         return kind(**{"logits": shared, cache: past})
 
     @torch.no_grad()
@@ -233,7 +236,7 @@ class Pipeline:
         """Let the cache of a stage know its length where the blocks do not: by keys of width one that nothing reads."""
         if self.stage.counting_layer is not None and cache is not None:
             unread = torch.zeros(rows, 1, length, 1, dtype=self.model.dtype, device=self.mesh.device)
-            cache.update(unread, unread, self.stage.counting_layer)
+            update_cache(cache, unread, unread, self.stage.counting_layer, {})
 
     # Tensors are sent with one more element: whether a stage has raised. Then all stages raise, and none waits for it.
 

@@ -17,6 +17,7 @@ import transformers as hf
 from torch import Tensor
 
 import oslo_models
+from oslo_models.cache_argument import generation_name
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.thread_group import ThreadGroup
 
@@ -206,13 +207,14 @@ def test_key_value_cache_is_passed_between_calls(seed: int) -> None:
         expected = model(ids).logits
         first = other(ids[:, :4])
         cache = hf.DynamicCache(config=model.config)
-        again = [other(ids[:, :4], past_key_values=cache), other(ids[:, 4:], past_key_values=copy.deepcopy(cache))]
-        logits = [torch.cat((first.logits, other(ids[:, 4:], past_key_values=first.past_key_values).logits), 1)]
+        name = generation_name()
+        again = [other(ids[:, :4], **{name: cache}), other(ids[:, 4:], **{name: copy.deepcopy(cache)})]
+        logits = [torch.cat((first.logits, other(ids[:, 4:], **{name: first[name]}).logits), 1)]
         logits.append(torch.cat([output.logits for output in again], 1))
         for own in logits:
             torch.testing.assert_close(own, expected, rtol=0, atol=TOLERANCE)
-        with pytest.raises(ValueError, match="past_key_values holds what another model made"):
-            other(ids[:, 4:], past_key_values=model(ids[:, :4]).past_key_values)
+        with pytest.raises(ValueError, match="the cache was filled by another model"):
+            other(ids[:, 4:], **{name: model(ids[:, :4])[name]})
 
 
 def test_rank_threads_inherit_autocast_and_inference_mode(seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.integrations import accelerate as hf_accelerate
 
 import oslo_models
-from oslo_models.distributed import mesh
+from oslo_models.distributed import mesh, rng
 from oslo_models.distributed.mesh import start_process_group
 from oslo_models.modeling import construction
 
@@ -74,6 +75,30 @@ def test_device_with_local_rank_is_that_of_the_launcher(
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert start_process_group() == torch.device("cuda", index)
     assert gpus["current"] == index
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_ranks_broadcast_the_states_of_generators_in_one_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the addresses of the generators: a set would have an order of its own on each rank."""
+    axis: Any = SimpleNamespace(size=2)
+    orders = set()
+    for _ in range(20):
+        spare = [torch.Generator() for _ in range(2)]
+        generators = {"cuda": spare.pop(), "cpu": spare.pop()}
+        sent: list[int] = []
+
+        def send(_: Any, state: Any, sent: list[int] = sent) -> Any:
+            sent.append(int(state[0]))
+            return state
+
+        for kind, number in (("cpu", 1), ("cuda", 2)):
+            state = torch.full((3,), number, dtype=torch.uint8)
+            generators[kind] = mock.Mock(get_state=lambda state=state: mock.Mock(to=lambda _, s=state: s))
+        monkeypatch.setattr(rng, "default_generator", lambda device, g=generators: g[device.type])
+        monkeypatch.setattr(rng, "broadcast", send)
+        rng.synchronize(axis, torch.device(device))
+        orders.add(tuple(sent))
+    assert orders == {(1,) if device == "cpu" else (1, 2)}
 
 
 def test_torch_names_its_default_backends() -> None:

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -201,6 +203,20 @@ def test_store_client_thread_can_be_ended_while_the_store_is_stopped(pool: Pool)
     finally:
         host.kill()
         host.join()
+
+
+def test_the_store_answers_while_the_interpreter_shuts_down() -> None:
+    """The last status is published then, when Python 3.12 and later start no threads."""
+    code = """
+import atexit
+from torch.distributed import TCPStore
+from oslo_models.distributed.store_client import StoreClient
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+client = StoreClient(store, "a")
+atexit.register(lambda: (print("answer", client.ask(lambda store: store.add("x", 1))), client.close()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["answer", "1"] and "Traceback" not in done.stderr, done.stdout + done.stderr
 
 
 class Silent:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from oslo_kernels import build, decoder_block
+from oslo_models.cache_argument import generation_name
 from oslo_models.fusion import block_timing
 from oslo_models.fusion.decoder_blocks import BlockDecoding
 from oslo_models.fusion.growing_cache import let_grow
@@ -84,7 +85,7 @@ def logits_of(model: Any, seed: int, cache: Any = None, rows: int = 3, steps: in
     found = []
     for begin, end in ((0, 5), *((5 + i, 6 + i) for i in range(steps))):
         positions = (shown[:, :end].cumsum(-1) - 1).clamp(min=0)[:, begin:]
-        given = {"attention_mask": shown[:, :end], "position_ids": positions, "past_key_values": cache}
+        given = {"attention_mask": shown[:, :end], "position_ids": positions, generation_name(): cache}
         found.append(model(ids[:, begin:end], **given, use_cache=True).logits[:, -1])
     return torch.stack(found[1:], 1)
 
@@ -192,8 +193,8 @@ def test_a_cache_in_another_dtype(seed: int) -> None:
 def one_token(model: Any, **options: Any) -> Any:
     cache = DynamicCache()
     ids = torch.tensor([[5, 6, 7]])
-    model(ids, past_key_values=cache, use_cache=True)
-    return model(ids[:, :1], past_key_values=cache, use_cache=True, **options)
+    model(ids, **{generation_name(): cache}, use_cache=True)
+    return model(ids[:, :1], **{generation_name(): cache}, use_cache=True, **options)
 
 
 def _hook_inside(model: Any) -> None:
@@ -262,9 +263,9 @@ def test_arguments_that_change_the_block_are_heard(seed: int) -> None:
     model.set_attn_implementation("sdpa")
     with Counted() as counted:
         cache = DynamicCache()
-        model(ids, past_key_values=cache).logits.sum().backward()  # with gradients
+        model(ids, **{generation_name(): cache}).logits.sum().backward()  # with gradients
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            model(ids, past_key_values=cache)
+            model(ids, **{generation_name(): cache})
     assert counted.computed == 0 and model.model.layers[0].mlp.up_proj.weight.grad is not None
 
 

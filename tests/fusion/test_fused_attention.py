@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.t5 import modeling_t5
 
 from oslo_models import registry
+from oslo_models.cache_argument import generation_name
 from oslo_models.fusion import apex, attention, full_norms, known_layers, norms, rotary_attention
 from oslo_models.fusion.rules import fusion_candidates
 from oslo_models.fusion.swap import Fusion
@@ -73,8 +74,8 @@ def decoded(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """The logits of the last tokens, which see the tokens before them through a cache."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
     with lifted_casts(), torch.no_grad():
-        cache = model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True).past_key_values
-        return model(input_ids=ids[:, -2:], attention_mask=mask, past_key_values=cache).logits
+        cache = model(input_ids=ids[:, :-2], attention_mask=mask[:, :-2], use_cache=True)[generation_name()]
+        return model(input_ids=ids[:, -2:], attention_mask=mask, **{generation_name(): cache}).logits
 
 
 def attended(model: Any, batch: dict[str, Tensor]) -> list[tuple[str, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -68,6 +68,14 @@ def layers() -> Iterator[tuple[str, Any]]:
                 yield f"{module.__name__.split('.')[-2]}.{name}", cls
 
 
+def check_table(found: Iterable[str], table: frozenset[str]) -> None:
+    """Every entry is right, and none is missing. Older releases lack some layers and may have further copies."""
+    if registry.NEWER:
+        assert table & dict(layers()).keys() <= set(found)
+    else:
+        assert set(found) == table
+
+
 def code(function: Callable[..., Any]) -> tuple[Any, ...]:
     """What a function does: equal for copies, whatever their annotations, docstrings and local names."""
     function = inspect.unwrap(function)
@@ -80,30 +88,31 @@ def code(function: Callable[..., Any]) -> tuple[Any, ...]:
 def test_copies_of_a_layer(table: str) -> None:
     known = {code(original.forward) for original in COPIES[table]}
     copies = {name for name, cls in layers() if code(cls.forward) in known}
-    assert copies - NOT_FUSED == getattr(known_layers, table)
+    check_table(copies - NOT_FUSED, getattr(known_layers, table))
 
 
 def callers(functions: list[Any]) -> dict[str, Any]:
     """The layers that call one of these functions, or a copy of one."""
     name, known = functions[0].__name__, {code(function) for function in functions}
-    calling = ((layer, cls) for layer, cls in layers() if name in cls.forward.__code__.co_names)
-    return {
-        layer: cls
-        for layer, cls in calling
-        if name in cls.forward.__globals__ and code(cls.forward.__globals__[name]) in known
-    }
+    found = {}
+    for layer, cls in layers():
+        forward = inspect.unwrap(cls.forward)
+        around = forward.__globals__
+        if name in forward.__code__.co_names and name in around and code(around[name]) in known:
+            found[layer] = cls
+    return found
 
 
 def test_layers_with_eager_attention() -> None:
     """All that read the name of the implementation otherwise than to look a function up are known."""
     found = callers(CALL_EAGER_ATTENTION)
-    assert found.keys() == known_layers.CALL_EAGER_ATTENTION
+    check_table(found, known_layers.CALL_EAGER_ATTENTION)
     compared = set()
     for layer, cls in found.items():
         constants = inspect.unwrap(cls.forward).__code__.co_consts
         if "eager" in {name for each in constants for name in (each if isinstance(each, tuple) else (each,))}:
             compared.add(layer)
-    assert compared == {"gpt2.GPT2Attention", *known_layers.COMPARE_IMPLEMENTATIONS}
+    assert compared == {"gpt2.GPT2Attention", *known_layers.COMPARE_IMPLEMENTATIONS} & found.keys()
 
 
 @pytest.mark.parametrize("original", known_layers.ROTARY_ATTENTIONS)
@@ -111,13 +120,13 @@ def test_copies_of_a_rotary_attention(original: str) -> None:
     rotary = callers(ROTARY)
     copied = code(rotary[original].forward)
     copies = {name for name, cls in rotary.items() if code(cls.forward) == copied}
-    assert copies == known_layers.ROTARY_ATTENTIONS[original]
+    check_table(copies, known_layers.ROTARY_ATTENTIONS[original])
 
 
 def test_layers_with_rotary_positions() -> None:
     """Each layer that calls Llama's function has a fused forward, or is known to have none."""
     fused = frozenset().union(*known_layers.ROTARY_ATTENTIONS.values())
-    assert callers(ROTARY).keys() == fused | known_layers.ROTARY_LEFT_UNFUSED
+    check_table(callers(ROTARY), fused | known_layers.ROTARY_LEFT_UNFUSED)
     assert not fused & known_layers.ROTARY_LEFT_UNFUSED
     assert set(ROTARY_CLASSES) == fused
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache, GPT2Config
 from transformers.cache_utils import EncoderDecoderCache
 
 from oslo_models import GPT2LMHeadModel, LlamaForCausalLM
+from oslo_models.cache_argument import generation_name
 from oslo_models.fusion import growing_cache
 from oslo_models.fusion.growing_cache import GrowingLayer, let_grow
 
@@ -122,7 +123,7 @@ def test_fused_models_generate_with_it(cls: Any, seed: int, monkeypatch: pytest.
     ids = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(seed))
     updates: list[int] = []
     update = GrowingLayer.update
-    monkeypatch.setattr(GrowingLayer, "update", lambda *args: updates.append(1) or update(*args))
+    monkeypatch.setattr(GrowingLayer, "update", lambda *args, **more: updates.append(1) or update(*args, **more))
 
     def generate(**options: Any) -> Any:
         torch.manual_seed(seed)
@@ -147,12 +148,11 @@ def test_cache_goes_on_in_and_out_of_inference_mode(seed: int, first: bool) -> N
     model.fuse()
     with torch.inference_mode(first):
         turn = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **options)
-        assert type(turn.past_key_values.layers[0]) is GrowingLayer
+        assert type(getattr(turn, generation_name()).layers[0]) is GrowingLayer
     with torch.inference_mode(not first):
         so_far = turn.sequences.clone()
-        found = model.generate(
-            so_far, attention_mask=torch.ones_like(so_far), past_key_values=turn.past_key_values, **options
-        )
+        cached = {generation_name(): getattr(turn, generation_name())}
+        found = model.generate(so_far, attention_mask=torch.ones_like(so_far), **cached, **options)
     assert torch.equal(found, expected)
 
 
@@ -162,7 +162,8 @@ def test_other_caches_stay_as_they_are() -> None:
     let_grow(pair)
     assert type(pair.self_attention_cache.layers[0]) is GrowingLayer
     assert type(pair.cross_attention_cache.layers[0]) is not GrowingLayer
-    offloaded, filled = DynamicCache(config=config, offloading=True), DynamicCache(config=config)
+    offloaded, filled = DynamicCache(config=config), DynamicCache(config=config)
+    offloaded.offloading = True  # the argument makes a stream, for which torch may want a GPU
     filled.update(torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2), 0)
     for cache in (offloaded, filled, None):
         let_grow(cache)

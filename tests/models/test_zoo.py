@@ -5,9 +5,11 @@ The other classes, other sizes and beams are marked ``zoo``; `make test-zoo` run
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from oslo_models import IBertModel, LagunaModel, registry
+from oslo_models.cli import main as cli
 from oslo_models.cli import support_table as support
 from oslo_models.distributed.sharded_tensor import local_tensor
 from oslo_models.modeling.apply_plan import layouts_of
@@ -341,6 +344,29 @@ def test_registry_lists_every_class_of_transformers(model_type: str) -> None:
     theirs = {name for name in modeling.__all__ if inspect.isclass(cls := getattr(modeling, name)) and _is_model(cls)}
     assert names <= theirs
     assert theirs - names <= zoo.LEFT_OUT.get(model_type, set()), theirs - names
+
+
+def test_newer_model_types_are_left_out_and_named_in_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables as an older transformers would have them."""
+    import oslo_models
+    from oslo_models.auto import AutoModelForCausalLM
+
+    assert set(registry.ARCHITECTURES) == {kind for kind in registry._ALL if kind in CONFIG_MAPPING}
+    monkeypatch.setattr(registry, "NEWER", {"bailing_hybrid": "BailingHybrid"})
+    known = {kind: prefix for kind, prefix in registry._ALL.items() if kind != "bailing_hybrid"}
+    monkeypatch.setattr(registry, "ARCHITECTURES", known)
+    needed = "bailing_hybrid needs transformers 5.20 or newer, and "
+    with pytest.raises(AttributeError, match=f"oslo_models cannot import BailingHybridForCausalLM: {needed}"):
+        registry.find("BailingHybridForCausalLM")
+    assert registry.needed_release("llama") == ""
+    config = types.SimpleNamespace(model_type="bailing_hybrid")
+    with pytest.raises(ValueError, match=f"AutoModelForCausalLM: {needed}"):
+        AutoModelForCausalLM.class_for(config)
+    with pytest.raises(ValueError, match=needed):
+        cli._list(argparse.Namespace(model_types=["llama", "bailing_hybrid"]))
+    monkeypatch.setattr(registry, "ARCHITECTURES", dict.fromkeys(["llama"], "Llama"))
+    monkeypatch.setattr(oslo_models, "ARCHITECTURES", registry.ARCHITECTURES)
+    assert "LlamaModel" in dir(oslo_models) and not {name for name in dir(oslo_models) if name.startswith("Bailing")}
 
 
 def test_base_classes_of_transformers_are_exported() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from oslo_models import GPT2LMHeadModel
+from oslo_models.cache_argument import generation_name
 
 from support import pipelines, zoo
 from support.float64 import lifted_casts
@@ -32,7 +33,7 @@ def check_training(given: Case, logits: dict[int, Tensor], tp: int, pp: int, sha
                     assert model.stage.is_last or not output.logits.requires_grad
                     lines += differences(f"logits {step}, {row}", output.logits, logits[step][row : row + 1], TOLERANCE)
                 elif not model.stage.is_last:
-                    assert output.logits is None and output.past_key_values is None
+                    assert output.logits is None and output.get(generation_name()) is None
                 (output.loss / 2).backward()
         lines += differences("sum of losses", torch.tensor(losses).sum().double(), given.loss[step], 1e-6)
         assert gather_from_all_ranks(losses) == [losses] * (tp * pp), "ranks read other losses"

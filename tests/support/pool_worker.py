@@ -89,9 +89,11 @@ def share_gloo_device() -> None:
     device = base.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
 
     class ProcessGroupGloo(base):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **others: bool) -> None:
             options = base._Options()
             options._devices, options._timeout = [device], timeout
+            for name, value in others.items():  # such as enable_reconfigure, since torch 2.14
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[attr-defined]

@@ -563,6 +563,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"adapter_rank": 5, "use_mem_rope": True},
     },
 }
+MORE = {kind: values for kind, values in MORE.items() if kind in registry.ARCHITECTURES}
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
     "doge-experts": (

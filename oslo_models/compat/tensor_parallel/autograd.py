@@ -185,6 +185,6 @@ def caches_of_ranks(cache: Any, ranks: int) -> list[Cache]:
     """
     if not isinstance(cache, CacheOfRanks):
         if cache.get_seq_length() > 0:
-            raise ValueError("past_key_values holds what another model made; pass an empty one, or one of this model")
+            raise ValueError("the cache was filled by another model: pass an empty one, or one of this model")
         join_caches([cache, *(copy.deepcopy(cache) for _ in range(ranks - 1))])
     return [cache, *cache.others]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from oslo_models.cache_argument import generation_name
 from oslo_models.deploy.running_batch.head_product import PackedHead, fast_head
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
@@ -155,7 +156,7 @@ class StepRunner:
     def _forward(self, cache: Cache, ids_BL: Tensor, position_ids_BL: Tensor, options: dict[str, Any]) -> Tensor:
         """The logits of the last position of each row; the layers of the cache get the positions."""
         model, device = self.model, self._device
-        given: dict[str, Any] = {"use_cache": True, "past_key_values": cache, "attention_mask": None, **options}
+        given: dict[str, Any] = {"use_cache": True, generation_name(): cache, "attention_mask": None, **options}
         if given["attention_mask"] is not None:
             given["attention_mask"] = given["attention_mask"].to(device)
         if self._takes_positions:
