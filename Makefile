@@ -1,9 +1,13 @@
-# Everything runs in .venv, which the first target creates and which is updated when setup.py or constraints.txt change.
-.PHONY: venv demo test test-zoo check lint types imports docs format table plots bench rehearse-gpu rehearse-wheels clean
+# Everything runs in .venv, which the first target creates and which is updated when setup.py or constraints/newest.txt change.
+.PHONY: venv demo test test-zoo test-stacks pins check check-pins lint types imports docs format table plots bench \
+	rehearse-gpu rehearse-wheels clean
 
 PYTHON ?= python3
+# The index of another build of torch than PyPI's, which is for GPUs and has some 4 GB with its libraries:
+# make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints/newest.txt
 # stamps: what the library and the demo need is installed; so is what the tests and checks need
 DEMO := .venv/.demo
 READY := .venv/.ready
@@ -11,15 +15,18 @@ READY := .venv/.ready
 # print; so only the tests that need them see them
 QUANTIZATION := .venv/quantization
 RAY := .venv/ray
+UV := .venv/bin/uv
 PEERS := .venv/peers
 
 venv: $(READY)
 
-# torch goes first and exactly pinned, so that pip considers no other build of it afterwards
-$(DEMO): setup.py constraints.txt
+# torch goes first and exactly pinned, so that pip considers no other build of it afterwards; what it requires is not
+# taken from its own index, which has older versions
+$(DEMO): setup.py constraints/newest.txt
 	echo "installing the library into .venv (about a minute, once)"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt) setuptools wheel
+	$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch==$$(sed -n 's/^torch==//p' constraints/newest.txt)
+	$(PIP) setuptools wheel
 	$(PIP) --no-build-isolation --editable '.[demo]'
 	touch $@
 
@@ -63,7 +70,23 @@ test-zoo: $(READY) $(QUANTIZATION) $(RAY)
 		-m "quantization and zoo" $(ARGS) || test $$? -eq 5
 	PYTHONPATH=$(RAY) $(BIN)/python -m pytest --quiet --numprocesses 0 -m ray $(ARGS) || test $$? -eq 5
 
-check: lint types imports docs
+# some of the tests with other versions of Python, torch and transformers, each in an environment below .venv-stacks/
+test-stacks: $(UV)
+	PYTHONPATH=tests $(BIN)/python -m support.stacks test $(ARGS)
+
+$(UV):
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) uv
+
+# takes the newest versions that fit to constraints/*.in
+pins: $(UV)
+	PYTHONPATH=tests $(BIN)/python -m support.stacks pins
+
+# whether PyPI alone has what is pinned, for each Python, and the pins fit to each other
+check-pins: $(UV)
+	PYTHONPATH=tests $(BIN)/python -m support.stacks check-pins
+
+check: lint types imports docs check-pins
 
 lint: $(READY)
 	$(BIN)/ruff check --quiet .
@@ -118,7 +141,7 @@ rehearse-wheels:
 	$(PYTHON) -m pip -qq download --no-deps --only-binary=:all: --python-version 3.12 --dest $(OUT) liger-kernel
 
 clean:
-	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-stacks build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VERBOSE).SILENT:

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -19,10 +20,12 @@ CUDA = os.environ.get("OSLO_BUILD_CUDA", "auto")
 if CUDA not in ("auto", "0", "1"):
     raise ValueError(f"OSLO_BUILD_CUDA={CUDA!r} is none of 'auto', '0', '1'")
 BUILDS_CUDA = CUDA == "1" or (CUDA == "auto" and shutil.which("nvcc") is not None)
-version: dict[str, str] = {}
+version: dict[str, Any] = {}
 exec((ROOT / "oslo_models" / "_version.py").read_text(), version)  # importing the package would need torch
+FIRST, LAST = (int(python.split(".")[1]) for python in version["PYTHON"])
 readme = ROOT / "README.md"
-SERVE = ["fastapi", "uvicorn"]
+SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
+TEST = [*SERVE, "accelerate>=1.10", "hypothesis", "pytest>=8", "pytest-xdist"]  # of `make test-stacks`
 
 
 def long_description() -> str:
@@ -73,7 +76,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
+    python_requires=f">={version['PYTHON'][0]}",
     packages=[
         *find_packages(include=["oslo_models", "oslo_models.*"]),
         *find_packages("kernels", include=["oslo_kernels", "oslo_kernels.*"]),
@@ -83,10 +86,10 @@ setup(
     distclass=MaybeCompiled,
     cmdclass={"build_py": BuildWithCUDA, "bdist_wheel": Wheel},
     install_requires=[
-        "torch>=2.11",
-        "transformers>=5.17,<6",
-        "huggingface_hub",
-        "numpy",
+        version["requirement"]("torch"),
+        version["requirement"]("transformers"),
+        "huggingface_hub>=1.5",
+        "numpy>=1.26",
         "safetensors>=0.8",
         "tqdm",
     ],
@@ -109,22 +112,20 @@ setup(
         "grammar": ["llguidance>=1.2"],  # json_schema, regular expressions and grammars of the server
         "ray": ["ray>=2.40"],  # deploy_backend="ray"
         "serve": SERVE,
+        "test": TEST,
         "dev": [
-            *SERVE,
-            "accelerate",
+            *TEST,
             "datasets",
             "flask",
-            "hypothesis",
             "import-linter",
             "llguidance>=1.2",
-            "megatron-core",
+            "megatron-core; python_version < '3.14'",
             "mypy",
             "openai",
-            "pytest",
-            "pytest-xdist",
             "ruff",
             "setuptools",
             "triton>=3.6; sys_platform == 'linux'",
+            "uv",
             "wheel",
             "zstandard",
         ],
@@ -134,10 +135,7 @@ setup(
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
-        "Programming Language :: Python :: 3.10",
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.12",
-        "Programming Language :: Python :: 3.13",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(FIRST, LAST + 1)),
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

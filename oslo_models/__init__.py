@@ -12,7 +12,10 @@ from typing import Any
 
 from oslo_models._version import __version__
 from oslo_models.importing import without_collections
+from oslo_models.installed import check_versions
 from oslo_models.registry import ARCHITECTURES, did_you_mean, find, names
+
+check_versions()
 
 _OWN = {
     "AllReduceConv1D": "oslo_models.compat.policies",

@@ -85,6 +85,7 @@ TYPES += [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.
 TYPES += [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("how", ["split", "merged"])
 def test_save_keeps_every_dtype_and_shape(tmp_path: Path, how: str, safe: bool) -> None:
@@ -150,6 +151,7 @@ def test_transformers_loads_from_a_slice_reader(tmp_path: Path) -> None:
     assert torch.equal(part[...], reference.transformer.wte.weight), "what was read is not the reader's"
 
 
+@pytest.mark.stacks
 def test_concurrent_reads_while_pages_are_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "_BLOCK", 500)
     for how in ("split", "merged"):

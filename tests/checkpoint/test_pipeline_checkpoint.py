@@ -80,6 +80,7 @@ def load_and_save(
     assert {file for file in names if file.startswith("pytorch_model")} == split
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_mesh_loads_the_checkpoint_of_any_other(pool: Pool, tmp_path: Path, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), pipelines.config(variant)

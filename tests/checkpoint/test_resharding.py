@@ -40,6 +40,7 @@ def load_and_save(
             model.save_pretrained_with_parallel(merged / name, save_with_merging=True)
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("variant", [*VARIANTS, pytest.param("deepseek_v4", marks=pytest.mark.zoo)])
 def test_split_checkpoint_of_four_ranks_loads_at_other_sizes(
     pool: Pool, tmp_path: Path, variant: str, seed: int

@@ -40,6 +40,7 @@ TYPES = [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64
 # What it answers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.stacks
 def test_deployed_model_answers_as_the_undeployed_one(model: Any, whole: Any, seed: int) -> None:
     assert isinstance(model, GPT2LMHeadModel) and isinstance(model, transformers.GPT2LMHeadModel)
     assert model.config.n_embd == 48 and model.generation_config.eos_token_id == 1
@@ -81,6 +82,7 @@ def test_generation_config_of_the_application_reaches_the_workers(model: Any, wh
         config.max_new_tokens = config.min_new_tokens = None
 
 
+@pytest.mark.stacks
 def test_generate_samples_by_its_seed(model: Any, seed: int) -> None:
     options = {**prompt(seed), "do_sample": True, "max_new_tokens": 20}
     first = model.generate(**options, seed=5)
@@ -106,6 +108,7 @@ def test_single_caller_receives_replies_in_its_own_thread(model: Any, seed: int)
     assert receivers.count(threading.current_thread().name) >= 5
 
 
+@pytest.mark.stacks
 def test_generate_streams_tokens(model: Any, seed: int) -> None:
     streamer = Collected()
     out = model.generate(**prompt(seed, 1), max_new_tokens=15, do_sample=False, streamer=streamer)
@@ -174,6 +177,7 @@ def test_generation_options_out_of_range_are_rejected(
     assert model.generate(**prompt(seed), max_new_tokens=3, min_new_tokens=3, do_sample=True, **usual).shape[1] == 10
 
 
+@pytest.mark.stacks
 def test_deployed_model_saves_a_merged_checkpoint(model: Any, whole: Any, tmp_path: Path) -> None:
     model.save_pretrained_with_parallel(tmp_path, save_with_merging=True)
     saved = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()

@@ -66,6 +66,7 @@ def check_forward(config: Any, weights: Any, name: str, batches: list[Any], expe
         return counts()
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("variant", [pytest.param("gpt2", marks=pytest.mark.zoo), "llama"])
 def test_compiled_forward_is_one_graph(pool: Pool, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)
@@ -103,6 +104,7 @@ def check_training(
         return counts()
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize(
     ("variant", "most"),
     [
@@ -220,6 +222,7 @@ def generate(model: Any, prompt: Tensor) -> Tensor:
     return tokens
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("variant", [pytest.param("gpt2", marks=pytest.mark.zoo), "llama"])
 def test_compiled_generation_with_a_static_cache_makes_two_graphs(pool: Pool, variant: str, seed: int) -> None:
     """One for the prompt, one for all further tokens, and of the next prompt of that length."""

@@ -24,6 +24,7 @@ def train(run: Run, tp: int, pp: int, args: dict[str, Any], rows: trainers.Rows)
     return trainers.differences_of_run(trainer, run)
 
 
+@pytest.mark.stacks
 @trainers.at_sizes("tp=2", "pp=2", "dp=2", "tp=2, dp=2", "tp=2, pp=2")
 def test_training_equals_one_process(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
     """Losses, norms, learning rates, parameters; labels are averaged over replicas and accumulated batches."""

@@ -116,6 +116,7 @@ def check_logits(
     assert error < 4 * (plain.double() - right).abs().max() + (1e-4 if narrow == "int8" else 2e-6) * scale
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("variant", CHANGES)
 def test_logits_are_those_of_transformers(variant: str, seed: int) -> None:
     check_logits(variant, drawn_weights(variant, seed), seed, 1)
@@ -163,6 +164,7 @@ def fused(variant: str, seed: int) -> Any:
     return model.eval().fuse(measure=False)
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("variant", ["llama", "gpt2", "mistral"])
 def test_every_cache(variant: str, seed: int) -> None:
     model = fused(variant, seed)

@@ -116,6 +116,7 @@ def check_rotary(step: Step, n: int) -> None:
     assert not lines, "\n".join(lines)
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("variant", ROTARY)
 def test_rotary_attention_matches_transformers(variant: str, seed: int) -> None:
     check_rotary(fusion_reference(variant, zoo.lm_head(variant), seed), 1)

@@ -71,12 +71,14 @@ def check_steps(steps: list[Step], n: int) -> None:
     assert not lines, "\n".join(lines)
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_fused_loss_and_gradients_match_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:
     pool.run(n, check_steps, [fusion_reference(variant, name, seed) for name in zoo.lm_heads(variant)], n)
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("variant", zoo.cases(kind for kind in registry.ARCHITECTURES if kind not in zoo.FOUNDING))
 def test_fused_loss_and_gradients_of_other_architectures_match_transformers(variant: str, seed: int) -> None:
     check_steps([fusion_reference(variant, (zoo.lm_heads(variant) or zoo.heads(variant))[0], seed)], 1)
@@ -171,6 +173,7 @@ GENERATION = [
 ]
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("variant", ["bert-decoder", "gpt2", "gpt_neo", "gptj", "llama", "t5"])
 def test_fused_model_generates_the_same_tokens(pool: Pool, variant: str, seed: int) -> None:
     name, config = zoo.lm_head(variant), zoo.config(variant)

@@ -71,6 +71,7 @@ def test_step_on_one_rank_is_bitwise_equal_to_transformers(variant: str, seed: i
     check_steps(steps, 1, torch.float32, tolerance=0)
 
 
+@pytest.mark.stacks
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_step_of_every_head_matches_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:

@@ -1,0 +1,66 @@
+"""Compares the installed torch and transformers with the tested versions, without importing either."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+
+from oslo_models._version import TESTED, __version__, requirement
+
+
+def check_versions(path: Sequence[str] | None = None) -> None:
+    """Warn about versions of torch and transformers that are newer than the tested ones.
+
+    The check takes a millisecond, since it only reads the names of directories: importing `importlib.metadata` takes
+    far longer.
+
+    Args:
+        path: the directories of the installed libraries; ``sys.path`` by default.
+
+    Raises:
+        ImportError: a library is older than its first tested version.
+    """
+    untested = {}
+    for library, (first, end) in TESTED.items():
+        version = installed_version(library, path)
+        if version is None:
+            continue
+        if _release(version) < _release(first):
+            raise ImportError(
+                f"oslo_models {__version__} needs {library} {first} or later, but {version} is installed; run "
+                f"pip install '{requirement(library)}'",
+                name=library,
+            )
+        if _release(version) >= _release(end):
+            untested[library] = version
+    if untested:
+        installed = " and ".join(f"{library} {version}" for library, version in untested.items())
+        warnings.warn(
+            f"oslo_models {__version__} is tested with {' and '.join(map(requirement, untested))}, but {installed} is "
+            "installed; `python -m oslo_models.testing` checks in two minutes whether they work together",
+            UserWarning,
+            stacklevel=3,  # the import of oslo_models
+        )
+
+
+def installed_version(library: str, path: Sequence[str] | None = None) -> str | None:
+    """Return the version of an installed library; None if its directory of metadata is missing."""
+    pattern = re.compile(rf"{library}-(\d[^-]*)\.dist-info")
+    for directory in sys.path if path is None else path:
+        try:
+            entries = os.listdir(directory or os.curdir)
+        except OSError:  # zip files, and directories that do not exist
+            continue
+        for entry in entries:
+            if match := pattern.fullmatch(entry):
+                return match[1]
+    return None
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version: 2.16 for 2.16.0.dev1, which may already behave as 2.16 does."""
+    major, minor = re.findall(r"\d+", f"{version}.0")[:2]
+    return int(major), int(minor)
