@@ -1,4 +1,4 @@
-"""What this library relies on in other packages although it may change without notice, and checks of it."""
+"""Contracts with other packages: the code that this library relies on, and checks that it is unchanged."""
 
 from oslo_models.contracts.checks import ContractError, broken, changed_layer, holds, require
 

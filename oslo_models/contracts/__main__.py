@@ -49,7 +49,7 @@ def found_in(sources: Sources) -> Iterator[tuple[str, str]]:
 
 
 def problems_in(sources: Sources) -> Iterator[str]:
-    """What a release changes."""
+    """Yield the differences of a release from the recorded ones."""
     found: dict[str, set[str]] = {}
     for key, value in found_in(sources):
         found.setdefault(key, set()).add(value)

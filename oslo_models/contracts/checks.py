@@ -13,11 +13,11 @@ from typing import Any
 from oslo_models.contracts.fingerprint import Function, combined, fingerprint
 from oslo_models.contracts.listing import CONTRACTS, LAYERS, Contract, LayerContract
 from oslo_models.contracts.recorded import RECORDED
-from oslo_models.contracts.sources import functions_of, installed_version
+from oslo_models.contracts.sources import functions_of, globals_of, installed_version
 
 
 class ContractError(ImportError):
-    """An installed package differs from the one that this library was checked against."""
+    """An installed package differs from the checked releases."""
 
 
 EAGER = "eager_attention_forward"
@@ -48,15 +48,21 @@ def _reads(statement: ast.stmt, attribute: str) -> bool:
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
-@cache
 def changed_layer(kinds: tuple[str, ...], layer: str, forward: Callable[..., Any]) -> str | None:
-    """What the installed release changed in a layer that fused modules replace, or ``None`` if it is as recorded.
+    """Return what the installed release changed in a layer that fused modules replace, or ``None``.
 
     Args:
         kinds: the kinds of `LAYERS` that the layer is known as.
         layer: its name, ``model.Class``.
         forward: its forward as it is in this process.
     """
+    return _changed_layer(kinds, layer, forward, globals_of(forward)) if kinds else None
+
+
+@cache
+def _changed_layer(
+    kinds: tuple[str, ...], layer: str, forward: Callable[..., Any], called: tuple[Any, ...]
+) -> str | None:
     name = f"{layer.partition('.')[2]}.forward"
     for kind in kinds:
         contract, functions = LAYERS[kind], functions_of(forward)
@@ -87,7 +93,7 @@ def helper_key(name: str) -> str:
 
 
 def broken(original: str) -> str | None:
-    """What the installed release changed in a function of `CONTRACTS`, or ``None`` if it is as recorded."""
+    """Return what the installed release changed in a function of `CONTRACTS`, or ``None``."""
     contract = _BY_NAME[original]
     try:
         found = resolve_name(original)
@@ -111,7 +117,7 @@ def _broken(contract: Contract, function: Callable[..., Any]) -> str | None:
 
 
 def _is_recorded(original: str, functions: Iterable[Function]) -> bool:
-    """Whether the function, and those that it calls, are from checked releases."""
+    """Whether a function and its callees are from checked releases."""
     first, *called = functions
     names = [original, *(f"{original} {each.name}" for each in called)]
     return all(fingerprint(f) in RECORDED.get(name, ()) for f, name in zip((first, *called), names, strict=True))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _IGNORED = frozenset(("annotation", "returns", "type_comment", "type_params", "ctx", "kind", "decorator_list", "name"))
-"""Fields without effect on what a function computes; its decorators are handled apart."""
+"""Fields without effect on the results of a function. Decorators are handled apart."""
 _NEUTRAL = frozenset(("auto_docstring", "deprecate_kwarg"))
 """Decorators that change nothing for the arguments that transformers itself passes."""
 
@@ -26,7 +26,7 @@ def fingerprint(function: Function) -> str:
 
 
 def combined(statements: list[ast.stmt]) -> str:
-    """Return the fingerprint of some statements, as those of a function without parameters."""
+    """Return the fingerprint of the body of a function without parameters."""
     empty = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
     return fingerprint(ast.FunctionDef(name="", args=empty, body=statements, decorator_list=[]))
 
@@ -41,7 +41,7 @@ def parameters(function: Function) -> tuple[str, ...]:
 
 
 def _decorators(function: Function) -> Iterator[str]:
-    """The names of the decorators that may change what a function computes."""
+    """Yield the names of the decorators that may change the results of a function."""
     for each in function.decorator_list:
         called = each.func if isinstance(each, ast.Call) else each
         name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")

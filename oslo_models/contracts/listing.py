@@ -1,11 +1,11 @@
-"""The contracts: what this library replaces, overrides, copies or imports although it may change without notice."""
+"""The contracts: foreign code that the library replaces, overrides, copies or imports, and that may change any time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PACKAGES = ("transformers", "torch", "peft", "trl", "accelerate", "deepspeed", "lightning")
-"""The packages whose private names, private methods and forwards are listed here."""
+"""Private names, private methods and forwards of these packages are listed here."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Finds functions in the source of a package: an installed one, an unpacked one or a wheel. Nothing is imported."""
+"""Finds functions in the source of a package: installed, unpacked or in a wheel. Nothing is imported."""
 
 from __future__ import annotations
 
@@ -123,6 +123,21 @@ def parsed(function: Callable[..., Any]) -> Function | None:
     except SyntaxError:
         return None
     return body[0] if body and isinstance(body[0], (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+
+
+def globals_of(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """The functions that a function finds among the globals of its file, directly or not, as they are now."""
+    found: dict[str, Any] = {}
+    todo = [inspect.unwrap(function)]
+    while todo:
+        owner: Any = todo.pop()
+        for name in owner.__code__.co_names if inspect.isfunction(owner) else ():
+            value = owner.__globals__.get(name)
+            if name not in found and inspect.isfunction(value):
+                found[name] = value
+                if value.__module__ == owner.__module__:
+                    todo.append(value)
+    return tuple(found.values())
 
 
 def functions_of(function: Callable[..., Any]) -> list[Function]:

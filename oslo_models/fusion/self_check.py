@@ -47,7 +47,7 @@ BOUNDS = {
 _COARSER = {"high": 2**-8, "medium": 2**-5}
 """The bounds in float32 under other values of ``torch.set_float32_matmul_precision``: TF32 and bfloat16 products."""
 _NARROW = {"bfloat16": 2**-5, "int8": 2**-3}
-"""The bounds with narrower weights, whose rounding goes through attention and MLP."""
+"""The bounds with narrower weights: their rounding goes through attention and MLP."""
 _ROWS, _LENGTH, _OUTPUTS = 2, 5, 256
 _CACHES = ("cache", "past_key_values")
 
@@ -64,7 +64,7 @@ def kind_of(candidate: FusionCandidate, cls: type) -> str:
 def apply_checked(
     model: Any, fusion: Fusion, candidates: Iterable[FusionCandidate], selected: set[type] | None
 ) -> list[FusionCandidate]:
-    """Apply a fusion and undo it for the kinds that compute something else; a collective of the ranks of the model.
+    """Apply a fusion and undo it for the kinds that differ from the originals. A collective of the ranks of the model.
 
     Returns:
         The candidates. Those left unfused say by how much they differ; a warning names them, too.
@@ -84,13 +84,13 @@ def apply_checked(
     fusion.fusion_candidates = [_decided(c, kinds.get(c.module), wrong, unchecked) for c in candidates]
     if wrong:
         told = "; ".join(f"{kind}: {why}" for kind, why in wrong.items())
-        warnings.warn(f"fuse() leaves what computes something else than transformers unfused: {told}", stacklevel=3)
+        warnings.warn(f"fuse() leaves modules unfused because they differ from transformers: {told}", stacklevel=4)
     return fusion.fusion_candidates
 
 
 def _is_checked(candidate: FusionCandidate, selected: set[type] | None) -> bool:
     is_swapped = candidate.cls is not None and candidate.module != "" and candidate.is_selected(selected)
-    return is_swapped and "float8" not in candidate.attributes  # whose rounding hides other differences
+    return is_swapped and "float8" not in candidate.attributes  # their rounding hides other differences
 
 
 def _decided(
@@ -325,7 +325,7 @@ def _differing(
 
 
 def _merged(of_ranks: list[dict[str, str]]) -> dict[str, str]:
-    """What the ranks have found, in the words of the first one."""
+    """Merge the findings of all ranks. The first rank wins."""
     return {key: value for each in reversed(of_ranks) for key, value in sorted(each.items())}
 
 
@@ -338,7 +338,7 @@ def _difference(module: Any, call: _Call, bound: float) -> str | None:
             output = module(*_copied(call.args), **_copied(call.kwargs))
             if isinstance(module, LazyHead):
                 output = _lazily(module, _copied(call.args))
-    except Exception as error:  # noqa: BLE001  whatever a fused module raises, the original did not
+    except Exception as error:  # noqa: BLE001  the original did not raise
         return f"it raises {type(error).__name__}: {error}"
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         return _compared(call.output, output, call.visible, bound)
@@ -392,7 +392,7 @@ def _bound(dtype: torch.dtype) -> float:
 
 
 def _visible(x: Tensor, visible: Tensor | None) -> Tensor:
-    """The positions that are no padding; in attention weights those of the queries. Rows of padding see no key."""
+    """Select the positions without padding. Padded queries see no key, so their outputs are arbitrary."""
     if visible is None:
         return x
     if x.shape[:2] == visible.shape:
