@@ -6,7 +6,7 @@ import inspect
 import linecache
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,17 @@ from support.pool import Pool
 
 Patch = pytest.MonkeyPatch
 VERSION = transformers.__version__
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known() -> Iterator[None]:
+    """Other tests of the process may have compared the same functions, and later ones must not see changed ones."""
+    caches = (checks.changed_layer, checks._broken)
+    for each in caches:
+        each.cache_clear()
+    yield
+    for each in caches:
+        each.cache_clear()
 
 
 def model_of(variant: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
