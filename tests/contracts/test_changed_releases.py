@@ -104,7 +104,7 @@ def test_a_renamed_argument_is_refused_by_the_contract(monkeypatch: Patch) -> No
 
 def test_a_changed_function_that_a_layer_calls_is_named(monkeypatch: Patch) -> None:
     rotate = changed(llama.rotate_half, ("-x2", "x2"))
-    monkeypatch.setitem(llama.LlamaAttention.forward.__globals__, "rotate_half", rotate)
+    monkeypatch.setattr(llama, "rotate_half", rotate)
     rotate.__module__ = llama.__name__
     model = model_of("llama")
     plain = tokens_of(model)
