@@ -187,6 +187,9 @@ class WeightMapping:
             return reader.slice(source, layout, rank)
         if (old_vocab, *layout.shape[1:]) == shape and layout.shape[0] == new_vocab and layout.dim == 0:
             return ResizedSlice(reader, source, layout, rank)
+        unpadded = getattr(self.model.config, "unpadded_vocab_size", None)  # of Inkling 2 since transformers 5.24
+        if (new_vocab, *layout.shape[1:]) == shape and layout.shape[0] == unpadded:
+            return UnpaddedSlice(reader, source, layout, rank)
         if (*layout.shape[:-1], old_vocab) == shape and layout.shape[-1] == new_vocab and layout.dim is None:
             return PaddedSlice(reader, source, layout, rank)
         return None
@@ -311,6 +314,16 @@ class ResizedSlice(checkpoint.LazySlice):
             [self.reader.read(self.name, chunks, chunk).double().sum(0) for chunk in range(len(chunks.ranges))]
         ).sum(0)
         return torch.cat((old, (total / shape[0]).to(old.dtype).expand(new, *shape[1:])))
+
+
+class UnpaddedSlice(checkpoint.LazySlice):
+    """A rank's rows of a head whose checkpoint has further rows, of no tokens, at the end."""
+
+    def read(self) -> Tensor:
+        rows = torch.empty(self.shape, dtype=self.dtype)
+        for wanted, local in self.layout.shard_indices(self.rank):
+            rows[local] = self.reader.read_region(self.name, wanted)
+        return rows
 
 
 class PaddedSlice(checkpoint.LazySlice):

@@ -402,6 +402,7 @@ def _is_model(cls: type) -> bool:
     return issubclass(cls, PreTrainedModel) and "pretrained" not in cls.__name__.lower()
 
 
+@pytest.mark.skipif(registry.INSTALLED < (5, 24), reason="the table is of the newest release")
 def test_documentation_has_the_current_support_table() -> None:
     """`make table` writes it."""
     text = (ROOT / "docs/models.md").read_text()
