@@ -6,7 +6,6 @@ Where ``nvcc`` is found, what is written in CUDA is compiled at once; elsewhere,
 
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,11 @@ ROOT = Path(__file__).parent
 CUDA = os.environ.get("OSLO_BUILD_CUDA", "auto")
 if CUDA not in ("auto", "0", "1"):
     raise ValueError(f"OSLO_BUILD_CUDA={CUDA!r} is none of 'auto', '0', '1'")
-BUILDS_CUDA = CUDA == "1" or (CUDA == "auto" and shutil.which("nvcc") is not None)
+build: dict[str, Any] = {"__file__": str(ROOT / "kernels/oslo_kernels/build.py"), "__name__": "build"}
+exec(Path(build["__file__"]).read_text(), build)  # importing the package would need torch
+BUILDS_CUDA = CUDA == "1" or (CUDA == "auto" and build["find_nvcc"]() is not None)
 version: dict[str, Any] = {}
-exec((ROOT / "oslo_models" / "_version.py").read_text(), version)  # importing the package would need torch
+exec((ROOT / "oslo_models" / "_version.py").read_text(), version)
 FIRST, LAST = (int(python.split(".")[1]) for python in version["PYTHON"])
 readme = ROOT / "README.md"
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
@@ -43,11 +44,9 @@ class BuildWithCUDA(build_py):
         super().run()
         if not BUILDS_CUDA or self.editable_mode:
             return
-        build: dict[str, object] = {"__file__": str(ROOT / "kernels/oslo_kernels/build.py"), "__name__": "build"}
-        exec(Path(str(build["__file__"])).read_text(), build)  # importing the package would need torch
         try:
-            build["install_cuda"]("ngrams.cpp", Path(self.build_lib) / "oslo_kernels" / "csrc")  # type: ignore[operator]
-        except build["BuildError"] as error:  # type: ignore[misc]
+            build["install_cuda"]("ngrams.cpp", Path(self.build_lib) / "oslo_kernels" / "csrc")
+        except build["BuildError"] as error:
             if CUDA == "1":
                 raise
             print(f"nothing was compiled for GPUs, which is tried again on first use: {error}", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,8 @@ def _fused_cases() -> list[Case]:
                 narrow = f"{label}, generate {batch} x {new} tokens, weights={weights!r}"
                 options = {**sizes, "new": new, "weights": weights}
                 cases.append(_fused(f"{name}-{weights}", narrow, fusing.decoding, **options))
+        check = _fused(f"check-{model}", f"{label}, the check of fuse()", fusing.checking, model=model, timed=9)
+        cases.append(replace(check, baseline="loading"))
     return cases
 
 

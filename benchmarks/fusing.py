@@ -233,3 +233,23 @@ def decoding(
         "unfused": lambda: unfused.generate(input_ids=ids, **options),
     }
     return _compare("generation of a text", runs, timed)
+
+
+def checking(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: int) -> Result:
+    """What the check of ``fuse()`` adds to it, beside the time of loading the model from the page cache."""
+
+    def fuse(check: bool) -> Any:
+        model.unfuse()
+        return model.fuse(measure=False, check=check)
+
+    model = peer.load(cls, checkpoint).eval()
+    fuse(True)  # reads the sources of the layers, once per process
+    runs = {
+        "fused": lambda: fuse(True),
+        "without": lambda: fuse(False),
+        "loading": lambda: peer.load(cls, checkpoint),
+    }
+    found = _in_turn(runs, timed, 1)
+    metric = "check of fuse()"
+    added = 1e3 * (found["fused"] - found["without"])
+    return Result({metric: added}, [], {"loading": {metric: 1e3 * found["loading"]}})

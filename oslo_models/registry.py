@@ -217,7 +217,8 @@ _ALL = {
 _SINCE = {
     **dict.fromkeys(("bailing_hybrid", "kolibri1"), (5, 20)),
     **dict.fromkeys(("beam", "flint"), (5, 21)),
-    **dict.fromkeys(("dots3_note_text", "inkling2_text", "lfm3"), (5, 23)),
+    **dict.fromkeys(("dots3_note_text", "inkling2_text", "internlm3", "iquestcoder", "lfm3"), (5, 23)),
+    **dict.fromkeys(("exaone", "sarvam_mla"), (5, 24)),
 }
 """The release of transformers that added a model type, if older releases are supported too."""
 _VERSION = installed_version("transformers") or "999"  # a source tree without metadata is taken for a new one
@@ -229,13 +230,17 @@ ARCHITECTURES = {kind: prefix for kind, prefix in _ALL.items() if _SINCE.get(kin
 NEWER = {kind: prefix for kind, prefix in _ALL.items() if kind not in ARCHITECTURES}
 """The same for the model types that only newer releases of transformers have."""
 
-SAME_CLASSES = {"internlm3": "llama", "iquestcoder": "llama"}
+_ALL_SAME = {
+    **dict.fromkeys(("exaone", "internlm3", "iquestcoder"), "llama"),
+    "sarvam_mla": "deepseek_v3",
+}
+SAME_CLASSES = {kind: other for kind, other in _ALL_SAME.items() if _SINCE.get(kind, ()) <= INSTALLED}
 """Model types with configurations of their own that transformers runs by the classes of another type."""
 
 
 def needed_release(model_type: str) -> str:
-    """Return a sentence with the release that a model type of `NEWER` needs; empty for other model types."""
-    if model_type not in NEWER:
+    """Return a sentence with the release that a model type needs; empty for what the installed release has."""
+    if _SINCE.get(model_type, ()) <= INSTALLED:
         return ""
     release = ".".join(map(str, _SINCE[model_type]))
     return f"{model_type} needs transformers {release} or newer, and {_VERSION} is installed"

@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -36,7 +37,7 @@ class BuildError(RuntimeError):
 def load(source: str, cuda: bool = False) -> ctypes.CDLL:
     """Load the shared library of ``csrc/<source>``, compiling it first (some seconds) unless it is cached.
 
-    The compiler is ``$CXX``, ``c++``, ``g++`` or ``clang++``, whichever is found first; for GPUs it is ``nvcc``. Safe
+    The compiler is ``$CXX``, ``c++``, ``g++`` or ``clang++``, whichever is found first; for GPUs see `find_nvcc`. Safe
     to call in several processes at once.
 
     Args:
@@ -48,17 +49,44 @@ def load(source: str, cuda: bool = False) -> ctypes.CDLL:
     path = SOURCES / source
     if cuda and (installed := SOURCES / _installed_name(path)).exists():
         return ctypes.CDLL(str(installed))
-    names = ("nvcc",) if cuda else (os.environ.get("CXX") or "", "c++", "g++", "clang++")
-    compiler = next((found for name in names if (found := shutil.which(name))), None)
-    if compiler is None:
-        needed = "nvcc" if cuda else "a C++ compiler (c++, g++ or clang++)"
-        raise BuildError(f"{source} needs {needed}, and none was found; install one")
-    flags = _CUDA_FLAGS if cuda else (*_FLAGS, processor())
-    key = hashlib.sha256("\0".join((*texts_of(source), compiler, *flags)).encode()).hexdigest()[:16]
+    command = _nvcc_command(source) if cuda else [_cpp_compiler(source), *_FLAGS]
+    flags = command if cuda else [*command, processor()]
+    key = hashlib.sha256("\0".join((*texts_of(source), *flags)).encode()).hexdigest()[:16]
     library = cache_folder() / f"{path.stem}-{key}.so"
     if not library.exists():
-        _compile([compiler, *(_CUDA_FLAGS if cuda else _FLAGS)], path, library)
+        _compile(command, path, library)
     return ctypes.CDLL(str(library))
+
+
+def _cpp_compiler(source: str) -> str:
+    for name in (os.environ.get("CXX") or "", "c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return found
+    raise BuildError(f"{source} needs a C++ compiler (c++, g++ or clang++), and none was found; install one")
+
+
+def find_nvcc() -> Path | None:
+    """Find ``nvcc`` in ``$CUDA_HOME``, on the path, in ``/usr/local/cuda``, or where pip installs it."""
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    found = [Path(home, "bin", "nvcc") for home in homes if home]
+    found += [Path(on_path)] if (on_path := shutil.which("nvcc")) else []
+    found.append(Path("/usr/local/cuda/bin/nvcc"))
+    for folder in sys.path:
+        found += sorted(Path(folder, "nvidia").glob("cu*/bin/nvcc"), reverse=True)
+    return next((path for path in found if os.access(path, os.X_OK) and path.is_file()), None)
+
+
+def _nvcc_command(source: str) -> list[str]:
+    """``nvcc`` with its flags; pip's does not search its own folder of libraries."""
+    compiler = find_nvcc()
+    if compiler is None:
+        raise BuildError(
+            f"{source} needs nvcc, and none was found in $CUDA_HOME, on the path, in /usr/local/cuda or in pip's "
+            "packages; install CUDA's compiler, or set CUDA_HOME to its folder"
+        )
+    root = compiler.resolve().parents[1]
+    folders = [root / name for name in ("lib64", "lib") if (root / name / "libcudart_static.a").exists()]
+    return [str(compiler), *_CUDA_FLAGS, *(f"-L{folder}" for folder in folders)]
 
 
 def texts_of(source: str) -> list[str]:
@@ -88,10 +116,8 @@ def install_cuda(source: str, folder: Path) -> None:
     Raises:
         BuildError: there is no ``nvcc``, or it failed.
     """
-    compiler, path = shutil.which("nvcc"), SOURCES / source
-    if compiler is None:
-        raise BuildError(f"{source} needs nvcc, and none was found")
-    _compile([compiler, *_CUDA_FLAGS], path, folder / _installed_name(path))
+    path = SOURCES / source
+    _compile(_nvcc_command(source), path, folder / _installed_name(path))
 
 
 def _installed_name(path: Path) -> str:

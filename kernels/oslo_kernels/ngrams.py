@@ -8,6 +8,7 @@ L length, W windows of n tokens.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from functools import cache
 from typing import Any
 
@@ -73,7 +74,10 @@ def _compiled(device: str) -> Any:
     """The compiled function for a type of device; ``None`` if it cannot be compiled."""
     try:
         function = load("ngrams.cpp", cuda=device == "cuda").oslo_block_repeats
-    except (BuildError, OSError):
+    except (BuildError, OSError) as error:
+        if device == "cuda":
+            instead = "torch" if triton is None else "Triton"
+            warnings.warn(f"n-grams are blocked by {instead} instead of a CUDA kernel: {error}", stacklevel=3)
         return None
     function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
     if device == "cpu":

@@ -104,6 +104,7 @@ def _fused_operations(cls: Any) -> list[str]:
         config.rope_parameters = dict.fromkeys(config.layer_types)
     if hasattr(config, "num_kv_shared_layers"):  # there is no earlier block to share with
         config.num_kv_shared_layers = 0
+        config.layer_types = config.layer_types[:1]
     if vars(config).get("head_dim", 0) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     with torch.device("meta"):

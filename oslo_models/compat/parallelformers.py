@@ -189,8 +189,11 @@ class _Original:
 
     def __init__(self, model: Any, weights: Weights, dtype: torch.dtype) -> None:
         self.cls, self.attributes, self.weights, self.dtype = type(model), vars(model), weights, dtype
+        on_gpu = any(param.is_cuda for param in model.parameters())
         for param in model.parameters():
             param.data, param.grad = param.data.new_empty(0), None
+        if on_gpu:
+            torch.cuda.empty_cache()  # the workers need this memory, and torch would keep it
 
     def restore(self, model: Any) -> None:
         """Make ``model`` what it was, with its weights in host memory."""

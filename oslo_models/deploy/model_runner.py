@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oslo_models.contracts import require
 from oslo_models.deploy.full_state import held_part, held_tensors
 from oslo_models.deploy.messages import Join, Listening, Loading, Request, Setup, Streamed
 from oslo_models.locking import locked_property
@@ -75,6 +76,7 @@ class ModelRunner:
         """The running batch, once a call joins it."""
         from oslo_models.deploy.running_batch.loop import RunningBatch
 
+        require("deploy.running_batch")
         stages = self.model.mesh.pp.size if self._setup.directory is not None else 1
         channel, limits = self._plan_channel(stages), self._setup.limits
         cancelled: Any = self._cancelled

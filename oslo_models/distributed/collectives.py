@@ -169,8 +169,8 @@ _AXES: weakref.WeakValueDictionary[int, Axis] = weakref.WeakValueDictionary()
 
 def axis_handle(axis: Axis) -> int:
     """A number that stands for the axis: the arguments of a custom operation cannot be Python objects."""
-    _AXES[id(axis)] = axis
-    return id(axis)
+    _AXES[axis.number] = axis
+    return axis.number
 
 
 # Inside the kernel of an operation no dispatch mode is active, so these do not call themselves again.

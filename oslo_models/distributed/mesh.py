@@ -12,6 +12,7 @@ import pickle
 import weakref
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ NOT_PICKLABLE = (
 )
 
 
+_numbers = count()
+
+
 @dataclass(frozen=True, eq=False)
 class Axis:
     """One axis of the mesh as this process sees it: the ranks that differ only in this coordinate.
@@ -48,6 +52,8 @@ class Axis:
         watchdog: knows what the other ranks are doing; ``None`` without a process group.
         threads: the group that replaces a process group where the ranks are threads of this process.
         symmetric_memory: the `SymmetricMemory` through which compiled code computes small sums; ``None``: by NCCL.
+        number: stands for the axis in compiled graphs. The same script gives the same numbers, so that another process
+            finds its graphs in Inductor's cache.
     """
 
     name: str
@@ -59,9 +65,11 @@ class Axis:
     threads: ThreadGroup | None = None
     size: int = field(init=False)  # read in every collective; a property would be measurably slower
     symmetric_memory: Any = field(init=False, default=None, compare=False, repr=False)
+    number: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", len(self.ranks))
+        object.__setattr__(self, "number", next(_numbers))
 
     @classmethod
     def alone(cls, name: str) -> Axis:

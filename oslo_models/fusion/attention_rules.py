@@ -23,6 +23,8 @@ from oslo_models.layers.norm import WidthParallelNorm
 
 _ONE_QUERY = "one query per row, without gradients, in C++"
 
+SDPA = "transformers.integrations.sdpa_attention.sdpa_attention_forward"
+
 _EAGER: dict[str, type] = {"triton": attention.FusedEagerAttention, "apex": apex.ApexEagerAttention}
 """The fused form of an attention layer's softmax, by backend."""
 
@@ -126,9 +128,9 @@ def _attention_implementation(module: Any) -> str:
 
 ATTENTION_RULES = (
     FusionRule(lambda s: s.layer == "bloom.BloomAttention", _bloom_attention),
-    FusionRule(_is_rotary, _rotary),
+    FusionRule(_is_rotary, _rotary, (SDPA,)),
     FusionRule(_is_eager, _eager),
-    FusionRule(_is_cached, _cached),
+    FusionRule(_is_cached, _cached, (SDPA,)),
     FusionRule(lambda s: s.cls.__name__.endswith("Attention") and hasattr(s.module, "config"), _other_attention),
 )
 """In the order in which they are tried; the last one reports what is not fused."""

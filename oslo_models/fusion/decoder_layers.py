@@ -90,7 +90,8 @@ _ROTARY: dict[Any, BlockForm] = {
 def form_of(block: Any) -> BlockForm | None:
     """Where a block of GPT-2 or of a copy of Llama has its layers, if its attention is one that is known."""
     if layer_name(block) == "gpt2.GPT2Block":
-        return None if hasattr(block, "crossattention") else GPT2
+        is_known = layer_name(block.attn) == "gpt2.GPT2Attention" and not hasattr(block, "crossattention")
+        return GPT2 if is_known else None
     attention = block.self_attn
     cls = ROTARY_CLASSES.get(layer_name(attention))
     if cls is FusedSmolLM3Attention:

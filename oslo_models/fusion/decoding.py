@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from oslo_models.cache_argument import generation_name
+from oslo_models.contracts import holds
 
 SHORTEST = 256
 """Positions of the shortest cache."""
@@ -69,6 +70,8 @@ def without_waiting(sample: Any, device: torch.device, config: Any, streamer: An
     if late is None or method is not utils.GenerationMixin._sample or late.__name__ not in method.__code__.co_names:
         return sample
     if device.type not in STOPS_LATE_ON or config is None or config.do_sample or streamer is not None:
+        return sample
+    if not holds("transformers.generation.utils.GenerationMixin._sample", "each token waits for the one before"):
         return sample
 
     class StopCheckOnGPUs(late):  # type: ignore[misc, valid-type]

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
 
+from oslo_models.contracts import holds
+
+_LAYER = "transformers.cache_utils.DynamicLayer"
 LEAST_SPARE = 64
 """Positions for which memory is allocated ahead, or an eighth of those that there are."""
 
@@ -69,6 +72,8 @@ class GrowingLayer(DynamicLayer):
 
 def let_grow(cache: Any) -> None:
     """Have an empty cache of transformers grow in place, where its layers keep all positions."""
+    if not all(holds(f"{_LAYER}.{name}", "the cache is copied for each token") for name in ("update", "reset")):
+        return
     cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if type(cache) is DynamicCache and not cache.offloading:
         cache.layers = [

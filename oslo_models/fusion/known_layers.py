@@ -1,30 +1,66 @@
 """Which layers of transformers are copies of each other.
 
 transformers repeats the code of a layer in every model that uses it. Each table lists, as ``model.Class``, the layers
-whose ``forward`` is a copy of that of the named class. tests/fusion/test_fusion_tables.py compares them with the
-installed transformers and fails when a release changes a copy. On a release with all model types of the registry, it
-also fails when a copy is missing here.
+whose ``forward`` is a copy of that of the named class. A layer whose source differs from the releases that were
+checked stays unfused (`oslo_models.contracts`). tests/fusion/test_fusion_tables.py fails when a copy is missing here,
+on a release with all model types of the registry.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from torch import nn
 
 from oslo_models import registry
+from oslo_models.contracts import changed_layer
+from oslo_models.contracts.listing import LAYERS
 
 
 def layer_name(module: nn.Module) -> str:
-    """The transformers class whose forward a layer has, such as ``"llama.LlamaRMSNorm"``; ``""`` for other layers."""
+    """The transformers class whose forward a layer has, such as ``"llama.LlamaRMSNorm"``.
+
+    Returns:
+        ``""`` for other layers, and for layers of the tables that differ from the releases that were checked.
+    """
     return layer_name_of(type(module).__mro__)
 
 
 def layer_name_of(classes: Iterable[type]) -> str:
     """`layer_name` of the first of these classes that has a ``forward``."""
+    name, cls = _defining(tuple(classes))
+    return "" if changed_layer(_kinds().get(name, ()), name, cls.__dict__["forward"]) else name
+
+
+def changed_kind(classes: Iterable[type]) -> tuple[str, str] | None:
+    """The operation of a layer of the tables that differs from the checked releases, and the difference."""
+    name, cls = _defining(tuple(classes))
+    kinds = _kinds().get(name, ())
+    changed = changed_layer(kinds, name, cls.__dict__["forward"])
+    return None if changed is None else (LAYERS[kinds[0]].operation, changed)
+
+
+@cache
+def _defining(classes: tuple[type, ...]) -> tuple[str, type]:
+    """The first of these classes that has a ``forward``, and its name if it is a layer of transformers."""
     defining = next(cls for cls in classes if "forward" in cls.__dict__)
     package, _, model = defining.__module__.rpartition(".")[0].rpartition(".")
-    return f"{model}.{defining.__name__}" if package == "transformers.models" else ""
+    return f"{model}.{defining.__name__}" if package == "transformers.models" else "", defining
+
+
+@cache
+def _kinds() -> dict[str, tuple[str, ...]]:
+    """The kinds of `oslo_models.contracts.listing.LAYERS` that each layer of the tables belongs to."""
+    members: dict[str, Iterable[str]] = {kind: (kind,) for kind in LAYERS if "." in kind}
+    members |= {kind: globals()[kind] for kind in LAYERS if "." not in kind} | ROTARY_ATTENTIONS
+    full = frozenset().union(*ROTARY_ATTENTIONS.values()) | {"gpt2.GPT2Attention"}
+    members["CALL_EAGER_ATTENTION"] = CALL_EAGER_ATTENTION - full  # the forwards of the others are known as a whole
+    found: dict[str, tuple[str, ...]] = {}
+    for kind, layers in members.items():
+        for layer in layers:
+            found[layer] = (*found.get(layer, ()), kind)
+    return found
 
 
 def _names(text: str) -> frozenset[str]:

@@ -13,10 +13,11 @@ from transformers.activations import FastGELUActivation, GELUActivation, GELUTan
 from transformers.pytorch_utils import Conv1D
 
 from oslo_kernels import decoder_block, linear
+from oslo_models.contracts import broken
 from oslo_models.distributed.mesh import Axis
 from oslo_models.fusion import apex, decoder_blocks, decoder_layers, mlps, norms, parallel_blocks
 from oslo_models.fusion import modules as fused
-from oslo_models.fusion.attention_rules import ATTENTION_RULES
+from oslo_models.fusion.attention_rules import ATTENTION_RULES, SDPA
 from oslo_models.fusion.experts import FusedExperts, FusedParallelExperts
 from oslo_models.fusion.known_layers import (
     BERT_INTERMEDIATES,
@@ -36,7 +37,9 @@ from oslo_models.fusion.known_layers import (
     PHI_BLOCKS,
     RMS_NORMS,
     T5_FEED_FORWARDS,
+    changed_kind,
     layer_name,
+    layer_name_of,
 )
 from oslo_models.fusion.lazy_logits import LazyFullHead, LazyVocabParallelHead
 from oslo_models.fusion.subjects import ONE_PASS, FusionRule, Subject, mixed, one_pass, subjects
@@ -50,10 +53,12 @@ from oslo_models.sharding.layout import EvenSplit, Layout
 def fusion_candidates(model: Any, backend: str) -> Iterator[FusionCandidate]:
     """The candidates of a model: its modules that match a rule, and the model itself for its decoding."""
     yield from _decoding(model)
+    changed: dict[FusionRule, str | None] = {}
     for subject in subjects(model, backend):
         rule = next((rule for rule in RULES if rule.match(subject)), None)
         if rule is not None:
-            yield from rule.build(subject)
+            why = changed[rule] if rule in changed else changed.setdefault(rule, rule.changed())
+            yield from (each if why is None else each.left_out(why) for each in rule.build(subject))
 
 
 # Decoding -------------------------------------------------------------------------------------------------------------
@@ -114,6 +119,18 @@ def _fused_linear(s: Subject) -> type | None:
     return _LINEAR.get(s.cls) if product is None else mixed(product, s.cls)
 
 
+# Layers that transformers has changed ---------------------------------------------------------------------------------
+
+
+def _changed(s: Subject) -> tuple[str, str] | None:
+    return changed_kind(_original_classes(s.cls))
+
+
+def _left_out(s: Subject) -> Iterator[FusionCandidate]:
+    operation, changed = _changed(s) or ("", "")
+    yield s.candidate(operation, s.cls, "").left_out(changed)
+
+
 # Activations and norms ------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +144,13 @@ def _gelu(s: Subject) -> Iterator[FusionCandidate]:
 
 def _norm_layer(s: Subject) -> str:
     """The layer of transformers that a norm is, or that each rank applies to its own heads."""
-    return norms.layer_of_sharded(s.cls) if s.cls.forward is HeadParallelNorm.forward else s.layer
+    return layer_name_of(_original_classes(s.cls)) if s.cls.forward is HeadParallelNorm.forward else s.layer
+
+
+def _original_classes(cls: type) -> tuple[type, ...]:
+    """The classes of a layer, without those that shard a norm."""
+    mro = cls.__mro__
+    return mro[mro.index(HeadParallelNorm) + 1 :] if HeadParallelNorm in mro else mro
 
 
 def _rms_norm(s: Subject) -> Iterator[FusionCandidate]:
@@ -177,7 +200,7 @@ def _gate_activation(s: Subject) -> str | None:
 
 def _activation_name(activation: Any) -> str | None:
     """An activation, as `oslo_kernels.gated` calls it, if it has a kernel."""
-    if isinstance(activation, (nn.SiLU, SiLUActivation)):
+    if isinstance(activation, (nn.SiLU, SiLUActivation)) and _is_known(activation):
         return "silu"
     return {"tanh": "gelu_tanh", "none": "gelu"}.get(_form(activation) or "")
 
@@ -188,8 +211,19 @@ def _gated(s: Subject) -> Iterator[FusionCandidate]:
     yield s.on_gpu(operation, attributes={"gate_activation": activation}, triton=_GATED[s.layer][0])
 
 
+def _is_known(activation: Any) -> bool:
+    """Whether an activation of transformers is as in the checked releases."""
+    known = (cls for cls in type(activation).__mro__ if cls in _ACTIVATIONS)
+    return all(broken(f"transformers.activations.{cls.__name__}.forward") is None for cls in known)
+
+
+_ACTIVATIONS = (FastGELUActivation, GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation)
+
+
 def _form(activation: Any) -> str | None:
     """How an activation approximates GeLU, as ``F.gelu`` calls it, if it is one."""
+    if not _is_known(activation):
+        return None
     if isinstance(activation, (NewGELUActivation, FastGELUActivation, GELUTanh)):
         return "tanh"
     return "none" if isinstance(activation, GELUActivation) else None
@@ -301,19 +335,28 @@ def _bloom_mlp(s: Subject) -> Iterator[FusionCandidate]:
     yield s.on_gpu("residual", reason=f"dropout and residual: {one_pass(s.backend)}", triton=fused.FusedBloomMLP)
 
 
+_LINEARS = ("torch.nn.modules.linear.Linear.forward", "transformers.pytorch_utils.Conv1D.forward")
+_LAYER_NORM = "torch.nn.modules.normalization.LayerNorm.forward"
+_EXPERTS = ("batched_mm_experts_forward", "use_experts_implementation", "_default_apply_gate")
+
 RULES: tuple[FusionRule, ...] = (
-    FusionRule(lambda s: s.is_lm_head, _lm_head),
-    FusionRule(lambda s: isinstance(s.module, NewGELUActivation), _gelu_new),
+    FusionRule(lambda s: s.is_lm_head, _lm_head, _LINEARS),
+    FusionRule(lambda s: _changed(s) is not None, _left_out),
+    FusionRule(
+        lambda s: isinstance(s.module, NewGELUActivation),
+        _gelu_new,
+        ("transformers.activations.NewGELUActivation.forward",),
+    ),
     FusionRule(lambda s: s.cls in (GELUActivation, GELUTanh), _gelu),
     FusionRule(lambda s: _norm_layer(s) in norms.ON_GPU, _rms_norm),
-    FusionRule(_is_fused_layer_norm, _layer_norm),
+    FusionRule(_is_fused_layer_norm, _layer_norm, (_LAYER_NORM,)),
     FusionRule(lambda s: _gate_activation(s) is not None, _gated),
     FusionRule(lambda s: _gelu_form(s) is not None, _gelu_mlp),
-    FusionRule(_has_experts, _experts),
-    FusionRule(lambda s: _block_form(s) is not None, _decoding_block),
+    FusionRule(_has_experts, _experts, tuple(f"transformers.integrations.moe.{name}" for name in _EXPERTS)),
+    FusionRule(lambda s: _block_form(s) is not None, _decoding_block, (SDPA, _LAYER_NORM, *_LINEARS)),
     FusionRule(lambda s: s.layer in _BLOCKS, _residual),
     FusionRule(lambda s: s.layer == "bloom.BloomMLP" and s.backend == "triton", _bloom_mlp),
     *ATTENTION_RULES,
-    FusionRule(lambda s: _fused_linear(s) is not None, _linear),
+    FusionRule(lambda s: _fused_linear(s) is not None, _linear, _LINEARS),
 )
 """In the order in which they are tried: the first that matches decides."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from oslo_kernels import decode_attention, passes, small_operations
+from oslo_models.contracts import broken
 from oslo_models.fusion.known_layers import layer_name
 from oslo_models.fusion.swap import FusionCandidate
 from oslo_models.pipeline.placeholders import Placeholder
@@ -73,10 +74,16 @@ class FusionRule:
     Attributes:
         match: whether a module is of this kind.
         build: makes its candidates: one, except for a head whose loss cannot be fused but whose product can.
+        relies_on: functions of `oslo_models.contracts` that it copies. The module stays unfused if one has changed.
     """
 
     match: Callable[[Subject], bool]
     build: Callable[[Subject], Iterator[FusionCandidate]]
+    relies_on: tuple[str, ...] = ()
+
+    def changed(self) -> str | None:
+        """What an installed package changed of what the rule relies on."""
+        return next((found for found in map(broken, self.relies_on) if found is not None), None)
 
 
 def subjects(model: Any, backend: str) -> Iterator[Subject]:

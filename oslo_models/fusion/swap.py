@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -44,6 +44,11 @@ class FusionCandidate:
     attributes: dict[str, Any] = field(default_factory=dict)
     timed: bool = False
     otherwise: type | None = None
+
+    def left_out(self, changed: str) -> FusionCandidate:
+        """The module left unfused, because of this difference from transformers."""
+        reason = f"{changed}, so {self.operation} stays unfused" if self.cls is not None else self.reason
+        return replace(self, cls=None, reason=reason, attributes={}, timed=False, otherwise=None)
 
     def is_selected(self, selected: set[type] | None) -> bool:
         """Whether the module, or one around it, is of a selected class; ``None`` selects all modules."""
@@ -97,13 +102,17 @@ class Fusion:
                 module.__dict__.update({name: candidate.attributes[name] for name in new})
                 module.__class__ = candidate.cls
 
-    def undo(self) -> None:
-        """Give every module its original class."""
-        for module, cls, attributes in self._swapped.values():
+    def swapped(self) -> frozenset[str]:
+        """The names of the modules that were replaced."""
+        return frozenset(self._swapped)
+
+    def undo(self, names: Iterable[str] | None = None) -> None:
+        """Give every module, or those with these names, its original class."""
+        for swapped in list(self._swapped if names is None else names):
+            module, cls, attributes = self._swapped.pop(swapped)
             module.__class__ = cls
             for name in attributes:
                 del module.__dict__[name]
-        self._swapped.clear()
 
     def heads(self) -> list[LazyHead]:
         """The heads that can return lazy logits."""

@@ -16,6 +16,7 @@ from transformers.trainer_callback import TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, with_variant
+from oslo_models.contracts import require
 from oslo_models.distributed.collectives import MAX, all_reduce, broadcast
 from oslo_models.distributed.object_exchange import agree, broadcast_object
 from oslo_models.integrations.accelerator import Accelerator, find_parallel_model
@@ -45,6 +46,7 @@ class ParallelTrainerMixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """transformers' method; the accelerator becomes one that knows replicas."""
+        require("integrations.trainer")
         self._check_arguments(self.model)
         super().create_accelerator_and_postprocess()
         # transformers creates the accelerator itself, and ours has no state that is not there.

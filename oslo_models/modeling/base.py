@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from oslo_models.config.arguments import Arguments, refuse_parallel
+from oslo_models.contracts import require
 from oslo_models.distributed.input_check import InputCheck
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.mpu import MPU
@@ -126,6 +127,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     def _shard(self, mesh: ParallelMesh, blocks_per_stage: Sequence[int] | None) -> None:
         """Turn the full model, with weights or on the meta device, into this rank's part of it."""
+        if mesh.is_sharded:
+            require("layers", "pipeline", "modeling.base", "modeling.apply_plan")
         self.mesh, self.mpu = mesh, MPU(mesh)
         self.base_model.mpu = self.mpu
         plan, prefix, head = plan_over(self, mesh), self._prefix(), self.head_entries(self.config)

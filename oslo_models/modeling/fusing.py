@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, StaticCache
 
 from oslo_models import registry
 from oslo_models.cache_argument import generation_name
+from oslo_models.contracts import holds
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
 from oslo_models.distributed.symmetric_memory import connect, disconnect
@@ -20,11 +21,18 @@ from oslo_models.fusion.float8 import check_float8, in_float8
 from oslo_models.fusion.growing_cache import let_grow
 from oslo_models.fusion.narrow_weights import check_narrow, narrow
 from oslo_models.fusion.ngram_processors import fuse_processors
+from oslo_models.fusion.self_check import apply_checked
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide, use_huge_pages
 from oslo_models.modeling.apply_plan import entries_of_blocks
 from oslo_models.modeling.quantizing import check_not_quantized
 
+_GENERATION = "transformers.generation.utils.GenerationMixin"
+_NGRAMS = (
+    f"{_GENERATION}._get_logits_processor",
+    "transformers.generation.logits_process.NoRepeatNGramLogitsProcessor.__call__",
+    "transformers.generation.logits_process.EncoderNoRepeatNGramLogitsProcessor.__call__",
+)
 _COMPILED = ("greedy_search", "sample")
 """The values of transformers' ``GenerationMode`` whose steps it compiles; beam search would use the cache eagerly."""
 
@@ -48,6 +56,7 @@ class FusableModel(PreTrainedModel):
         weights: str | None = None,
         float8: str | None = None,
         symmetric_memory: bool = False,
+        check: bool = True,
     ) -> Any:
         """Swap modules of this model, in place, for faster ones that compute the same up to rounding.
 
@@ -74,6 +83,8 @@ class FusableModel(PreTrainedModel):
             symmetric_memory: on GPUs of one host that read each other's memory, compiled code (and so the decoding of
                 ``generate``) computes sums of up to 128 KiB over the ranks by one kernel of torch, in place of NCCL. It
                 is used once it has given NCCL's sums here.
+            check: whether the first module of each replaced kind runs once on a few random tokens, beside the original.
+                A kind that differs by more than rounding stays unfused everywhere: the report and a warning say so.
 
         Returns:
             The model itself.
@@ -90,7 +101,7 @@ class FusableModel(PreTrainedModel):
         names = None if modules is None else sorted(cls.__name__ for cls in modules)
         if self.mesh is not None:
             given = {"modules": names, "backend": backend, "measure": measure, "weights": weights}
-            given |= {"float8": float8, "symmetric_memory": symmetric_memory}
+            given |= {"float8": float8, "symmetric_memory": symmetric_memory, "check": check}
             require_equal(self.mesh.model, given, "arguments of fuse")
         chosen = choose_backend(backend, self.device)
         if weights is not None:
@@ -122,11 +133,20 @@ class FusableModel(PreTrainedModel):
                 found = narrow(self, found, selected, tp, weights)
             use_huge_pages(self, found, selected)
             found = decide(self, found, selected, tp, measure)
-            fusion.apply(self, found, selected)
+            found = self._apply_fusion(fusion, found, selected, check)
             fusion.fusion_candidates = decide_blocks(self, found, selected, tp, measure)
             return self
-        fusion.apply(self, found, selected)
+        self._apply_fusion(fusion, found, selected, check)
         return self
+
+    def _apply_fusion(
+        self, fusion: Fusion, found: list[FusionCandidate], selected: set[type] | None, check: bool
+    ) -> list[FusionCandidate]:
+        """Replace the modules of the candidates, and return these; with ``check``, those that compute the same."""
+        if check:
+            return apply_checked(self, fusion, found, selected)
+        fusion.apply(self, found, selected)
+        return found
 
     def unfuse(self) -> Any:
         """Undo `fuse`: results are again bit for bit those from before it. Returns the model itself."""
@@ -190,7 +210,17 @@ class FusableModel(PreTrainedModel):
             wanted = getattr(self.config, "fused_no_repeat_ngram_blocking", self._fuses_ngrams_by_default)
         self._fuses_ngrams = bool(wanted)
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method; selects a static cache, whose decoding it compiles, where that is faster, or one that
+        grows in place.
+        """
+        method = f"{_GENERATION}._prepare_cache_for_generation"
+        is_fused = self._fusion is not None
+        if is_fused and holds(method, "generate uses the cache that transformers chooses"):
+            return self._prepare_faster_cache(*args, **kwargs)
+        return super()._prepare_cache_for_generation(*args, **kwargs)
+
+    def _prepare_faster_cache(
         self,
         generation_config: Any,
         model_kwargs: dict[str, Any],
@@ -199,9 +229,6 @@ class FusableModel(PreTrainedModel):
         max_cache_length: int,
         *args: Any,
     ) -> Any:
-        """transformers' method; selects a static cache, whose decoding it compiles, where that is faster, or one that
-        grows in place.
-        """
         plain = generation_config.cache_implementation is None and model_kwargs.get(generation_name()) is None
         plain = plain and generation_config.use_cache is not False and not generation_config.disable_compile
         rows = limit = 0
@@ -219,7 +246,7 @@ class FusableModel(PreTrainedModel):
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, *args
         )
         made = model_kwargs.get(generation_name())
-        if self._fusion is not None and plain and generation_config.num_beams in (None, 1):
+        if plain and generation_config.num_beams in (None, 1):
             let_grow(made)  # beams replace it for each token
         if limit and generation_config.cache_implementation == "static" and type(made) is StaticCache:
             self._decoders = self._decoders or Decoders()
@@ -249,7 +276,7 @@ class FusableModel(PreTrainedModel):
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)
-        if self._fuses_ngrams:
+        if self._fuses_ngrams and all(holds(each, "n-grams are blocked by transformers") for each in _NGRAMS):
             in_place = not (generation_config.output_logits and generation_config.return_dict_in_generate)
             encoder_ids = kwargs.get("encoder_input_ids", args[1] if len(args) > 1 else None)
             return fuse_processors(processors, encoder_ids, in_place)

@@ -17,10 +17,15 @@ class CodeGenParallel(ParallelModel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        heads = EvenSplit(config.n_head // 4, config.n_embd // config.n_head)  # of each of the four parts
+        width = config.n_embd // config.n_head
+        heads = EvenSplit(config.n_head // 4, width)  # of each of the four parts
+        counted = {
+            "num_attention_heads": lambda n, rank: 4 * heads.local_count(n, rank),
+            "embed_dim": lambda n, rank: 4 * heads.local_count(n, rank) * width,  # read since transformers 5.24
+        }
         block = {
             "ln_1": Norm(),
-            "attn": LocalModule({"num_attention_heads": lambda n, rank: 4 * heads.local_count(n, rank)}),
+            "attn": LocalModule(counted),
             "attn.qkv_proj": ColumnParallel(*[heads] * 12),
             "attn.out_proj": RowParallel(*[heads] * 4),
             "mlp.fc_in": ColumnParallel(),

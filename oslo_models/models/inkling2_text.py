@@ -19,12 +19,32 @@ from oslo_models.models.inkling_text import FILTERED, InklingParallel
 from oslo_models.sharding.layout import GroupedHeads
 from oslo_models.sharding.plan import ColumnParallel, Entries, LocalModule, Plan, Replicated
 
+_NESTED = {
+    **{f"self_attn.{name}_proj": f"self_attn.{name}_proj.linear" for name in "qkvo"},
+    **{f"self_attn.{name}_sconv": f"self_attn.{name}_proj.sconv" for name in "kv"},
+    "self_attn.gate_proj": "self_attn.o_proj.gate_proj",
+    "self_attn.q_l2_clip": "self_attn.q_proj.norm",
+    "self_attn.r_proj": "self_attn.relative_position_bias.linear",
+    "self_attn.rel_l2_clip": "self_attn.relative_position_bias.norm",
+    "self_attn.rel_logits_proj": "self_attn.relative_position_bias",
+    "self_attn.v_norm": "self_attn.v_proj.norm",
+}
+"""The places of layers in attention since transformers 5.24, which moved them into others."""
+if not hasattr(hf, "Inkling2QueryProjection"):
+    _NESTED = {}
+
+
+def _placed(name: str) -> str:
+    """The name of a layer or parameter of a block in the installed transformers."""
+    module = ".".join(name.split(".")[:2])
+    return _NESTED.get(module, module) + name.removeprefix(module)
+
 
 class Inkling2Parallel(InklingParallel):
     """Sharding plan of the text models of the Inkling 2 family."""
 
     norms = (*InklingParallel.norms, *(f"{name}_input_layernorm" for name in "qkv"))
-    head_norms = ("self_attn.v_norm",)
+    head_norms = (_placed("self_attn.v_norm"),)
     mlp = mixture_of_experts()
     replicated = ("post_attention_convolution", "post_mlp_convolution", "attention_input", "mlp_input")
     optional = ("input_layernorm", "attention_input", "sconv.conv1d.weight")
@@ -32,13 +52,15 @@ class Inkling2Parallel(InklingParallel):
     @classmethod
     def attention(cls, config: Any, heads: GroupedHeads) -> Entries:
         of_heads = ColumnParallel(replace(heads, head_dim=1).query)
-        return {
+        entries = {
             **super().attention(config, heads),
             "self_attn.gate_proj": ColumnParallel(heads.query),
+            "self_attn.rel_logits_proj": LocalModule({"num_heads": heads.query.local_count}, shared=("proj",)),
             "self_attn.sink_proj": of_heads,
             "self_attn.q_l2_clip.scale": of_heads,
             "self_attn.rel_l2_clip.scale": of_heads,
         }
+        return {_placed(name): entry for name, entry in entries.items()}
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
@@ -49,10 +71,11 @@ class Inkling2Parallel(InklingParallel):
             **{f"{name}.static_weight": ColumnParallel(heads.key_value, dim=1) for name in FILTERED},
             **{f"{name}.weight_proj": ColumnParallel(taps.key_value) for name in FILTERED},
         }
+        dynamic = {_placed(name): entry for name, entry in made.items()}
         return replace(
             plan,
             head={**plan.head, "final_input": Replicated()},
-            block_overrides={"layers": [sliding or made for sliding in plan.block_overrides["layers"]]},
+            block_overrides={"layers": [sliding or dynamic for sliding in plan.block_overrides["layers"]]},
             single_stage_reason="blocks attend to sums of the outputs of earlier blocks",
         )
 

@@ -8,6 +8,7 @@ from transformers import ReformerConfig
 from transformers.models.reformer import modeling_reformer as hf
 from transformers.models.reformer.modeling_reformer import ReformerPreTrainedModel
 
+from oslo_models.contracts import require
 from oslo_models.distributed.rng import default_generator
 from oslo_models.layers.custom_layers import FunctionOverrides
 from oslo_models.modeling.base import ParallelModel
@@ -62,6 +63,7 @@ class ReformerParallel(ParallelModel):
     zeros = ("lm_head.bias",)
 
     def _shard(self, *args: Any) -> None:
+        require("models.reformer")
         super()._shard(*args)
         classes = {hf.LSHSelfAttention: ShardedLSHSelfAttention, hf.ReformerLayer: SynchronizedReformerLayer}
         for module in self.modules() if self.is_tensor_parallelized() else ():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import EncoderNoRepeatNGramLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from oslo_kernels import ngrams
+from oslo_kernels import build, ngrams
 from oslo_kernels.build import BuildError, load
 from oslo_models import GPT2LMHeadModel
 from oslo_models.fusion.ngram_processors import FusedEncoderNoRepeatNGram, FusedNoRepeatNGram
@@ -114,8 +116,39 @@ def test_block_repeats_without_a_compiler_uses_torch() -> None:
             ngrams._compiled.cache_clear()
 
 
+@pytest.mark.parametrize("place", ["CUDA_HOME", "PATH", "pip"])
+def test_nvcc_is_found_with_its_libraries(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / ("nvidia/cu13" if place == "pip" else "cuda")
+    for name in ("bin/nvcc", "lib/libcudart_static.a"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch(0o755)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(root / "bin") if place == "PATH" else "")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    if place == "CUDA_HOME":
+        monkeypatch.setenv("CUDA_HOME", str(root))
+    if place == "pip" and Path("/usr/local/cuda/bin/nvcc").exists():
+        pytest.skip("this machine has CUDA's compiler, which comes before pip's")
+    assert build.find_nvcc() == root / "bin/nvcc"
+    assert build._nvcc_command("ngrams.cpp")[-1] == f"-L{root / 'lib'}"
+
+
+def test_a_failed_build_for_gpus_warns_once() -> None:
+    with mock.patch.object(ngrams, "load", side_effect=BuildError("no nvcc")):
+        ngrams._compiled.cache_clear()
+        try:
+            with pytest.warns(UserWarning, match="instead of a CUDA kernel: no nvcc"):
+                assert ngrams._compiled("cuda") is None
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert ngrams._compiled("cuda") is None
+        finally:
+            ngrams._compiled.cache_clear()
+
+
 def test_cuda_extension_compiles_or_names_nvcc() -> None:
-    if shutil.which("nvcc") is None:
+    if build.find_nvcc() is None:
         with pytest.raises(BuildError, match="nvcc"):
             load("ngrams.cpp", cuda=True)
     else:

@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING
 import oslo_models
 from oslo_models import registry
 
+from support import zoo
 from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import TOLERANCE, differences
@@ -25,9 +26,9 @@ SIZES: dict[str, Any] = {
 }
 
 
-def check(saved: Path, ids: Tensor, logits: Tensor, tokens: Tensor) -> None:
+def check(name: str, saved: Path, ids: Tensor, logits: Tensor, tokens: Tensor) -> None:
     for auto in (True, False):
-        cls: Any = oslo_models.AutoModelForCausalLM if auto else registry.find("LlamaForCausalLM")
+        cls: Any = oslo_models.AutoModelForCausalLM if auto else registry.find(name)
         options = {"gather_logits": True, "dtype": torch.float64}
         model = cls.from_pretrained_with_parallel(saved, tensor_parallel_size=2, **options).eval()
         with torch.no_grad(), lifted_casts():
@@ -40,15 +41,16 @@ def check(saved: Path, ids: Tensor, logits: Tensor, tokens: Tensor) -> None:
 @pytest.mark.parametrize("model_type", registry.SAME_CLASSES)
 def test_model_matches_transformers_and_keeps_its_type(pool: Pool, tmp_path: Path, model_type: str, seed: int) -> None:
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[model_type](**SIZES)
-    full = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
-    assert registry.SAME_CLASSES[model_type] == type(full).config_class.model_type
+    same = registry.SAME_CLASSES[model_type]
+    config = CONFIG_MAPPING[model_type](**SIZES if same == "llama" else {**zoo.MORE[same], "vocab_size": 61})
+    full = transformers.AutoModelForCausalLM.from_config(config).to(torch.float64).eval()
+    assert same == type(full).config_class.model_type
     full.save_pretrained(tmp_path)
     ids = torch.randint(3, 61, (2, 7))
     with torch.no_grad(), lifted_casts():
         logits = full(ids).logits
         tokens = full.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    pool.run(2, check, tmp_path, ids, logits, tokens)
+    pool.run(2, check, type(full).__name__, tmp_path, ids, logits, tokens)
     merged = tmp_path / "merged"
     assert json.loads((merged / "config.json").read_text())["model_type"] == model_type
     again = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float64).state_dict()

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from support.warm import Order
+from support.warm_process import start_warm_server
+
 SCRIPT = """
 import atexit, json, logging, os, sys, threading, warnings
 
@@ -112,3 +115,15 @@ def test_what_it_starts_is_a_copy_too(tmp_path: Path, warm_launchers: None) -> N
     )
     done = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, timeout=60)
     assert done.stdout == "inner True False ['x']\nouter 0\n", done.stderr
+
+
+def test_a_server_that_has_ended_tells_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_module.py").write_text("raise ValueError('broken on import')")
+    (tmp_path / "lacking_module.py").write_text("from transformers import NewerThanInstalled")
+    monkeypatch.syspath_prepend(tmp_path)
+    order = Order([str(tmp_path / "empty.py")], dict(os.environ), str(tmp_path), [], False, False)
+    (tmp_path / "empty.py").touch()
+    pid = start_warm_server({}, ["lacking_module"]).start(order, [])
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with pytest.raises(RuntimeError, match=r"warm processes has ended:\n(.|\n)*ValueError: broken on import"):
+        start_warm_server({}, ["broken_module"]).start(order, [])

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, util
@@ -59,5 +60,7 @@ def _be_server(code: str, descriptors: Sequence[int]) -> NoReturn:
         get_checkpoint_conversion_mapping("llama")  # makes those of all types of models, in 45 ms
         forkserver._forkserver.__init__()  # its lock was held when this process was made
         exec(code)
+    except Exception:  # noqa: BLE001  its clients would only see that the connection is closed
+        traceback.print_exc()
     finally:
         os._exit(0)  # without what was registered for the end of the original

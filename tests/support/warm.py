@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -61,12 +61,22 @@ class WarmServer:
         self._connection, self._environment, self._lock = connection, dict(environment), threading.Lock()
 
     def start(self, order: Order, files: Sequence[int]) -> int:
-        """Have a child of this process made; returns its id."""
+        """Have a child of this process made; returns its id.
+
+        Raises:
+            RuntimeError: The server raised an exception.
+            EOFError: The server was killed.
+        """
         body = pickle.dumps(tuple(order))  # its class is not to be found where tests are forgotten
         with self._lock, _adopting():
-            socket.send_fds(self._connection, [LENGTH.pack(len(body))], files)
-            self._connection.sendall(body)
-            return int(LENGTH.unpack(self._connection.recv(LENGTH.size))[0])
+            with suppress(ConnectionError):  # the server has ended, and its last answer tells why
+                socket.send_fds(self._connection, [LENGTH.pack(len(body))], files)
+                self._connection.sendall(body)
+            answer = LENGTH.unpack(receive(self._connection, LENGTH.size))[0]
+            if answer < 0:
+                reason = receive(self._connection, -answer).decode()
+                raise RuntimeError(f"the server of warm processes has ended:\n{reason}")
+            return int(answer)
 
     def order(self, call: Mapping[str, Any], nested: bool) -> tuple[Order, list[int]] | None:
         """The order for a call of ``Popen`` and the files that come with it; ``None`` if a new process has to be."""
@@ -90,6 +100,20 @@ class WarmServer:
     def _at_import(environment: Mapping[str, str]) -> dict[str, str]:
         names = (name for name in environment if name.startswith(AT_IMPORT) and name not in NOT_AT_IMPORT)
         return {name: environment[name] for name in names}
+
+
+def receive(connection: socket.socket, length: int) -> bytes:
+    """Receive exactly ``length`` bytes."""
+    data = b""
+    while len(data) < length:
+        try:
+            more = connection.recv(length - len(data))
+        except ConnectionResetError:
+            more = b""
+        if not more:
+            raise EOFError("the other end of the connection of warm processes has ended without a word")
+        data += more
+    return data
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers
 from oslo_models.deploy.process_copy import leave_files
 
 from support import ROOT
-from support.warm import LENGTH, Order, WarmServer, warm_interpreters
+from support.warm import LENGTH, Order, WarmServer, receive, warm_interpreters
 
 MODULES = (
     "torch.distributed.launcher.api",
@@ -60,9 +60,13 @@ def start_warm_server(environment: dict[str, str], modules: Sequence[str] = MODU
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: that of pytest-xdist only waits
         pid = os.fork()
     if pid == 0:
-        with suppress(BaseException):
+        try:
             ours.close()
             _be_server(theirs, modules)
+        except BaseException:  # noqa: BLE001  the client raises it
+            reason = traceback.format_exc().encode()
+            with suppress(OSError):
+                theirs.sendall(LENGTH.pack(-len(reason)) + reason)
         os._exit(1)
     theirs.close()
     return WarmServer(ours, environment)
@@ -73,15 +77,14 @@ def _be_server(connection: socket.socket, modules: Sequence[str]) -> NoReturn:
     leave_files({connection.fileno()})
     gc.disable()
     for name in modules:
-        importlib.import_module(name)
+        with suppress(ImportError):  # an older transformers lacks some architectures; programs report what they miss
+            importlib.import_module(name)
     gc.freeze()
     while head := socket.recv_fds(connection, LENGTH.size, MOST_FILES):
         data, files, _, _ = head
         if not data:
             break
-        body, length = b"", LENGTH.unpack(data)[0]
-        while len(body) < length:
-            body += connection.recv(length - len(body))
+        body = receive(connection, LENGTH.unpack(data)[0])
         connection.sendall(LENGTH.pack(_fork(Order(*pickle.loads(body)), files, connection)))
         for file in files:
             os.close(file)

@@ -14,6 +14,7 @@ from trl.trainer import dpo_trainer, grpo_trainer, sft_trainer
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
+from oslo_models.contracts import require
 from oslo_models.distributed.object_exchange import broadcast_object, gather_objects
 from oslo_models.distributed.rng import stable_hash
 from oslo_models.integrations.accelerator import find_parallel_model
@@ -21,6 +22,8 @@ from oslo_models.integrations.trainer import ParallelTrainerMixin
 from oslo_models.integrations.trl.head import use_sharded_head
 from oslo_models.integrations.trl.refusals import check_trl_arguments
 from oslo_models.modeling.base import ParallelModel
+
+require("integrations.trl")
 
 
 class _TRLMixin(ParallelTrainerMixin):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from oslo_models.contracts import require
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.rng import default_generator
 
@@ -55,6 +56,8 @@ class AdaptableModel(PreTrainedModel):
         if len(configs) == len(self._adopted) and all(self._adopted.get(name) is configs[name] for name in configs):
             return
         from oslo_models.modeling.adapters.adoption import adopt
+
+        require("modeling.adapters")
 
         new = [name for name in configs if self._adopted.get(name) is not configs[name]]
         adopt(self, new, self._rng_before_adapters if are_new else None)

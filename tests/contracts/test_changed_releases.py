@@ -1,0 +1,317 @@
+"""What happens with a transformers that differs from the checked ones: fused models still compute what it computes."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.gpt2 import modeling_gpt2 as gpt2
+from transformers.models.llama import modeling_llama as llama
+
+import oslo_models
+from oslo_models import contracts
+from oslo_models.cache_argument import cache_name
+from oslo_models.contracts import checks
+from oslo_models.contracts.sources import Sources
+from oslo_models.fusion import known_layers, self_check
+from oslo_models.fusion.rules import fusion_candidates
+from oslo_models.fusion.swap import Fusion
+
+from support import zoo
+from support.pool import Pool
+
+Patch = pytest.MonkeyPatch
+VERSION = transformers.__version__
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known() -> Iterator[None]:
+    """Other tests of the process may have compared the same functions, and later ones must not see changed ones."""
+    caches = (checks.changed_layer, checks._broken)
+    for each in caches:
+        each.cache_clear()
+    yield
+    for each in caches:
+        each.cache_clear()
+
+
+def model_of(variant: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """A model whose attention is far from uniform, so that a mistake in it is seen."""
+    config = zoo.config(variant)
+    model = getattr(oslo_models, zoo.lm_head(variant)).from_config_with_parallel(config, seed=0, dtype=dtype, **options)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() > 1:
+                param.mul_(8)
+    return model.eval()
+
+
+@torch.no_grad()
+def tokens_of(model: Any) -> list[list[int]]:
+    ids = torch.tensor([[5, 6, 7, 8, 9], [0, 0, 11, 12, 13]])
+    mask = (ids > 0).long()
+    return model.generate(ids, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False).tolist()
+
+
+def changed(function: Any, *edits: tuple[str, str]) -> Any:
+    """A function of transformers with pieces of its source replaced, whose source can be read as in a release."""
+    original = inspect.unwrap(function)
+    source = textwrap.dedent(inspect.getsource(original))
+    for old, new in edits:
+        assert old in source, old
+        source = source.replace(old, new)
+    file = f"<changed {function.__qualname__} {hash(source)}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    names: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), original.__globals__, names)
+    return names[function.__name__]
+
+
+def reasons(model: Any, operation: str) -> set[str]:
+    return {row.reason for row in model.fusion_report() if row.operation == operation and not row.fused}
+
+
+# Contracts ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_renamed_argument_is_refused_by_the_contract(monkeypatch: Patch) -> None:
+    old = cache_name(llama.LlamaAttention.forward)
+    edits = ((f"{old}:", "states:"), (f"if {old} ", "if states "), (f"{old}.update", "states.update"))
+    attention = changed(llama.LlamaAttention.forward, *edits)
+    block = changed(llama.LlamaDecoderLayer.forward, (f"{old}={old}", f"states={old}"))
+    monkeypatch.setattr(llama.LlamaAttention, "forward", attention)
+    monkeypatch.setattr(llama.LlamaDecoderLayer, "forward", block)
+    model = model_of("llama")
+    plain = tokens_of(model)
+    model.fuse(measure=False)
+    assert reasons(model, "attention") == {
+        f"transformers {VERSION} changed LlamaAttention.forward, so attention stays unfused"
+    }
+    assert reasons(model, "block") == {
+        f"transformers {VERSION} changed LlamaDecoderLayer.forward, so block stays unfused"
+    }
+    assert tokens_of(model) == plain
+
+
+def test_a_changed_function_that_a_layer_calls_is_named(monkeypatch: Patch) -> None:
+    rotate = changed(llama.rotate_half, ("-x2", "x2"))
+    monkeypatch.setitem(llama.LlamaAttention.forward.__globals__, "rotate_half", rotate)
+    rotate.__module__ = llama.__name__
+    model = model_of("llama")
+    plain = tokens_of(model)
+    model.fuse(measure=False)
+    assert reasons(model, "attention") == {f"transformers {VERSION} changed rotate_half, so attention stays unfused"}
+    assert tokens_of(model) == plain
+
+
+def test_a_changed_attention_function_leaves_attention_unfused(monkeypatch: Patch) -> None:
+    from transformers.integrations import sdpa_attention
+
+    other = changed(sdpa_attention.sdpa_attention_forward, ("dropout: float = 0.0", "dropout: float = 0.1"))
+    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", other)
+    model = model_of("gpt2").fuse(measure=False)
+    expected = f"transformers {VERSION} changed sdpa_attention.sdpa_attention_forward, so attention stays unfused"
+    assert reasons(model, "attention") == {expected}
+
+
+def test_changed_generation_is_left_to_transformers(monkeypatch: Patch) -> None:
+    model = model_of("llama").fuse(measure=False)
+    fused = tokens_of(model)
+    base = transformers.GenerationMixin
+    original = base._prepare_cache_for_generation
+
+    def renamed(self: Any, settings: Any, inputs: Any, mode: Any, rows: int, length: int) -> Any:
+        return original(self, settings, inputs, mode, rows, length)
+
+    monkeypatch.setattr(base, "_prepare_cache_for_generation", renamed)
+    with pytest.warns(UserWarning, match=r"changed the parameters of GenerationMixin\._prepare_cache_for_generation"):
+        assert tokens_of(model) == fused
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it says so once
+        assert tokens_of(model) == fused
+
+
+def test_what_cannot_step_aside_raises(monkeypatch: Patch) -> None:
+    checks._required.cache_clear()
+    monkeypatch.setattr(torch.nn.Module, "_apply", lambda self, function: self)
+    with pytest.raises(contracts.ContractError, match=r"torch .* changed the parameters of Module\._apply: .*pipeline"):
+        contracts.require("pipeline")
+    checks._required.cache_clear()
+
+
+def test_contracts_hold_here() -> None:
+    found = {contract.original: contracts.broken(contract.original) for contract in checks.CONTRACTS}
+    missing = ("trl", "peft", "deepspeed", "lightning")  # where they are not installed
+    assert {name: why for name, why in found.items() if why and not name.startswith(missing)} == {}
+
+
+# The check of fuse() --------------------------------------------------------------------------------------------------
+
+
+def without_contracts(patch: Patch) -> None:
+    """Fingerprints that match whatever the source is."""
+    patch.setattr(known_layers, "changed_layer", lambda *_: None)
+
+
+MUTANTS: list[tuple[Any, str, str, str, str]] = [
+    (llama.LlamaAttention, "scaling=self.scaling", "scaling=2 * self.scaling", "llama", "attention"),
+    (llama.LlamaRMSNorm, "self.weight *", "(self.weight + 1) *", "llama", "root mean square norm"),
+    (
+        llama.LlamaDecoderLayer,
+        "hidden_states = residual + hidden_states",
+        "hidden_states += 2 * residual",
+        "llama",
+        "block",
+    ),
+    (gpt2.GPT2Block, "hidden_states = self.ln_2(hidden_states)", "pass", "gpt2", "block"),
+]
+
+
+@pytest.mark.parametrize(("layer", "old", "new", "variant", "operation"), MUTANTS, ids=lambda each: str(each)[:40])
+def test_a_change_behind_the_same_signature_is_found(
+    layer: Any, old: str, new: str, variant: str, operation: str, monkeypatch: Patch
+) -> None:
+    without_contracts(monkeypatch)
+    monkeypatch.setattr(layer, "forward", changed(layer.forward, (old, new)))
+    model = model_of(variant)
+    plain = tokens_of(model)
+    with pytest.warns(UserWarning, match=f"differ from transformers: .*{operation} ..*{layer.__name__}") as warned:
+        model.fuse(measure=False)
+    assert len(warned) == 1
+    (reason,) = reasons(model, operation)
+    assert reason.startswith("left unfused: its output differs from transformers' by ")
+    assert tokens_of(model) == plain
+
+
+def test_without_the_check_the_change_is_not_found(monkeypatch: Patch) -> None:
+    without_contracts(monkeypatch)
+    attention = changed(llama.LlamaAttention.forward, ("scaling=self.scaling", "scaling=2 * self.scaling"))
+    monkeypatch.setattr(llama.LlamaAttention, "forward", attention)
+    model = model_of("llama")
+    plain = tokens_of(model)
+    assert tokens_of(model.fuse(measure=False, check=False)) != plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "gemma2", "qwen3", "mixtral", "olmo2", "bert", "t5", "gpt_neox"])
+def test_rounding_is_no_difference(variant: str, backend: str, dtype: torch.dtype) -> None:
+    """The kernels for GPUs compute in plain torch here."""
+    config = zoo.config(variant)
+    model = getattr(oslo_models, zoo.main_head(variant)).from_config_with_parallel(config, seed=0, dtype=dtype)
+    fusion = Fusion(backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = self_check.apply_checked(model, fusion, list(fusion_candidates(model, backend)), None)
+    assert len(fusion.swapped()) == sum(each.cls is not None for each in found) > 0
+    if variant != "mixtral":  # whose experts have no product in float64
+        assert not any("not checked" in each.reason for each in found)
+
+
+def state_of(model: Any) -> list[Any]:
+    """Everything that a forward could change in a model."""
+    found: list[Any] = [("random state", torch.get_rng_state())]
+    for path, module in model.named_modules():
+        attributes = {name: value for name, value in vars(module).items() if name != "_fusion"}
+        found += [(f"{path}.{name}", id(value)) for name, value in attributes.items()]
+        found += [(f"{path} hooks", [*hooks]) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found += [(path, tensor.clone()), (f"version of {path}", tensor._version)]
+        found += [(f"grad of {path}", None if tensor.grad is None else tensor.grad.clone())]
+    return found
+
+
+def test_the_check_leaves_no_trace() -> None:
+    model = model_of("llama").train()
+    ids = torch.arange(12).view(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    seen: list[Any] = []
+    handle = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    model.model.layers[0].self_attn.eval()
+    model.fuse(measure=False, check=False)
+    names = model._fusion.swapped()
+    unchecked = [*model._fusion.fusion_candidates]
+    model.unfuse()
+    before = state_of(model)
+    model.fuse(measure=False)
+    assert model._fusion.swapped() == names
+    assert [each.reason for each in model._fusion.fusion_candidates] == [each.reason for each in unchecked]
+    model.unfuse()
+    after = state_of(model)
+    for (name, one), (same, other) in zip(before, after, strict=True):
+        assert name == same
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, name
+    assert not seen
+    handle.remove()
+
+
+def test_models_that_cannot_run_are_not_checked() -> None:
+    with torch.device("meta"):
+        model = oslo_models.LlamaForCausalLM(zoo.config("llama"))
+    found = self_check.apply_checked(model, Fusion("triton"), list(fusion_candidates(model, "triton")), None)
+    assert {each.reason.partition("not checked: ")[2] for each in found if each.cls is not None} == {
+        "weights are on the meta device"
+    }
+
+
+def fused_with_a_wrong_rank(sizes: dict[str, int], wrong: int) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    """One rank has a norm that computes something else: all ranks leave the norms unfused."""
+    from oslo_models.fusion import norms
+
+    model = model_of("llama", **sizes)
+    plain, original = tokens_of(model), norms.CPURMSNorm.forward
+    if model.mesh.world.rank == wrong:
+        norms.CPURMSNorm.forward = lambda self, x: 2 * original(self, x)  # type: ignore[method-assign]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.fuse(measure=False)
+    finally:
+        norms.CPURMSNorm.forward = original  # type: ignore[method-assign]
+    fused = sorted({c.operation for c in model._fusion.fusion_candidates if c.module in model._fusion.swapped()})
+    return fused, plain, tokens_of(model)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wrong"),
+    [({"tensor_parallel_size": 2}, 1), ({"tensor_parallel_size": 2}, 5), ({"pipeline_parallel_size": 2}, 0)],
+    ids=str,
+)
+def test_ranks_decide_alike(pool: Pool, sizes: dict[str, int], wrong: int) -> None:
+    results = pool.run(2, fused_with_a_wrong_rank, sizes, wrong)
+    operations = {operation for fused, *_ in results for operation in fused}
+    assert ("root mean square norm" in operations) == (wrong > 1)
+    for fused, plain, tokens in results:
+        assert "attention" in fused
+        assert tokens == plain
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def release_with(path: Path, edit: Callable[[str], str]) -> Path:
+    """A folder with a release that has one model only."""
+    file = path / "transformers/models/llama/modeling_llama.py"
+    file.parent.mkdir(parents=True)
+    (path / "transformers/__init__.py").write_text('__version__ = "5.99.0"\n')
+    file.write_text(edit(Path(llama.__file__).read_text()))
+    return path
+
+
+def test_the_command_names_what_a_release_changes(tmp_path: Path) -> None:
+    from oslo_models.contracts import __main__ as command
+
+    same = Sources("transformers", release_with(tmp_path / "same", lambda source: source))
+    other = release_with(tmp_path / "other", lambda source: source.replace("scaling=self.scaling", "scaling=1.0"))
+    key = "transformers.models.llama.modeling_llama.LlamaAttention.forward changed"
+    assert key not in command.problems_in(same)
+    assert key in command.problems_in(Sources("transformers", other))
