@@ -28,13 +28,13 @@ def check_versions(path: Sequence[str] | None = None) -> None:
         version = installed_version(library, path)
         if version is None:
             continue
-        if _release(version) < _release(first):
+        if release_of(version) < release_of(first):
             raise ImportError(
                 f"oslo_models {__version__} needs {library} {first} or later, but {version} is installed; run "
                 f"pip install '{requirement(library)}'",
                 name=library,
             )
-        if _release(version) >= _release(end):
+        if release_of(version) >= release_of(end):
             untested[library] = version
     if untested:
         installed = " and ".join(f"{library} {version}" for library, version in untested.items())
@@ -47,7 +47,7 @@ def check_versions(path: Sequence[str] | None = None) -> None:
 
 
 def installed_version(library: str, path: Sequence[str] | None = None) -> str | None:
-    """Return the version of an installed library; None if its directory of metadata is missing."""
+    """Return the version of an installed library, or None."""
     pattern = re.compile(rf"{library}-(\d[^-]*)\.dist-info")
     for directory in sys.path if path is None else path:
         try:
@@ -60,7 +60,7 @@ def installed_version(library: str, path: Sequence[str] | None = None) -> str | 
     return None
 
 
-def _release(version: str) -> tuple[int, int]:
+def release_of(version: str) -> tuple[int, int]:
     """Return the first two numbers of a version: 2.16 for 2.16.0.dev1, which may already behave as 2.16 does."""
     major, minor = re.findall(r"\d+", f"{version}.0")[:2]
     return int(major), int(minor)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable
-from importlib.metadata import version
 from types import ModuleType
+
+from oslo_models.installed import installed_version, release_of
 
 _ALL = {
     # transformers' model type: the prefix of its class names
@@ -220,7 +221,8 @@ _SINCE = {
     **dict.fromkeys(("exaone", "sarvam_mla"), (5, 24)),
 }
 """The release of transformers that added a model type, if older releases are supported too."""
-INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
+_VERSION = installed_version("transformers") or "999"  # a source tree without metadata is taken for a new one
+INSTALLED = release_of(_VERSION)
 """The release of the installed transformers, such as ``(5, 24)``."""
 
 ARCHITECTURES = {kind: prefix for kind, prefix in _ALL.items() if _SINCE.get(kind, ()) <= INSTALLED}
@@ -241,7 +243,7 @@ def needed_release(model_type: str) -> str:
     if _SINCE.get(model_type, ()) <= INSTALLED:
         return ""
     release = ".".join(map(str, _SINCE[model_type]))
-    return f"{model_type} needs transformers {release} or newer, and {version('transformers')} is installed"
+    return f"{model_type} needs transformers {release} or newer, and {_VERSION} is installed"
 
 
 def load(model_type: str) -> ModuleType:

@@ -20,6 +20,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+from oslo_models.registry import NEWER
+
 from support import ROOT
 from support.pool_worker import WORN, dumps, environment, serve
 from support.ports import free_port
@@ -37,7 +39,11 @@ PRELOAD = (
     "support.preloaded_deepspeed",
     # all: a worker imports the module of its function, and those about every model need them. It takes 4 s once here,
     # and for each worker there
-    *sorted(f"oslo_models.models.{path.stem}" for path in (ROOT / "oslo_models" / "models").glob("[a-z]*.py")),
+    *sorted(
+        f"oslo_models.models.{path.stem}"
+        for path in (ROOT / "oslo_models" / "models").glob("[a-z]*.py")
+        if path.stem not in NEWER
+    ),
 )
 TIMEOUT = 2.0
 """Seconds that the other ranks get to finish by themselves once one has failed; then its connections are closed."""
