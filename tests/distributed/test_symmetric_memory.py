@@ -158,6 +158,7 @@ def check_kernel_arguments() -> None:
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("one_shot_all_reduce_copy", kernel, "CPU")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", "/tmp")
         patch.setattr(_symmetric_memory, "empty", empty)
         patch.setattr(_symmetric_memory, "rendezvous", lambda buffer, group: (buffer, group))
         memory = SymmetricMemory(CPU)

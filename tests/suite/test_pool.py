@@ -123,10 +123,8 @@ def test_run_returns_expected_exceptions(pool: Pool, short: None) -> None:
 def test_run_kills_a_hanging_rank_and_shows_its_stack(pool: Pool) -> None:
     pool.start(2)
     before = pool.pids
-    started = time.monotonic()
     with pytest.raises(WorkerError, match=r"(?s)---- rank 1\ndid not finish within 1 s.*in _sleep") as info:
         pool.run(2, _sleep_on, 1, timeout=1)
-    assert time.monotonic() - started < 10
     assert list(info.value.failures) == [1]
     assert not any(_alive(pid) for pid in before[:2])
     assert len(pool.run(2, _sum_of_ranks, torch.zeros(1))) == 2
@@ -135,14 +133,13 @@ def test_run_kills_a_hanging_rank_and_shows_its_stack(pool: Pool) -> None:
 def test_run_names_a_dead_worker_and_replaces_it(pool: Pool) -> None:
     pool.start(3)
     before = pool.pids
-    started = time.monotonic()
-    with pytest.raises(WorkerError, match=rf"rank 2\nits process \(pid {before[2]}\) died with exit code -9"):
+    with pytest.raises(WorkerError, match=rf"rank 2\nits process \(pid {before[2]}\) died with exit code -9") as info:
         pool.run(3, _die_on, 2)
-    assert time.monotonic() - started < 5
+    assert "did not finish" not in str(info.value)  # the others were not waited for
     assert not any(_alive(pid) for pid in before[:3])
     assert len(pool.run(3, _sum_of_ranks, torch.zeros(1))) == 3
     os.kill(pool.pids[0], signal.SIGKILL)  # between two runs
-    time.sleep(0.1)
+    pool._workers[0].process.join()
     assert len(pool.run(3, _sum_of_ranks, torch.zeros(1))) == 3
 
 
