@@ -29,6 +29,7 @@ import transformers
 
 from benchmarks.fault_table import FIGURES, TABLE, write
 from benchmarks.faulty import CONFIG, LONG, Collected, Trouble, application
+from benchmarks.short_paths import shorten_socket_paths
 from benchmarks.training_faults import TRAINING_FAULTS, Training, WrongEndError
 from oslo_models import GPT2LMHeadModel
 from oslo_models.deploy import EngineError
@@ -331,6 +332,7 @@ def main() -> int:
     parser.add_argument("--out", metavar="FILE", type=Path, default=TABLE, help="where the table is written")
     parser.add_argument("--seed", metavar="N", type=int, help="repeats the moments of an earlier run")
     args = parser.parse_args()
+    shorten_socket_paths()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.faulty", "oslo_models.models.gpt2"])
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)

@@ -32,10 +32,12 @@ import torch  # noqa: E402
 
 from support.pool import PRELOAD, Pool, worker_environment  # noqa: E402
 from support.pool_server import start_server  # noqa: E402
+from support.ports import shorten_socket_paths  # noqa: E402
 from support.warm import WarmServer, warm_interpreters  # noqa: E402
 from support.warm_process import start_warm_server  # noqa: E402
 
 torch.set_num_threads(1)  # the cores are for the ranks
+shorten_socket_paths()
 hypothesis.settings.register_profile("oslo", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("oslo")
 

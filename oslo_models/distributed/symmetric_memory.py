@@ -9,6 +9,7 @@ ranks have written before it reads, and until all have read before it ends, so t
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ BYTES = 128 * 1024
 """The largest sum, as in Inductor: beyond it, reading all parts takes longer than NCCL's further steps."""
 _ALIGNMENT = 16
 _ROUNDS = 8
+_LONGEST_SOCKET_PATH = 107
 _WITHOUT = "leave symmetric_memory out, so that NCCL computes all sums"
 
 
@@ -36,6 +38,9 @@ class SymmetricMemory:
     Args:
         device: a GPU.
 
+    Raises:
+        RuntimeError: The folder for temporary files has a path that is too long.
+
     Attributes:
         dtypes: those of which it computes sums.
         axis: the number by which operations of torch know its axis.
@@ -46,6 +51,7 @@ class SymmetricMemory:
     def __init__(self, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory
 
+        _check_socket_path()
         self._buffer = _symmetric_memory.empty(BYTES, dtype=torch.uint8, device=device)
         self._group, self.axis = "", 0
 
@@ -73,6 +79,22 @@ class SymmetricMemory:
         part = self._buffer.view(x.dtype)[: x.numel()].view(x.shape)
         summed: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(part, x, "sum", self._group)
         return summed
+
+
+def _check_socket_path() -> None:
+    """Refuse folders for temporary files in which torch cannot make the sockets that exchange addresses.
+
+    torch copies the path into an array of 108 bytes without looking at its length.
+    """
+    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in the order of torch's IpcChannel
+    name = next((name for name in names if name in os.environ), "TMPDIR")
+    folder = os.fsencode(os.environ.get(name, "/tmp"))
+    most = _LONGEST_SOCKET_PATH - len("/symm_mem-") - len(str(1 << 22))  # the largest number of a process
+    if len(folder) > most:
+        raise RuntimeError(
+            f"torch makes sockets in the folder of the variable {name}, whose path has {len(folder)} bytes and may have "
+            f"{most}. Set {name} to a shorter path, such as /tmp, before the processes start"
+        )
 
 
 def connect(axis: Axis, device: torch.device, memory_type: Callable[[torch.device], Any] = SymmetricMemory) -> None:

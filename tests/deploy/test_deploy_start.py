@@ -28,6 +28,7 @@ from support import ROOT, deployment, faults
 from support.deployment import Collected, prompt
 from support.faults import gone
 from support.pool import Pool
+from support.ports import short_path
 
 SCRIPT = """
 import sys, torch
@@ -210,7 +211,7 @@ def test_deployment_needs_one_gpu_per_rank(monkeypatch: pytest.MonkeyPatch) -> N
 def test_deployment_on_ray_actors(stand: faults.Stand, seed: int) -> None:
     """Two actors of Ray on this host; one of them is killed."""
     ray = pytest.importorskip("ray")
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ray-") as long, short_path(long) as folder:  # sockets are in it
         ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, _node_ip_address="127.0.0.1")
         try:
             sizes = {"tensor_parallel_size": 2, "deploy": True, "deploy_backend": "ray"}

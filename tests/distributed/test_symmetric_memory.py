@@ -158,6 +158,7 @@ def check_kernel_arguments() -> None:
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("one_shot_all_reduce_copy", kernel, "CPU")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", "/tmp")
         patch.setattr(_symmetric_memory, "empty", empty)
         patch.setattr(_symmetric_memory, "rendezvous", lambda buffer, group: (buffer, group))
         memory = SymmetricMemory(CPU)
@@ -173,6 +174,20 @@ def test_kernel_gets_the_buffer_in_the_shape_of_the_part(pool: Pool) -> None:
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "TEMP"])
+def test_long_folder_for_sockets_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would write beyond the end of an array."""
+    for each in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setattr(_symmetric_memory, "empty", lambda *_, **__: "memory")
+    assert SymmetricMemory(CPU)._buffer == "memory"
+    monkeypatch.setenv(name, "/" + 89 * "a")
+    assert SymmetricMemory(CPU)._buffer == "memory"
+    monkeypatch.setenv(name, "/" + 90 * "a")
+    with pytest.raises(RuntimeError, match=rf"the variable {name}, whose path has 91 bytes and may have 90"):
+        SymmetricMemory(CPU)
 
 
 def refusal_of(axis: Axis, memory_type: type[SymmetricMemory]) -> str:

@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from support import zoo
 from support.float64 import lifted_casts
+from support.ports import short_path
 from support.reference import TOLERANCE, differences, full_parameters, parallel_model, reference_model
 
 pytestmark = [pytest.mark.zoo, pytest.mark.ray]
@@ -26,8 +27,8 @@ STEPS, CLIP = 5, 0.05
 def ray() -> Iterator[Any]:
     """Ray on this host, with four logical CPUs."""
     ray = pytest.importorskip("ray", reason="ray is not installed")
-    # a short name, as those of Ray's sockets in it are long
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+    # a short path, as those of Ray's sockets in it are long
+    with tempfile.TemporaryDirectory(prefix="ray-") as long, short_path(long) as folder:
         environment = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         ray.init(
             num_cpus=4,

@@ -123,10 +123,8 @@ def test_run_returns_expected_exceptions(pool: Pool, short: None) -> None:
 def test_run_kills_a_hanging_rank_and_shows_its_stack(pool: Pool) -> None:
     pool.start(2)
     before = pool.pids
-    started = time.monotonic()
     with pytest.raises(WorkerError, match=r"(?s)---- rank 1\ndid not finish within 1 s.*in _sleep") as info:
         pool.run(2, _sleep_on, 1, timeout=1)
-    assert time.monotonic() - started < 10
     assert list(info.value.failures) == [1]
     assert not any(_alive(pid) for pid in before[:2])
     assert len(pool.run(2, _sum_of_ranks, torch.zeros(1))) == 2
@@ -135,14 +133,13 @@ def test_run_kills_a_hanging_rank_and_shows_its_stack(pool: Pool) -> None:
 def test_run_names_a_dead_worker_and_replaces_it(pool: Pool) -> None:
     pool.start(3)
     before = pool.pids
-    started = time.monotonic()
-    with pytest.raises(WorkerError, match=rf"rank 2\nits process \(pid {before[2]}\) died with exit code -9"):
+    with pytest.raises(WorkerError, match=rf"rank 2\nits process \(pid {before[2]}\) died with exit code -9") as info:
         pool.run(3, _die_on, 2)
-    assert time.monotonic() - started < 5
+    assert "did not finish" not in str(info.value)  # the others were not waited for
     assert not any(_alive(pid) for pid in before[:3])
     assert len(pool.run(3, _sum_of_ranks, torch.zeros(1))) == 3
     os.kill(pool.pids[0], signal.SIGKILL)  # between two runs
-    time.sleep(0.1)
+    pool._workers[0].process.join()
     assert len(pool.run(3, _sum_of_ranks, torch.zeros(1))) == 3
 
 
@@ -193,14 +190,16 @@ def test_workers_end_with_a_killed_session(tmp_path: Path) -> None:
         "    print(child.pid, flush=True)\n"
         "    child.wait()\n"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "TMPDIR": str(tmp_path)}
+    folder = tmp_path / ("long" * 25)  # as the folders of job systems
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "TMPDIR": str(folder)}
     command = [sys.executable, str(tmp_path / "victim.py")]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as victim:
         assert victim.stdout is not None
         pids = [int(pid) for line in (victim.stdout.readline(), victim.stdout.readline()) for pid in line.split()]
         assert len(pids) == 3 and all(_alive(pid) for pid in pids)
         victim.kill()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while any(_alive(pid) for pid in pids):
             assert time.monotonic() < deadline, f"{[pid for pid in pids if _alive(pid)]} of {pids} live on"
             time.sleep(0.02)

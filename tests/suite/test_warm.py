@@ -71,7 +71,9 @@ def said(folder: Path, arguments: list[str], new: bool, **options: Any) -> tuple
 def found(said: tuple[int, str, str]) -> dict[str, Any]:
     code, out, err = said
     line, _, rest = out.partition("\n")
-    return {"code": code, "after": rest, "err": err, **json.loads(line)}
+    messages = [message for message in err.splitlines() if not message.startswith("  ")]
+    # without lines of source code, which Python 3.13 shows for programs of the command line
+    return {"code": code, "after": rest, "err": messages, **json.loads(line)}
 
 
 @pytest.mark.parametrize("kind", ["script", "module", "code"])

@@ -24,7 +24,7 @@ from oslo_models.registry import NEWER
 
 from support import ROOT
 from support.pool_worker import WORN, dumps, environment, serve
-from support.ports import free_port
+from support.ports import free_port, shorten_socket_paths
 
 PRELOAD = (
     "numpy",
@@ -78,6 +78,7 @@ class Pool:
 
     def __init__(self, size: int = 4, limit: int = 8, preload: Sequence[str] = PRELOAD) -> None:
         self.size, self.limit = size, limit
+        shorten_socket_paths()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
         self._folder = Path(tempfile.mkdtemp(prefix="oslo-models-pool-"))

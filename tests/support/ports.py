@@ -1,3 +1,5 @@
-"""Ports for processes that are about to be started: those of the benchmarks."""
+"""Ports, and paths of sockets, for processes that are about to be started: those of the benchmarks."""
 
 from benchmarks.free_port import free_port as free_port
+from benchmarks.short_paths import short_path as short_path
+from benchmarks.short_paths import shorten_socket_paths as shorten_socket_paths
