@@ -113,7 +113,10 @@ class TokenReader:
         self._times.append(time.monotonic())
         if len(self._times) == 2:
             self._source.metrics.observe("time_to_first_token_seconds", self._times[1] - self._times[0])
-        for token in [value.token] if isinstance(value, Scored) else value.tolist():
+        tokens = [value.token] if isinstance(value, Scored) else value.tolist()
+        if len(tokens) > 1:
+            raise RuntimeError(f"an answer is one row of tokens, and the call computes {len(tokens)} rows")
+        for token in tokens:
             self._tokens += 1
             if token in self._job.stop_tokens:
                 continue

@@ -1,0 +1,165 @@
+"""What requests and checkpoints leave open, or ask for in combination, beside plain transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+
+pytest.importorskip("uvicorn")
+
+from oslo_models.deploy.decoding import Decoding
+from oslo_models.server.app import application
+from oslo_models.server.generation_defaults import GenerationDefaults
+from oslo_models.server.schema import ChatRequest, CompletionRequest
+
+from support.corpora import tokenizer
+from support.http_server import LocalModel, StubModel, post_json
+
+IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+
+
+def small_model(words: Any, **defaults: Any) -> LocalModel:
+    """A model whose checkpoint has these defaults."""
+    torch.manual_seed(0)
+    sizes = {"n_positions": 256, "n_embd": 48, "n_layer": 2, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(words), **sizes, **IDS))
+    model.generation_config = GenerationConfig(**IDS, **defaults)
+    return LocalModel(model)
+
+
+def new_text(words: Any, local: LocalModel, prompt: str, most: int, **options: Any) -> str:
+    """The text that transformers generates."""
+    ids_BL = torch.tensor([words(prompt)["input_ids"]])
+    options = {"attention_mask": torch.ones_like(ids_BL), "max_new_tokens": most, **options}
+    out_BL = local.model.generate(ids_BL, **options)
+    return words.decode(out_BL[0, ids_BL.shape[1] :], skip_special_tokens=True)
+
+
+def completion(app: Any, **fields: Any) -> tuple[int, Any]:
+    status, answer = post_json(app, "/v1/completions", {"prompt": "class", "max_tokens": 10, **fields})
+    return status, answer["choices"][0]["text"] if status == 200 else answer["error"]
+
+
+# Defaults of the checkpoint -------------------------------------------------------------------------------------------
+
+ONE_ROW: list[dict[str, Any]] = [
+    {"stream": True},
+    {"stop": "x"},
+    {"frequency_penalty": 1},
+    {"presence_penalty": 1},
+    {"logprobs": 1},
+    {"structured_outputs": {"choice": ["abc"]}},
+]
+
+
+@pytest.mark.parametrize("fields", ONE_ROW, ids=lambda fields: next(iter(fields)))
+@pytest.mark.parametrize("asks", ["request", "checkpoint"])
+def test_beams_are_refused_by_name_where_an_answer_is_one_row(fields: dict[str, Any], asks: str) -> None:
+    words = tokenizer()
+    local = small_model(words, **({"num_beams": 4} if asks == "checkpoint" else {}))
+    app = application(local, words, "local")
+    beams = {"num_beams": 4} if asks == "request" else {}
+    status, text = completion(app, **beams)
+    assert (status, text) == (200, new_text(words, local, "class", 10, num_beams=4))
+    status, error = completion(app, **beams, **fields)
+    assert status == 400 and error["param"] == "num_beams", error
+    assert "num_beams" in error["message"] and "streamer" not in error["message"]
+    name = "structured output" if "structured_outputs" in fields else next(iter(fields))
+    assert name in error["message"] and ("generation_config" in error["message"]) == (asks == "checkpoint")
+    if "stop" in fields:
+        assert completion(app, num_beams=1, **fields)[0] == 200
+
+
+def test_several_rows_never_become_one_answer() -> None:
+    """Also where a model computes rows that nobody asked for."""
+
+    def generate(input_ids: torch.Tensor, streamer: Any, **_: Any) -> torch.Tensor:
+        streamer.put(input_ids)
+        streamer.put(torch.tensor([5, 6]))
+        return torch.cat((input_ids, torch.tensor([[5]])), 1)
+
+    status, _ = completion(application(StubModel(generate), tokenizer(), "stub"), stop="never")
+    assert status == 500
+    local = small_model(tokenizer(), num_beams=2)
+    with pytest.raises(ValueError, match="num_beams=1"):
+        local.generate(None, None, None, Decoding(presence_penalty=1.0), input_ids=torch.tensor([[5, 6]]))
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"num_return_sequences": 2, "do_sample": True, "temperature": 1e-6},
+        {"prompt_lookup_num_tokens": 3},
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+    ],
+    ids=lambda defaults: next(iter(defaults)),
+)
+def test_the_form_of_results_does_not_depend_on_the_checkpoint(defaults: dict[str, Any]) -> None:
+    words = tokenizer()
+    app = application(small_model(words, **defaults), words, "local")
+    expected = new_text(words, small_model(words), "class", 10, do_sample=False)
+    for fields in ({}, {"stop": "never"}, {"logprobs": 1}, {"presence_penalty": 1e-9}):
+        assert completion(app, **fields) == (200, expected), fields
+
+
+def test_stop_strings_biases_and_lengths_of_the_checkpoint_apply() -> None:
+    words = tokenizer()
+    plain = small_model(words)
+    whole = new_text(words, plain, "class", 10, do_sample=False)
+    app = application(small_model(words, stop_strings=[whole[6:8]]), words, "local")
+    assert completion(app) == (200, whole[: whole.index(whole[6:8])])
+    biases = {(7,): 50.0, (9,): 40.0}
+    app = application(small_model(words, sequence_bias=[[list(key), value] for key, value in biases.items()]), words)
+    expected = new_text(words, plain, "class", 10, sequence_bias={**biases, (9,): 60.0})
+    assert completion(app, logit_bias={"9": 60}) == (200, expected)
+    words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    app = application(small_model(words, max_new_tokens=7, min_new_tokens=7), words, "local")
+    answer = post_json(app, "/v1/chat/completions", {"messages": [{"role": "user", "content": "class"}]})[1]
+    assert answer["usage"]["completion_tokens"] == 7
+
+
+@pytest.mark.parametrize("name", ["dola_layers", "force_words_ids", "num_beam_groups", "penalty_alpha"])
+def test_ways_of_decoding_that_the_server_lacks_are_refused_before_it_answers(name: str) -> None:
+    config = GenerationConfig()
+    setattr(config, name, {"dola_layers": "low", "force_words_ids": [[1]], "num_beam_groups": 2}.get(name, 0.6))
+    with pytest.raises(ValueError, match=name):
+        GenerationDefaults(config)
+
+
+# Sampling -------------------------------------------------------------------------------------------------------------
+
+
+def drawn(local: LocalModel, request: Any) -> set[int]:
+    """The tokens that 800 draws for a request give."""
+    settings = GenerationDefaults(local.generation_config).settings(request)
+    ids_BL = torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 1, "num_return_sequences": 800, "eos_token_id": None, **settings}
+    return set(local.model.generate(ids_BL, attention_mask=torch.ones_like(ids_BL), **options)[:, -1].tolist())
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_sampling_without_top_k_reaches_every_token_unless_the_checkpoint_limits_it(kind: Any) -> None:
+    """As OpenAI documents it; transformers takes the 50 best tokens by default."""
+    given: dict[str, Any] = {"prompt": "x"} if kind is CompletionRequest else {"messages": [{"role": "user"}]}
+    words = tokenizer()
+    free, limited = small_model(words), small_model(words, do_sample=True, top_k=3)
+    torch.manual_seed(1)
+    for fields in ({"temperature": 2}, {"top_p": 1}, {"min_p": 1e-9}, {"temperature": 2, "top_k": -1}):
+        assert len(drawn(free, kind(**given, **fields))) > 100, fields
+    assert len(drawn(limited, kind(**given))) <= 3
+    assert len(drawn(limited, kind(**given, temperature=2))) <= 3
+    assert len(drawn(limited, kind(**given, temperature=2, top_k=0))) > 100
+    for greedy in ({"temperature": 0}, {"top_p": 0}, {"temperature": 2, "top_p": 0}):
+        assert not GenerationDefaults(limited.generation_config).settings(kind(**given, **greedy))["do_sample"]
+
+
+def test_a_bias_for_a_token_that_there_is_not_is_refused_by_its_name() -> None:
+    words = tokenizer()
+    app = application(small_model(words), words, "local")
+    for token in ("99999", "-1"):
+        status, error = completion(app, logit_bias={token: 5})
+        assert status == 400 and error["param"] == "logit_bias" and f"token {token}" in error["message"], error
