@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +21,8 @@ from oslo_models.server.schema import ChatRequest, CompletionRequest
 from support.corpora import tokenizer
 from support.http_server import LocalModel, StubModel, post_json
 
+SPACES = {str(token): -100 for token in tokenizer(vocabulary=1000)(" \n\t\r")["input_ids"]}
+"""A model with random weights may write spaces for ever."""
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
@@ -107,7 +112,7 @@ def test_the_form_of_results_does_not_depend_on_the_checkpoint(defaults: dict[st
 
 
 def test_stop_strings_biases_and_lengths_of_the_checkpoint_apply() -> None:
-    words = tokenizer()
+    words = copy.deepcopy(tokenizer())
     plain = small_model(words)
     whole = new_text(words, plain, "class", 10, do_sample=False)
     app = application(small_model(words, stop_strings=[whole[6:8]]), words, "local")
@@ -163,3 +168,32 @@ def test_a_bias_for_a_token_that_there_is_not_is_refused_by_its_name() -> None:
     for token in ("99999", "-1"):
         status, error = completion(app, logit_bias={token: 5})
         assert status == 400 and error["param"] == "logit_bias" and f"token {token}" in error["message"], error
+
+
+# Structured output ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["a<|end|>b", "a<think>b", "a<eod>b", "😀<|end|>\n"])
+def test_literals_of_a_grammar_may_contain_the_texts_of_added_tokens(text: str) -> None:
+    """As ordinary tokens: a special one would not be in the answer, and an end token would end it."""
+    pytest.importorskip("llguidance")
+    words = copy.deepcopy(tokenizer(vocabulary=1000))
+    words.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    words.add_tokens(["<think>"])
+    app = application(small_model(words), words, "local")
+    by_key = {"type": "object", "properties": {text: {"const": 1}}, "required": [text], "additionalProperties": False}
+    regex = {"regex": re.escape(text).replace("\n", "n")}
+    for wanted in ({"choice": [text]}, regex, {"grammar": f"start: {json.dumps(text)}"}):
+        assert completion(app, max_tokens=60, structured_outputs=wanted) == (200, text), wanted
+    for schema, value in (({"enum": [text]}, text), ({"const": [text]}, [text]), (by_key, {text: 1})):
+        status, answer = completion(app, max_tokens=100, logit_bias=SPACES, structured_outputs={"json": schema})
+        assert status == 200 and json.loads(answer) == value, (schema, answer)
+
+
+def test_a_grammar_of_special_tokens_still_gets_them() -> None:
+    pytest.importorskip("llguidance")
+    words = copy.deepcopy(tokenizer(vocabulary=1000))
+    words.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    app = application(small_model(words), words, "local")
+    asked = {"structured_outputs": {"grammar": 'start: "x" <|end|> "y"'}, "skip_special_tokens": False}
+    assert completion(app, **asked)[1].removesuffix("<eod>") == "x<|end|>y"
