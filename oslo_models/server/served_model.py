@@ -18,7 +18,7 @@ from oslo_models.server.generation import AnswerGenerator
 from oslo_models.server.generation_defaults import GenerationDefaults
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.schema import ChatRequest, CompletionRequest, Generation
-from oslo_models.server.text import StopAutomaton
+from oslo_models.server.text import StopAutomaton, prompt_context
 from oslo_models.server.token_reader import GenerationJob
 
 UNKNOWN_LENGTH = 2048
@@ -157,11 +157,13 @@ class ServedModel:
             new_tokens = request.max_new_tokens(room, self._defaults.max_new_tokens)
             if len(ids) > self.length or new_tokens > room or room < 1:
                 raise self._too_long(len(ids), new_tokens)
+            continues = isinstance(request, CompletionRequest) and not self.model.config.is_encoder_decoder
+            context = prompt_context(self.tokenizer, ids, request.skip_special_tokens) if continues else []
             for choice in range(request.n):
                 seed = None if request.seed is None else (request.seed + index * request.n + choice) % 2**32
                 job = GenerationJob(ids, new_tokens, settings, seed, stops, request.stop_token_ids, decoding)
                 job.adapter = self.adapter
-                job.skip_special_tokens = request.skip_special_tokens
+                job.skip_special_tokens, job.context = request.skip_special_tokens, context
                 if isinstance(request, ChatRequest):
                     job.chat = request.tool_choice != "none" or not request.tools
                     job.forced_tool = request.forced_tool is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import re
@@ -18,9 +19,10 @@ from oslo_models.server.app import application
 from oslo_models.server.generation_defaults import GenerationDefaults
 from oslo_models.server.schema import ChatRequest, CompletionRequest
 
-from support.corpora import tokenizer
-from support.http_server import LocalModel, StubModel, post_json
+from support.corpora import metaspace_tokenizer, tokenizer
+from support.http_server import LocalModel, StubModel, call, post_json
 
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 SPACES = {str(token): -100 for token in tokenizer(vocabulary=1000)(" \n\t\r")["input_ids"]}
 """A model with random weights may write spaces for ever."""
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -121,7 +123,7 @@ def test_stop_strings_biases_and_lengths_of_the_checkpoint_apply() -> None:
     app = application(small_model(words, sequence_bias=[[list(key), value] for key, value in biases.items()]), words)
     expected = new_text(words, plain, "class", 10, sequence_bias={**biases, (9,): 60.0})
     assert completion(app, logit_bias={"9": 60}) == (200, expected)
-    words.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    words.chat_template = TEMPLATE
     app = application(small_model(words, max_new_tokens=7, min_new_tokens=7), words, "local")
     answer = post_json(app, "/v1/chat/completions", {"messages": [{"role": "user", "content": "class"}]})[1]
     assert answer["usage"]["completion_tokens"] == 7
@@ -197,3 +199,60 @@ def test_a_grammar_of_special_tokens_still_gets_them() -> None:
     app = application(small_model(words), words, "local")
     asked = {"structured_outputs": {"grammar": 'start: "x" <|end|> "y"'}, "skip_special_tokens": False}
     assert completion(app, **asked)[1].removesuffix("<eod>") == "x<|end|>y"
+
+
+# Texts of tokens ------------------------------------------------------------------------------------------------------
+
+
+def saying(tokens: list[int]) -> StubModel:
+    """A model that answers these tokens, with log-probabilities that fall with the token."""
+
+    def generate(input_ids: torch.Tensor, streamer: Any = None, decoding: Any = None, **_: Any) -> torch.Tensor:
+        values = torch.tensor(tokens)
+        for value in [input_ids, *values[:, None]] if streamer else ():
+            scored = decoding and value.ndim == 1 and decoding.logprobs is not None
+            streamer.put(decoding.scored(-torch.arange(2000.0), int(value)) if scored else value)
+        return torch.cat((input_ids, values[None]), 1)
+
+    return StubModel(generate)
+
+
+@pytest.mark.parametrize("made", [metaspace_tokenizer, tokenizer], ids=["metaspace", "bytes"])
+def test_text_continues_its_prompt(made: Any) -> None:
+    words = made()
+    for prompt, text in (("def forward", " return x"), ("class", ":"), ("ab", "cd 😀 e"), ("", "return")):
+        answer = words(text, add_special_tokens=False)["input_ids"]
+        ids = words(prompt)["input_ids"] or [5]
+        expected = words.decode(ids + answer, skip_special_tokens=True)
+        expected = expected.removeprefix(words.decode(ids, skip_special_tokens=True))
+        app = application(saying(answer), words, "stub")
+        asked = {"prompt": prompt or ids, "max_tokens": len(answer)}
+        for fields in ({}, {"stop": "never"}, {"echo": False, "logprobs": 1}):
+            assert completion(app, **asked, **fields) == (200, expected), fields
+        raw = asyncio.run(call(app, "POST", "/v1/completions", json.dumps({**asked, "stream": True}).encode()))[2]
+        pieces = [json.loads(line[6:]) for line in raw.decode().splitlines() if line.startswith("data: {")]
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == expected
+
+
+@pytest.mark.parametrize("made", [metaspace_tokenizer, tokenizer], ids=["metaspace", "bytes"])
+def test_bytes_of_log_probabilities_are_those_of_the_answer(made: Any) -> None:
+    words = copy.deepcopy(made())
+    words.chat_template = TEMPLATE
+    text = " return 😀é x"
+    answer = words(text.strip(), add_special_tokens=False)["input_ids"]
+    app = application(saying(answer), words, "stub")
+    asked = {"max_tokens": len(answer), "logprobs": True, "top_logprobs": 20}
+    chat = post_json(app, "/v1/chat/completions", {**asked, "messages": [{"role": "user", "content": "x"}]})[1]
+    rows = chat["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for row in rows for byte in row["bytes"]).decode().strip() == text.strip()
+    for row in rows:
+        assert len({each["token"] for each in row["top_logprobs"]}) == 20
+        assert all(bytes(each["bytes"]).decode("utf-8", "replace").count("\ufffd") <= 1 for each in row["top_logprobs"])
+    found = post_json(app, "/v1/completions", {"prompt": "def", "max_tokens": len(answer), "logprobs": 3})[1]
+    found = found["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [-float(token) for token in answer]
+    for value, row, top in zip(found["token_logprobs"], found["tokens"], found["top_logprobs"], strict=True):
+        assert top[row] == value and len(top) in (3, 4)  # the sampled token is added, as OpenAI does
+    written = [words.decode([*words("def")["input_ids"], *answer[:at]]) for at in range(len(answer))]
+    before = len(words.decode(words("def")["input_ids"]))
+    assert found["text_offset"] == [len(each.rstrip("\ufffd")) - before for each in written]
