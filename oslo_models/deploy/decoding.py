@@ -88,6 +88,11 @@ class Decoding:
             streamer = _ScoringStreamer(streamer, scores, self.scored)
 
         def decode(model: Any, input_ids: Any, logits_processor: Any, **options: Any) -> Any:
+            if len(input_ids) > 1:
+                raise ValueError(
+                    f"decoding={self!r:.200} is for one row, and the call computes {len(input_ids)}: pass one prompt, "
+                    "num_beams=1 and num_return_sequences=1"
+                )
             processors = LogitsProcessorList([*front, *logits_processor])
             return type(model)._sample(model, input_ids, processors, streamer=streamer, **options)
 

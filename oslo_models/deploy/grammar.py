@@ -13,6 +13,8 @@ _KEPT = 4
 """Vocabularies that a process keeps; each takes about a second to prepare."""
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 """Without a bound, a model may write spaces until its tokens are used up."""
+_UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
+"""Where only one text can follow, llguidance would allow only the tokens of its tokenizer, which may be special."""
 _prepared: dict[str, Any] = {}  # by digest, oldest first
 
 
@@ -89,13 +91,14 @@ class Grammar:
             ValueError: it is invalid or too complex.
         """
         matcher, prepared = _llguidance().LLMatcher, vocabulary.prepared()
-        make: Mapping[str, Callable[[Any], str]] = {
-            "json": lambda schema: matcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS),
-            "regex": matcher.grammar_from_regex,
-            "choice": lambda texts: matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts))),
-            "grammar": matcher.grammar_from_lark,
+        make: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+            "json": lambda schema: {"json_schema": {**schema, "x-guidance": _JSON_OPTIONS}},
+            "regex": lambda regex: json.loads(matcher.grammar_from_regex(regex))["grammars"][0],
+            "choice": lambda texts: {"lark_grammar": "start: " + " | ".join(map(json.dumps, texts))},
+            "grammar": lambda lark: {"lark_grammar": lark},
         }
-        text = make[kind](source)
+        grammars = [{"lark_grammar": _UNFORCED}, {**make[kind](source), "name": "main"}]
+        text = json.dumps({"grammars": grammars})
         if error := matcher.validate_grammar(text, prepared):
             raise ValueError(f"the {kind} for structured output cannot be used: {error:.500}")
         return cls(text, vocabulary.digest)
@@ -130,7 +133,8 @@ class _GrammarProcessor:
         self._seen = ids_BL.shape[1]
         bits = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
         if self._matcher.is_error():
-            raise ValueError(f"the structured output cannot be continued: {self._matcher.get_error():.500}")
+            reason = self._matcher.get_error().partition("\n")[0]  # the rest is the state of the parser
+            raise ValueError(f"the structured output cannot be continued: {reason:.500}")
         allowed = torch.from_numpy(numpy.unpackbits(bits, bitorder="little").astype(bool))
         allowed_V = torch.zeros(scores_BV.shape[1], dtype=torch.bool)
         size = min(len(allowed), len(allowed_V))

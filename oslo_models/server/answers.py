@@ -11,6 +11,7 @@ from typing import Any
 from transformers.cli.serving.utils import ToolCall
 
 from oslo_models.deploy.decoding import Scored
+from oslo_models.server.token_texts import TokenText, TokenTexts
 
 
 @dataclass(frozen=True)
@@ -18,22 +19,24 @@ class TokenScore:
     """A token of an answer with its log-probability.
 
     Attributes:
-        text: of the token by itself.
+        token: its text and bytes.
         offset: characters of the answer before it.
-        top: the most probable tokens at its place, with their texts.
+        top: the most probable tokens at its place, best first.
     """
 
-    text: str
+    token: TokenText
     logprob: float
     offset: int
-    top: Sequence[tuple[str, float]]
+    top: Sequence[tuple[TokenText, float]]
 
     @classmethod
-    def of(cls, scored: Scored, offset: int, tokenizer: Any) -> TokenScore:
-        def text(token: int) -> str:
-            return tokenizer.decode([token])
+    def of(cls, scored: Scored, offset: int, texts: TokenTexts) -> TokenScore:
+        return cls(texts[scored.token], scored.logprob, offset, [(texts[token], value) for token, value in scored.top])
 
-        return cls(text(scored.token), scored.logprob, offset, [(text(token), value) for token, value in scored.top])
+    def top_by_text(self) -> dict[str, float]:
+        """The form of completions, which always has the sampled token. Of equal texts the most probable one counts."""
+        found = {token.text: _number(value) for token, value in reversed(self.top)}
+        return {**found, self.token.text: _number(self.logprob)}
 
 
 @dataclass
@@ -62,9 +65,9 @@ def completion_choice(answer: Answer, logprobs: int | None) -> dict[str, Any]:
         return {"text": answer.content, "logprobs": None}
     rows = answer.scores
     scores = {
-        "tokens": [row.text for row in rows],
+        "tokens": [row.token.text for row in rows],
         "token_logprobs": [_number(row.logprob) for row in rows],
-        "top_logprobs": [{text: _number(value) for text, value in row.top} for row in rows] if logprobs else None,
+        "top_logprobs": [row.top_by_text() for row in rows] if logprobs else None,
         "text_offset": [row.offset for row in rows],
     }
     return {"text": answer.content, "logprobs": scores}
@@ -84,15 +87,15 @@ def chat_choice(answer: Answer, delta: bool, first: bool, logprobs: int | None) 
     scores = None
     if logprobs is not None:
         rows = [
-            {**_score(row.text, row.logprob), "top_logprobs": [_score(text, value) for text, value in row.top]}
+            {**_score(row.token, row.logprob), "top_logprobs": [_score(token, value) for token, value in row.top]}
             for row in answer.scores
         ]
         scores = {"content": rows, "refusal": None}
     return {"delta" if delta else "message": message, "logprobs": scores}
 
 
-def _score(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}
+def _score(token: TokenText, logprob: float) -> dict[str, Any]:
+    return {"token": token.text, "logprob": _number(logprob), "bytes": list(token.bytes)}
 
 
 def _number(logprob: float) -> float:

@@ -18,7 +18,9 @@ from oslo_models.server.adapter_turns import AdapterTurns
 from oslo_models.server.answers import Answer
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.response_items import ReasoningText, ToolCall
+from oslo_models.server.text import decode_after
 from oslo_models.server.token_reader import GenerationJob, TokenReader, TokenSource
+from oslo_models.server.token_texts import TokenTexts
 
 
 class AnswerGenerator:
@@ -40,7 +42,7 @@ class AnswerGenerator:
         self.ends = [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
         pad = model.generation_config.pad_token_id
         self._padding = {} if pad is not None or not self.ends else {"pad_token_id": self.ends[0]}
-        self._source = TokenSource(model, tokenizer, self.ends, metrics)
+        self._source = TokenSource(model, tokenizer, self.ends, metrics, TokenTexts(tokenizer))
         self._vocabulary: Vocabulary | None = None
         self._readers: set[TokenReader] = set()
 
@@ -113,7 +115,8 @@ class AnswerGenerator:
             raise
         finally:
             cancellation.cancel()
-        full.tokens, full.content = len(new), self.tokenizer.decode(new, skip_special_tokens=job.skip_special_tokens)
+        full.tokens = len(new)
+        full.content = decode_after(self.tokenizer, job.context, new, job.skip_special_tokens)
         if job.chat and (items := self._source.items(job)).parses:
             _parse(full, [*items.feed(self.tokenizer.decode(new)), *items.finish()], job.single_tool)
         return full

@@ -72,7 +72,7 @@ class Generation(Request):
     max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int | None = Field(default=None, ge=0)
     temperature: Scale | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -99,12 +99,6 @@ class Generation(Request):
             raise ValueError(f"best_of={self.best_of} is not supported by this server, except as n={self.n}")
         if unknown := set(self.stream_options) - {"include_usage", "include_obfuscation"}:
             raise ValueError(f"stream_options has {sorted(unknown)}; include_usage is supported")
-        asked = self.frequency_penalty or self.presence_penalty or self.logprobs_asked is not None or self.grammar
-        if asked and (self.num_beams or 1) > 1:
-            raise ValueError(
-                "num_beams cannot be combined with frequency_penalty, presence_penalty, logprobs, structured output "
-                "or a forced tool_choice"
-            )
         return self
 
     @property
@@ -123,23 +117,6 @@ class Generation(Request):
         if len(found) > 1:
             raise ValueError("response_format, structured_outputs and tool_choice give more than one grammar; use one")
         return found[0] if found else None
-
-    def settings(self, defaults: Any) -> dict[str, Any]:
-        """Arguments of `generate`. It samples if the request, or else the model's own configuration, says so."""
-        names = ("temperature", "top_p", "min_p", "repetition_penalty", "num_beams", "no_repeat_ngram_size")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.top_k is not None:
-            given["top_k"] = max(self.top_k, 0)
-        by_default = defaults.do_sample or self.top_p or (self.top_k or 0) > 0 or self.min_p
-        samples = bool(by_default if self.temperature is None else self.temperature)
-        if not samples:
-            of_sampling = ("temperature", "top_p", "top_k", "min_p")
-            given = {name: value for name, value in given.items() if name not in of_sampling}
-        if self.logit_bias:
-            given["sequence_bias"] = {(token,): bias for token, bias in self.logit_bias.items()}
-        if self.min_tokens:
-            given["min_new_tokens"] = self.min_tokens
-        return {**given, "do_sample": samples}
 
     @property
     def stops(self) -> list[str]:
@@ -189,8 +166,9 @@ class CompletionRequest(Generation):
     def encode(self, tokenizer: Any) -> list[list[int]]:
         return [tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in self.prompts]
 
-    def max_new_tokens(self, room: int) -> int:
-        return self.max_tokens or min(16, room)  # OpenAI's default
+    def max_new_tokens(self, room: int, default: int | None) -> int:
+        """Tokens of the answer, by default OpenAI's 16."""
+        return self.max_tokens or min(16, room)
 
 
 class ChatRequest(Generation):
@@ -268,8 +246,9 @@ class ChatRequest(Generation):
         """Stands for the length of the prompt: texts of the messages, before the template is applied."""
         return ["".join(_texts(self.messages))]
 
-    def max_new_tokens(self, room: int) -> int:
-        return self.max_completion_tokens or self.max_tokens or min(1024, room)
+    def max_new_tokens(self, room: int, default: int | None) -> int:
+        """Tokens of the answer, by default the checkpoint's, or 1024."""
+        return self.max_completion_tokens or self.max_tokens or min(default or 1024, room)
 
 
 def _require_text_parts(messages: list[dict[str, Any]]) -> None:

@@ -15,9 +15,10 @@ from oslo_models.server.adapter_turns import AdapterTurns
 from oslo_models.server.embeddings import Embedder
 from oslo_models.server.errors import RequestError
 from oslo_models.server.generation import AnswerGenerator
+from oslo_models.server.generation_defaults import GenerationDefaults
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.schema import ChatRequest, CompletionRequest, Generation
-from oslo_models.server.text import StopAutomaton
+from oslo_models.server.text import StopAutomaton, prompt_context
 from oslo_models.server.token_reader import GenerationJob
 
 UNKNOWN_LENGTH = 2048
@@ -41,7 +42,8 @@ class ServedModel:
         adapted: the same model with each of its adapters, which shares its threads and workers.
 
     Raises:
-        ValueError: there are adapters, and the model does not generate.
+        ValueError: there are adapters, and the model does not generate; or its generation_config asks for something
+            that the server cannot do.
     """
 
     adapter: str | None = None
@@ -68,6 +70,7 @@ class ServedModel:
             self.length = min(self.length, tokenizer.model_max_length)
         if adapters and not self.generates:
             raise ValueError(f"adapters are for models that generate text; {name} makes embeddings")
+        self._defaults = GenerationDefaults(model.generation_config if self.generates else None)
         turns = AdapterTurns(model) if adapters else None
         self.generator = AnswerGenerator(model, tokenizer, places, metrics, turns) if self.generates else None
         self.embedder = None if self.generates else Embedder(model, tokenizer, pooling, normalizes)
@@ -119,10 +122,14 @@ class ServedModel:
             raise self._too_long(len(ids), 0, param)
 
     def check_tokens(self, ids: list[int], param: str = "prompt") -> None:
-        """Raise ``RequestError`` for a prompt that is empty or has tokens that the model does not know."""
-        if not ids or not all(0 <= token < self.model.config.vocab_size for token in ids):
-            message = "a prompt has tokens that the model does not know" if ids else "a prompt is empty"
+        """Raise ``RequestError`` for a list of tokens that is empty or has one that the model does not know."""
+        most = self.model.config.vocab_size - 1
+        unknown = next((token for token in ids if not 0 <= token <= most), None)
+        if unknown is not None:
+            message = f"{param} has the token {unknown}, which the model does not know: its tokens are 0 to {most}"
             raise RequestError(400, message, None, param)
+        if not ids:
+            raise RequestError(400, f"{param} is empty: it has no tokens", None, param)
 
     async def jobs(self, request: CompletionRequest | ChatRequest) -> tuple[list[list[int]], list[GenerationJob]]:
         """The prompts as tokens, and what to generate: a job for each choice.
@@ -137,22 +144,26 @@ class ServedModel:
 
     def _jobs(self, request: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> list[GenerationJob]:
         assert self.generator is not None
-        settings, decoding = request.settings(self.model.generation_config), self._decoding(request)
-        if request.stop_token_ids:
-            self.check_tokens(request.stop_token_ids, "stop_token_ids")
-        stops = StopAutomaton(request.stops) if request.stops else None
+        for name in ("stop_token_ids", "logit_bias"):
+            if tokens := list(getattr(request, name)):
+                self.check_tokens(tokens, name)
+        settings, decoding = self._defaults.settings(request), self._decoding(request)
+        texts = [*request.stops, *self._defaults.stops]
+        stops = StopAutomaton(texts) if texts else None
         jobs = []
         for index, ids in enumerate(prompts):
             self.check_tokens(ids)
             room = self.length - (0 if self.model.config.is_encoder_decoder else len(ids))
-            new_tokens = request.max_new_tokens(room)
+            new_tokens = request.max_new_tokens(room, self._defaults.max_new_tokens)
             if len(ids) > self.length or new_tokens > room or room < 1:
                 raise self._too_long(len(ids), new_tokens)
+            continues = isinstance(request, CompletionRequest) and not self.model.config.is_encoder_decoder
+            context = prompt_context(self.tokenizer, ids, request.skip_special_tokens) if continues else []
             for choice in range(request.n):
                 seed = None if request.seed is None else (request.seed + index * request.n + choice) % 2**32
                 job = GenerationJob(ids, new_tokens, settings, seed, stops, request.stop_token_ids, decoding)
                 job.adapter = self.adapter
-                job.skip_special_tokens = request.skip_special_tokens
+                job.skip_special_tokens, job.context = request.skip_special_tokens, context
                 if isinstance(request, ChatRequest):
                     job.chat = request.tool_choice != "none" or not request.tools
                     job.forced_tool = request.forced_tool is not None

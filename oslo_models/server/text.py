@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 _MOST_PENDING = 16
 """Tokens that a slow tokenizer may leave without text before they are given up, so that decoding stays linear."""
+_CONTEXT = 8
+"""Tokens before an answer that are decoded with it; a character has four at most."""
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -18,18 +21,40 @@ class TokenDecoder(Protocol):
         """The text that a token completes; empty while a character is incomplete."""
 
 
-def token_decoder(tokenizer: Any, skip_special_tokens: bool = True) -> TokenDecoder:
-    """A decoder for any tokenizer of transformers."""
+def prompt_context(tokenizer: Any, prompt: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
+    """The last tokens of a prompt that the decoding of its continuation depends on.
+
+    Many tokenizers write the first token of a text without its leading space. Empty if no text precedes, or a part of a
+    character.
+    """
+    for context in (list(prompt[-_CONTEXT:]), list(prompt)):
+        if text := tokenizer.decode(context, skip_special_tokens=skip_special_tokens):
+            return [] if text.endswith(_INCOMPLETE) else context
+    return []
+
+
+def decode_after(tokenizer: Any, context: Sequence[int], tokens: Sequence[int], skip_special_tokens: bool) -> str:
+    """The text that tokens add to their context."""
+    whole = tokenizer.decode([*context, *tokens], skip_special_tokens=skip_special_tokens)
+    if not context:
+        return whole
+    before = tokenizer.decode(list(context), skip_special_tokens=skip_special_tokens)
+    return whole[len(os.path.commonprefix([before, whole])) :]
+
+
+def token_decoder(tokenizer: Any, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> TokenDecoder:
+    """A decoder for any tokenizer of transformers; it gives the text after the context."""
     if hasattr(tokenizer, "_tokenizer"):
-        return _FastDecoder(tokenizer._tokenizer, skip_special_tokens)
-    return _SlowDecoder(tokenizer, skip_special_tokens)
+        return _FastDecoder(tokenizer._tokenizer, skip_special_tokens, context)
+    return _SlowDecoder(tokenizer, skip_special_tokens, context)
 
 
 class _FastDecoder:
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool, context: Sequence[int]) -> None:
         from tokenizers.decoders import DecodeStream
 
-        self._tokenizer, self._stream = tokenizer, DecodeStream([], skip_special_tokens=skip_special_tokens)
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(list(context), skip_special_tokens=skip_special_tokens)
 
     def step(self, token: int) -> str:
         return self._stream.step(self._tokenizer, token) or ""
@@ -38,10 +63,10 @@ class _FastDecoder:
 class _SlowDecoder:
     """Decodes a window of the last tokens with and without the new ones, and passes on what these add."""
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool, context: Sequence[int]) -> None:
         self._tokenizer, self._skips = tokenizer, skip_special_tokens
-        self._ids: list[int] = []
-        self._passed = 0  # tokens of the window whose text has been passed on
+        self._ids = list(context)
+        self._passed = len(context)  # tokens of the window whose text has been passed on
 
     def step(self, token: int) -> str:
         self._ids.append(token)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from oslo_models.deploy.cancellation import CallCancelled, Cancellation
 from oslo_models.deploy.decoding import Decoding, Scored
 from oslo_models.server.answers import Answer, TokenScore
 from oslo_models.server.response_items import ReasoningText, ResponseItems, ToolCall
-from oslo_models.server.text import StopAutomaton, StopStrings, token_decoder
+from oslo_models.server.text import StopAutomaton, StopStrings, decode_after, token_decoder
+from oslo_models.server.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +28,14 @@ class TokenSource:
 
     Attributes:
         ends: tokens that end a text.
+        texts: of single tokens.
     """
 
     model: Any
     tokenizer: Any
     ends: list[int]
     metrics: Metrics
+    texts: TokenTexts
 
     def items(self, job: GenerationJob) -> ResponseItems:
         """What parses the answer of a chat."""
@@ -56,6 +60,7 @@ class GenerationJob:
         forced_tool: the text is a tool call in JSON.
         single_tool: tool calls after the first are dropped.
         skip_special_tokens: in the text.
+        context: the last tokens of the prompt, if the text continues it.
         adapter: its name in the model; ``None``: none.
     """
 
@@ -70,6 +75,7 @@ class GenerationJob:
     forced_tool: bool = False
     single_tool: bool = False
     skip_special_tokens: bool = True
+    context: list[int] = field(default_factory=list)
     adapter: str | None = None
 
 
@@ -91,9 +97,10 @@ class TokenReader:
         items = source.items(job) if job.chat and not job.forced_tool else None
         self._parser = items if items is not None and items.parses else None
         skips = job.skip_special_tokens and self._parser is None
-        self._decoder = token_decoder(source.tokenizer, skips)
+        self._decoder = token_decoder(source.tokenizer, skips, job.context)
         self._stops, self._seen = StopStrings(job.stops or _NO_STOPS), ""
         self._tokens, self._tools, self._offset = 0, 0, 0
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._scores: list[TokenScore] = []
         self.waiting = True  # for the prompt, which is the first value
         self._times = [time.monotonic()]  # when it was asked for, when each token came
@@ -113,13 +120,16 @@ class TokenReader:
         self._times.append(time.monotonic())
         if len(self._times) == 2:
             self._source.metrics.observe("time_to_first_token_seconds", self._times[1] - self._times[0])
-        for token in [value.token] if isinstance(value, Scored) else value.tolist():
+        tokens = [value.token] if isinstance(value, Scored) else value.tolist()
+        if len(tokens) > 1:
+            raise RuntimeError(f"an answer is one row of tokens, and the call computes {len(tokens)} rows")
+        for token in tokens:
             self._tokens += 1
             if token in self._job.stop_tokens:
                 continue
             if isinstance(value, Scored) and token not in self._source.ends:
-                self._scores.append(TokenScore.of(value, self._offset, self._source.tokenizer))
-                self._offset += len(self._scores[-1].text)
+                self._scores.append(TokenScore.of(value, self._offset, self._source.texts))
+                self._offset += len(self._characters.decode(self._scores[-1].token.bytes))
             self._read(self._decoder.step(token))
         if self.stopped:
             raise CallCancelled("a stop string was generated")
@@ -164,7 +174,7 @@ class TokenReader:
             self._source.metrics.count("generated_tokens_total", self._tokens)
             return self._piece(tokens=self._tokens, finish="tool_calls" if self._tools else "stop")
         new, finish = ended
-        text = self._source.tokenizer.decode(new, skip_special_tokens=self._job.skip_special_tokens)
+        text = decode_after(self._source.tokenizer, self._job.context, new, self._job.skip_special_tokens)
         if self._job.forced_tool:
             return self._forced(text, finish)
         rest, reasoning, late = "", "", list[tuple[int, ToolCall]]()

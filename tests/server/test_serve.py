@@ -221,7 +221,7 @@ BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
     "a token that there is not": ({"prompt": [5, 10**6]}, openai.BadRequestError, "does not know"),
     "nothing": ({"prompt": ""}, openai.BadRequestError, "prompt"),
     "not supported": ({"echo": True}, openai.BadRequestError, "echo is not supported"),
-    "what transformers refuses": ({"num_beams": 2, "stream": True}, openai.BadRequestError, "streamer"),
+    "beams and a stream": ({"num_beams": 2, "stream": True}, openai.BadRequestError, "num_beams cannot be combined"),
     "another model": ({"model": "gpt-6"}, openai.NotFoundError, "gpt-6"),
     "too long": ({"prompt": "a" * 6000}, openai.APIStatusError, "5000 bytes"),
     "too many answers": ({"n": 65}, openai.BadRequestError, "at most 64"),

@@ -32,7 +32,7 @@ from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits
 
 from support.corpora import tokenizer
-from support.http_server import StubModel, call, listening, post_json
+from support.http_server import LocalModel, StubModel, call, listening, post_json
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}{% if tools %}tools: {{ tools | length }}
@@ -46,32 +46,6 @@ LOOK = {
 LOOK["parameters"]["additionalProperties"] = False  # type: ignore[index]
 WAIT = {"name": "wait", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
 TOOLS: list[Any] = [{"type": "function", "function": LOOK}, {"type": "function", "function": WAIT}]
-
-
-class LocalModel:
-    """As a deployed model, but computed here."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.config = model.eval(), model.config
-        self.generation_config = getattr(model, "generation_config", None)
-        self.config.name_or_path = "local"
-
-    def can_generate(self) -> bool:
-        return self.model.can_generate()
-
-    def health(self, timeout: float) -> dict[str, Any]:
-        return {"healthy": True}
-
-    def __call__(self, **inputs: Any) -> Any:
-        with torch.no_grad():
-            return self.model(**inputs)
-
-    def generate(self, seed: Any, cancellation: Any, streamer: Any, decoding: Any = None, **options: Any) -> Any:
-        if seed is not None:
-            torch.manual_seed(seed)
-        if decoding is not None:
-            options["custom_generate"] = decoding.method(streamer)
-        return self.model.generate(**options, streamer=streamer)
 
 
 @pytest.fixture(scope="module")

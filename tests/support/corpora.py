@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -41,6 +42,27 @@ def tokenizer(split: str = "", vocabulary: int = 1500, normalizer: str | None = 
     )
     made.train_from_iterator(sources(), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eod>")
+
+
+@cache
+def metaspace_tokenizer(vocabulary: int = 600) -> Any:
+    """A tokenizer as sentencepiece makes them for Llama: words begin with their space, and rare characters are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
+    made.train_from_iterator(sources(), trainer)
+    state = json.loads(made.to_str())
+    for byte in range(256):
+        state["model"]["vocab"].setdefault(f"<0x{byte:02X}>", len(state["model"]["vocab"]))
+    made = Tokenizer.from_str(json.dumps(state))
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def expected(texts: Sequence[str], tokenizer: Any, end: int | None) -> list[list[int]]:

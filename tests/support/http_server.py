@@ -53,6 +53,34 @@ class StubModel:
         return torch.cat((input_ids, torch.full((1, min(max_new_tokens, 50)), self.token)), 1)
 
 
+class LocalModel:
+    """As a deployed model, but computed here."""
+
+    reused_prompt_tokens = 0
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.config = model.eval(), model.config
+        self.generation_config = getattr(model, "generation_config", None)
+        self.config.name_or_path = "local"
+
+    def can_generate(self) -> bool:
+        return self.model.can_generate()
+
+    def health(self, timeout: float) -> dict[str, Any]:
+        return {"healthy": True}
+
+    def __call__(self, **inputs: Any) -> Any:
+        with torch.no_grad():
+            return self.model(**inputs)
+
+    def generate(self, seed: Any, cancellation: Any, streamer: Any, decoding: Any = None, **options: Any) -> Any:
+        if seed is not None:
+            torch.manual_seed(seed)
+        if decoding is not None:
+            options["custom_generate"] = decoding.method(streamer)
+        return self.model.generate(**options, streamer=streamer)
+
+
 @contextmanager
 def listening(app: Any, limits: ConnectionLimits | None = None, **options: Any) -> Iterator[str]:
     """uvicorn in a thread: its address.

@@ -1,0 +1,88 @@
+"""Texts and bytes of single tokens, for log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers import ByT5Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenText(NamedTuple):
+    """A token by itself.
+
+    Attributes:
+        text: unlike `bytes` readable; as OpenAI writes it, a part of a character is ``bytes:`` with escaped bytes.
+        bytes: the part of the answer that the token makes, with its leading space.
+    """
+
+    text: str
+    bytes: bytes
+
+
+class TokenTexts:
+    """Looks up tokens of one tokenizer. Unlike ``decode`` it keeps leading spaces and parts of characters."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added = {token: str(text).encode() for token, text in added.items()}
+        self._bytes_of = _conversion(tokenizer)
+        self._found: dict[int, TokenText] = {}
+
+    def __getitem__(self, token: int) -> TokenText:
+        found = self._found.get(token)
+        if found is None:
+            data = self._added.get(token)
+            data = self._bytes_of(token) if data is None else data
+            try:
+                text = data.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            found = self._found[token] = TokenText(text, data)
+        return found
+
+
+def _conversion(tokenizer: Any) -> Callable[[int], bytes]:
+    """The function from tokens to bytes, by the decoder of the tokenizer."""
+    name = tokenizer.convert_ids_to_tokens
+    if isinstance(tokenizer, ByT5Tokenizer):
+        return lambda token: name(token).encode("latin-1")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    steps = [] if backend is None else _steps(json.loads(backend.to_str())["decoder"])
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds:
+        stands_for = {char: bytes([byte]) for byte, char in bytes_to_unicode().items()}
+        return lambda token: b"".join(stands_for.get(char) or char.encode() for char in name(token))
+    replaced = [(step["replacement"], " ") for step in steps if step["type"] == "Metaspace"]
+    replaced += [
+        (step["pattern"]["String"], step["content"])
+        for step in steps
+        if step["type"] == "Replace" and "String" in step["pattern"]
+    ]
+    if not replaced:
+        return lambda token: tokenizer.decode([token]).encode()
+
+    def convert(token: int) -> bytes:
+        text = name(token)
+        if "ByteFallback" in kinds and (byte := _BYTE.fullmatch(text)):
+            return bytes([int(byte[1], 16)])
+        for old, new in replaced:
+            text = text.replace(old, new)
+        return text.encode()
+
+    return convert
+
+
+def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The steps of a decoder in the format of tokenizers."""
+    if decoder is None:
+        return []
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _steps(part)]
