@@ -277,6 +277,7 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract("torch._foreach_mul_", "modeling.training"),
     _contract("torch._foreach_norm", "distributed.grad_overflow distributed.sharded_tensor modeling.training"),
     _contract("torch._inductor.list_mode_options", "fusion.decoding", "mode"),
+    _contract("torch._inductor.cudagraph_trees.get_obj", "fusion.decoding", "local attr_name"),
     _contract("torch._utils._rebuild_parameter", "distributed.sharded_tensor", "data requires_grad backward_hooks"),
     _contract("torch.autograd.Variable._execution_engine.queue_callback", "distributed.grad_overflow modeling.forward"),
     _contract("torch.autograd._is_checkpoint_valid", "compat.tensor_parallel.autograd"),

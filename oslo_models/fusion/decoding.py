@@ -92,6 +92,8 @@ def graphs_run_in_this_thread() -> bool:
     if name not in sys.modules and not is_main and torch.__version__ < (2, 13):
         return False  # graphs would belong to the first thread that imports the module
     trees = importlib.import_module(name)
+    if not hasattr(trees, "get_obj"):  # a later release, in which graphs belong to no thread, or by another function
+        return is_main
     try:
         trees.get_obj(trees.local, "tree_manager_containers")
     except AssertionError:  # https://github.com/pytorch/pytorch/issues/123177
