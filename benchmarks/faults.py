@@ -260,7 +260,7 @@ def application_ends(stand: Stand, how: int) -> float:
     (os.killpg if how == signal.SIGINT else os.kill)(app.pid, how)
     app.join(LIMIT)
     stand.ended = [app.pid, *pids]
-    gone(stand.ended, LIMIT)
+    gone(stand.ended)
     return time.perf_counter() - since
 
 
@@ -285,7 +285,7 @@ def training(stand: Stand, name: str) -> float:
 ALL = FAULTS | {name: partial(training, name=name) for name in TRAINING_FAULTS}
 
 
-def gone(pids: list[int], seconds: float = 2.0) -> bool:
+def gone(pids: list[int], seconds: float = LIMIT) -> bool:
     """Whether these processes have ended, or do within so many seconds."""
     deadline = time.monotonic() + seconds
     while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import process, util
 from pathlib import Path
 
-
 _kept = ExitStack()
 """Paths that are used to the end of the process."""
 

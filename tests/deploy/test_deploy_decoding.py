@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from oslo_models.deploy.decoding import Decoding, Scored
 
 from support import deployment
 from support.deployment import Collected, prompt
+from support.waiting import wait_until
 
 
 def greedy(whole: Any, ids_BL: torch.Tensor, steps: int, change: Callable[[torch.Tensor, list[int]], Any]) -> Any:
@@ -63,13 +63,6 @@ def test_streamer_gets_log_probabilities_of_the_raw_logits(model: Any, whole: An
         assert scored.logprob == pytest.approx(float(expected_V[scored.token]), abs=1e-4)
         assert [value for _, value in scored.top] == pytest.approx(top.values.tolist(), abs=1e-4)
         assert {token for token, _ in scored.top} == set(top.indices.tolist())
-
-
-def wait_until(holds: Callable[[], Any], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from oslo_models.deploy import forking, process_executor
 
 from support import ROOT, faults
 from support.faults import gone
+from support.waiting import wait_until
 
 SCRIPT = """
 import os, signal, sys, threading, torch
@@ -79,13 +78,6 @@ def parent(pid: int) -> int:
     return int(state(pid)[1])
 
 
-def until(is_so: Callable[[], bool], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_fork_server_is_a_copy_of_an_application_that_has_imported_only(stand: faults.Stand, tmp_path: Path) -> None:
     """And it has nothing of it: open files, what they have yet to write, handlers of signals. It ends with it."""
     stand.model.save_pretrained_with_parallel(tmp_path / "model")
@@ -107,7 +99,7 @@ def test_fork_server_is_a_copy_of_an_application_that_has_imported_only(stand: f
         assert gone([int(pids[0])])  # the handler is not the worker's
         app.kill()
     assert gone([int(pid) for pid in pids])
-    until(lambda: not Path(f"/proc/{copy}").exists() or state(copy)[0] == "Z")  # the system has yet to reap it
+    wait_until(lambda: not Path(f"/proc/{copy}").exists() or state(copy)[0] == "Z")  # the system has yet to reap it
 
 
 def test_workers_survive_the_server_that_forked_them(stand: faults.Stand) -> None:
@@ -118,7 +110,7 @@ def test_workers_survive_the_server_that_forked_them(stand: faults.Stand) -> Non
     os.kill(server, signal.SIGKILL)
     stand.answers()
     os.kill(before[0], signal.SIGKILL)
-    until(lambda: stand.model._engine._executor is None)
+    wait_until(lambda: stand.model._engine._executor is None)
     assert gone(before)
     stand.model.restart()
     assert parent(stand.pids[0]) not in (server, os.getpid(), 1)

@@ -35,6 +35,7 @@ from oslo_models.deploy.running_batch.step_runner import StepRunner
 from support import deployment, running, zoo
 from support.deployment import Collected, prompt
 from support.pool import Pool
+from support.waiting import LIMIT
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "deployment.md"
 
@@ -254,7 +255,7 @@ def test_threads_get_what_they_would_get_alone(served: Any, seed: int) -> None:
         for _ in range(3):
             torch.testing.assert_close(model(**batch).logits, logits, rtol=1e-10, atol=1e-10)
         for each in asked:
-            each.result(60)
+            each.result(LIMIT)
     assert model.health()["healthy"]
 
 
@@ -278,7 +279,7 @@ def test_stages_one_rank_and_ranks_without_shared_memory(
         asked = [threads.submit(ask, model, *each) for each in zip(calls, expected, strict=True)]
         beams = model.generate(**prompt(seed), max_new_tokens=3, num_beams=2)  # on all ranks, between two steps
         for each in asked:
-            each.result(60)
+            each.result(LIMIT)
         assert torch.equal(beams, model.generate(**prompt(seed), max_new_tokens=3, num_beams=2))
 
 
@@ -298,15 +299,15 @@ def test_row_that_fails_or_is_cancelled_leaves_the_others(served: Any, seed: int
         with pytest.raises(IndexError, match="the token 500; the vocabulary has 101"):
             model.generate(**unknown, **long)
         with pytest.raises(MemoryError, match="no room for the cache"):
-            raising.result(20)
+            raising.result(LIMIT)
         with pytest.raises(TimeoutError, match=r"timeout=0\.3 s"):
-            late.result(20)
+            late.result(LIMIT)
         with pytest.raises(BrokenPipeError):
-            left.result(20)
+            left.result(LIMIT)
         cancellation.cancel()
         with pytest.raises(CallCancelled):
-            cancelled.result(20)
-        assert all(torch.equal(each.result(60), expected) for each in good)
+            cancelled.result(LIMIT)
+        assert all(torch.equal(each.result(LIMIT), expected) for each in good)
     assert torch.equal(model.generate(**batch, **long), expected)
 
 
@@ -330,12 +331,11 @@ def test_short_call_overtakes_a_long_one(served: Any, seed: int) -> None:
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(model.generate, **batch, **slow, cancellation=cancellation)
         time.sleep(0.2)
-        began = time.monotonic()
         assert model.generate(**batch, max_new_tokens=3, min_new_tokens=3).shape[1] == 10
-        assert time.monotonic() - began < 3 and not first.done()  # the long one takes more than 10 s
+        assert not first.done()  # which takes more than 10 s
         cancellation.cancel()
         with pytest.raises(CallCancelled):
-            first.result(10)
+            first.result(LIMIT)
 
 
 def test_change_of_the_model_waits_for_the_rows(served: Any, seed: int) -> None:
@@ -349,8 +349,8 @@ def test_change_of_the_model_waits_for_the_rows(served: Any, seed: int) -> None:
         time.sleep(0.15)
         changing = threads.submit(model.fuse)
         time.sleep(0.05)
-        assert torch.equal(model.generate(**batch, **options), expected) and changing.result(20) is model
-        assert torch.equal(first.result(20), expected)
+        assert torch.equal(model.generate(**batch, **options), expected) and changing.result(LIMIT) is model
+        assert torch.equal(first.result(LIMIT), expected)
     model.unfuse()
 
 
@@ -363,7 +363,7 @@ def test_step_that_fails_ends_its_calls_and_no_others(served: Any, seed: int) ->
         calls = [threads.submit(model.generate, **batch, max_new_tokens=n, min_new_tokens=n) for n in (20, 30)]
         for call in calls:
             with pytest.raises((IndexError, RuntimeError)):
-                call.result(60)
+                call.result(LIMIT)
     options = {"max_new_tokens": 5, "do_sample": False}
     assert torch.equal(model.generate(**prompt(seed), **options), whole.generate(**prompt(seed), **options))
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from oslo_models import GPT2LMHeadModel, RankFailedError
-from oslo_models.distributed import collectives, device_collectives, mesh
+from oslo_models.distributed import collectives, device_collectives, failure_diagnosis, mesh
 from oslo_models.distributed.failure_diagnosis import FailureDiagnosis, pid_namespace, process_start_time
 from oslo_models.distributed.mesh import ParallelMesh, world_axis
 from oslo_models.distributed.store_client import StoreClient, StoreLostError
@@ -30,6 +31,7 @@ from oslo_models.distributed.store_client import StoreClient, StoreLostError
 from support.faults import CONFIG, Training, end_of, one_fault
 from support.pool import Pool
 from support.ports import free_port
+from support.waiting import LIMIT, wait_until
 
 VICTIM = 2
 
@@ -48,7 +50,7 @@ def live(rank: int, story: Callable[..., Any], port: int, folder: Path, *args: A
         (folder / str(rank)).write_text(json.dumps(said))
 
 
-def survivors_say(folder: Path, story: Callable[..., Any], *args: Any, seconds: float = 30.0) -> list[Any]:
+def survivors_say(folder: Path, story: Callable[..., Any], *args: Any, seconds: float = LIMIT) -> list[Any]:
     port = free_port()
     context: Any = multiprocessing.get_context("forkserver")
     gang = [context.Process(target=live, args=(rank, story, port, folder, *args), daemon=True) for rank in range(3)]
@@ -185,8 +187,7 @@ def test_store_client_thread_can_be_ended_while_the_store_is_stopped(pool: Pool)
         stopped, killed = StoreClient(store, "a"), StoreClient(store, "b")
         assert stopped.ask(lambda store: store.add("x", 1)) == killed.ask(lambda store: store.add("y", 1)) == 1
         os.kill(host.pid, signal.SIGSTOP)
-        while not all(is_stopped(task) for task in Path(f"/proc/{host.pid}/task").iterdir()):
-            time.sleep(0.01)
+        wait_until(lambda: all(is_stopped(task) for task in Path(f"/proc/{host.pid}/task").iterdir()))
         with pytest.raises(TimeoutError, match="does not answer"):
             stopped.ask(lambda store: store.check(["x"]), 0.2)
         stopped.close()
@@ -196,8 +197,8 @@ def test_store_client_thread_can_be_ended_while_the_store_is_stopped(pool: Pool)
         since = time.monotonic()
         for _ in range(3):  # at once, and without a stack trace of C++ for each
             with pytest.raises(StoreLostError):
-                killed.ask(lambda store: store.check(["x"]), 5.0)
-        assert time.monotonic() - since < 3.0
+                killed.ask(lambda store: store.check(["x"]), LIMIT)
+        assert time.monotonic() - since < LIMIT
         killed.close()
         assert not killed._thread.is_alive()
     finally:
@@ -239,13 +240,16 @@ def post(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_late_post_of_a_live_process_is_no_failure(answers: bool) -> None:
+def test_late_post_of_a_live_process_is_no_failure(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that can be seen to be alive is not blamed for a late post, nor for a late answer of its store."""
+    clock = SimpleNamespace(now=time.monotonic(), time=time.time)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(failure_diagnosis, "time", clock)
     diagnosis = FailureDiagnosis(Silent({0: post()}, answers), (0,), patience=0.4)
     assert diagnosis.find_failed(0.01) == {}
-    time.sleep(0.1)
+    clock.now += 0.1
     assert diagnosis.find_failed(0.01) == {}
-    time.sleep(0.4)
+    clock.now += 0.4
     assert list(diagnosis.find_failed(0.01)) == [0]
 
 
@@ -256,7 +260,7 @@ def test_stopped_process_is_diagnosed_as_failed(pool: Pool) -> None:
     process.start()
     try:
         os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(0.2)
+        wait_until(lambda: is_stopped(Path(f"/proc/{process.pid}")))
         diagnosis = FailureDiagnosis(
             Silent({0: post(pid=process.pid, start_time=process_start_time(process.pid))}, True), (0,), patience=60.0
         )

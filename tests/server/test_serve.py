@@ -37,6 +37,7 @@ from support.corpora import tokenizer
 from support.faults import gone
 from support.http_server import StubModel, listening
 from support.served import workers_of
+from support.waiting import LIMIT, wait_until
 
 pytestmark = pytest.mark.usefixtures("warm_module")
 
@@ -112,7 +113,7 @@ def program(*arguments: object, folder: Path, says: str) -> Iterator[SimpleNames
 
 def get(url: str) -> tuple[int, Any]:
     try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
+        with urllib.request.urlopen(url, timeout=LIMIT) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -122,14 +123,14 @@ def post(url: str, body: str) -> tuple[int, Any]:
     """A body as it is, which clients may not be able to write."""
     headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=LIMIT) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
 
 
 def client_of(url: str, key: str = "secret") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=LIMIT)
 
 
 # With workers ---------------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def test_short_answer_overtakes_a_long_stream(server: SimpleNamespace, whole: Wh
 
     with ThreadPoolExecutor(1) as threads:
         long = threads.submit(stream)
-        assert read.wait(30)
+        assert read.wait(LIMIT)
         drawn = {"temperature": 1.2, "seed": 5, "max_tokens": 3}
         first = create(model=server.name, prompt="def", **drawn).choices[0].text
         assert create(model=server.name, prompt="class", max_tokens=3, temperature=0).choices[0].text == whole(
@@ -328,7 +329,7 @@ def test_sigterm_finishes_running_requests_and_ends_workers(server: SimpleNamesp
     server.process.send_signal(signal.SIGTERM)
     pieces += [piece.choices[0] for piece in stream]
     assert "".join(piece.text for piece in pieces) == whole("def", 100) and pieces[-1].finish_reason
-    assert server.process.wait(20) == 0 and gone(server.workers, 5), server.lines
+    assert server.process.wait(LIMIT) == 0 and gone(server.workers), server.lines
     assert not any("Traceback" in line or "Error" in line for line in server.lines), server.lines
 
 
@@ -355,7 +356,7 @@ def test_serve_command_serves_several_models(checkpoint: Path, whole: Whole, tmp
         (found,) = client.embeddings.create(model=str(tmp_path / "bert"), input=text).data
         torch.testing.assert_close(torch.tensor(found.embedding), expected_D / expected_D.norm(), atol=1e-5, rtol=1e-4)
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(30) == 0 and gone(running.workers, 5)
+        assert running.process.wait(LIMIT) == 0 and gone(running.workers)
 
 
 # The documents' script ------------------------------------------------------------------------------------------------
@@ -420,7 +421,7 @@ def test_flask_script_of_the_documents_runs(checkpoint: Path, whole: Whole, tmp_
         assert get(f"{running.url}/generate_text/Messi") == (200, whole.documented("Messi"))
         running.process.kill()
         running.process.wait()  # what it held is closed by then, however busy the machine is
-        assert gone(running.workers, 5) and len(running.workers) == 2
+        assert gone(running.workers) and len(running.workers) == 2
 
 
 APPLICATION = """
@@ -447,10 +448,7 @@ def test_application_under_uvicorn_reports_a_dead_worker(
         status, state = get(f"{url}/health")
         assert status == 200 and state["healthy"]
         os.kill(state["ranks"][0]["pid"], signal.SIGKILL)
-        killed = time.monotonic()
-        while get(f"{url}/health")[0] == 200:
-            time.sleep(0.02)
-        assert time.monotonic() - killed < 5
+        wait_until(lambda: get(f"{url}/health")[0] != 200)
         status, state = get(f"{url}/generate_text/Messi")
         assert status == 503 and "was killed by SIGKILL" in state["error"]["message"]
 
@@ -495,7 +493,7 @@ def test_full_queue_is_rejected_and_disconnected_clients_are_dropped(checkpoint:
     def generate(input_ids: torch.Tensor, streamer: Any, **_: Any) -> torch.Tensor:
         if streamer is None:
             came.set()
-            assert go.wait(30)
+            assert go.wait(LIMIT)
             return input_ids
         try:
             while True:
@@ -509,11 +507,11 @@ def test_full_queue_is_rejected_and_disconnected_clients_are_dropped(checkpoint:
         stream = create(**options, stream=True)
         next(stream)
         waiting = threads.submit(create, **options)
-        assert came.wait(10)
+        assert came.wait(LIMIT)
         with pytest.raises(openai.RateLimitError, match="2 calls are waiting or running"):
             create(**options)
         stream.close()
-        assert left.wait(5)
+        assert left.wait(LIMIT)
         go.set()
         assert waiting.result().choices[0].text == ""
 

@@ -33,6 +33,7 @@ from oslo_models.server.connections import ConnectionLimits
 
 from support.corpora import tokenizer
 from support.http_server import LocalModel, StubModel, call, listening, post_json
+from support.waiting import LIMIT
 
 TEMPLATE = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
 {% endfor %}{% if tools %}tools: {{ tools | length }}
@@ -72,7 +73,7 @@ def app(words: Any, local: LocalModel) -> Any:
 @pytest.fixture(scope="module")
 def client(app: Any) -> Iterator[openai.OpenAI]:
     with listening(app, ConnectionLimits()) as url:
-        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT)
 
 
 def text_of(words: Any, local: LocalModel, prompt: str, most: int, **options: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from support.waiting import LIMIT
 from support.warm import Order
 from support.warm_process import start_warm_server
 
@@ -64,7 +65,7 @@ def said(folder: Path, arguments: list[str], new: bool, **options: Any) -> tuple
         **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
         **options,
     )
-    out, err = process.communicate(str(os.getpid()), timeout=60)
+    out, err = process.communicate(str(os.getpid()), timeout=LIMIT)
     return process.returncode, out, err
 
 
@@ -103,7 +104,7 @@ def test_a_signal_reaches_it_and_files_are_passed_on(tmp_path: Path, warm: None)
     os.close(writing)
     assert os.read(reading, 5) == b"ready"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == -signal.SIGTERM and os.read(reading, 1) == b""
+    assert process.wait(LIMIT) == -signal.SIGTERM and os.read(reading, 1) == b""
     os.close(reading)
 
 
@@ -115,7 +116,7 @@ def test_what_it_starts_is_a_copy_too(tmp_path: Path, warm_launchers: None) -> N
         f"done = subprocess.run([sys.executable, '-u', '-c', {inner!r}, 'x'])\n"
         "print('outer', done.returncode, flush=True)"
     )
-    done = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, timeout=LIMIT)
     assert done.stdout == "inner True False ['x']\nouter 0\n", done.stderr
 
 

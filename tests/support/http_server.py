@@ -18,6 +18,8 @@ import uvicorn
 
 from oslo_models.server.connections import ConnectionLimits, protocol
 
+from support.waiting import LIMIT
+
 
 class StubModel:
     """In place of a deployed model: repeats one token, or does what the test says.
@@ -107,7 +109,7 @@ def listening(app: Any, limits: ConnectionLimits | None = None, **options: Any) 
 def connect(url: str, data: bytes = b"") -> socket.socket:
     """A connection that has sent this much."""
     parts = urlsplit(url)
-    connected = socket.create_connection((parts.hostname, parts.port), timeout=30)
+    connected = socket.create_connection((parts.hostname, parts.port), timeout=LIMIT)
     if data:
         connected.sendall(data)
     return connected

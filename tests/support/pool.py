@@ -47,7 +47,7 @@ PRELOAD = (
 )
 TIMEOUT = 2.0
 """Seconds that the other ranks get to finish by themselves once one has failed; then its connections are closed."""
-GRACE = 8.0
+GRACE = 60.0
 """Seconds that they get after that, and to leave the process group, before they are killed."""
 
 Raises = type[BaseException] | tuple[type[BaseException], ...]
@@ -106,7 +106,7 @@ class Pool:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 120,
+        timeout: float = 300,
         expect: Raises | None = None,
         env: bool = False,
     ) -> list[Any]:
@@ -178,7 +178,7 @@ class _Worker:
         """Where the process is now."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
-        for _ in range(20):
+        for _ in range(200):
             time.sleep(0.05)
             if self.stack_file.stat().st_size:
                 time.sleep(0.05)  # until it is written to its end

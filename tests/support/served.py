@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from support import ROOT
 from support.http_server import connect, read_answer
+from support.waiting import wait_until
 
 PATH = "/v1/completions"
 
@@ -23,13 +22,6 @@ def get(url: str, *headers: str, host: str = "elsewhere.example") -> tuple[int, 
     lines = [f"GET /{path} HTTP/1.1", f"Host: {host}", *headers]
     with connect(f"http://{address}", "\r\n".join(lines).encode() + b"\r\n\r\n") as connected:
         return read_answer(connected)
-
-
-def wait_until(true: Any, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def workers_of(application: int) -> list[int]:
@@ -57,7 +49,7 @@ class Running:
         self.lines = list[str]()
         threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()  # type: ignore[arg-type]
 
-    def says(self, text: str, seconds: float = 90.0) -> str:
+    def says(self, text: str, seconds: float = 300.0) -> str:
         """The line with this text, when it has come."""
         wait_until(lambda: self.process.poll() is not None or any(text in line for line in list(self.lines)), seconds)
         return next(line for line in self.lines if text in line)
