@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--skip-malformed",
         action="store_true",
-        help="skip lines that cannot be read, with a warning (default: stop)",
+        help="skip lines and rows that cannot be read, with a warning (default: stop)",
     )
     add("--workers", metavar="N", type=int, default=None, help="processes that tokenise (default: one per core)")
     add("--chunk-size", metavar="N", type=int, default=1024, help="documents sent to a process at once (default: 1024)")
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
     """
     from oslo_models.data import DatasetPreprocessor
     from oslo_models.data.preprocess import as_tokenizer
+    from oslo_models.data.readers import SKIPPING
 
     if missing := [str(path) for path in args.inputs if not path.is_file()]:
         raise FileNotFoundError(f"no file {', '.join(missing)}")
@@ -77,7 +78,10 @@ def run(args: argparse.Namespace) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _show  # until the block ends
-        done = preprocessor.preprocess(_texts(args), args.output, resume=not args.restart)
+        try:
+            done = preprocessor.preprocess(_texts(args), args.output, resume=not args.restart)
+        except ValueError as error:
+            raise ValueError(str(error).replace(SKIPPING, "--skip-malformed")) from error
     print(
         f"{args.output}.bin, {args.output}.idx: {done.documents:,} documents, {done.tokens:,} tokens, "
         f"{preprocessor.dtype}; {done.inputs - done.documents:,} documents without tokens were left out"
@@ -109,4 +113,4 @@ def _show(
     file: Any = None,
     line: str | None = None,
 ) -> None:
-    print(f"oslo-models preprocess: {str(message).split('; on_error')[0]}", file=sys.stderr)
+    print(f"oslo-models preprocess: {message}", file=sys.stderr)

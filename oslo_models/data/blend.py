@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -89,10 +88,18 @@ class DatasetBlender(Dataset[Any]):
 
 def _shares(weights: Sequence[float]) -> list[int]:
     """Weights as integers in the same proportion, to a precision of 61 bits."""
-    if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not sum(weights):
+    try:
+        exact = [_fraction(weight) for weight in weights]
+    except (TypeError, ValueError, OverflowError):  # not a number, NaN, infinity
+        exact = []
+    if min(exact, default=-1) < 0 or not any(exact):
         raise ValueError(f"weights={list(weights)} are not numbers of at least 0, one of them more than that")
-    if all(isinstance(weight, int) for weight in weights) and sum(weights) < PRECISION:
-        return [int(weight) for weight in weights]
-    exact = [Fraction(weight) for weight in weights]
+    if all(weight.denominator == 1 for weight in exact) and sum(exact) < PRECISION:
+        return [int(weight) for weight in exact]
     total = sum(exact)
     return [max(round(weight * PRECISION / total), 1) if weight else 0 for weight in exact]
+
+
+def _fraction(weight: Any) -> Fraction:
+    """The exact value of a number of Python, numpy or torch; numbers of the latter two would overflow below."""
+    return Fraction(weight.item() if hasattr(weight, "item") else weight)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from oslo_models.data.arguments import integer
 from oslo_models.data.indexed_dataset import IndexedDataset
 from oslo_models.data.sample_index import Split, open_order
 
@@ -59,6 +60,10 @@ class DatasetForCausalLM(Dataset[Any]):
         reset_attention_mask: bool = False,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        # of Python: numpy's would round the documents of a split, and are not JSON
+        start_weight, end_weight = float(start_weight), float(end_weight)
+        max_seq_length = integer("max_seq_length", max_seq_length)
+        seed = None if seed is None else integer("seed", seed)
         if not 0.0 <= start_weight < end_weight <= 1.0:
             raise ValueError(
                 f"start_weight={start_weight} and end_weight={end_weight} do not fit: "
@@ -75,7 +80,7 @@ class DatasetForCausalLM(Dataset[Any]):
         self.index = IndexedDataset(self.name, binarization_impl)
         self._starts, self._lengths = self.index.documents()
         count = len(self._lengths)
-        start, stop = (round(weight * float(count)) for weight in (start_weight, end_weight))
+        start, stop = (round(weight * count) for weight in (start_weight, end_weight))
         split = Split(start, stop, max_seq_length - 1, 42 if seed is None else seed)
         if split.start == split.stop:
             raise ValueError(f"start_weight={start_weight} to end_weight={end_weight} holds none of {count} documents")

@@ -10,9 +10,11 @@ from itertools import islice
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from oslo_models.data import readers as sources
+from oslo_models.data.arguments import integer
 from oslo_models.data.indexed_dataset import CODES, check_impl
 from oslo_models.data.tokenizer_pool import Encoder, TokenizerPool
 from oslo_models.data.writer import Output, Progress
@@ -55,7 +57,8 @@ class DatasetPreprocessor:
         chunksize: int | None = None,
     ) -> None:
         check_impl(binarization_impl)
-        chunk_size = chunk_size if chunksize is None else chunksize
+        chunk_size = integer("chunk_size", chunk_size if chunksize is None else chunksize)
+        num_workers = None if num_workers is None else integer("num_workers", num_workers)
         if chunk_size < 1:
             raise ValueError(f"chunk_size={chunk_size} is not at least 1")
         if num_workers is not None and num_workers < 0:
@@ -77,10 +80,16 @@ class DatasetPreprocessor:
                 f"eod_token_id={eod_token_id!r} is not in the tokenizer's vocabulary: pass an integer from 0 to "
                 f"{vocab_size - 1}, or add a token to the tokenizer"
             )
+        dtype = dtype or ("uint16" if vocab_size < UINT16_BELOW else "int32")
+        if vocab_size - 1 > (most := _largest(dtype)):
+            raise ValueError(
+                f"dtype={dtype!r} holds tokens up to {most}, and the tokenizer has tokens up to {vocab_size - 1}: "
+                "pass dtype='int32', or none"
+            )
         self.tokenizer, self.chunk_size, self.binarization_impl = tokenizer, chunk_size, binarization_impl
         self.append_eod, self.eod_token_id = append_eod, eod_token_id
         self.num_workers = len(os.sched_getaffinity(0)) if num_workers is None else num_workers
-        self.dtype = dtype or ("uint16" if vocab_size < UINT16_BELOW else "int32")
+        self.dtype = dtype
 
     def preprocess(
         self,
@@ -210,6 +219,12 @@ def as_tokenizer(tokenizer: Any) -> Any:
 
 def _is_id(value: object, vocab_size: int) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < vocab_size
+
+
+def _largest(dtype: str) -> int:
+    """The largest token that a type holds exactly."""
+    kind = np.dtype(dtype)
+    return int(np.iinfo(kind).max) if kind.kind in "iu" else 1 << (np.finfo(kind).nmant + 1)
 
 
 def _bytes(text: str) -> bytes:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 ON_ERROR = ("stop", "skip")
+SKIPPING = "on_error='skip'"
 COMPRESSED = (".gz", ".zst")
 ROWS = 256
 """Rows of a table that are read at once."""
@@ -26,92 +30,242 @@ def open_documents(file: str | os.PathLike[str], text_key: str = "text", on_erro
     Args:
         file: the path.
         text_key: the key or column of the text.
-        on_error: for a line that is no JSON object with such a text: ``stop`` raises, ``skip`` warns and continues.
+        on_error: for a line or row without a readable text: ``stop`` raises, ``skip`` warns and continues. A file that
+            is damaged or cut off raises in both cases.
 
     Raises:
-        ValueError: an unknown ending, or a line that cannot be read.
+        ValueError: an unknown ending, or a line, row or file that cannot be read.
     """
+    _check(on_error)
     path = Path(file)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     endings = [ending for ending in path.suffixes if ending not in COMPRESSED]
     kind = endings[-1] if endings else ""
     if kind == ".txt":
-        return _lines(path)
+        return _texts(path, "line", _text_lines(path), _decoded, on_error)
     if kind in (".jsonl", ".json"):
         return open_jsonl(path, text_key, on_error)
     if kind == ".parquet":
-        return _parquet(path, text_key)
+        return _texts(path, "row", _rows(path, text_key), partial(_text_of_key, text_key), on_error)
     raise ValueError(f"{path}: the ending is not .txt, .jsonl or .parquet (.gz and .zst may follow)")
 
 
 def open_jsonl(file: str | os.PathLike[str], json_key: str, on_error: str = "stop") -> Iterator[str]:
     """The texts of a file with a JSON object on each line; ``.jsonl`` is added to a name that is no file without it."""
-    if on_error not in ON_ERROR:
-        raise ValueError(f"on_error={on_error!r} is not one of {', '.join(ON_ERROR)}")
+    _check(on_error)
     path = Path(file)
     if not path.is_file() and not str(file).endswith(".jsonl"):
         path = Path(f"{os.fspath(file)}.jsonl")
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    return _json_texts(path, json_key, on_error)
+    lines = ((number, line) for number, line in enumerate(_lines(path), start=1) if line.strip())
+    return _texts(path, "line", lines, partial(_json_text, json_key), on_error)
 
 
-def _json_texts(path: Path, key: str, on_error: str) -> Iterator[str]:
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield _json_text(line, key)
-            except ValueError as error:
-                message = f"{path}, line {number}: {error}"
-                if on_error == "stop":
-                    raise ValueError(f"{message}; on_error='skip' leaves such lines out") from None
-                warnings.warn(f"left out: {message}", stacklevel=2)
+def _check(on_error: str) -> None:
+    if on_error not in ON_ERROR:
+        raise ValueError(f"on_error={on_error!r} is not one of {', '.join(ON_ERROR)}")
 
 
-def _json_text(line: bytes, key: str) -> str:
+def _texts(
+    path: Path, name: str, records: Iterable[tuple[int, Any]], read: Callable[[Any], str], on_error: str
+) -> Iterator[str]:
+    """The texts of numbered records. ``read`` raises ``ValueError`` for a record that has none."""
+    for number, record in records:
+        try:
+            text = read(record)
+        except ValueError as error:
+            message = f"{path}, {name} {number}: {error}"
+            if on_error == "stop":
+                raise ValueError(f"{message}; {SKIPPING} leaves such {name}s out") from None
+            warnings.warn(f"left out: {message}", stacklevel=2)
+        else:
+            yield text
+
+
+def _json_text(key: str, line: bytes) -> str:
     try:
-        found = json.loads(line)
+        found = json.loads(_decoded(line.removeprefix(codecs.BOM_UTF8)))
+    except RecursionError:
+        raise ValueError("no JSON (nested too deeply)") from None
     except ValueError as error:
         raise ValueError(f"no JSON ({error})") from None
     if not isinstance(found, dict) or key not in found:
         there = f"its keys are {', '.join(map(repr, found))}" if isinstance(found, dict) else "it is no object"
         raise ValueError(f"no key {key!r}: {there}")
-    text = found[key]
-    if not isinstance(text, str):
-        raise ValueError(f"the value of {key!r} is {type(text).__name__} and not a text")
-    return text
+    return _text_of_key(key, found[key])
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with _open(path) as file:
-        yield from io.TextIOWrapper(file, encoding="utf-8")
+def _text_of_key(key: str, value: Any) -> str:
+    if isinstance(value, UnicodeDecodeError):
+        raise value
+    if not isinstance(value, str):
+        raise ValueError(f"the value of {key!r} is {type(value).__name__} and not a text")
+    return value
+
+
+def _decoded(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _text_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The numbered lines of a text, whose line breaks become those of Unix."""
+    number = 0
+    for line in _lines(path):
+        if b"\r" not in line:
+            number += 1
+            yield number, line
+            continue
+        for part in line.replace(b"\r\n", b"\n").replace(b"\r", b"\n").splitlines(keepends=True):
+            number += 1
+            yield number, part
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, without a byte order mark.
+
+    Raises:
+        ValueError: the file is damaged, cut off or in another encoding.
+    """
+    read = 0
+    try:
+        with _open(path) as file:
+            for line in file:
+                if not read:
+                    line = _without_mark(line)
+                read += 1
+                yield line
+    except (EOFError, OSError, zlib.error, CompressionError) as error:
+        raise ValueError(
+            f"{path}, after line {read}: the file is damaged or cut off ({error}); get a complete copy of it"
+        ) from error
+    except UnicodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _without_mark(line: bytes) -> bytes:
+    for mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE):
+        if line.startswith(mark):
+            raise UnicodeError("it begins with the byte order mark of UTF-16 or UTF-32; convert it to UTF-8")
+    return line.removeprefix(codecs.BOM_UTF8)
 
 
 def _open(path: Path) -> Any:
-    if path.suffix == ".gz":
-        return gzip.open(path)
-    if path.suffix == ".zst":
+    if path.suffix not in COMPRESSED:
+        return path.open("rb")
+    if not path.stat().st_size:
+        raise EOFError("it is empty, which no compressed file is")
+    return gzip.open(path) if path.suffix == ".gz" else io.BufferedReader(_ZstdFile(path))
+
+
+class _ZstdFile(io.RawIOBase):
+    """Reads all frames of a file. The readers of zstandard end without an error in the middle of a frame.
+
+    Raises:
+        CompressionError: the file is damaged or cut off.
+        ValueError: zstandard is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
         try:
             import zstandard
         except ImportError:
             raise ValueError(f"{path}: reading .zst needs zstandard; pip install 'oslo-models[data]'") from None
-        return io.BufferedReader(zstandard.open(path, "rb"))
-    return path.open("rb")
+        self._error, self._decompressor = zstandard.ZstdError, zstandard.ZstdDecompressor()
+        self._file = path.open("rb")
+        self._frame: Any = None
+        self._left, self._made = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._made:
+            self._left = self._left or self._file.read(1 << 16)
+            if not self._left:
+                if self._frame is not None:
+                    raise CompressionError("it ends in the middle of a zstandard frame")
+                return 0
+            self._made = memoryview(self._decompress())
+        count = min(len(buffer), len(self._made))
+        buffer[:count], self._made = self._made[:count], self._made[count:]
+        return count
+
+    def _decompress(self) -> bytes:
+        """Decompress up to the end of the frame."""
+        self._frame = self._frame or self._decompressor.decompressobj()
+        try:
+            made: bytes = self._frame.decompress(self._left)
+        except self._error as error:
+            raise CompressionError(str(error)) from None
+        self._left = b""
+        if self._frame.eof:
+            self._left, self._frame = self._frame.unused_data, None
+        return made
 
 
-def _parquet(path: Path, key: str) -> Iterator[str]:
+class CompressionError(Exception):
+    """A compressed file is damaged or cut off."""
+
+
+def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
+    """The numbered values of a column; an error in place of a value that is not UTF-8.
+
+    Raises:
+        ValueError: the file is damaged or cut off, or has no such column of texts.
+    """
     try:
+        import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise ValueError(f"{path}: reading .parquet needs pyarrow; pip install 'oslo-models[data]'") from None
-    with pyarrow.parquet.ParquetFile(path, memory_map=True) as file:
-        if key not in file.schema_arrow.names:
-            raise ValueError(f"{path}: no column {key!r}; there are {', '.join(file.schema_arrow.names)}")
-        for batch in file.iter_batches(ROWS, columns=[key]):
-            yield from batch.column(0).to_pylist()
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file:
+            _check_column(path, key, file.schema_arrow)
+            for batch in file.iter_batches(ROWS, columns=[key]):
+                for number, value in enumerate(_values(batch.column(0)), start=number + 1):
+                    yield number, value
+            expected = file.metadata.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path}, after row {number}: the file is damaged or cut off ({error}); get a complete copy of it"
+        ) from error
+    if number != expected:
+        raise ValueError(f"{path}: {number} of its {expected} rows can be read; get a complete copy of it")
+
+
+def _check_column(path: Path, key: str, schema: Any) -> None:
+    if schema.names.count(key) != 1:
+        number = "no column" if key not in schema.names else "several columns"
+        raise ValueError(f"{path}: {number} {key!r}; there are {', '.join(schema.names)}")
+    kind = schema.field(key).type
+    if str(kind.value_type if hasattr(kind, "index_type") else kind) not in ("string", "large_string", "string_view", "null"):
+        raise ValueError(f"{path}: the column {key!r} is of type {kind} and not of texts; convert it to string")
+
+
+def _values(column: Any) -> list[Any]:
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        values = [_value(each) for each in column]
+    return values
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error
 
 
 def texts_of(iterable: Iterable[Any], key: str) -> Iterator[str]:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, Sampler
 
+from oslo_models.data.arguments import integer
+
 
 class DistributedProxySampler(DistributedSampler[Any]):
     """Distributes what ``sampler`` draws over the replicas, as `DistributedSampler` does with a dataset.
@@ -57,6 +59,8 @@ class DistributedProxySampler(DistributedSampler[Any]):
             num_replicas = dist.get_world_size() if distributed else 1
         if rank is None:
             rank = dist.get_rank() if distributed else 0
+        num_replicas, rank = integer("num_replicas", num_replicas), integer("rank", rank)
+        seed = integer("seed", seed)
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank={rank} is not 0 to {num_replicas - 1}, the replicas")
         super().__init__(sampler, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
@@ -68,7 +72,7 @@ class DistributedProxySampler(DistributedSampler[Any]):
         """Choose the order of the next iteration."""
         if epoch != self.epoch:
             self._start = self._done = 0
-        super().set_epoch(epoch)
+        super().set_epoch(integer("epoch", epoch))
 
     def __iter__(self) -> Iterator[Any]:
         start, self._start = self._start, 0

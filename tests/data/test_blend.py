@@ -5,9 +5,11 @@ from __future__ import annotations
 import pickle
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,6 +85,16 @@ def test_blender_of_more_than_255_datasets(seed: int) -> None:
     counts = (numbers[:, None] == np.arange(700)).cumsum(axis=0)
     shares = np.array(weights) / sum(weights) * np.arange(1, 7001)[:, None]
     assert np.abs(counts - shares).max() < 1 + 1e-6
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int32, np.int64, np.uint64, np.float32, np.float64, torch.tensor, Fraction])
+def test_weights_of_any_kind_of_number_mean_the_same(kind: Any) -> None:
+    places = [DatasetBlender(numbered([100, 300]), [kind(3), kind(7)]).place(at) for at in range(400)]
+    assert places == [DatasetBlender(numbered([100, 300]), [3, 7]).place(at) for at in range(400)]
+    weights = kind([3, 7]) if kind is torch.tensor else np.array([3, 7], kind if kind is not Fraction else object)
+    assert [DatasetBlender(numbered([100, 300]), weights).place(at) for at in range(400)] == places
+    large = DatasetBlender(numbered([2, 2]), np.array([2**62, 2**62]))
+    assert sorted(large.place(at)[0] for at in range(4)) == [0, 0, 1, 1]
 
 
 def test_blender_is_a_map_style_dataset(tmp_path: Path) -> None:

@@ -246,3 +246,13 @@ def test_dataset_rejects_bad_arguments(arguments: dict[str, Any], message: str, 
     write(tmp_path / "a", [51])
     with pytest.raises(ValueError, match=message):
         DatasetForCausalLM(tmp_path / "a", **{"max_seq_length": 8, **arguments})
+
+
+def test_arguments_of_numpy_mean_the_same(tmp_path: Path) -> None:
+    write(tmp_path / "data", [7, 5, 9, 30, 2])
+    plain = DatasetForCausalLM(tmp_path / "data", 4, end_weight=0.5, seed=3)
+    same = DatasetForCausalLM(tmp_path / "data", np.int32(4), end_weight=np.float16(0.5), seed=np.int64(3))
+    assert [each.tolist() for each in same] == [each.tolist() for each in plain]
+    for wrong in ({"max_seq_length": 4.5}, {"max_seq_length": 4, "seed": "3"}):
+        with pytest.raises(ValueError, match="is not an integer"):
+            DatasetForCausalLM(tmp_path / "data", **wrong)  # type: ignore[arg-type]

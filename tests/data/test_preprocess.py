@@ -57,8 +57,16 @@ def test_dtype_is_the_smallest_that_holds_the_vocabulary(tmp_path: Path) -> None
         assert DatasetPreprocessor(large).dtype == dtype
     DatasetPreprocessor(tok, num_workers=0, dtype="int64").preprocess(["a b"], tmp_path / "a", 0)
     assert IndexedDataset(tmp_path / "a").dtype == np.int64
-    with pytest.raises(OverflowError):  # rather than other tokens
-        DatasetPreprocessor(tok, num_workers=0, dtype="uint8").preprocess(["a def self b"], tmp_path / "b", 0)
+    with pytest.raises(ValueError, match="holds tokens up to 255"):
+        DatasetPreprocessor(tok, num_workers=0, dtype="uint8")
+
+
+def test_dtype_that_cannot_hold_the_vocabulary_is_refused_before_the_work() -> None:
+    words = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 70_000}, eos_token_id=0)
+    for dtype in ("uint16", "int16", "uint8"):
+        with pytest.raises(ValueError, match=f"{dtype}.*70000.*int32"):
+            DatasetPreprocessor(words, dtype=dtype)
+    assert [DatasetPreprocessor(words, dtype=dtype).dtype for dtype in (None, "int32", "float32")][0] == "int32"
 
 
 def test_eod_token_outside_the_vocabulary_is_rejected() -> None:

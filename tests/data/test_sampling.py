@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -268,3 +269,11 @@ def test_infinite_loader_rejects_the_state_of_another_dataset(tmp_path: Path) ->
     next(loader)
     with pytest.raises(ValueError, match="other samples"):
         other.load_state_dict(loader.state_dict())
+
+
+def test_numbers_of_numpy_do_not_overflow() -> None:
+    large = np.int32(2**31 - 1)
+    samplers = [DistributedProxySampler(range(9), kind(2), kind(1), seed=kind(large)) for kind in (int, np.int32)]  # type: ignore[arg-type]
+    for sampler in samplers:
+        sampler.set_epoch(np.int32(5))
+    assert list(samplers[0]) == list(samplers[1])

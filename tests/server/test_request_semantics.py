@@ -255,4 +255,6 @@ def test_bytes_of_log_probabilities_are_those_of_the_answer(made: Any) -> None:
         assert top[row] == value and len(top) in (3, 4)  # the sampled token is added, as OpenAI does
     written = [words.decode([*words("def")["input_ids"], *answer[:at]]) for at in range(len(answer))]
     before = len(words.decode(words("def")["input_ids"]))
-    assert found["text_offset"] == [len(each.rstrip("\ufffd")) - before for each in written]
+    for offset, each in zip(found["text_offset"], written, strict=True):
+        assert offset == len(each) - before or "\ufffd" in each
+    assert found["text_offset"] == sorted(found["text_offset"])
