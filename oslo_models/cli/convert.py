@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.stacked_experts import as_saved
 from oslo_models.modeling.weight_mapping import open_with_mapping
 from oslo_models.sharding.layout import EvenSplit, Layout
+from oslo_models.starting import import_path, python_module
 
 
 def convert(
@@ -91,10 +93,13 @@ def launch(
     if ranks == 1:
         convert(directory, output, safe_serialization=safe)
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = python_module("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python")
     sizes = [str(tensor_parallel_size), str(pipeline_parallel_size), str(safe)]
     done = subprocess.run(
-        [*command, "-m", __name__, str(directory), str(output), *sizes], capture_output=True, text=True
+        [*command, *python_module(__name__, str(directory), str(output), *sizes)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": import_path()},
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
