@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 
-_RUN = (
-    "import sys; del sys.path[0]; import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
-)
+_RUN = """\
+import sys; del sys.path[0]; import runpy
+runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"""
 
 
 def python_module(module: str, *arguments: str) -> list[str]:

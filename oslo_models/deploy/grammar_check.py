@@ -152,10 +152,8 @@ class GrammarChecker:
             self._process = None
 
     def __del__(self) -> None:
-        try:
+        if not sys.is_finalizing():  # then the process sees its input close
             self.close()
-        except TypeError:  # the interpreter ends: the process sees its input close
-            pass
 
 
 def one_line(text: str) -> str:

@@ -57,6 +57,7 @@ def test_tokenizer_processes_import_nothing_from_the_working_directory(shared: P
 
 def test_fork_servers_and_workers_import_nothing_from_the_working_directory(shared: Path) -> None:
     ours, theirs = socket.socketpair()
+    ours.settimeout(60)
     with ours, theirs:
         server = forking._new_process(theirs, process_executor.worker_environment(0), ())
         assert ours.recv(1) == USABLE
