@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from oslo_models import registry
+from oslo_models.checkpoint import current_folder
 
 
 class _Auto:
@@ -86,6 +87,8 @@ class _Auto:
     @classmethod
     def _config_of(cls, source: str | Path, hub: dict[str, Any]) -> PreTrainedConfig:
         """The configuration of a checkpoint, of whose class ``config.json`` names the model type."""
+        if Path(source, hub.get("subfolder", "")).is_dir():
+            source, hub = current_folder(Path(source, hub.get("subfolder", "")), "config.json"), {}
         raw, _ = PreTrainedConfig.get_config_dict(source, **hub)
         model_type = raw.get("model_type", "")
         if model_type and model_type not in CONFIG_MAPPING:

@@ -1,7 +1,7 @@
 """Reads and writes sharded checkpoints, given the names and layouts of tensors and a mesh; knows nothing of models."""
 
-from oslo_models.checkpoint.atomic_commit import finish_interrupted_save
 from oslo_models.checkpoint.filenames import MANIFEST, CheckpointError
+from oslo_models.checkpoint.journal import current_files, current_folder, recover
 from oslo_models.checkpoint.open import open_checkpoint, verify_checkpoint
 from oslo_models.checkpoint.reader import CheckpointReader, LazySlice
 from oslo_models.checkpoint.writer import save_checkpoint
@@ -11,8 +11,10 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "LazySlice",
-    "finish_interrupted_save",
+    "current_files",
+    "current_folder",
     "open_checkpoint",
+    "recover",
     "save_checkpoint",
     "verify_checkpoint",
 ]

@@ -5,8 +5,11 @@ replace (a tokenizer, logs) are hard-linked into it, and one system call exchang
 
 Where this is impossible (the target has subdirectories, is a mount point or the working directory of a process, or the
 file system has no exchange or no hard links), the staging directory is renamed to a journal inside the target. This
-rename is the commit. The saving process then moves the files out of the journal into the target; if it dies, the next
-reader or save does.
+rename is the commit. The saving process then moves the files out of the journal into the target; if it dies, readers
+look through the journal, and the next save or `recover` moves the files.
+
+The parent of the target may belong to another user. So whatever is created is used through its descriptor, and a save
+ends with an error if its folder was exchanged.
 """
 
 from __future__ import annotations
@@ -16,17 +19,18 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from oslo_models.checkpoint.filenames import MANIFEST, CheckpointError, is_replaced_by_save
-from oslo_models.checkpoint.manifest import read_manifest
+from oslo_models.checkpoint.filenames import CheckpointError, is_replaced_by_save
+from oslo_models.checkpoint.journal import JOURNAL, finish_interrupted_save
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import agree, broadcast_object, gather_objects
 
-JOURNAL = ".oslo_journal"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -48,59 +52,47 @@ def replace_atomically(
         OSError: on every rank, when the directory cannot be written or the disk has too little space.
     """
     reports = gather_objects(world, (nbytes, _working_directory()))
-    target, staging = Path(os.path.realpath(directory)), None
+    target = Path(os.path.realpath(directory))
+    staging: _Staging | None = None
     with ExitStack() as stack:
         with agree(world, f"saving to {directory}"):
             if world.rank == 0:
                 total, working_directories = sum(count for count, _ in reports), [folder for _, folder in reports]
                 staging = stack.enter_context(_staging_directory(target, total, working_directories))
-        yield broadcast_object(world, staging)
+        made = broadcast_object(world, None if staging is None else (staging.path, staging.number))
+        with agree(world, f"saving to {directory}"):
+            fd = _open_folder(made[0])
+            stack.callback(os.close, fd)
+            if os.fstat(fd).st_ino != made[1]:
+                raise _exchanged(made[0])
+        yield _through(fd, made[0])
         with agree(world, f"saving to {directory}"):
             if staging is not None:
                 _commit(staging, target, variant)
 
 
-def finish_interrupted_save(target: Path) -> None:
-    """Move the files of a journal, if there is one, into the checkpoint. Several processes may do so at the same time.
+@dataclass(frozen=True)
+class _Staging:
+    """The folder that the files of a save are written into.
 
-    Raises:
-        CheckpointError: there is a journal, and its files cannot be moved.
+    Attributes:
+        path: its name.
+        fd: its descriptor.
+        number: its inode.
     """
-    journal = target / JOURNAL
-    try:
-        for manifest in journal.glob(MANIFEST.replace(".json", "*.json")):
-            _apply_journal(target, journal, manifest)
-        if journal.is_dir():  # the manifest is moved last: without one, all files have been moved
-            shutil.rmtree(journal, ignore_errors=True)
-    except FileNotFoundError:
-        return  # another process finished it at the same time
-    except OSError as error:
-        raise CheckpointError(
-            f"{target} holds a save that was interrupted in its last step and could not be finished here: {error}; "
-            "open it once as a user who may write there"
-        ) from error
 
+    path: Path
+    fd: int
+    number: int
 
-def _apply_journal(target: Path, journal: Path, manifest: Path) -> None:
-    """Remove the old checkpoint from ``target`` and move the new files there, their manifest last."""
-    content = read_manifest(manifest)
-    for name in os.listdir(target):
-        if is_replaced_by_save(name, content["variant"]) and name not in content["files"] and name != manifest.name:
-            (target / name).unlink(missing_ok=True)
-    for entry in sorted(journal.rglob("*")):  # a folder comes before its files
-        destination = target / entry.relative_to(journal)
-        if entry.is_dir():
-            destination.mkdir(exist_ok=True)
-        elif entry != manifest:
-            with suppress(FileNotFoundError):
-                os.replace(entry, destination)
-    _sync(target)
-    os.replace(manifest, target / manifest.name)
-    _sync(target)
+    def check(self, path: Path) -> None:
+        """Raise ``CheckpointError`` unless it is what has this name."""
+        if not os.path.samestat(os.fstat(self.fd), os.lstat(path)):
+            raise _exchanged(path)
 
 
 @contextmanager
-def _staging_directory(target: Path, nbytes: int, working_directories: Sequence[str]) -> Iterator[Path]:
+def _staging_directory(target: Path, nbytes: int, working_directories: Sequence[str]) -> Iterator[_Staging]:
     """Create a directory beside the target, or inside it where the two cannot be exchanged; remove it at the end.
 
     At the end it holds incomplete files after a failure, or the old checkpoint after an exchange.
@@ -122,7 +114,7 @@ def _staging_directory(target: Path, nbytes: int, working_directories: Sequence[
         if in_use or not os.access(parent, os.W_OK):
             parent = target
     for leftover in (*target.parent.glob(f".{target.name}.saving-*"), *target.glob(f".{target.name}.saving-*")):
-        with suppress(BlockingIOError, FileNotFoundError):  # its save is still running, or has just removed it
+        with suppress(OSError):  # its save is still running, or has just removed it, or it is no folder
             os.close(_lock(leftover))
             shutil.rmtree(leftover, ignore_errors=True)
     usage = shutil.disk_usage(parent)
@@ -132,53 +124,101 @@ def _staging_directory(target: Path, nbytes: int, working_directories: Sequence[
     staging.mkdir()
     lock = _lock(staging)
     try:
-        yield staging
+        status = os.fstat(lock)
+        yield _Staging(staging, lock, status.st_ino)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         os.close(lock)
 
 
-def _commit(staging: Path, target: Path, variant: str | None) -> None:
+def _commit(staging: _Staging, target: Path, variant: str | None) -> None:
     """Sync all files of the staging directory to disk, then replace the checkpoint in the target with them."""
-    for entry in (staging, *staging.rglob("*")):
-        if entry.is_file() or entry.is_dir():
+    folder = _through(staging.fd, staging.path)
+    for entry in folder.rglob("*"):
+        if not entry.is_symlink() and (entry.is_file() or entry.is_dir()):
             _sync(entry)
-    if not target.exists():
-        os.rename(staging, target)
+    _sync_fd(staging.fd)
+    staging.check(staging.path)
+    if not os.path.lexists(target):
+        os.rename(staging.path, target)
+        staging.check(target)
         _sync(target.parent)
-    elif staging.parent == target or not _exchange(staging, target, variant):
-        os.rename(staging, target / JOURNAL)
+    elif staging.path.parent == target or not _exchange(staging, target, variant):
+        os.rename(staging.path, target / JOURNAL)
         _sync(target)
-        finish_interrupted_save(target)
+        finish_interrupted_save(target, os.fstat(staging.fd))
 
 
-def _exchange(staging: Path, target: Path, variant: str | None) -> bool:
+def _exchange(staging: _Staging, target: Path, variant: str | None) -> bool:
     """Exchange the staging directory with the target. Returns ``False``, with both unchanged, if that is impossible."""
-    new = set(os.listdir(staging))
+    new = set(os.listdir(staging.fd))
 
-    def is_kept(entry: Path) -> bool:
-        return entry.name not in new and not is_replaced_by_save(entry.name, variant)
+    def is_kept(name: str) -> bool:
+        return name not in new and not is_replaced_by_save(name, variant)
 
-    kept = [entry for entry in target.iterdir() if is_kept(entry)]
+    old = _open_folder(target)
     try:
-        for entry in kept:
-            os.link(entry, staging / entry.name, follow_symlinks=False)  # fails for a directory
-        owner = target.stat()
-        with suppress(PermissionError):  # only root may change the owner of a directory
-            os.chown(staging, owner.st_uid, owner.st_gid)
-        shutil.copystat(target, staging)
-        _sync(staging)
-        _rename_exchange(staging, target)
-    except OSError:
-        for entry in kept:
-            (staging / entry.name).unlink(missing_ok=True)
-        return False
-    for entry in filter(is_kept, staging.iterdir()):  # the former target
-        current = target / entry.name
-        if not (current.exists() and current.samefile(entry)):
-            os.replace(entry, current)  # another process wrote it after the links were made
-    _sync(staging.parent)
+        kept = list(filter(is_kept, os.listdir(old)))
+        try:
+            for name in kept:
+                os.link(name, name, src_dir_fd=old, dst_dir_fd=staging.fd, follow_symlinks=False)  # not a directory
+            _copy_status(old, staging.fd)
+            _sync_fd(staging.fd)
+            _rename_exchange(staging.path, target)
+        except OSError:
+            for name in kept:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=staging.fd)
+            return False
+        staging.check(target)
+        for name in filter(is_kept, os.listdir(old)):  # the former target
+            if not _is_same(name, old, staging.fd):
+                os.replace(name, name, src_dir_fd=old, dst_dir_fd=staging.fd)  # written after the links were made
+    finally:
+        os.close(old)
+    _sync(target.parent)
     return True
+
+
+def _copy_status(source: int, target: int) -> None:
+    """Give a folder the owner, the mode and the extended attributes of another one."""
+    status = os.fstat(source)
+    with suppress(PermissionError):  # only root may change the owner of a directory
+        os.fchown(target, status.st_uid, status.st_gid)
+    os.fchmod(target, stat.S_IMODE(status.st_mode))
+    if hasattr(os, "listxattr"):
+        with suppress(OSError):  # a file system without them
+            for name in os.listxattr(source):
+                os.setxattr(target, name, os.getxattr(source, name))
+
+
+def _is_same(name: str, one: int, other: int) -> bool:
+    """Whether two folders have the same file of this name."""
+    with suppress(FileNotFoundError):
+        first, second = (os.stat(name, dir_fd=fd, follow_symlinks=False) for fd in (one, other))
+        return os.path.samestat(first, second)
+    return False
+
+
+def _open_folder(path: Path) -> int:
+    """Open a directory, but not through a link. Raises ``CheckpointError`` for another file of this name."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except NotADirectoryError as error:
+        raise _exchanged(path) from error
+
+
+def _through(fd: int, path: Path) -> Path:
+    """A path to a directory that leads through its descriptor, where the system has such paths."""
+    through = Path(f"/proc/self/fd/{fd}")
+    return through if through.exists() else path
+
+
+def _exchanged(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} was exchanged by another process while a checkpoint was saved: nothing of it can be relied on. Save "
+        "to a folder whose parent no other user may write to"
+    )
 
 
 def _rename_exchange(a: Path, b: Path) -> None:
@@ -192,7 +232,7 @@ def _rename_exchange(a: Path, b: Path) -> None:
 
 def _lock(path: Path) -> int:
     """Open and lock a directory. Raises ``BlockingIOError`` if another process holds the lock."""
-    fd = os.open(path, os.O_RDONLY)
+    fd = _open_folder(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -206,12 +246,17 @@ def _lock(path: Path) -> int:
 def _sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
-    except OSError as error:
-        if not (error.errno == errno.EINVAL and path.is_dir()):  # some file systems cannot sync a directory
-            raise
+        _sync_fd(fd)
     finally:
         os.close(fd)
+
+
+def _sync_fd(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if not (error.errno == errno.EINVAL and stat.S_ISDIR(os.fstat(fd).st_mode)):  # some file systems cannot
+            raise
 
 
 def _working_directory() -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from oslo_models.checkpoint.atomic_commit import finish_interrupted_save
 from oslo_models.checkpoint.filenames import MANIFEST, MERGED, CheckpointError, index_name, split_position, with_variant
+from oslo_models.checkpoint.journal import current_files
 from oslo_models.checkpoint.manifest import read_manifest
 from oslo_models.checkpoint.reader import CheckpointReader
 from oslo_models.checkpoint.weights_file import WeightsFile
@@ -24,8 +25,7 @@ def open_files(directory: Path, variant: str | None) -> CheckpointReader:
         FileNotFoundError: there is no checkpoint, or files of it are missing.
         CheckpointError: manifest or index are damaged, or do not match the files.
     """
-    finish_interrupted_save(directory)
-    paths = {path.name: path for path in directory.iterdir() if path.is_file()} if directory.is_dir() else {}
+    paths = current_files(directory)
     manifest = None
     if with_variant(MANIFEST, variant) in paths:
         manifest = read_manifest(paths[with_variant(MANIFEST, variant)])
@@ -43,7 +43,7 @@ def open_files(directory: Path, variant: str | None) -> CheckpointReader:
     return CheckpointReader(directory, {name: WeightsFile(paths[name]) for name in names}, grid, manifest)
 
 
-def manifest_mismatch(path: Path, expected: str, actual: str) -> CheckpointError:
+def manifest_mismatch(path: Path | str, expected: str, actual: str) -> CheckpointError:
     """The error for a file that differs from its record in the manifest."""
     return CheckpointError(
         f"{path}: expected {expected}, found {actual}, according to {MANIFEST}. The file is damaged or of another "
@@ -84,7 +84,8 @@ def _complete_grid(directory: Path, names: Iterable[str]) -> Grid:
             "that is missing: copy it there, or save the model again where it can be loaded"
         )
     tp, pp = (max((position[axis] for position in grid), default=-1) + 1 for axis in (0, 1))
-    missing = [f"tp={t} pp={p}" for t in range(tp) for p in range(pp) if (t, p) not in grid]
+    absent = (f"tp={t} pp={p}" for t in range(tp) for p in range(pp) if (t, p) not in grid)
+    missing = list(islice(absent, 10))  # a name may have any number
     if missing:
         raise FileNotFoundError(
             f"the split files in {directory} are of a {tp} x {pp} grid (tp x pp), in which {', '.join(missing)} are "

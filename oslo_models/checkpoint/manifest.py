@@ -45,10 +45,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is damaged, or of a format that this version cannot read.
     """
+    return parse_manifest(path, path.read_bytes())
+
+
+def parse_manifest(path: Path, data: bytes) -> dict[str, Any]:
+    """Check the content of a manifest, as `read_manifest` does.
+
+    Args:
+        path: where it is, for messages.
+    """
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(data)
         found = manifest["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a manifest in JSON, but {error!r}; copy the file again") from error
     if found not in range(1, FORMAT_VERSION + 1):
         raise CheckpointError(
@@ -58,7 +67,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
     expected, actual = manifest.pop("checksum", None), _content_checksum(manifest)
     if expected != actual:
         raise CheckpointError(f"{path}: expected checksum {expected}, found {actual}; the file was damaged or edited")
-    return manifest
+    _check_files(path, manifest.get("files"))
+    return dict(manifest)
+
+
+def _check_files(path: Path, files: Any) -> None:
+    """Raise ``CheckpointError`` unless a manifest records files of its own folder."""
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{path}: expected the record of its files, found {type(files).__name__}")
+    for name, record in files.items():
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise CheckpointError(f"{path}: {name!r} leads out of its folder; the manifest is not one of a save")
+        numbers = [record.get(key) for key in ("size", "crc32")] if isinstance(record, dict) else [None]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise CheckpointError(f"{path}: the record of {name!r} is {record!r:.80}, and not its size and checksum")
 
 
 def _content_checksum(manifest: Mapping[str, Any]) -> int:

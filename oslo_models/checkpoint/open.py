@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from oslo_models.checkpoint.checksum import file_checksum
 from oslo_models.checkpoint.filenames import MANIFEST, CheckpointError
+from oslo_models.checkpoint.journal import identity
 from oslo_models.checkpoint.locate import manifest_mismatch, open_files
 from oslo_models.checkpoint.reader import CheckpointReader, StoredTensor
 from oslo_models.distributed.mesh import Axis
-from oslo_models.distributed.object_exchange import agree
+from oslo_models.distributed.object_exchange import agree, gather_objects
 from oslo_models.sharding.layout import Layout
 
 FallbackLayout = Callable[[str, list[tuple[int, ...]]], Layout | None]
@@ -48,35 +51,50 @@ def open_checkpoint(
     """
     source = Path(directory)
     while True:
-        before = _directory_identity(source)
+        before = identity(source)
         try:
             reader = open_files(source, variant)
             reader.tensors.update(_stored_tensors(reader, fallback_layout, owner_stage))
         except OSError:
-            if _directory_identity(source) == before:
+            if identity(source) == before:
                 raise
         else:
-            if _directory_identity(source) == before:  # otherwise a save has replaced the checkpoint: open the new one
+            if identity(source) == before:  # otherwise a save has replaced the checkpoint: open the new one
                 return reader
 
 
 def verify_checkpoint(reader: CheckpointReader, axis: Axis) -> None:
-    """Compare every file with its checksum in the manifest. A collective: each rank of ``axis`` checks some files.
+    """Compare every file with its checksum in the manifest. A collective of ``axis``.
 
-    Without a manifest, only checks that every file can be read.
+    Ranks share the work where they have opened the same file of the same host, so that each host checks every file
+    that its ranks read, once. Without a manifest, only checks that every file can be read.
 
     Raises:
-        CheckpointError: on every rank, with the file, the expected and the actual checksum.
+        CheckpointError: on every rank, with the host, the file, the expected and the actual checksum.
     """
-    with agree(axis, f"verifying {reader.directory}"):
-        for name in list(reader.files)[axis.rank :: axis.size]:
-            file = reader.files[name]
+    host, own = socket.gethostname(), _identities(reader)
+    ranks = gather_objects(axis, own)
+    with agree(axis, f"verifying {reader.directory} on {host}"):
+        for number, (name, file) in enumerate(reader.files.items()):
+            sharing = [rank for rank, found in enumerate(ranks) if found.get(name) == own[name]]
+            if sharing[number % len(sharing)] != axis.rank:
+                continue
             if reader.manifest is None:
                 _ = file.views
                 continue
             expected, actual = reader.manifest["files"][name]["crc32"], file_checksum(file.fd)
             if actual != expected:
-                raise manifest_mismatch(file.path, f"CRC-32 {expected:08x}", f"{actual:08x}")
+                raise manifest_mismatch(f"{file.path} on {host}", f"CRC-32 {expected:08x}", f"{actual:08x}")
+
+
+def _identities(reader: CheckpointReader) -> dict[str, tuple[str, int, int]]:
+    """The open files by name: the running system of their host, their device and their inode."""
+    try:
+        system = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        system = socket.gethostname()
+    found = {name: os.fstat(file.fd) for name, file in reader.files.items()}
+    return {name: (system, status.st_dev, status.st_ino) for name, status in found.items()}
 
 
 def _stored_tensors(
@@ -88,13 +106,27 @@ def _stored_tensors(
         return {name: StoredTensor(Layout(tuple(view.shape)), view.dtype, (file,)) for name, view, file in views}
     if reader.manifest is None:
         return _stored_without_manifest(reader, fallback_layout, owner_stage)
+    try:
+        return _stored_by_manifest(reader, reader.manifest)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{reader.directory / MANIFEST} describes tensors that its files cannot have ({error!r:.200}); it is not "
+            "the manifest of a save: copy it again, or remove it"
+        ) from error
+
+
+def _stored_by_manifest(reader: CheckpointReader, manifest: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """The layout, dtype and files of each tensor of split files, as the manifest says."""
     stored = {}
-    for name, entry in reader.manifest["tensors"].items():
+    for name, entry in manifest["tensors"].items():
         ranges = tuple(tuple((start, stop) for start, stop in pieces) for pieces in entry["ranges"])
         first_ranges = tuple(((start, stop),) for start, stop in entry.get("first_ranges", ()))
         layout = Layout(tuple(entry["shape"]), entry["dim"], ranges, first_ranges)
         files = [reader.files[reader.grid[t, entry["stages"][0]]] for t in range(len(ranges) or 1)]
-        stored[name] = StoredTensor(layout, getattr(torch, entry["dtype"]), files)
+        dtype = getattr(torch, entry["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{entry['dtype']!r} is no type of numbers")
+        stored[name] = StoredTensor(layout, dtype, files)
     return stored
 
 
@@ -130,12 +162,3 @@ def _stored_without_manifest(
         files = files[: len(layout.ranges) or 1]
         stored[name] = StoredTensor(layout, files[0].views[name].dtype, files)
     return stored
-
-
-def _directory_identity(directory: Path) -> tuple[int, int] | None:
-    """Device and inode, which change when a save exchanges the directory; ``None`` if it does not exist."""
-    try:
-        stat = os.stat(directory)
-    except FileNotFoundError:
-        return None
-    return stat.st_dev, stat.st_ino

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oslo_models.checkpoint.atomic_commit import finish_interrupted_save, replace_atomically
+from oslo_models.checkpoint.atomic_commit import replace_atomically
 from oslo_models.checkpoint.checksum import file_checksum, tensor_checksum
 from oslo_models.checkpoint.filenames import MANIFEST, OPTIMIZER, CheckpointError, optimizer_name, with_variant
+from oslo_models.checkpoint.journal import current_files
 from oslo_models.checkpoint.manifest import read_manifest, sync_and_record, write_manifest
 from oslo_models.checkpoint.serialization import explain_write_errors
 from oslo_models.distributed.mesh import ParallelMesh
@@ -99,7 +100,6 @@ def load_optimizer(directory: str | os.PathLike[str], optimizer: Optimizer, mesh
     """
     target = Path(directory)
     with agree(mesh.world, f"loading the optimizer of {target}"):
-        finish_interrupted_save(target)
         manifest = _read_manifest(target)
         _check_compatible(target, manifest, optimizer, mesh)
         content = _read(target, manifest, _file_name(mesh, mesh.dp.rank))
@@ -242,14 +242,15 @@ def _file_name(mesh: ParallelMesh, dp_rank: int) -> str:
 
 def _model_checksum(directory: Path) -> int | None:
     """A checksum of the manifest of the model's checkpoint in the directory; ``None`` without one."""
-    manifest = directory / MANIFEST
-    return zlib.crc32(manifest.read_bytes()) if manifest.is_file() else None
+    manifest = current_files(directory).get(MANIFEST)
+    return None if manifest is None else zlib.crc32(manifest.read_bytes())
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
-    path = directory / with_variant(MANIFEST, OPTIMIZER)
-    if not path.is_file():
-        raise FileNotFoundError(f"{directory} holds no optimizer state ({path.name}): save_optimizer writes it")
+    name = with_variant(MANIFEST, OPTIMIZER)
+    path = current_files(directory).get(name)
+    if path is None:
+        raise FileNotFoundError(f"{directory} holds no optimizer state ({name}): save_optimizer writes it")
     return read_manifest(path)
 
 
@@ -283,9 +284,9 @@ def _check_compatible(directory: Path, manifest: Mapping[str, Any], optimizer: O
 
 def _read(directory: Path, manifest: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Load one file. Raises ``CheckpointError`` if it is missing or differs from its record in the manifest."""
-    path, record = directory / name, manifest["files"][name]
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing: copy it there, or go on from another checkpoint")
+    path, record = current_files(directory).get(name), manifest["files"].get(name)
+    if path is None or record is None:
+        raise CheckpointError(f"{directory / name} is missing: copy it there, or go on from another checkpoint")
     with open(path, "rb") as file:
         size, crc32 = os.fstat(file.fileno()).st_size, file_checksum(file.fileno())
         if (size, crc32) != (record["size"], record["crc32"]):

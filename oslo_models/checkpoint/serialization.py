@@ -43,7 +43,9 @@ def explain_write_errors(path: Path, nbytes: int, rank: int) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
         number = getattr(error, "errno", None) or (errno.ENOSPC if free < nbytes else errno.EIO)
-        text = f"rank {rank} could not write {path}: {nbytes} bytes are needed, {free} are free: {error}"
+        text = (
+            f"rank {rank} could not write {os.path.realpath(path)}: {nbytes} bytes are needed, {free} are free: {error}"
+        )
         raise OSError(number, f"{os.strerror(number)}: {text}") from error
 
 

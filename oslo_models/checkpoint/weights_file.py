@@ -8,6 +8,7 @@ import os
 import zipfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -52,7 +53,7 @@ class WeightsFile:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
             # Files of torch before 1.6 are no zip files, and cannot be mapped.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-            return {name: tensor.detach() for name, tensor in state.items() if isinstance(tensor, Tensor)}
+            return {name: _plain(name, tensor) for name, tensor in state.items() if isinstance(tensor, Tensor)}
         except Exception as error:
             raise CheckpointError(
                 f"{self.path} ({self.size} bytes) cannot be read as weights: {type(error).__name__}: {error}; it is "
@@ -116,3 +117,13 @@ class WeightsFile:
         self.fd = -1
 
     __del__ = close
+
+
+def _plain(name: Any, tensor: Tensor) -> Tensor:
+    """A tensor of a ``.bin`` file. Raises ``TypeError`` for an entry that no model has."""
+    if not isinstance(name, str):
+        raise TypeError(f"the entry {name!r:.80} has no name but a {type(name).__name__}")
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else f"{tensor.layout} {tensor.dtype}"
+        raise TypeError(f"the entry {name!r:.80} is a {kind} tensor, and not one of plain numbers")
+    return tensor.detach()

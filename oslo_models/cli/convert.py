@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,13 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from oslo_models import registry
-from oslo_models.checkpoint import CheckpointReader, save_checkpoint
+from oslo_models.checkpoint import CheckpointReader, current_files, current_folder, save_checkpoint
 from oslo_models.distributed.mesh import ParallelMesh, start_process_group, world_axis
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.stacked_experts import as_saved
 from oslo_models.modeling.weight_mapping import open_with_mapping
 from oslo_models.sharding.layout import EvenSplit, Layout
+from oslo_models.starting import import_path, python_module
 
 
 def convert(
@@ -48,7 +50,7 @@ def convert(
     """
     start_process_group()
     with agree(world_axis(), f"reading {directory}"):
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(current_folder(directory, "config.json"))
         cls: Any = registry.find((config.architectures or ["(no architecture in config.json)"])[0])
         cls.plan(config).check_ranks(cls.__name__, type(config).__name__, tensor_parallel_size)
     mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size)
@@ -91,10 +93,13 @@ def launch(
     if ranks == 1:
         convert(directory, output, safe_serialization=safe)
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = python_module("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--no-python")
     sizes = [str(tensor_parallel_size), str(pipeline_parallel_size), str(safe)]
     done = subprocess.run(
-        [*command, "-m", __name__, str(directory), str(output), *sizes], capture_output=True, text=True
+        [*command, *python_module(__name__, str(directory), str(output), *sizes)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": import_path()},
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -130,9 +135,9 @@ class _LazyStateDict(Mapping[str, Tensor]):
 
 
 def _copy_configs(directory: Path, staging: Path) -> None:
-    for path in directory.glob("*.json"):
-        if not path.name.endswith(".index.json") and not path.name.startswith("oslo_manifest"):
-            shutil.copyfile(path, staging / path.name)
+    for name, path in current_files(directory).items():
+        if name.endswith(".json") and not name.endswith(".index.json") and not name.startswith("oslo_manifest"):
+            shutil.copyfile(path, staging / name)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
               oslo-models inspect checkpoint/        the content of a checkpoint, and whether it is complete
               oslo-models merge checkpoint/ merged/  one file per rank -> a checkpoint for transformers
               oslo-models reshard checkpoint/ tp4/ --tensor-parallel-size 4
+              oslo-models recover checkpoint/        finish a save that was interrupted
               oslo-models preprocess wiki.txt --tokenizer gpt2 --output data/wiki   texts -> a dataset of tokens
               oslo-models serve gpt2 --tensor-parallel-size 2   over HTTP, with OpenAI's endpoints
 
@@ -145,6 +146,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_input_and_output(reshard)
     _add_sizes(reshard)
+
+    recovering = add(
+        "recover",
+        _recover,
+        "finish a save that was interrupted",
+        """\
+        Finish a save that was interrupted in its last step, when its files were complete but not in their places.
+        Reading a checkpoint changes nothing in its folder; only this command and the next save do.
+
+        examples:
+          oslo-models recover checkpoint/""",
+    )
+    recovering.add_argument("directory", metavar="DIR", type=Path, help="the checkpoint")
 
     texts = add("preprocess", preprocess.run, "turn texts into a dataset of tokens", preprocess.DESCRIPTION)
     texts.epilog = preprocess.EPILOG
@@ -280,6 +294,15 @@ def _reshard(args: argparse.Namespace) -> None:
     sizes = args.tensor_parallel_size, args.pipeline_parallel_size
     launch(args.directory, args.output, *sizes, _SAFE[args.format])
     print(f"{args.output}: split files for tensor_parallel_size={sizes[0]}, pipeline_parallel_size={sizes[1]}")
+
+
+def _recover(args: argparse.Namespace) -> None:
+    from oslo_models.checkpoint import recover
+
+    if not args.directory.is_dir():
+        raise NotADirectoryError(f"there is no directory {args.directory}")
+    found = recover(args.directory)
+    print(f"{args.directory}: " + ("the interrupted save is finished" if found else "no save was interrupted"))
 
 
 def _serve(args: argparse.Namespace) -> None:

@@ -40,8 +40,6 @@ def open_source(cls: type[Any], name: str | Path, options: dict[str, Any]) -> tu
 def find_checkpoint(name: str | Path, variant: str | None, hub: dict[str, Any]) -> Path:
     """The directory of a checkpoint: ``name`` itself, or the download of that name on the hub.
 
-    Finishes a save that was interrupted in its last step.
-
     Args:
         name: a directory, or a name on the hub.
         variant: as transformers' ``variant``.
@@ -52,7 +50,6 @@ def find_checkpoint(name: str | Path, variant: str | None, hub: dict[str, Any]) 
     """
     directory = Path(name)
     if directory.is_dir():
-        checkpoint.finish_interrupted_save(directory)
         return directory
     if directory.exists():
         raise OSError(f"{name} is a file; pass the directory that holds it, with its config.json")
@@ -86,16 +83,17 @@ def read_config(cls: type[Any], directory: Path, options: dict[str, Any]) -> Pre
     config = options.pop("config", None)
     if config is not None:
         return copy_config(cls, config)
-    if not (directory / "config.json").is_file():
+    folder = checkpoint.current_folder(directory, "config.json")
+    if not (folder / "config.json").is_file():
         raise OSError(f"{directory} holds no config.json")
-    raw, _ = PreTrainedConfig.get_config_dict(directory)
+    raw, _ = PreTrainedConfig.get_config_dict(folder)
     section = raw.get(cls.config_class.base_config_key, raw)  # the class may be of a submodel: CLIPTextModel of CLIP
     wanted, found = cls.config_class.model_type, section.get("model_type", cls.config_class.model_type)
     if wanted not in (found, registry.SAME_CLASSES.get(found)):
         saved = ", ".join(raw.get("architectures") or ["one of its own classes"])
         raise ValueError(f"{directory} is a {found} checkpoint and {cls.__name__} is for {wanted}; use {saved}")
     config_class = cls.config_class if found == wanted else CONFIG_MAPPING[found]
-    config, unused = config_class.from_pretrained(directory, return_unused_kwargs=True, **options)
+    config, unused = config_class.from_pretrained(folder, return_unused_kwargs=True, **options)
     options.clear()
     options.update(unused)
     return config
@@ -111,7 +109,8 @@ def copy_config(cls: type[Any], config: PreTrainedConfig) -> PreTrainedConfig:
 
 def read_generation_config(directory: Path) -> GenerationConfig | None:
     """The ``generation_config.json`` of a checkpoint; ``None`` without one."""
+    folder = checkpoint.current_folder(directory, "generation_config.json")
     try:
-        return GenerationConfig.from_pretrained(directory)
+        return GenerationConfig.from_pretrained(folder)
     except OSError:
         return None

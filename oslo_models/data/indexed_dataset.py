@@ -74,6 +74,7 @@ class IndexedDataset:
                 f"{data_path} has {size} bytes, but {index_path} speaks of {end}: it was cut short or belongs to "
                 "another index; preprocess the data again"
             )
+        _check_documents(index_path, index, size)
         self.dtype, self.lengths = index.dtype, index.lengths
         self._starts, self.stride = index.starts, itemsize // index.unit
         self._ends = index.ends
@@ -136,6 +137,9 @@ class IndexedDataset:
         ):
             return self._starts, self.lengths
         bounds = np.fromfile(path, "<i8", count, offset=offset)
+        if bounds[0] != 0 or (falls := np.flatnonzero(np.diff(bounds) < 0)).size:
+            number = 0 if bounds[0] != 0 else int(falls[0])
+            raise ValueError(f"{path}: document {number} ends before it begins; the index is damaged: copy it again")
         before = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])[bounds]
         starts = np.append(self._starts, 0)[bounds[:-1]]
         return starts, np.diff(before)
@@ -202,6 +206,31 @@ def _check(path: str, version: int, expected: int, size: int) -> None:
         raise ValueError(f"{path}: version {version} of the format; only 1 can be read")
     if size < expected:
         raise ValueError(f"{path} has {size} of {expected} bytes: it was cut short; preprocess the data again")
+
+
+def _check_documents(path: str, index: Index, size: int) -> None:
+    """Raise ``ValueError`` unless each sequence follows the one before it, and all lie within the file of tokens.
+
+    Nothing else may use a length before: a damaged one makes an index of samples of any size.
+
+    Args:
+        path: of the index.
+        size: bytes of the file of tokens.
+    """
+    itemsize, expected = index.dtype.itemsize, 0
+    for start, stop in _chunks(len(index.lengths)):
+        lengths, starts = index.lengths[start:stop].astype(np.int64), index.starts[start:stop]
+        wrong = (lengths < 0) | (lengths > size // itemsize)
+        ends = np.cumsum(np.where(wrong, 0, lengths) * (itemsize // index.unit), dtype=np.int64) + expected
+        wrong |= (starts != np.concatenate([[expected], ends[:-1]])) | (ends > size // index.unit)
+        if wrong.any():
+            number = int(wrong.argmax())
+            raise ValueError(
+                f"{path}: document {start + number} has {lengths[number]} tokens from position {starts[number]} on: it "
+                f"does not follow the one before it, or leaves the file of {size} bytes. The index is damaged; copy "
+                "it again, or preprocess the data again"
+            )
+        expected = int(ends[-1])
 
 
 def write_index(

@@ -249,7 +249,12 @@ def _check_column(path: Path, key: str, schema: Any) -> None:
         number = "no column" if key not in schema.names else "several columns"
         raise ValueError(f"{path}: {number} {key!r}; there are {', '.join(schema.names)}")
     kind = schema.field(key).type
-    if str(kind.value_type if hasattr(kind, "index_type") else kind) not in ("string", "large_string", "string_view", "null"):
+    if str(kind.value_type if hasattr(kind, "index_type") else kind) not in (
+        "string",
+        "large_string",
+        "string_view",
+        "null",
+    ):
         raise ValueError(f"{path}: the column {key!r} is of type {kind} and not of texts; convert it to string")
 
 

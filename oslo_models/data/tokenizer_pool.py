@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oslo_models.data.bpe_cache import BpeCache, find_pattern
+from oslo_models.starting import import_path, python_module
 
 CACHE = 1 << 17
 """Words in the cache of the tokenizers package, which has 10,000 by default."""
@@ -154,9 +155,9 @@ class _Worker:
         except Exception as error:
             raise ValueError(f"the tokenizer cannot be sent to a process ({error}); use num_workers=0") from error
         # one thread each, as there are as many processes as cores
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
+        environment = {"PYTHONPATH": import_path(), "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            python_module(__name__),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},

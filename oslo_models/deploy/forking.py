@@ -17,6 +17,7 @@ from contextlib import suppress
 from oslo_models.deploy.fork_server import LENGTH, NUMBER, USABLE, Order
 from oslo_models.deploy.process_copy import ProcessCopy, copy_this_process
 from oslo_models.locking import locked_property
+from oslo_models.starting import python_module
 
 MODULES = (
     "oslo_models.modeling.base",
@@ -157,7 +158,7 @@ def _start(environment: Environment, modules: Iterable[str]) -> ForkServer:
 
 def _new_process(theirs: socket.socket, environment: Environment, modules: Iterable[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "oslo_models.deploy.fork_server", str(theirs.fileno()), *modules],
+        python_module("oslo_models.deploy.fork_server", str(theirs.fileno()), *modules),
         # Otherwise torch initialises the driver if a module asks whether there is a GPU, and workers could not.
         env={**environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         stdin=subprocess.DEVNULL,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from oslo_models.deploy.grammar_check import GrammarChecker, limits, one_line
+from oslo_models.locking import locked_property
+
 _KEPT = 4
 """Vocabularies that a process keeps; each takes about a second to prepare."""
-_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
-"""Without a bound, a model may write spaces until its tokens are used up."""
-_UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
-"""Where only one text can follow, llguidance would allow only the tokens of its tokenizer, which may be special."""
 _prepared: dict[str, Any] = {}  # by digest, oldest first
 
 
@@ -51,6 +49,14 @@ class Vocabulary:
         backend["truncation"] = backend["padding"] = None
         return cls(json.dumps(backend), max(size, len(tokenizer)), tuple(ends))
 
+    @locked_property
+    def checker(self) -> GrammarChecker:
+        """The process that compiles grammars for this vocabulary."""
+        return GrammarChecker(self.tokenizer, self.size, self.ends)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"tokenizer": self.tokenizer, "size": self.size, "ends": self.ends}
+
     @property
     def digest(self) -> str:
         return hashlib.sha256(repr((self.tokenizer, self.size, self.ends)).encode()).hexdigest()
@@ -73,10 +79,14 @@ class Grammar:
     Attributes:
         text: the grammar in llguidance's format.
         digest: of the vocabulary.
+        ends: tokens that end the text.
+        least: tokens before one of them, unless the grammar allows no other.
     """
 
     text: str
     digest: str
+    ends: tuple[int, ...] = ()
+    least: int = 0
     vocabulary: Vocabulary | None = field(default=None, repr=False)
 
     @classmethod
@@ -88,20 +98,10 @@ class Grammar:
                 (in Lark's notation, as llguidance understands it).
 
         Raises:
-            ValueError: it is invalid or too complex.
+            ValueError: it is invalid, too large or too slow.
         """
-        matcher, prepared = _llguidance().LLMatcher, vocabulary.prepared()
-        make: Mapping[str, Callable[[Any], dict[str, Any]]] = {
-            "json": lambda schema: {"json_schema": {**schema, "x-guidance": _JSON_OPTIONS}},
-            "regex": lambda regex: json.loads(matcher.grammar_from_regex(regex))["grammars"][0],
-            "choice": lambda texts: {"lark_grammar": "start: " + " | ".join(map(json.dumps, texts))},
-            "grammar": lambda lark: {"lark_grammar": lark},
-        }
-        grammars = [{"lark_grammar": _UNFORCED}, {**make[kind](source), "name": "main"}]
-        text = json.dumps({"grammars": grammars})
-        if error := matcher.validate_grammar(text, prepared):
-            raise ValueError(f"the {kind} for structured output cannot be used: {error:.500}")
-        return cls(text, vocabulary.digest)
+        _llguidance()
+        return cls(vocabulary.checker.compile(kind, source), vocabulary.digest, vocabulary.ends)
 
     def with_vocabulary(self, vocabulary: Vocabulary) -> Grammar:
         """Itself with what workers need that do not have the vocabulary yet."""
@@ -116,29 +116,36 @@ class Grammar:
         prepared = self.vocabulary.prepared() if self.vocabulary else _prepared.get(self.digest)
         if prepared is None:
             raise MissingVocabulary(self.digest)
-        return _GrammarProcessor(_llguidance().LLMatcher(prepared, self.text))
+        return _GrammarProcessor(
+            _llguidance().LLMatcher(prepared, self.text, log_level=0, **limits()), self.ends, self.least
+        )
 
 
 class _GrammarProcessor:
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, ends: tuple[int, ...], least: int) -> None:
+        self._matcher, self._ends, self._least = matcher, list(ends), least
         self._seen: int | None = None
+        self._begin = 0
 
     def __call__(self, ids_BL: Any, scores_BV: Any) -> Any:
         import numpy
         import torch
 
-        if self._seen is not None:
+        if self._seen is None:
+            self._begin = ids_BL.shape[1]
+        else:
             self._matcher.consume_tokens(ids_BL[0, self._seen :].tolist())
         self._seen = ids_BL.shape[1]
         bits = numpy.frombuffer(self._matcher.compute_bitmask(), numpy.uint8)
         if self._matcher.is_error():
-            reason = self._matcher.get_error().partition("\n")[0]  # the rest is the state of the parser
-            raise ValueError(f"the structured output cannot be continued: {reason:.500}")
+            raise ValueError(f"the structured output cannot be continued: {one_line(self._matcher.get_error())}")
         allowed = torch.from_numpy(numpy.unpackbits(bits, bitorder="little").astype(bool))
         allowed_V = torch.zeros(scores_BV.shape[1], dtype=torch.bool)
         size = min(len(allowed), len(allowed_V))
         allowed_V[:size] = allowed[:size]
+        if self._seen - self._begin < self._least:
+            others_V = allowed_V.index_fill(0, torch.tensor(self._ends), False)
+            allowed_V = others_V if others_V.any() else allowed_V
         return scores_BV.masked_fill(~allowed_V.to(scores_BV.device), -float("inf"))
 
 

@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,6 +17,7 @@ from oslo_models.deploy.busy_polling import BusyPoll
 from oslo_models.deploy.connection import WorkerConnection
 from oslo_models.deploy.forking import fork_worker
 from oslo_models.deploy.serialization import decode, encode
+from oslo_models.starting import import_path, python_module
 
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -224,7 +224,7 @@ def start_worker(
         secret: of the deployment; passed on in the environment, which only this user can read.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", "oslo_models.deploy.worker", str(theirs.fileno())],
+        python_module("oslo_models.deploy.worker", str(theirs.fileno())),
         env=worker_environment(local_rank, loopback, secret),
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
@@ -240,7 +240,7 @@ def worker_environment(local_rank: int, loopback: bool = True, secret: str | Non
         environment[SECRET_VARIABLE] = secret
     if loopback:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    environment["PYTHONPATH"] = import_path()
     return environment
 
 

@@ -55,11 +55,20 @@ def open_with_mapping(
         reader = checkpoint.open_checkpoint(
             directory, variant=variant, fallback_layout=mapping.infer_layout, owner_stage=mapping.owner_stage
         )
+        _require_real(reader, mapping)
     try:
         checkpoint.verify_checkpoint(reader, mesh.world)
         yield mapping, reader
     finally:
         reader.close()
+
+
+def _require_real(reader: checkpoint.CheckpointReader, mapping: WeightMapping) -> None:
+    """Raise ``CheckpointError`` for complex numbers, if the model has none: their imaginary parts would be lost."""
+    wrong = [name for name, stored in reader.tensors.items() if stored.dtype.is_complex]
+    if wrong and not any(tensor.is_complex() for tensor in mapping.state.values()):
+        file = reader.tensors[wrong[0]].files[0].path
+        raise checkpoint.CheckpointError(f"{file}: the entry {wrong[0]!r} has complex numbers, which the model has not")
 
 
 class WeightMapping:

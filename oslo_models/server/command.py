@@ -17,6 +17,7 @@ import uvicorn
 from transformers import AutoConfig, AutoTokenizer
 
 from oslo_models import auto
+from oslo_models.checkpoint import current_folder
 from oslo_models.deploy.forking import start_fork_server
 from oslo_models.deploy.process_executor import worker_environment
 from oslo_models.deploy.torchrun_executor import is_launched, launched_rank
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
     secret = None if args.deploy_secret_file is None else Path(args.deploy_secret_file).read_text().strip()
     adapters = parse_adapters(args.adapter, args.models)
     if adapters:
-        config = AutoConfig.from_pretrained(args.models[0])
+        config = _config_of(args.models[0])
         check_adapters(_kind(config, args).class_for(config), config, adapters)
     if is_launched() and launched_rank() > 0:
         _load(args.models[0], args, secret)  # does not return: see `torchrun_executor`
@@ -183,6 +184,10 @@ def _log_to_stderr(access: bool) -> None:
     access_log.setLevel(logging.INFO if access else logging.WARNING)
 
 
+def _config_of(name: str) -> Any:
+    return AutoConfig.from_pretrained(current_folder(name, "config.json") if Path(name).is_dir() else name)
+
+
 def _tokenizer(name: str, args: argparse.Namespace) -> Any:
     return AutoTokenizer.from_pretrained(args.tokenizer or name)
 
@@ -203,7 +208,7 @@ def _kind(config: Any, args: argparse.Namespace) -> Any:
 
 def _load(name: str, args: argparse.Namespace, secret: str | None) -> Any:
     """The deployed model."""
-    kind = _kind(AutoConfig.from_pretrained(name), args)
+    kind = _kind(_config_of(name), args)
     names: tuple[str, ...] = ("tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "prefill_chunk_size")
     names += ("reuse_prefixes", "threads_per_worker", "dtype")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}

@@ -7,6 +7,7 @@ import copy
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -76,6 +77,7 @@ class ServedModel:
         self.embedder = None if self.generates else Embedder(model, tokenizer, pooling, normalizes)
         # Threads of their own: health is reported while texts are tokenized, and while the model works.
         self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "oslo-tokenize")
+        self._compiling = ThreadPoolExecutor(1, "oslo-grammar")  # others are not to wait for a slow grammar
         self._asking = ThreadPoolExecutor(1, "oslo-health")
         self._health: asyncio.Future[dict[str, Any]] | None = None
         longest = max(map(len, tokenizer.get_vocab()), default=1)
@@ -140,14 +142,18 @@ class ServedModel:
         """
         self.check_texts(request.prompts)
         prompts = await self.in_tokenizer(request.encode, self.tokenizer)
-        return prompts, await self.in_tokenizer(self._jobs, request, prompts)
+        decoding = await asyncio.get_running_loop().run_in_executor(self._compiling, self._decoding, request)
+        return prompts, await self.in_tokenizer(self._jobs, request, prompts, decoding)
 
-    def _jobs(self, request: CompletionRequest | ChatRequest, prompts: list[list[int]]) -> list[GenerationJob]:
-        assert self.generator is not None
+    def _jobs(
+        self, request: CompletionRequest | ChatRequest, prompts: list[list[int]], decoding: Decoding | None
+    ) -> list[GenerationJob]:
         for name in ("stop_token_ids", "logit_bias"):
             if tokens := list(getattr(request, name)):
                 self.check_tokens(tokens, name)
-        settings, decoding = self._defaults.settings(request), self._decoding(request)
+        settings = self._defaults.settings(request)
+        if decoding is not None and decoding.grammar is not None:  # which ends the text, also before so many tokens
+            settings.pop("min_new_tokens", None)
         texts = [*request.stops, *self._defaults.stops]
         stops = StopAutomaton(texts) if texts else None
         jobs = []
@@ -157,6 +163,9 @@ class ServedModel:
             new_tokens = request.max_new_tokens(room, self._defaults.max_new_tokens)
             if len(ids) > self.length or new_tokens > room or room < 1:
                 raise self._too_long(len(ids), new_tokens)
+            if (request.min_tokens or 0) > new_tokens:
+                message = f"min_tokens={request.min_tokens} is more than the {new_tokens} tokens that may come"
+                raise RequestError(400, message, None, "min_tokens")
             continues = isinstance(request, CompletionRequest) and not self.model.config.is_encoder_decoder
             context = prompt_context(self.tokenizer, ids, request.skip_special_tokens) if continues else []
             for choice in range(request.n):
@@ -174,5 +183,7 @@ class ServedModel:
     def _decoding(self, request: Generation) -> Decoding | None:
         assert self.generator is not None
         grammar = None if request.grammar is None else self.generator.compiled(request.grammar)
+        if grammar is not None:
+            grammar = replace(grammar, least=request.min_tokens or 0)
         decoding = Decoding(request.frequency_penalty, request.presence_penalty, grammar, request.logprobs_asked)
         return None if decoding == Decoding() else decoding

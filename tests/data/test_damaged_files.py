@@ -100,7 +100,11 @@ DEEP = b'{"text": "x", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 RECORDS: dict[str, tuple[str, bytes, str]] = {
     "bad UTF-8 in a text": (".txt", b"a\n\xff b\nc\n", "line 2: not UTF-8"),
     "a part of a character": (".txt", b"a\n\xf0\x9f\nc\n", "line 2: not UTF-8"),
-    "a surrogate in bytes": (".jsonl", b'{"text": "a\\n"}\n{"text": "\xed\xa0\x80"}\n{"text": "c\\n"}\n', "line 2: no JSON"),
+    "a surrogate in bytes": (
+        ".jsonl",
+        b'{"text": "a\\n"}\n{"text": "\xed\xa0\x80"}\n{"text": "c\\n"}\n',
+        "line 2: no JSON",
+    ),
     "deep JSON": (".jsonl", b'{"text": "a\\n"}\n' + DEEP + b'\n{"text": "c\\n"}\n', "line 2: no JSON"),
     "a cut line": (".jsonl", b'{"text": "a\\n"}\n{"text": "c\\n"}\n{"text": "d', "line 3: no JSON"),
     "a long number": (".jsonl", b'{"text": "a\\n"}\n{"n": ' + b"9" * 9999 + b'}\n{"text": "c\\n"}', "line 2: no JSON"),
@@ -158,7 +162,12 @@ def test_command_names_its_own_option_and_succeeds_only_with_everything(
     (tmp_path / "cut.txt.gz").write_bytes(COMPRESSIONS[".txt.gz"][:-9])
     command = ["preprocess", "-t", str(tmp_path / "tokenizer"), "-o", str(tmp_path / "out"), "--workers", "0"]
     for name, skips in (("bad.txt", False), ("cut.txt.zst", True), ("cut.txt.zst", False), ("cut.txt.gz", True)):
-        given = [str(tmp_path / "good.txt"), str(tmp_path / name), "--restart", *(["--skip-malformed"] if skips else [])]
+        given = [
+            str(tmp_path / "good.txt"),
+            str(tmp_path / name),
+            "--restart",
+            *(["--skip-malformed"] if skips else []),
+        ]
         assert cli.main([*command, *given]) == 2
         error = capsys.readouterr().err
         assert name in error and "on_error" not in error and not (tmp_path / "out.idx").exists()

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from oslo_models.data import DatasetForCausalLM
 from oslo_models.data.indexed_dataset import CODES, IMPLS, IndexedDataset, write_index
 
 from support import ROOT
@@ -160,3 +161,41 @@ def test_empty_dataset_is_read(tmp_path: Path) -> None:
     for written in IMPLS:
         write(tmp_path / "a", [], impl=written)
         assert all(len(IndexedDataset(tmp_path / "a", impl)) == 0 for impl in IMPLS)
+
+
+def damage(path: Path, offset: int, value: int, size: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset : offset + size] = value.to_bytes(size, "little", signed=True)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("value", [31, 29, -1, 1 << 28, 0])
+@pytest.mark.parametrize("written", ["mmap", "lazy"])
+def test_a_damaged_length_or_position_is_named_before_it_is_used(tmp_path: Path, written: str, value: int) -> None:
+    count, number = 200, 77
+    if written == "mmap":
+        lengths, starts, sizes = 34, 34 + 4 * count, (4, 8)
+    else:
+        starts = 56 + 8 * (count + 1)
+        lengths, sizes = starts + 8 * (count + 1), (8, 8)
+    for begin, size in ((lengths, sizes[0]), (starts, sizes[1])):
+        write(tmp_path / "a", [30] * count, "uint16", written)
+        damage(tmp_path / "a.idx", begin + size * number, value, size)
+        with pytest.raises(ValueError, match=r"a\.idx: document 7[78] "):
+            DatasetForCausalLM(str(tmp_path / "a"), 16)
+        assert {path.name for path in tmp_path.iterdir()} == {"a.idx", "a.bin"}, "nothing was written"
+    write(tmp_path / "a", [30] * count, "uint16", written)
+    damage(tmp_path / "a.idx", lengths + sizes[0] * (count - 1), (1 << (8 * sizes[0] - 1)) - 1, sizes[0])
+    with pytest.raises(ValueError, match=r"cut short|document 199"):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_a_damaged_boundary_of_documents_is_named(tmp_path: Path) -> None:
+    for number, value in ((0, 1), (1, 3), (1, 1 << 40), (1, -5)):
+        write(tmp_path / "a", [3, 0, 5, 2], ends=[0, 2, 4])
+        damage(tmp_path / "a.idx", 34 + 12 * 4 + 8 * number, value, 8)
+        if (number, value) == (1, 3):  # another division, which nothing contradicts
+            assert len(IndexedDataset(tmp_path / "a").documents()[1]) == 2
+            continue
+        with pytest.raises(ValueError, match=r"a\.idx: document"):
+            IndexedDataset(tmp_path / "a").documents()

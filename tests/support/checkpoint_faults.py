@@ -30,7 +30,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from oslo_models.checkpoint import atomic_commit as staging
-from oslo_models.checkpoint import open_checkpoint, save_checkpoint, verify_checkpoint
+from oslo_models.checkpoint import current_files, open_checkpoint, save_checkpoint, verify_checkpoint
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects
 from oslo_models.sharding.layout import EvenSplit, Layout
@@ -182,7 +182,7 @@ def look(directory: Path) -> int | None:
     for name, expected in tensors.items():
         assert torch.equal(reader.read(name, Layout(tuple(expected.shape)), 0), expected), name
     reader.close()
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads(current_files(directory)["config.json"].read_text())  # readers look through the journal
     assert config == {"generation": generation}, f"{config} beside weights of generation {generation}"
     return generation
 

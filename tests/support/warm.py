@@ -134,7 +134,7 @@ def _arguments(command: list[str], environment: Mapping[str, str]) -> list[str]:
         if found is None or not _is_script(Path(found)):
             return []
         command = [sys.executable, found, *command[1:]]
-    rest = [each for number, each in enumerate(command[1:]) if number or each != "-u"]
+    rest = [each for number, each in enumerate(command[1:]) if number or each not in ("-u", "-P")]
     known = rest and (rest[0] in ("-", "-m", "-c") or not rest[0].startswith("-"))
     return command[1:] if known else []
 

@@ -159,10 +159,12 @@ def _run(arguments: list[str]) -> int:
 def _run_main(arguments: list[str]) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
+    safe, arguments = arguments[0] == "-P", [each for n, each in enumerate(arguments) if n or each != "-P"]
     first, *rest = arguments
     if first == "-m":
         sys.argv, name = ["-m", *rest[1:]], rest[0]
-        sys.path.insert(0, os.getcwd())
+        if not safe:
+            sys.path.insert(0, os.getcwd())
         package = hasattr(sys.modules.get(name), "__path__")
         sys.modules.pop(f"{name}.__main__" if package else name, None)  # it is to run, and not for the second time
         runpy._run_module_as_main(name)  # type: ignore[attr-defined]

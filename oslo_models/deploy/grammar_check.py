@@ -1,0 +1,262 @@
+"""Compiles the grammars of requests in a process that may die, so that a native parser cannot take the server down.
+
+`GrammarChecker` starts the process, which runs this module. Both sides send a length and then JSON; nothing that
+comes back is unpickled. The process is killed by the kernel when a grammar takes more than `CPU_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from oslo_models.starting import import_path, python_module
+
+MOST_BYTES = 1 << 16
+MOST_DEPTH = 64
+MOST_RULES = 1000
+MOST_PARTS = 4096
+"""Alternatives of a Lark grammar, options of a choice, or keys and items of a schema."""
+FIRST_MASK_SECONDS = 0.5
+"""CPU time in which a grammar has to be compiled and its first mask computed."""
+CPU_SECONDS = 1.0
+"""CPU time after which the kernel ends the process."""
+WAIT_SECONDS = 10.0
+"""Wall time to wait for an answer, which includes the queue for a core."""
+START_SECONDS = 60.0
+"""Wall time to start the process and to prepare a vocabulary."""
+MOST_MEMORY = 8 << 30
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
+"""Without a bound, a model may write spaces until its tokens are used up."""
+UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
+"""Where only one text can follow, llguidance would allow only the tokens of its tokenizer, which may be special."""
+_LENGTH = struct.Struct("<Q")
+_STACK = 4 << 20
+"""Bytes of stack: half of a worker's, so that a grammar that passes here cannot overflow there."""
+_BRACKETS = re.compile(r"\\.|[(\[{]|[)\]}]", re.DOTALL)
+
+
+def check_size(kind: str, source: Any) -> None:
+    """Raise ``ValueError`` for a grammar that is too large for its parser. Looks at its text only."""
+    size, depth, rules, parts = _measure(kind, source)
+    limits = ((size, MOST_BYTES, "bytes"), (depth, MOST_DEPTH, "levels"))
+    for found, most, what in (*limits, (rules, MOST_RULES, "rules"), (parts, MOST_PARTS, "parts")):
+        if found > most:
+            raise ValueError(f"the {kind} for structured output has {found} {what}, and may have {most}; simplify it")
+
+
+def _measure(kind: str, source: Any) -> tuple[int, int, int, int]:
+    """Bytes, levels of nesting, rules, and parts."""
+    if kind == "choice":
+        return sum(len(text.encode()) for text in source), 0, 0, len(source)
+    if kind == "json":
+        depth, parts, size = 0, 0, 0
+        level: list[Any] = [source]
+        while level and depth <= MOST_DEPTH and parts <= MOST_PARTS:  # not recursive: it may be nested deeply
+            size += sum(len(each.encode()) if isinstance(each, str) else 8 for each in level)
+            below = [item for each in level if isinstance(each, dict) for item in each.values()]
+            keys = [key for each in level if isinstance(each, dict) for key in each]
+            below += [item for each in level if isinstance(each, list) for item in each]
+            size, parts, depth, level = (
+                size + sum(len(key.encode()) for key in keys),
+                parts + len(below),
+                depth + 1,
+                below,
+            )
+        return size, depth, 0, parts
+    if len(source) > MOST_BYTES:
+        return len(source), 0, 0, 0
+    depth = deepest = 0
+    for bracket in _BRACKETS.findall(source):
+        depth = max(0, depth + (bracket in "([{") - (bracket in ")]}"))
+        deepest = max(deepest, depth)
+    rules = source.count(":") if kind == "grammar" else 0
+    return len(source.encode()), deepest, rules, source.count("|")
+
+
+class GrammarChecker:
+    """Compiles grammars in another process: one at a time, started on first use and again after it has died.
+
+    Args:
+        tokenizer: as JSON, in the format of tokenizers.
+        size: of the logits.
+        ends: tokens that end the text.
+    """
+
+    def __init__(self, tokenizer: str, size: int, ends: tuple[int, ...]) -> None:
+        self._vocabulary = [tokenizer, size, list(ends)]
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def compile(self, kind: str, source: Any) -> str:
+        """Return the grammar in the format of llguidance.
+
+        Raises:
+            ValueError: it is invalid, too large or too slow.
+        """
+        check_size(kind, source)
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            answer = self._ask([kind, source], WAIT_SECONDS)
+        if answer is None:
+            raise ValueError(f"the {kind} for structured output is too complex: its parser failed or took too long")
+        if "error" in answer:
+            raise ValueError(f"the {kind} for structured output cannot be used: {one_line(answer['error'])}")
+        return str(answer["text"])
+
+    def _start(self) -> None:
+        self.close()
+        self._process = subprocess.Popen(
+            python_module(__name__),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # parsers print what clients sent
+            start_new_session=True,  # Ctrl-C in a terminal is for the application only
+            env={**os.environ, "PYTHONPATH": import_path()},
+        )
+        answer = self._ask(self._vocabulary, START_SECONDS)
+        if answer is None or "error" in answer:
+            self.close()
+            why = "its process ended" if answer is None else one_line(answer["error"])
+            raise ValueError(f"structured output cannot be used with this model: {why}")
+
+    def _ask(self, message: Any, seconds: float) -> Any:
+        """The answer; ``None`` if the process has died, or was ended since it took longer."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        body = json.dumps(message).encode()
+        try:
+            self._process.stdin.write(_LENGTH.pack(len(body)) + body)
+            self._process.stdin.flush()
+            return json.loads(_read(self._process.stdout, time.monotonic() + seconds))
+        except (OSError, EOFError, ValueError):
+            self.close()
+            return None
+
+    def close(self) -> None:
+        """End the process."""
+        if (process := self._process) is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+            self._process = None
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # then the process sees its input close
+            self.close()
+
+
+def one_line(text: str) -> str:
+    """The beginning of a parser's message, without its quotations of what a client sent."""
+    first = next(iter(text[:1000].strip().splitlines()), "")
+    return re.sub(r"\"[^\"]*(\"|$)", "...", first)[:200]
+
+
+def limits() -> dict[str, Any]:
+    """What a parser may spend, as keyword arguments of llguidance: the same here and in the workers.
+
+    They count work and not time, so that all ranks come to the same end.
+    """
+    import llguidance
+
+    parser_limits = llguidance.LLParserLimits(step_max_items=20_000, step_lexer_fuel=100_000, verbose_errors=False)
+    return {"limits": parser_limits}
+
+
+def _read(pipe: Any, deadline: float) -> bytes:
+    """A message, from the descriptor and not from a buffer.
+
+    Raises:
+        EOFError: the process ended.
+        TimeoutError: it did not come in time.
+    """
+    data, length = b"", _LENGTH.size
+    while len(data) < length:
+        if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError
+        more = os.read(pipe.fileno(), 1 << 16)
+        if not more:
+            raise EOFError
+        data += more
+        if length == _LENGTH.size <= len(data):
+            length += _LENGTH.unpack_from(data)[0]
+    return data[_LENGTH.size :]
+
+
+# In the process -------------------------------------------------------------------------------------------------------
+
+
+def compiled(kind: str, source: Any, prepared: Any) -> str:
+    """Compile a grammar and compute its first mask.
+
+    Raises:
+        ValueError: it is invalid or too slow.
+    """
+    from llguidance import LLMatcher
+
+    began = time.process_time()
+    if kind == "json":
+        text = LLMatcher.grammar_from_json_schema(json.dumps(source), overrides=JSON_OPTIONS)
+    elif kind == "regex":
+        text = LLMatcher.grammar_from_regex(source)
+    elif kind == "choice":
+        text = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, source)))
+    else:
+        text = LLMatcher.grammar_from_lark(source)
+    grammars = [{"lark_grammar": UNFORCED}, {**json.loads(text)["grammars"][0], "name": "main"}]
+    text = json.dumps({"grammars": grammars})
+    if error := LLMatcher.validate_grammar(text, prepared, **limits()):
+        raise ValueError(error)
+    matcher = LLMatcher(prepared, text, log_level=0, **limits())
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    if time.process_time() - began > FIRST_MASK_SECONDS:
+        raise ValueError(f"it takes more than {FIRST_MASK_SECONDS:g} s to compile; simplify it")
+    return text
+
+
+def main() -> None:
+    """Answer grammars from stdin on stdout until the other side closes them."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    prepared: Any = None
+    while head := requests.read(_LENGTH.size):
+        message = json.loads(requests.read(_LENGTH.unpack(head)[0]))
+        answer: dict[str, str] = {}
+        try:
+            if prepared is None:
+                from llguidance import LLTokenizer
+
+                tokenizer, size, ends = message
+                prepared = LLTokenizer(tokenizer, n_vocab=size, eos_token=ends)
+            else:
+                signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process, native code included
+                answer["text"] = compiled(*message, prepared)
+        except Exception as error:  # noqa: BLE001  the other side says so
+            answer["error"] = str(error)[:1000]
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        body = json.dumps(answer).encode()
+        answers.write(_LENGTH.pack(len(body)) + body)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.stack_size(_STACK)
+    working = threading.Thread(target=main)
+    working.start()
+    working.join()
