@@ -208,15 +208,12 @@ def compiled(kind: str, source: Any, prepared: Any) -> str:
 
     began = time.process_time()
     if kind == "json":
-        text = LLMatcher.grammar_from_json_schema(json.dumps(source), overrides=JSON_OPTIONS)
+        made = {"json_schema": {**source, "x-guidance": JSON_OPTIONS}}
     elif kind == "regex":
-        text = LLMatcher.grammar_from_regex(source)
-    elif kind == "choice":
-        text = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, source)))
+        made = json.loads(LLMatcher.grammar_from_regex(source))["grammars"][0]
     else:
-        text = LLMatcher.grammar_from_lark(source)
-    grammars = [{"lark_grammar": UNFORCED}, {**json.loads(text)["grammars"][0], "name": "main"}]
-    text = json.dumps({"grammars": grammars})
+        made = {"lark_grammar": "start: " + " | ".join(map(json.dumps, source)) if kind == "choice" else source}
+    text = json.dumps({"grammars": [{"lark_grammar": UNFORCED}, {**made, "name": "main"}]})
     if error := LLMatcher.validate_grammar(text, prepared, **limits()):
         raise ValueError(error)
     matcher = LLMatcher(prepared, text, log_level=0, **limits())
