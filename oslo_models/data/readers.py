@@ -233,7 +233,8 @@ def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
         with pyarrow.parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file:
             _check_column(path, key, file.schema_arrow)
             for batch in file.iter_batches(ROWS, columns=[key]):
-                for number, value in enumerate(_values(batch.column(0)), start=number + 1):
+                for value in _values(batch.column(0)):
+                    number += 1
                     yield number, value
             expected = file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
@@ -249,7 +250,12 @@ def _check_column(path: Path, key: str, schema: Any) -> None:
         number = "no column" if key not in schema.names else "several columns"
         raise ValueError(f"{path}: {number} {key!r}; there are {', '.join(schema.names)}")
     kind = schema.field(key).type
-    if str(kind.value_type if hasattr(kind, "index_type") else kind) not in ("string", "large_string", "string_view", "null"):
+    if str(kind.value_type if hasattr(kind, "index_type") else kind) not in (
+        "string",
+        "large_string",
+        "string_view",
+        "null",
+    ):
         raise ValueError(f"{path}: the column {key!r} is of type {kind} and not of texts; convert it to string")
 
 

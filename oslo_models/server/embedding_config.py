@@ -75,7 +75,9 @@ def read_embedding_config(name: str, pooling: str | None = None) -> EmbeddingCon
 
 def _pooling(name: str, stated: dict[str, Any]) -> str:
     """The pooling of a configuration: its booleans, or the name in newer ones."""
-    modes = stated.get("pooling_mode", [key for key, value in stated.items() if key.startswith("pooling_mode_") and value])
+    modes = stated.get(
+        "pooling_mode", [key for key, value in stated.items() if key.startswith("pooling_mode_") and value]
+    )
     modes = [modes] if isinstance(modes, str) else list(modes)
     found = [_MODES.get(mode, {"lasttoken": "last"}.get(mode, mode)) for mode in modes] or ["mean"]
     if len(found) > 1 or found[0] not in POOLINGS:

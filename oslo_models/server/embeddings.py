@@ -17,7 +17,6 @@ from oslo_models.server.embedding_config import POOLINGS, EmbeddingConfig
 from oslo_models.server.schema import Request, Texts
 
 
-
 class EmbeddingRequest(Request):
     """``POST /v1/embeddings``."""
 
@@ -45,9 +44,7 @@ class Embedder:
         batch: inputs of a call at most.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any, config: EmbeddingConfig, normalizes: bool, batch: int = 16
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, config: EmbeddingConfig, normalizes: bool, batch: int = 16) -> None:
         if config.pooling not in POOLINGS:
             raise ValueError(f"pooling={config.pooling!r} is none of {', '.join(POOLINGS)}")
         self.model, self.config, self.normalizes, self.batch = model, config, normalizes, batch

@@ -87,7 +87,9 @@ def test_blender_of_more_than_255_datasets(seed: int) -> None:
     assert np.abs(counts - shares).max() < 1 + 1e-6
 
 
-@pytest.mark.parametrize("kind", [np.int8, np.int32, np.int64, np.uint64, np.float32, np.float64, torch.tensor, Fraction])
+@pytest.mark.parametrize(
+    "kind", [np.int8, np.int32, np.int64, np.uint64, np.float32, np.float64, torch.tensor, Fraction]
+)
 def test_weights_of_any_kind_of_number_mean_the_same(kind: Any) -> None:
     places = [DatasetBlender(numbered([100, 300]), [kind(3), kind(7)]).place(at) for at in range(400)]
     assert places == [DatasetBlender(numbered([100, 300]), [3, 7]).place(at) for at in range(400)]

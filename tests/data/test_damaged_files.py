@@ -18,9 +18,8 @@ from oslo_models.data.readers import open_documents
 from support.corpora import tokenizer
 
 pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 zstandard = pytest.importorskip("zstandard")
-
-import pyarrow.parquet
 
 TEXTS = [f"document {number} é 😀 {number * 7919}\n" for number in range(3000)]
 PLAIN = "".join(TEXTS).encode()
@@ -71,7 +70,7 @@ def test_no_compressed_file_ends_quietly(ending: str, on_error: str, tmp_path: P
 def test_parquet_is_read_whole_or_refused(tmp_path: Path, seed: int) -> None:
     path, rng = tmp_path / "a.parquet", random.Random(seed)
     table = pyarrow.table({"text": TEXTS})
-    pyarrow.parquet.write_table(table, path, row_group_size=500, compression="none", write_page_checksum=True)
+    parquet.write_table(table, path, row_group_size=500, compression="none", write_page_checksum=True)
     data = path.read_bytes()
     assert read(path) == TEXTS
     for _ in range(10):
@@ -88,11 +87,11 @@ def test_parquet_is_read_whole_or_refused(tmp_path: Path, seed: int) -> None:
 def test_columns_that_are_no_texts_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     for column in ([b"x"], [1], [["x"]], [{"a": "x"}]):
-        pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
-        with pytest.raises(ValueError, match="column 'text' is of type .* not of texts"):
+        parquet.write_table(pyarrow.table({"text": column}), path)
+        with pytest.raises(ValueError, match=r"column 'text' is of type .* not of texts"):
             read(path, on_error="skip")
     for kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int8(), pyarrow.string())):
-        pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(["a", "b"], kind)}), path)
+        parquet.write_table(pyarrow.table({"text": pyarrow.array(["a", "b"], kind)}), path)
         assert read(path) == ["a", "b"]
 
 
@@ -100,7 +99,11 @@ DEEP = b'{"text": "x", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 RECORDS: dict[str, tuple[str, bytes, str]] = {
     "bad UTF-8 in a text": (".txt", b"a\n\xff b\nc\n", "line 2: not UTF-8"),
     "a part of a character": (".txt", b"a\n\xf0\x9f\nc\n", "line 2: not UTF-8"),
-    "a surrogate in bytes": (".jsonl", b'{"text": "a\\n"}\n{"text": "\xed\xa0\x80"}\n{"text": "c\\n"}\n', "line 2: no JSON"),
+    "a surrogate in bytes": (
+        ".jsonl",
+        b'{"text": "a\\n"}\n{"text": "\xed\xa0\x80"}\n{"text": "c\\n"}\n',
+        "line 2: no JSON",
+    ),
     "deep JSON": (".jsonl", b'{"text": "a\\n"}\n' + DEEP + b'\n{"text": "c\\n"}\n', "line 2: no JSON"),
     "a cut line": (".jsonl", b'{"text": "a\\n"}\n{"text": "c\\n"}\n{"text": "d', "line 3: no JSON"),
     "a long number": (".jsonl", b'{"text": "a\\n"}\n{"n": ' + b"9" * 9999 + b'}\n{"text": "c\\n"}', "line 2: no JSON"),
@@ -122,7 +125,7 @@ def test_rows_without_a_text_are_named_and_can_be_skipped(tmp_path: Path) -> Non
     path = tmp_path / "a.parquet"
     raw = pyarrow.array([b"b", None, b"\xff", b"c"], pyarrow.binary())
     column = pyarrow.StringArray.from_buffers(len(raw), *raw.buffers()[1:], raw.buffers()[0])
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
+    parquet.write_table(pyarrow.table({"text": column}), path)
     with pytest.raises(ValueError, match=r"a.parquet, row 2: the value of 'text' is NoneType.*on_error='skip'"):
         read(path)
     with pytest.warns(UserWarning, match=r"a.parquet, row 3: .*utf-8"):
@@ -158,7 +161,12 @@ def test_command_names_its_own_option_and_succeeds_only_with_everything(
     (tmp_path / "cut.txt.gz").write_bytes(COMPRESSIONS[".txt.gz"][:-9])
     command = ["preprocess", "-t", str(tmp_path / "tokenizer"), "-o", str(tmp_path / "out"), "--workers", "0"]
     for name, skips in (("bad.txt", False), ("cut.txt.zst", True), ("cut.txt.zst", False), ("cut.txt.gz", True)):
-        given = [str(tmp_path / "good.txt"), str(tmp_path / name), "--restart", *(["--skip-malformed"] if skips else [])]
+        given = [
+            str(tmp_path / "good.txt"),
+            str(tmp_path / name),
+            "--restart",
+            *(["--skip-malformed"] if skips else []),
+        ]
         assert cli.main([*command, *given]) == 2
         error = capsys.readouterr().err
         assert name in error and "on_error" not in error and not (tmp_path / "out.idx").exists()

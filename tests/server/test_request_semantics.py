@@ -290,7 +290,10 @@ def pooled(words: Any, local: LocalModel, text: str, pooling: str) -> torch.Tens
 MODULES = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
 MODULES += [{"path": "pool", "type": "sentence_transformers.models.Pooling"}]
 STATED: dict[str, tuple[dict[str, Any], str]] = {
-    "no modules": ({"1_Pooling/config.json": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}}, "cls"),
+    "no modules": (
+        {"1_Pooling/config.json": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}},
+        "cls",
+    ),
     "last": ({"modules.json": MODULES, "pool/config.json": {"pooling_mode_lasttoken": True}}, "last"),
     "a name": ({"modules.json": MODULES, "pool/config.json": {"pooling_mode": "lasttoken"}}, "last"),
     "max": ({"modules.json": MODULES, "pool/config.json": {"pooling_mode_max_tokens": True}}, "max"),
@@ -376,7 +379,10 @@ def test_templates_get_every_field_of_a_message() -> None:
 @pytest.mark.parametrize(
     ("message", "place"),
     [
-        ({"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "tool_calls[0].function.arguments is no JSON"),
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "tool_calls[0].function.arguments is no JSON",
+        ),
         ({"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, "tool_calls[0].function.arguments"),
         ({"tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}, "tool_calls[0].function.arguments"),
         ({"tool_calls": [{"function": "f"}]}, "tool_calls[0] has no function"),
