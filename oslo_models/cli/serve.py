@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,11 +44,12 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--tokenizer", metavar="NAME", help="a directory, or a name on the hub (default: MODEL)")
     tasks = "what the models do: generate text or embed it (default: by the class that saved the checkpoint)"
     add("--task", choices=("auto", "generate", "embed"), default="auto", help=tasks)
-    vectors = "vectors of texts are the mean of all tokens' or that of the first (default: %(default)s)"
-    add("--pooling", choices=("mean", "cls"), default="mean", help=vectors)
+    vectors = "vectors of texts: the mean or maximum of all tokens', or that of the first or last (default: as the "
+    vectors += "checkpoint states it, or mean)"
+    add("--pooling", choices=("mean", "cls", "last", "max"), help=vectors)
     add("--no-normalize", dest="normalize", action="store_false", help="do not scale vectors of texts to length 1")
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all interfaces (default: %(default)s)")
-    add("--port", type=int, default=8000, help="port to listen on; 0 for any free one (default: %(default)s)")
+    add("--port", type=_port, default=8000, help="port to listen on; 0 for any free one (default: %(default)s)")
     _add_access(command)
     sizes: dict[str, Any] = {"metavar": "N", "type": size}
     rows = "answers that are computed together; their memory is allocated at the start (default: %(default)s)"
@@ -68,15 +70,37 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     open_at_once = "connections; beyond it, the longest idle one is closed (default: %(default)s)"
     add("--max-connections", **sizes, default=1000, help=open_at_once)
     headers = "seconds for the headers of a request (default: %(default)s)"
-    add("--header-seconds", metavar="S", type=float, default=15.0, help=headers)
+    add("--header-seconds", metavar="S", type=_seconds, default=15.0, help=headers)
     drain = "seconds that running requests get after SIGTERM (default: %(default)s)"
-    add("--drain-seconds", metavar="S", type=int, default=60, help=drain)
+    add("--drain-seconds", metavar="S", type=_count, default=60, help=drain)
     restarts = "how often the workers of a model may die and be started again; beyond it, exit (default: %(default)s)"
-    add("--restart-workers", metavar="N", type=int, default=3, help=restarts)
+    add("--restart-workers", metavar="N", type=_count, default=3, help=restarts)
     within = "seconds in which --restart-workers are counted (default: %(default)s)"
-    add("--restart-window", metavar="S", type=float, default=600.0, help=within)
+    add("--restart-window", metavar="S", type=_seconds, default=600.0, help=within)
     secret = "has the secret by which the hosts of `torchrun` know each other"
     add("--deploy-secret-file", metavar="FILE", help=secret)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+    return int(text)
 
 
 def _add_access(command: argparse.ArgumentParser) -> None:
@@ -93,6 +117,12 @@ def _add_access(command: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="names by which clients may call the server, separated by commas; * for all (default: all, but for a "
         "server on a loopback address the names of that)",
+    )
+    command.add_argument(
+        "--allowed-origins",
+        metavar="ORIGINS",
+        help="web pages that browsers may call the server from, such as https://chat.example, separated by commas; * "
+        "for all (default: none)",
     )
     command.add_argument(
         "--no-access-log",

@@ -233,7 +233,8 @@ def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
         with pyarrow.parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file:
             _check_column(path, key, file.schema_arrow)
             for batch in file.iter_batches(ROWS, columns=[key]):
-                for number, value in enumerate(_values(batch.column(0)), start=number + 1):
+                for value in _values(batch.column(0)):
+                    number += 1
                     yield number, value
             expected = file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:

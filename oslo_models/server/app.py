@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from oslo_models.deploy.errors import EngineError
 from oslo_models.server.endpoints import Endpoints
@@ -40,8 +41,9 @@ def application(
     max_body_size: int = 1 << 20,
     api_key: str | ApiKeys | None = None,
     allowed_hosts: Sequence[str] | None = None,
+    allowed_origins: Sequence[str] = (),
     body_timeout: float = 30.0,
-    pooling: str = "mean",
+    pooling: str | None = None,
     normalize: bool = True,
     metrics: Metrics | None = None,
     adapters: Mapping[str, str] | None = None,
@@ -59,15 +61,19 @@ def application(
         api_key: required of requests as ``Authorization: Bearer ...``, except for ``/health`` and its two probes;
             one of several keys, which can be replaced later, as `ApiKeys`.
         allowed_hosts: accepted values of the ``Host`` header, without ports (default: all).
+        allowed_origins: web pages that browsers may call the server from, such as ``https://chat.example`` (default:
+            none); ``*`` for all.
         body_timeout: seconds until a body has arrived.
-        pooling: of models without a head, for ``/v1/embeddings``: ``"mean"`` of all tokens, or ``"cls"``, the first.
+        pooling: of models without a head, for ``/v1/embeddings``: ``"mean"`` of all tokens, ``"cls"`` (the first),
+            ``"last"`` or ``"max"`` (default: as the checkpoint states it for sentence-transformers, or the mean).
         normalize: their vectors to length 1.
         metrics: to count into (default: new ones).
         adapters: that ``model`` has loaded, for requests that name one as their model: their names there, by those that
             clients use. From now on only the application may switch them.
 
     Raises:
-        ValueError: ``api_key`` is empty or cannot be sent in a header; or two models or adapters have the same name.
+        ValueError: ``api_key`` is empty or cannot be sent in a header; two models or adapters have the same name; or a
+            checkpoint has a default that the server cannot honour.
     """
     if not isinstance(api_key, (ApiKeys, type(None))):
         api_key = ApiKeys([api_key])
@@ -81,13 +87,17 @@ def application(
     of_all = partial(of_all, pooling=pooling, normalizes=normalize)
     served = [of_all(*named[0], adapters=adapters), *(of_all(*each) for each in others)]
     service = Service(served, max_queue_size, metrics)
-    app = FastAPI(title="oslo-models", docs_url=None, redoc_url=None)
+    # a redirect would name the host and scheme that the server sees, not those of a proxy before it
+    app = FastAPI(title="oslo-models", docs_url=None, redoc_url=None, redirect_slashes=False)
 
     def observe(route: str, status: int, seconds: float) -> None:
         metrics.count("requests_total", route=route, status=str(status))
         metrics.observe("request_seconds", seconds, route=route)
 
     app.add_middleware(Guard, access=access, observe=observe)
+    if allowed_origins:  # around the guard, as browsers send no key with a preflight request
+        sent = {"allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
+        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["GET", "POST"], **sent)
     for kind in (StarletteHTTPException, RequestValidationError, ValueError, TemplateError, EngineError):
         app.add_exception_handler(kind, _error_response)
     _add_routes(app, service, metrics)

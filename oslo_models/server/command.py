@@ -24,6 +24,7 @@ from oslo_models.deploy.torchrun_executor import is_launched, launched_rank
 from oslo_models.server.adapters import check_adapters, load_adapters, parse_adapters
 from oslo_models.server.app import application
 from oslo_models.server.connections import ConnectionLimits, protocol
+from oslo_models.server.embedding_config import read_embedding_config
 from oslo_models.server.guard import ApiKeys, access_log, log
 from oslo_models.server.lifecycle import Lifecycle
 from oslo_models.server.metrics import Metrics
@@ -80,6 +81,8 @@ def run(args: argparse.Namespace) -> None:
     keys = read_api_keys(args)
     secret = None if args.deploy_secret_file is None else Path(args.deploy_secret_file).read_text().strip()
     adapters = parse_adapters(args.adapter, args.models)
+    if len(set(args.models)) < len(args.models):
+        raise ValueError(f"the same model is named twice: {', '.join(args.models)}")
     if adapters:
         config = _config_of(args.models[0])
         check_adapters(_kind(config, args).class_for(config), config, adapters)
@@ -101,7 +104,11 @@ def run(args: argparse.Namespace) -> None:
         orders = on.enter_context(Orders(args.api_key_file is not None))
         lifecycle, metrics = Lifecycle(), Metrics()
         server = on.enter_context(_listening(lifecycle, args, listener, orders))
-        served = [(on.enter_context(_load(name, args, secret)), _tokenizer(name, args), name) for name in args.models]
+        tokenizers = [_tokenizer(name, args) for name in args.models]  # before models, whose loading takes longer
+        served = [
+            (on.enter_context(_load(name, args, secret)), tokenizer, name)
+            for name, tokenizer in zip(args.models, tokenizers, strict=True)
+        ]
         (model, tokenizer, name), *others = served
         loaded = load_adapters(model, adapters)
         limits = {
@@ -109,7 +116,9 @@ def run(args: argparse.Namespace) -> None:
             for each in ("max_queue_size", "max_length", "max_body_size", "pooling", "normalize")
         }
         hosts = allowed_hosts(args.allowed_hosts, args.host)
+        origins = [name.strip() for name in (args.allowed_origins or "").split(",") if name.strip()]
         limits |= {"adapters": loaded, "api_key": keys, "allowed_hosts": hosts, "metrics": metrics}
+        limits["allowed_origins"] = origins
         lifecycle.application = application(model, tokenizer, name, others=others, **limits)
         supervisor = Supervisor(
             {name: model for model, _, name in served},
@@ -192,8 +201,11 @@ def _tokenizer(name: str, args: argparse.Namespace) -> Any:
     return AutoTokenizer.from_pretrained(args.tokenizer or name)
 
 
-def _embeds(config: Any, task: str) -> bool:
-    """Whether a model is for embeddings: by the class that saved it, unless ``task`` says it."""
+def _embeds(config: Any, args: argparse.Namespace) -> bool:
+    """Whether a model is for embeddings: by its files or the class that saved it, unless ``--task`` says it."""
+    task = args.task
+    if task != "generate" and read_embedding_config(config.name_or_path, args.pooling) is not None:
+        return True
     saved = (config.architectures or [""])[0]
     has_no_head = saved.endswith("Model") and not saved.endswith(("LMHeadModel", "DoubleHeadsModel"))
     return task == "embed" or (task == "auto" and (has_no_head or saved.endswith(("ForMaskedLM", "ForPreTraining"))))
@@ -201,7 +213,7 @@ def _embeds(config: Any, task: str) -> bool:
 
 def _kind(config: Any, args: argparse.Namespace) -> Any:
     """The auto class for a model."""
-    if _embeds(config, args.task):
+    if _embeds(config, args):
         return auto.AutoModel
     return auto.AutoModelForSeq2SeqLM if config.is_encoder_decoder else auto.AutoModelForCausalLM
 

@@ -13,16 +13,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from oslo_models.server.schema import Request
-
-POOLINGS = ("mean", "cls")
-"""The mean of the vectors of all tokens, or the vector of the first."""
+from oslo_models.server.embedding_config import POOLINGS, EmbeddingConfig
+from oslo_models.server.schema import Request, Texts
 
 
 class EmbeddingRequest(Request):
     """``POST /v1/embeddings``."""
 
-    input: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    input: Texts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
 
@@ -32,23 +30,24 @@ class EmbeddingRequest(Request):
         single = isinstance(self.input, str) or isinstance(self.input[0], int)
         return [self.input] if single else list(self.input)
 
-    def encode(self, tokenizer: Any) -> list[list[int]]:
-        return [tokenizer(each)["input_ids"] if isinstance(each, str) else each for each in self.texts]
+    def encode(self, tokenizer: Any, config: EmbeddingConfig) -> list[list[int]]:
+        texts = self.texts
+        return [tokenizer(config.prepare(each))["input_ids"] if isinstance(each, str) else each for each in texts]
 
 
 class Embedder:
     """Computes vectors by calls of a deployed encoder, one batch after the other.
 
     Args:
-        pooling: one of `POOLINGS`.
+        config: of the checkpoint, or what replaces it.
         normalizes: to length 1.
         batch: inputs of a call at most.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, pooling: str, normalizes: bool, batch: int = 16) -> None:
-        if pooling not in POOLINGS:
-            raise ValueError(f"pooling={pooling!r} is none of {', '.join(POOLINGS)}")
-        self.model, self.pooling, self.normalizes, self.batch = model, pooling, normalizes, batch
+    def __init__(self, model: Any, tokenizer: Any, config: EmbeddingConfig, normalizes: bool, batch: int = 16) -> None:
+        if config.pooling not in POOLINGS:
+            raise ValueError(f"pooling={config.pooling!r} is none of {', '.join(POOLINGS)}")
+        self.model, self.config, self.normalizes, self.batch = model, config, normalizes, batch
         self._pad = tokenizer.pad_token_id or 0
         self._thread = ThreadPoolExecutor(1, "oslo-embed")
 
@@ -68,10 +67,20 @@ class Embedder:
             ids_BL[row, : len(ids)] = torch.tensor(ids)
             mask_BL[row, : len(ids)] = 1
         hidden_BLD = self.model(input_ids=ids_BL, attention_mask=mask_BL).last_hidden_state.float()
-        weight_BL1 = mask_BL.float().unsqueeze(-1)
-        mean_BD = (hidden_BLD * weight_BL1).sum(1) / weight_BL1.sum(1)
-        vector_BD = mean_BD if self.pooling == "mean" else hidden_BLD[:, 0]
+        vector_BD = _pooled(hidden_BLD, mask_BL, self.config.pooling)
         return list(torch.nn.functional.normalize(vector_BD, dim=-1) if self.normalizes else vector_BD)
+
+
+def _pooled(hidden_BLD: Tensor, mask_BL: Tensor, pooling: str) -> Tensor:
+    """One vector per row, whose padding is at its end."""
+    if pooling == "cls":
+        return hidden_BLD[:, 0]
+    if pooling == "last":
+        return hidden_BLD[torch.arange(len(hidden_BLD)), mask_BL.sum(1) - 1]
+    mask_BL1 = mask_BL.unsqueeze(-1)
+    if pooling == "max":
+        return hidden_BLD.masked_fill(mask_BL1 == 0, -torch.inf).amax(1)
+    return (hidden_BLD * mask_BL1).sum(1) / mask_BL1.sum(1)
 
 
 def entry(index: int, vector_D: Tensor, encoding: str) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Endpoints:
             raise RequestError(400, f"{len(request.texts)} inputs are more than 2048", None, "input")
         with self._service.admitted(1):
             served.check_texts(request.texts, "input")
-            inputs = await served.in_tokenizer(request.encode, served.tokenizer)
+            inputs = await served.in_tokenizer(request.encode, served.tokenizer, served.embedder.config)
             for ids in inputs:
                 served.check_tokens(ids, "input")
                 served.check_length(ids, "input")

@@ -84,4 +84,6 @@ def _invalid_field(found: Any) -> tuple[str, str]:
         return path[0], f"{name} is not supported by this server"
     if found["type"] == "json_invalid":
         return "", "the body is not JSON"
-    return path[0] if path else "", f"{name}: {found['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+    if not path:
+        return "", "the body is not a JSON object with the header 'Content-Type: application/json'"
+    return path[0], f"{name}: {found['msg'].removeprefix('Value error, ')}".removeprefix(": ")

@@ -5,25 +5,28 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from oslo_models.server.answers import Answer, event
 from oslo_models.server.schema import ChatRequest, Request, Stop
 
-_PASSED_ON = ("model", "temperature", "top_p", "stream", "seed", "stop", "parallel_tool_calls", "chat_template_kwargs")
+_PASSED_ON = ("model", "temperature", "top_p", "num_beams", "stream", "seed", "stop")
+_PASSED_ON += ("parallel_tool_calls", "chat_template_kwargs")
 
 
 class ResponsesRequest(Request):
     """``POST /v1/responses``."""
 
-    input: str | list[dict[str, Any]] = Field(min_length=1)
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
+    num_beams: int | None = None
     stream: bool = False
+    stream_options: dict[Literal["include_obfuscation"], bool] = {}
     seed: int | None = None
     stop: Stop | list[Stop] = []
     tools: list[dict[str, Any]] = []
@@ -70,8 +73,7 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
         if not all(isinstance(part, dict) and part.get("type") in kinds for part in content):
             raise ValueError("input: the content of a message is text; other kinds are not supported by this server")
         content = [{"type": "text", "text": part.get("text")} for part in content]
-    role = "system" if item.get("role") == "developer" else item.get("role")
-    return {"role": role, "content": content}
+    return {"role": item.get("role"), "content": content}
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from transformers.cli.serving.utils import BaseHandler, Modality
 
 from oslo_models.deploy.generation_limits import LEAST, MOST, is_scale
-from oslo_models.server.structured import call_schema, of_format, of_structured, tool_name
+from oslo_models.server.messages import template_messages
+from oslo_models.server.structured import calls_schema, of_format, of_structured, tool_name
 
 MOST_STOPS, LONGEST_STOP = 32, 256
 """Stop strings of a request, and characters of each."""
@@ -19,13 +19,23 @@ _NO_OPS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
     "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
     "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "priority": (0,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "truncation": ("disabled",),
+    "background": (False,),
+    "top_logprobs": (0,),
+    "function_call": ("none", "auto"),
 }
 """Values with which a field asks for nothing."""
 
@@ -38,6 +48,8 @@ def _scale(value: float) -> float:
 
 Scale = Annotated[float, AfterValidator(_scale)]
 Bias = Annotated[float, Field(ge=-100, le=100)]  # as OpenAI's; NaN is not between them
+Texts = str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
+"""Texts or tokens; a text may be empty, as tokenizers may begin it with a token."""
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 
 
@@ -49,8 +61,12 @@ class Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     model: str | None = None
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = _NO_OPS
     user: Any = None
     metadata: Any = None
+    prompt_cache_key: Any = None  # these three have no effect on the answer
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
 
     @model_validator(mode="before")
     @classmethod
@@ -58,12 +74,18 @@ class Request(BaseModel):
         _require_text(body)
         if not isinstance(body, dict):
             return body
-        return {key: value for key, value in body.items() if not _is_no_op(key, value, key in cls.model_fields)}
+        return {key: value for key, value in body.items() if not cls._is_no_op(key, value)}
+
+    @classmethod
+    def _is_no_op(cls, key: str, value: Any) -> bool:
+        if value is None or any(_equal(value, nothing) for nothing in cls.no_ops.get(key, ())):
+            return True
+        return key not in cls.model_fields and value in ("", [], {})
 
 
-def _is_no_op(key: str, value: Any, known: bool) -> bool:
-    same = any(type(value) is type(nothing) and value == nothing for nothing in _NO_OPS.get(key, ()))
-    return value is None or same or (not known and value in ("", [], {}))
+def _equal(value: Any, other: Any) -> bool:
+    """Whether JSON values are equal, where true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 class Generation(Request):
@@ -150,7 +172,10 @@ class CompletionRequest(Generation):
     """``POST /v1/completions``."""
 
     kind: ClassVar = ("cmpl", "text_completion", "text_completion")
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    no_ops: ClassVar = {**_NO_OPS, "add_special_tokens": (True,)}
+    param: ClassVar = "prompt"
+    continues_prompt: ClassVar = True
+    prompt: Texts
     logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
 
     @property
@@ -175,6 +200,8 @@ class ChatRequest(Generation):
     """``POST /v1/chat/completions``."""
 
     kind: ClassVar = ("chatcmpl", "chat.completion", "chat.completion.chunk")
+    no_ops: ClassVar = {**_NO_OPS, "add_special_tokens": (False,)}
+    param: ClassVar = "messages"
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     tools: list[dict[str, Any]] | None = None
@@ -183,6 +210,13 @@ class ChatRequest(Generation):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @property
+    def continues_prompt(self) -> bool:
+        """Whether the text of the answer goes on in that of the prompt; else it is a message of its own."""
+        return self.continue_final_message
 
     @property
     def logprobs_asked(self) -> int | None:
@@ -214,8 +248,8 @@ class ChatRequest(Generation):
             return wanted
         if wanted is not None:
             raise ValueError("response_format, structured_outputs and tool_choice give more than one grammar; use one")
-        calls = [call_schema(tool["function"]) for tool in self.tools or () if forced in ("", tool_name(tool))]
-        return "json", {"anyOf": calls}
+        functions = [tool["function"] for tool in self.tools or () if forced in ("", tool_name(tool))]
+        return "json", calls_schema(functions)
 
     @property
     def visible_tools(self) -> list[dict[str, Any]] | None:
@@ -227,13 +261,11 @@ class ChatRequest(Generation):
         reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"enable_thinking"}
         if taken := sorted(reserved & set(self.chat_template_kwargs)):
             raise ValueError(f"chat_template_kwargs cannot set {taken}; it has variables of the template")
-        try:
-            given = [{key: value for key, value in message.items() if value is not None} for message in self.messages]
-            _require_text_parts(given)
-            messages = BaseHandler.get_processor_inputs_from_messages(given, Modality.LLM)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"messages: not those of a chat ({type(error).__name__}: {error})") from error
-        options = {"add_generation_prompt": True, "return_dict": True, "tools": self.visible_tools}
+        messages = template_messages(self.messages, tokenizer.chat_template)
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message needs add_generation_prompt=false")
+        options: dict[str, Any] = {"return_dict": True, "tools": self.visible_tools}
+        options |= {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
         try:
             encoded = tokenizer.apply_chat_template(messages, **options, **self.chat_template_kwargs)
         except (LookupError, TypeError, AttributeError) as error:
@@ -249,15 +281,6 @@ class ChatRequest(Generation):
     def max_new_tokens(self, room: int, default: int | None) -> int:
         """Tokens of the answer, by default the checkpoint's, or 1024."""
         return self.max_completion_tokens or self.max_tokens or min(default or 1024, room)
-
-
-def _require_text_parts(messages: list[dict[str, Any]]) -> None:
-    """Raise ``ValueError`` for parts of messages that transformers would leave out, such as images."""
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") not in (None, "text", "input_text", "output_text"):
-                raise ValueError(f"messages: content of type {part['type']!r} is not supported; this server takes text")
 
 
 def _texts(value: Any) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from oslo_models.deploy.decoding import Decoding
 from oslo_models.server.adapter_turns import AdapterTurns
+from oslo_models.server.embedding_config import EmbeddingConfig, read_embedding_config
 from oslo_models.server.embeddings import Embedder
 from oslo_models.server.errors import RequestError
 from oslo_models.server.generation import AnswerGenerator
@@ -58,7 +59,7 @@ class ServedModel:
         length: int | None,
         places: int,
         metrics: Metrics,
-        pooling: str = "mean",
+        pooling: str | None = None,
         normalizes: bool = True,
         adapters: Mapping[str, str] | None = None,
     ) -> None:
@@ -74,7 +75,7 @@ class ServedModel:
         self._defaults = GenerationDefaults(model.generation_config if self.generates else None)
         turns = AdapterTurns(model) if adapters else None
         self.generator = AnswerGenerator(model, tokenizer, places, metrics, turns) if self.generates else None
-        self.embedder = None if self.generates else Embedder(model, tokenizer, pooling, normalizes)
+        self.embedder = None if self.generates else self._embedder(pooling, normalizes)
         # Threads of their own: health is reported while texts are tokenized, and while the model works.
         self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "oslo-tokenize")
         self._compiling = ThreadPoolExecutor(1, "oslo-grammar")  # others are not to wait for a slow grammar
@@ -84,6 +85,11 @@ class ServedModel:
         self._characters = self.length * longest
         """Characters that a text of ``length`` tokens has at most."""
         self.adapted = [self._with_adapter(*each) for each in (adapters or {}).items()]
+
+    def _embedder(self, pooling: str | None, normalizes: bool) -> Embedder:
+        config = read_embedding_config(self.model.config.name_or_path, pooling) or EmbeddingConfig(pooling or "mean")
+        self.length = min(self.length, config.max_length or self.length)
+        return Embedder(self.model, self.tokenizer, config, normalizes)
 
     def _with_adapter(self, name: str, adapter: str) -> ServedModel:
         adapted = copy.copy(self)
@@ -140,7 +146,7 @@ class ServedModel:
             RequestError: a prompt is empty, too long, or has tokens that the model does not know.
             ValueError: a field cannot be used with this model.
         """
-        self.check_texts(request.prompts)
+        self.check_texts(request.prompts, request.param)
         prompts = await self.in_tokenizer(request.encode, self.tokenizer)
         decoding = await asyncio.get_running_loop().run_in_executor(self._compiling, self._decoding, request)
         return prompts, await self.in_tokenizer(self._jobs, request, prompts, decoding)
@@ -158,15 +164,15 @@ class ServedModel:
         stops = StopAutomaton(texts) if texts else None
         jobs = []
         for index, ids in enumerate(prompts):
-            self.check_tokens(ids)
+            self.check_tokens(ids, request.param)
             room = self.length - (0 if self.model.config.is_encoder_decoder else len(ids))
-            new_tokens = request.max_new_tokens(room, self._defaults.max_new_tokens)
-            if len(ids) > self.length or new_tokens > room or room < 1:
-                raise self._too_long(len(ids), new_tokens)
+            new_tokens = request.max_new_tokens(max(room, 1), self._defaults.max_new_tokens)
+            if len(ids) > self.length or new_tokens > room:
+                raise self._too_long(len(ids), new_tokens, request.param)
             if (request.min_tokens or 0) > new_tokens:
                 message = f"min_tokens={request.min_tokens} is more than the {new_tokens} tokens that may come"
                 raise RequestError(400, message, None, "min_tokens")
-            continues = isinstance(request, CompletionRequest) and not self.model.config.is_encoder_decoder
+            continues = request.continues_prompt and not self.model.config.is_encoder_decoder
             context = prompt_context(self.tokenizer, ids, request.skip_special_tokens) if continues else []
             for choice in range(request.n):
                 seed = None if request.seed is None else (request.seed + index * request.n + choice) % 2**32

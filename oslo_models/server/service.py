@@ -173,23 +173,54 @@ class Service:
     async def _events(
         self, request: CompletionRequest | ChatRequest, served: ServedModel, count: int
     ) -> AsyncGenerator[str, None]:
-        """Server-sent events, one choice after the other."""
-        tokens = []
+        """Server-sent events. The choices are computed together, so their pieces alternate."""
         assert served.generator is not None
+        counts_usage = request.stream_options.get("include_usage", False)
         with self.admitted(count):
             prompts, jobs = await served.jobs(request)
-            head = _head(request, served, 2)
-            for index, job in enumerate(jobs):
-                first = True
-                async with contextlib.aclosing(served.generator.stream(job)) as pieces:
-                    async for piece in pieces:
-                        choice = {"index": index, **_choice(request, piece, True, first)}
-                        yield event({**head, "choices": [{**choice, "finish_reason": piece.finish}]})
-                        first = False
-                tokens.append(piece.tokens)
-        if request.stream_options.get("include_usage"):
+            head = {**_head(request, served, 2), **({"usage": None} if counts_usage else {})}
+            tokens = [0] * len(jobs)
+            begun: set[int] = set()
+            async with contextlib.aclosing(_together([served.generator.stream(job) for job in jobs])) as pieces:
+                async for index, piece in pieces:
+                    choice = {"index": index, **_choice(request, piece, True, index not in begun)}
+                    yield event({**head, "choices": [{**choice, "finish_reason": piece.finish}]})
+                    begun.add(index)
+                    tokens[index] = piece.tokens
+        if counts_usage:
             yield event({**head, "choices": [], "usage": tally(prompts, tokens)})
         yield "data: [DONE]\n\n"
+
+
+async def _together(streams: Sequence[AsyncGenerator[Answer, None]]) -> AsyncGenerator[tuple[int, Answer], None]:
+    """The pieces of several answers with their numbers, as they come. If one fails the others are cancelled."""
+    queue: asyncio.Queue[tuple[int, Answer] | BaseException | None] = asyncio.Queue()
+
+    async def forward(index: int, stream: AsyncGenerator[Answer, None]) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for piece in stream:
+                    queue.put_nowait((index, piece))
+        except Exception as error:  # noqa: BLE001  raised below
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(forward(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _entry(served: ServedModel) -> dict[str, Any]:

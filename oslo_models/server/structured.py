@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+_DATA = ("const", "enum", "default", "examples")
+"""Keywords of schemas whose values are not schemas."""
 
 
 def of_format(wanted: dict[str, Any] | None) -> list[tuple[str, Any]]:
@@ -40,13 +44,28 @@ def tool_name(tool: dict[str, Any]) -> str:
     return name
 
 
-def call_schema(function: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a call of this function."""
-    arguments = function.get("parameters") or {"type": "object"}
-    properties = {"name": {"const": function["name"]}, "arguments": arguments}
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
+def calls_schema(functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON schema of a call of one of these functions.
+
+    The parameters of each are a definition, to which the references within them are directed.
+    """
+    calls, definitions = [], {}
+    for number, function in enumerate(functions):
+        place = f"#/$defs/{number}"
+        definitions[str(number)] = _redirected(function.get("parameters") or {"type": "object"}, place)
+        call = {"properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}}, "type": "object"}
+        calls.append({**call, "required": ["name", "arguments"], "additionalProperties": False})
+    return {"anyOf": calls, "$defs": definitions}
+
+
+def _redirected(schema: Any, place: str) -> Any:
+    """A schema whose references to its root lead to this place instead."""
+    if isinstance(schema, list):
+        return [_redirected(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: value if key in _DATA else _redirected(value, place) for key, value in schema.items()}
+    target = schema.get("$ref")
+    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
+        made["$ref"] = place + target[1:]
+    return made

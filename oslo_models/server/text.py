@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, Protocol
 
 _MOST_PENDING = 16
@@ -39,7 +39,10 @@ def decode_after(tokenizer: Any, context: Sequence[int], tokens: Sequence[int], 
     if not context:
         return whole
     before = tokenizer.decode(list(context), skip_special_tokens=skip_special_tokens)
-    return whole[len(os.path.commonprefix([before, whole])) :]
+    if whole.startswith(before):
+        return whole[len(before) :]
+    same = (one == other for one, other in zip(before, whole, strict=False))
+    return whole[sum(takewhile(bool, same)) :]
 
 
 def token_decoder(tokenizer: Any, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> TokenDecoder:

@@ -6,17 +6,22 @@ import asyncio
 import copy
 import json
 import re
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertModel, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 pytest.importorskip("uvicorn")
 
+from oslo_models.deploy.cancellation import CallCancelled
 from oslo_models.deploy.decoding import Decoding
 from oslo_models.server.app import application
 from oslo_models.server.generation_defaults import GenerationDefaults
+from oslo_models.server.responses import ResponsesRequest
 from oslo_models.server.schema import ChatRequest, CompletionRequest
 
 from support.corpora import metaspace_tokenizer, tokenizer
@@ -258,3 +263,297 @@ def test_bytes_of_log_probabilities_are_those_of_the_answer(made: Any) -> None:
     for offset, each in zip(found["text_offset"], written, strict=True):
         assert offset == len(each) - before or "\ufffd" in each
     assert found["text_offset"] == sorted(found["text_offset"])
+
+
+# Embeddings -----------------------------------------------------------------------------------------------------------
+
+
+def small_bert(words: Any, folder: Path, files: dict[str, Any]) -> LocalModel:
+    """An encoder whose checkpoint has these files of sentence-transformers."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    local = LocalModel(BertModel(BertConfig(vocab_size=len(words), **sizes, max_position_embeddings=64)))
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    local.config.name_or_path = str(folder)
+    return local
+
+
+def pooled(words: Any, local: LocalModel, text: str, pooling: str) -> torch.Tensor:
+    with torch.no_grad():
+        hidden_LD = local.model(torch.tensor([words(text)["input_ids"]])).last_hidden_state[0]
+    ways = {"cls": hidden_LD[0], "last": hidden_LD[-1], "max": hidden_LD.amax(0), "mean": hidden_LD.mean(0)}
+    return torch.nn.functional.normalize(ways[pooling], dim=0)
+
+
+MODULES = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
+MODULES += [{"path": "pool", "type": "sentence_transformers.models.Pooling"}]
+STATED: dict[str, tuple[dict[str, Any], str]] = {
+    "no modules": (
+        {"1_Pooling/config.json": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}},
+        "cls",
+    ),
+    "last": ({"modules.json": MODULES, "pool/config.json": {"pooling_mode_lasttoken": True}}, "last"),
+    "a name": ({"modules.json": MODULES, "pool/config.json": {"pooling_mode": "lasttoken"}}, "last"),
+    "max": ({"modules.json": MODULES, "pool/config.json": {"pooling_mode_max_tokens": True}}, "max"),
+    "nothing": ({}, "mean"),
+}
+
+
+@pytest.mark.parametrize("what", STATED)
+def test_pooling_of_the_checkpoint_is_the_default(what: str, tmp_path: Path) -> None:
+    files, pooling = STATED[what]
+    words = tokenizer()
+    local, texts = small_bert(words, tmp_path, files), ["def", "import torch, forward"]
+    for given, expected in ((None, pooling), ("mean", "mean"), ("last", "last")):
+        app = application(local, words, "bert", pooling=given)
+        rows = post_json(app, "/v1/embeddings", {"input": texts})[1]["data"]
+        for text, row in zip(texts, rows, strict=True):
+            assert torch.allclose(torch.tensor(row["embedding"]), pooled(words, local, text, expected), atol=1e-5)
+
+
+def test_prompts_and_limits_of_a_checkpoint_for_embeddings_apply(tmp_path: Path) -> None:
+    words = tokenizer()
+    files = {"modules.json": MODULES, "pool/config.json": {"pooling_mode_cls_token": True}}
+    files["config_sentence_transformers.json"] = {"prompts": {"query": "Query: "}, "default_prompt_name": "query"}
+    files["sentence_bert_config.json"] = {"max_seq_length": 20, "do_lower_case": True}
+    local = small_bert(words, tmp_path, files)
+    app = application(local, words, "bert")
+    row = post_json(app, "/v1/embeddings", {"input": "Def Forward"})[1]["data"][0]
+    expected = pooled(words, local, "query: def forward", "cls")
+    assert torch.allclose(torch.tensor(row["embedding"]), expected, atol=1e-5)
+    assert post_json(app, "/v1/embeddings", {"input": "def " * 25})[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"modules.json": [*MODULES, {"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]}, "Dense"),
+        ({"1_Pooling/config.json": {"pooling_mode_weightedmean_tokens": True}}, "weightedmean"),
+        ({"1_Pooling/config.json": {"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}}, "max"),
+    ],
+)
+def test_vectors_that_the_server_does_not_compute_are_refused(files: Any, message: str, tmp_path: Path) -> None:
+    local = small_bert(tokenizer(), tmp_path, files)
+    with pytest.raises(ValueError, match=message):
+        application(local, tokenizer(), "bert")
+    application(local, tokenizer(), "bert", pooling="mean")
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+class Recording:
+    """A tokenizer that keeps the messages that its template gets."""
+
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages: Any, tools: Any = None, **options: Any) -> dict[str, Any]:
+        self.messages = messages
+        return {"input_ids": [5]}
+
+
+def test_templates_get_every_field_of_a_message() -> None:
+    words = Recording()
+    call_made = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    silent = {"id": "2", "type": "function", "function": {"name": "wait", "arguments": ""}}
+    messages: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "name": "Ann", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call_made, silent], "reasoning_content": "so"},
+        {"role": "tool", "tool_call_id": "1", "name": "look", "content": "seen"},
+    ]
+    ChatRequest(messages=messages).encode(words)
+    system, user, assistant, tool = words.messages
+    assert system == {"role": "system", "content": "Be brief."}
+    assert user == {"role": "user", "name": "Ann", "content": "a b"}
+    assert (assistant["content"], assistant["reasoning_content"]) == ("Let me see.", "so")
+    assert [each["function"]["arguments"] for each in assistant["tool_calls"]] == [{"at": 1}, {}]
+    assert tool == messages[3] and call_made["function"]["arguments"] == '{"at": 1}'
+    words.chat_template = "{% if message.role == 'developer' %}"
+    ResponsesRequest(input=[{"role": "developer", "content": "x"}]).chat().encode(words)
+    assert words.messages[0]["role"] == "developer"
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "tool_calls[0].function.arguments is no JSON",
+        ),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, "tool_calls[0].function.arguments"),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}, "tool_calls[0].function.arguments"),
+        ({"tool_calls": [{"function": "f"}]}, "tool_calls[0] has no function"),
+        ({"tool_calls": "f"}, "tool_calls is not a list"),
+        ({"function_call": {"name": "f"}}, "function_call is not supported"),
+        ({"content": ["x"]}, "content has a part that is no text"),
+        ({"content": 5}, "content is int"),
+    ],
+)
+def test_messages_that_cannot_be_written_are_refused_with_their_place(message: dict[str, Any], place: str) -> None:
+    given = [{"role": "user", "content": "x"}, {"role": "assistant", **message}]
+    with pytest.raises(ValueError, match=re.escape(place)) as caught:
+        ChatRequest(messages=given).encode(Recording())
+    assert "messages[1]" in str(caught.value)
+
+
+def test_parameters_of_forced_tools_may_have_references() -> None:
+    pytest.importorskip("llguidance")
+    words = copy.deepcopy(tokenizer(vocabulary=1000))
+    words.chat_template = TEMPLATE
+    app = application(small_model(words), words, "local")
+
+    def tool(name: str, values: list[str]) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {"$ref": {"$ref": "#/$defs/C"}}, "required": ["$ref"]}
+        parameters |= {"$defs": {"C": {"enum": values}}, "additionalProperties": False}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    asked = {"messages": [{"role": "user", "content": "x"}], "tools": [tool("a", ["p"]), tool("b/c", ["q"])]}
+    asked |= {"max_tokens": 100, "logit_bias": SPACES}
+    for name, value in (("a", "p"), ("b/c", "q")):
+        choice = {"type": "function", "function": {"name": name}}
+        status, answer = post_json(app, "/v1/chat/completions", {**asked, "tool_choice": choice})
+        assert status == 200, answer
+        made = answer["choices"][0]["message"]["tool_calls"][0]["function"]
+        assert (made["name"], json.loads(made["arguments"])) == (name, {"$ref": value})
+
+
+# Fields that ask for nothing, and errors ------------------------------------------------------------------------------
+
+NOTHING: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"length_penalty": 1, "add_special_tokens": True, "early_stopping": False, "priority": 0},
+    "/v1/chat/completions": {
+        **{"function_call": "none", "top_logprobs": 0, "add_generation_prompt": True, "continue_final_message": False},
+        **{"add_special_tokens": False, "length_penalty": 1.0, "include_reasoning": True},
+    },
+    "/v1/responses": {"background": False, "top_logprobs": 0, "stream_options": {"include_obfuscation": False}},
+}
+ANYWHERE = {"prompt_cache_key": "a", "safety_identifier": "b", "prompt_cache_retention": "24h", "metadata": {"a": "b"}}
+
+
+@pytest.mark.parametrize("path", NOTHING)
+def test_values_that_ask_for_nothing_are_accepted_and_others_are_not(path: str) -> None:
+    words = copy.deepcopy(tokenizer())
+    words.chat_template = TEMPLATE
+    app = application(StubModel(), words, "stub")
+    chat = [{"role": "user", "content": "x"}]
+    given = {"/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": chat}}.get(path, {"messages": chat})
+    for name, value in {**NOTHING[path], **ANYWHERE}.items():
+        assert post_json(app, path, {**given, name: value})[0] == 200, name
+    others = {"length_penalty": 2, "background": True, "function_call": {"name": "f"}, "early_stopping": True}
+    others |= {"add_special_tokens": path != "/v1/completions", "priority": True}
+    for name, value in others.items():
+        status, answer = post_json(app, path, {**given, name: value})
+        assert status == 400 and name in answer["error"]["message"], (name, answer)
+
+
+def test_the_last_message_can_be_continued() -> None:
+    words = copy.deepcopy(tokenizer())
+    words.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    local = small_model(words)
+    chat = [{"role": "user", "content": "def?"}, {"role": "assistant", "content": "class"}]
+    asked = {"messages": chat, "max_tokens": 5, "add_generation_prompt": False, "continue_final_message": True}
+    answer = post_json(application(local, words, "local"), "/v1/chat/completions", asked)[1]
+    expected = new_text(words, local, "[user]def?[assistant]class", 5, do_sample=False)
+    assert answer["choices"][0]["message"]["content"] == expected
+
+
+def test_an_empty_prompt_is_answered_if_the_tokenizer_begins_texts() -> None:
+    for given in ("", [""]):
+        assert completion(application(StubModel(), metaspace_tokenizer(), "stub"), prompt=given)[0] == 200
+        status, error = completion(application(StubModel(), tokenizer(), "stub"), prompt=given)
+        assert status == 400 and error["param"] == "prompt" and "empty" in error["message"]
+    assert completion(application(StubModel(), tokenizer(), "stub"), prompt=[])[0] == 400
+
+
+def test_a_chat_that_is_too_long_is_refused_with_its_tokens() -> None:
+    words = copy.deepcopy(tokenizer())
+    words.chat_template = TEMPLATE
+    app = application(StubModel(), words, "stub")
+    for most in ({}, {"max_tokens": 5}):
+        chat = {"messages": [{"role": "user", "content": "def " * 1300}], **most}
+        status, answer = post_json(app, "/v1/chat/completions", chat)
+        error = answer["error"]
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+        assert not re.search(r"-\d", error["message"]), error
+
+
+def test_bodies_that_are_not_json_objects_are_refused_with_the_header_that_they_need() -> None:
+    app = application(StubModel(), tokenizer(), "stub")
+    form = [(b"host", b"localhost"), (b"content-type", b"application/x-www-form-urlencoded")]
+    for body, headers in ((b'{"prompt": "x"}', form), (b'{"prompt": "x"}', form[:1]), (b"", None), (b"[1]", None)):
+        status, _, raw = asyncio.run(call(app, "POST", "/v1/completions", body, headers))
+        assert status == 400 and "Content-Type: application/json" in json.loads(raw)["error"]["message"], raw
+
+
+def test_a_slash_at_the_end_is_no_redirect_to_another_host() -> None:
+    status, headers, _ = asyncio.run(call(application(StubModel(), tokenizer(), "stub"), "POST", "/v1/completions/"))
+    assert status == 404 and "location" not in headers
+
+
+def test_browsers_may_call_from_the_origins_that_are_allowed() -> None:
+    ask = [(b"host", b"localhost"), (b"access-control-request-method", b"POST")]
+    ask += [(b"access-control-request-headers", b"authorization,content-type")]
+
+    def preflight(origin: bytes, **options: Any) -> tuple[int, str | None]:
+        app = application(StubModel(), tokenizer(), "stub", api_key="key", **options)
+        status, headers, _ = asyncio.run(call(app, "OPTIONS", "/v1/completions", headers=[*ask, (b"origin", origin)]))
+        return status, headers.get("access-control-allow-origin")
+
+    page = "https://chat.example"
+    assert preflight(page.encode(), allowed_origins=[page]) == (200, page)
+    assert preflight(b"https://other.example", allowed_origins=[page]) == (400, None)
+    assert preflight(page.encode()) == (401, None)
+
+
+# Streams --------------------------------------------------------------------------------------------------------------
+
+
+def streamed(app: Any, **fields: Any) -> list[Any]:
+    body = json.dumps({"max_tokens": 6, "stream": True, **fields}).encode()
+    raw = asyncio.run(call(app, "POST", "/v1/completions", body))[2]
+    return [json.loads(line[6:]) for line in raw.decode().splitlines() if line.startswith("data: {")]
+
+
+def test_usage_is_null_until_the_last_event_that_has_it() -> None:
+    app = application(StubModel(), tokenizer(), "stub")
+    events = streamed(app, prompt="x", stream_options={"include_usage": True})
+    assert len(events) > 2 and all("usage" in each for each in events)
+    assert [each["usage"] is None for each in events] == [True] * (len(events) - 1) + [False]
+    assert not any("usage" in each for each in streamed(app, prompt="x"))
+
+
+def test_choices_of_a_stream_are_computed_together() -> None:
+    """Each call waits until all have begun, which choices one after the other would never do."""
+    everybody = threading.Barrier(4, timeout=30)
+
+    def generate(input_ids: torch.Tensor, streamer: Any, seed: int, **_: Any) -> torch.Tensor:
+        everybody.wait()
+        for value in (input_ids, torch.tensor([5]), torch.tensor([6 + seed])):
+            streamer.put(value)
+        return torch.cat((input_ids, torch.tensor([[5, 6 + seed]])), 1)
+
+    words = tokenizer()
+    events = streamed(application(StubModel(generate), words, "stub"), prompt=["def", "class"], n=2, seed=0)
+    for index in range(4):
+        text = "".join(each["choices"][0]["text"] for each in events if each["choices"][0]["index"] == index)
+        assert text == words.decode([5, 6 + index])
+
+
+def test_an_error_of_one_choice_ends_the_stream_and_the_other_choices() -> None:
+    ended = threading.Event()
+
+    def generate(input_ids: torch.Tensor, streamer: Any, seed: int, cancellation: Any, **_: Any) -> torch.Tensor:
+        streamer.put(input_ids)
+        if seed:
+            raise RuntimeError("broken")
+        streamer.put(torch.tensor([5]))
+        while not cancellation.cancelled:
+            time.sleep(0.01)
+        ended.set()
+        raise CallCancelled("cancelled")
+
+    events = streamed(application(StubModel(generate), tokenizer(), "stub"), prompt="def", n=2, seed=0)
+    assert "error" in events[-1] and ended.wait(10)

@@ -46,7 +46,7 @@ def tokenizer(split: str = "", vocabulary: int = 1500, normalizer: str | None = 
 
 @cache
 def metaspace_tokenizer(vocabulary: int = 600) -> Any:
-    """A tokenizer as sentencepiece makes them for Llama: words begin with their space, and rare characters are bytes."""
+    """A tokenizer like the ones of Llama: words begin with their space, and rare characters are bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,0 +1,98 @@
+"""How a checkpoint makes vectors of texts, in the files of sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+POOLINGS = ("mean", "cls", "last", "max")
+"""Vectors of a text: the mean of the vectors of all tokens, that of the first or last token, or their maximum."""
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "last",
+}
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """What the files of a checkpoint say.
+
+    Attributes:
+        pooling: one of `POOLINGS`.
+        prompt: stands before each text.
+        max_length: tokens of a text with its prompt; ``None``: the limit of the model.
+        lower_case: whether texts are converted to lower case.
+    """
+
+    pooling: str = "mean"
+    prompt: str = ""
+    max_length: int | None = None
+    lower_case: bool = False
+
+    def prepare(self, text: str) -> str:
+        """The text that the tokenizer gets."""
+        text = self.prompt + text
+        return text.lower() if self.lower_case else text
+
+
+def read_embedding_config(name: str, pooling: str | None = None) -> EmbeddingConfig | None:
+    """Read the files of a checkpoint; ``None`` if it has none for embeddings.
+
+    Args:
+        name: a directory or a name on the hub.
+        pooling: replaces that of the checkpoint.
+
+    Raises:
+        ValueError: the checkpoint asks for something that the server does not compute; the message names it.
+    """
+    modules = _read(name, "modules.json") or []
+    kinds = {str(module.get("type")).rpartition(".")[2]: module for module in modules}
+    if pooling is None and (unknown := sorted(set(kinds) - set(_MODULES))):
+        raise ValueError(
+            f"{name}: modules.json has {', '.join(unknown)}, which the server does not compute; pass a pooling for "
+            "vectors without it"
+        )
+    stated = _read(name, f"{kinds.get('Pooling', {}).get('path', '1_Pooling')}/config.json")
+    if not modules and stated is None:
+        return None
+    prompts = _read(name, "config_sentence_transformers.json") or {}
+    prompt = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name"), "")
+    stated = stated or {}
+    if prompt and not stated.get("include_prompt", True):
+        raise ValueError(f"{name}: pooling without the tokens of the default prompt (include_prompt) is not supported")
+    text = _read(name, "sentence_bert_config.json") or {}
+    return EmbeddingConfig(
+        pooling or _pooling(name, stated), prompt, text.get("max_seq_length"), bool(text.get("do_lower_case"))
+    )
+
+
+def _pooling(name: str, stated: dict[str, Any]) -> str:
+    """The pooling of a configuration: its booleans, or the name in newer ones."""
+    modes = stated.get(
+        "pooling_mode", [key for key, value in stated.items() if key.startswith("pooling_mode_") and value]
+    )
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    found = [_MODES.get(mode, {"lasttoken": "last"}.get(mode, mode)) for mode in modes] or ["mean"]
+    if len(found) > 1 or found[0] not in POOLINGS:
+        raise ValueError(
+            f"{name}: its pooling is {' with '.join(modes)}, which the server does not compute; pass one of "
+            f"{', '.join(POOLINGS)} for other vectors"
+        )
+    return found[0]
+
+
+def _read(name: str, file: str) -> Any:
+    """The content of a JSON file of a checkpoint; ``None`` if there is no such file."""
+    missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    try:
+        path = cached_file(name, file, _raise_exceptions_for_gated_repo=False, **missing) if name else None
+    except OSError:  # not a name on the hub
+        path = None
+    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))

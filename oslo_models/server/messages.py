@@ -1,0 +1,74 @@
+"""Messages of a chat: from OpenAI's format to the one that chat templates read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from typing import Any
+
+_TEXT = (None, "text", "input_text", "output_text")
+_UNSUPPORTED = ("function_call", "audio", "refusal")
+
+
+def template_messages(messages: Sequence[dict[str, Any]], template: Any) -> list[dict[str, Any]]:
+    """Messages for a chat template, with all their fields.
+
+    A ``developer`` becomes the ``system`` where the template does not know it.
+
+    Raises:
+        ValueError: a message is not one of a chat, or has other content than text; the message has its place.
+    """
+    knows_developer = "developer" in str(template)
+    return [_message(message, f"messages[{index}]", knows_developer) for index, message in enumerate(messages)]
+
+
+def _message(message: dict[str, Any], place: str, knows_developer: bool) -> dict[str, Any]:
+    made = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(role := made.get("role"), str) or not role:
+        raise ValueError(f"{place} has no role")
+    if unsupported := [name for name in _UNSUPPORTED if made.pop(name, None)]:
+        raise ValueError(f"{place}.{unsupported[0]} is not supported by this server")
+    if role == "developer" and not knows_developer:
+        made["role"] = "system"
+    made["content"] = _content(made.get("content", ""), f"{place}.content")
+    calls = made.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, list):
+            raise ValueError(f"{place}.tool_calls is not a list")
+        made["tool_calls"] = [_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(calls)]
+    return made
+
+
+def _content(content: Any, place: str) -> str:
+    """The text of a message; parts are joined by spaces, as in transformers' server."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{place} is {type(content).__name__} and neither a text nor a list of parts")
+    texts = []
+    for part in content:
+        if isinstance(part, dict) and part.get("type") not in _TEXT:
+            raise ValueError(f"{place} of type {part['type']!r} is not supported; this server takes text")
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise ValueError(f"{place} has a part that is no text")
+        texts.append(part["text"])
+    return " ".join(texts)
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    """A tool call with its arguments as a dictionary, over whose items templates iterate."""
+    made = copy.deepcopy(call)
+    function = made.get("function", made) if isinstance(made, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{place} has no function with a name")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place}.function.arguments is no JSON ({error})") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{place}.function.arguments is no JSON object")
+    function["arguments"] = arguments
+    return dict(made)
