@@ -246,13 +246,13 @@ def trainer(folder: Path) -> None:
 
 
 FEATURES = [
-    Feature("one process", parity),
-    Feature("two tensor-parallel ranks", partial(parity, tp=2), ranks=2),
-    Feature("two pipeline stages", partial(parity, pp=2), ranks=2),
-    Feature("split and merged checkpoints", checkpoints, ranks=2),
-    Feature("fuse() on one process", fusion),
-    Feature("fuse() on two tensor-parallel ranks", partial(fusion, tp=2), ranks=2),
-    Feature("torch.compile on two tensor-parallel ranks", compilation, ranks=2),
+    Feature("parity: one process", parity),
+    Feature("parity: two tensor-parallel ranks", partial(parity, tp=2), ranks=2),
+    Feature("parity: two pipeline stages", partial(parity, pp=2), ranks=2),
+    Feature("checkpoints: split and merged", checkpoints, ranks=2),
+    Feature("fuse(): one process", fusion),
+    Feature("fuse(): two tensor-parallel ranks", partial(fusion, tp=2), ranks=2),
+    Feature("torch.compile: two tensor-parallel ranks", compilation, ranks=2),
     Feature("deployment", deployment, ranks=0),
-    Feature("Trainer on two tensor-parallel ranks", trainer, ranks=2, needs=("accelerate",)),
+    Feature("Trainer: two tensor-parallel ranks", trainer, ranks=2, needs=("accelerate",)),
 ]

@@ -76,7 +76,6 @@ def test_every_feature_passes(warm: None, feature: str) -> None:
 
 
 WRONG_LOSS = """
-from transformers import LlamaForCausalLM
 import oslo_models.layers.linear as linear
 forward = linear.RowParallelLinear.forward
 linear.RowParallelLinear.forward = lambda self, *args: 1.001 * forward(self, *args)
@@ -84,5 +83,5 @@ linear.RowParallelLinear.forward = lambda self, *args: 1.001 * forward(self, *ar
 
 
 def test_a_wrong_layer_fails(warm: None) -> None:
-    code, output = run_self_test("two tensor-parallel ranks", WRONG_LOSS)
+    code, output = run_self_test("parity: two tensor-parallel", WRONG_LOSS)
     assert code == 1 and "LlamaForCausalLM: AssertionError: loss differs by" in output, output
