@@ -12,10 +12,12 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -52,7 +54,7 @@ def load(source: str, cuda: bool = False) -> ctypes.CDLL:
     command = _nvcc_command(source) if cuda else [_cpp_compiler(source), *_FLAGS]
     flags = command if cuda else [*command, processor()]
     key = hashlib.sha256("\0".join((*texts_of(source), *flags)).encode()).hexdigest()[:16]
-    library = cache_folder() / f"{path.stem}-{key}.so"
+    library = _library(f"{path.stem}-{key}.so")
     if not library.exists():
         _compile(command, path, library)
     return ctypes.CDLL(str(library))
@@ -142,8 +144,38 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder for what is compiled or measured once on a machine."""
+    """Return the folder for libraries and timings that a machine makes once.
+
+    Users without a home, or with one that is read-only, have a folder of their own among the temporary files.
+
+    Raises:
+        PermissionError: Another user can write to that folder.
+    """
+    with suppress(OSError, RuntimeError):  # the latter if the user has no home
+        folder = _user_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    folder = Path(tempfile.gettempdir(), f"oslo_models-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(
+            f"other users can write to {folder}; set XDG_CACHE_HOME to a folder that only you can write to"
+        )
+    return folder
+
+
+def _user_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oslo_models"
+
+
+def _library(name: str) -> Path:
+    """Return where a library is, or is to be built: an existing one is used from a read-only folder too."""
+    with suppress(RuntimeError):
+        if (kept := _user_folder() / name).exists():
+            return kept
+    return cache_folder() / name
 
 
 def processor() -> str:

@@ -11,6 +11,7 @@ stands for the process, and its wait status once it has ended.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -162,10 +163,24 @@ def _is_usable() -> bool:
     pid = os.fork()
     if pid == 0:
         cuda = sys.modules.get("torch.cuda")
-        os._exit(int(cuda is not None and cuda._is_in_bad_fork()))
+        os._exit(int(cuda is not None and cuda._is_in_bad_fork() and _has_driver()))
     threads = len(os.listdir("/proc/self/task"))
     _, status = os.waitpid(pid, 0)
     return status == 0 and threads == 1
+
+
+def _has_driver() -> bool:
+    """Whether there can be a GPU. A torch for CUDA refuses GPUs in forks once it has counted them, even where none are.
+
+    Asking torch is no way: a fork of a process that has initialised the driver counts none.
+    """
+    if sys.modules["torch"].version.hip is not None:
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

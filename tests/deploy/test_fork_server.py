@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from oslo_models.deploy import forking, process_executor
+from oslo_models.deploy import fork_server, forking, process_executor
 
 from support import ROOT, faults
 from support.faults import gone
@@ -100,6 +101,17 @@ def test_fork_server_is_a_copy_of_an_application_that_has_imported_only(stand: f
         app.kill()
     assert gone([int(pid) for pid in pids])
     wait_until(lambda: not Path(f"/proc/{copy}").exists() or state(copy)[0] == "Z")  # the system has yet to reap it
+
+
+@pytest.mark.parametrize(("driver", "usable"), [(False, True), (True, False)])
+def test_process_that_has_counted_gpus_is_usable_without_a_driver(
+    driver: bool, usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torch for CUDA on a machine without a GPU."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(fork_server, "_has_driver", lambda: driver)
+    monkeypatch.setattr(os, "listdir", lambda path: ["1"])  # a test process has threads of pytest
+    assert fork_server._is_usable() == usable
 
 
 def test_workers_survive_the_server_that_forked_them(stand: faults.Stand) -> None:

@@ -29,6 +29,7 @@ from oslo_kernels import (
     softmax,
     sums,
 )
+from oslo_kernels.build import cache_folder
 from oslo_kernels.operation import operation
 
 from support import ROOT, kernel_cases
@@ -48,9 +49,9 @@ def test_kernels_match_torch_in_the_triton_interpreter(seed: int) -> None:
     run("kernel_cases.py", str(seed), TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-def test_kernels_compile_ahead_of_time_without_spills(pytestconfig: pytest.Config) -> None:
+def test_kernels_compile_ahead_of_time_without_spills() -> None:
     """For Ampere and Hopper: no stack, few registers, wide loads and stores. Builds are kept for other runs."""
-    said = run("kernel_builds.py", TRITON_CACHE_DIR=str(pytestconfig.cache.mkdir("triton")))
+    said = run("kernel_builds.py", TRITON_CACHE_DIR=str(cache_folder() / "triton"))
     assert said.count("stack 0") == len(said.splitlines()) > 40
 
 

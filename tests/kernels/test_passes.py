@@ -113,7 +113,7 @@ def test_what_is_computed_here() -> None:
 MISTAKES = [
     ("p.width) * scale * scale / T(p.width)", "p.width) * scale / T(p.width)"),
     ("of_weight[i] += grad[i] * x[i] * scale", "of_weight[i] = grad[i] * x[i] * scale"),
-    ("static_cast<T*>(p.of_weight) + thread * p.width", "static_cast<T*>(p.of_weight)"),
+    ("static_cast<T*>(p.of_weight) + thread * p.width", "static_cast<T*>(p.of_weight) + thread * (p.width - 1)"),
     ("out[i] = x[i] * scale * (weight[i] + offset)", "out[i] = x[i] * scale * weight[i]"),
     ("for (; i < width; ++i) total += x[i] * grad[i]", "for (; i < width - 1; ++i) total += x[i] * grad[i]"),
     ("small::rotate<double>(r, *heads, begin, end, p.is_backward)", "small::rotate<double>(r, *heads, begin, end)"),

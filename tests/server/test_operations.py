@@ -167,8 +167,8 @@ def ask(url: str, key: str, **body: Any) -> tuple[int, dict[str, str], bytes]:
         return read_answer(connected)
 
 
-def measured(url: str, key: str) -> bytes:
-    return get(f"{url}/metrics", f"Authorization: Bearer {key}", host="localhost")[2]
+def health(url: str, key: str) -> Any:
+    return json.loads(get(f"{url}/health", f"Authorization: Bearer {key}", host="localhost")[2])
 
 
 def test_served_model_survives_a_worker_and_ends_with_one_when_they_die_too_often(
@@ -194,10 +194,10 @@ def test_served_model_survives_a_worker_and_ends_with_one_when_they_die_too_ofte
         running.process.send_signal(signal.SIGHUP)
         running.says("the keys were not replaced")
         before, long = running.workers, json.dumps({"prompt": "def", "max_tokens": 500, "temperature": 0}).encode()
-        os.kill(before[0], signal.SIGSTOP)  # so that the call does not end
+        os.kill(before[1], signal.SIGSTOP)  # so that the call does not end
         connected = connect(url, post_bytes(PATH, long, "Authorization: Bearer new"))
-        wait_until(lambda: b"oslo_models_calls_in_flight 1\n" in measured(url, "new"))
-        os.kill(before[0], signal.SIGKILL)
+        wait_until(lambda: any(rank["busy"] for rank in health(url, "new")["ranks"]))
+        os.kill(before[1], signal.SIGKILL)
         status, headers, body = read_answer(connected)
         assert status == 503 and int(headers["retry-after"]) > 0, (status, body)
         assert json.loads(body)["error"]["code"] == "service_unavailable"
@@ -206,7 +206,7 @@ def test_served_model_survives_a_worker_and_ends_with_one_when_they_die_too_ofte
         again = ask(url, "new")
         texts = [json.loads(answer[2])["choices"][0]["text"] for answer in (expected, again)]
         assert texts[0] == texts[1] and get(f"{url}/health/ready")[0] == 200
-        metrics = measured(url, "new").decode()
+        metrics = get(f"{url}/metrics", "Authorization: Bearer new", host="localhost")[2].decode()
         assert f'oslo_models_worker_restarts_total{{model="{checkpoint}"}} 1' in metrics.splitlines()
         after = running.workers
         assert len(after) == 2 and not set(before) & set(after)
