@@ -207,6 +207,7 @@ def compiled(kind: str, source: Any, prepared: Any) -> str:
     from llguidance import LLMatcher
 
     began = time.process_time()
+    made: dict[str, Any]
     if kind == "json":
         made = {"json_schema": {**source, "x-guidance": JSON_OPTIONS}}
     elif kind == "regex":
@@ -242,7 +243,8 @@ def main() -> None:
                 prepared = LLTokenizer(tokenizer, n_vocab=size, eos_token=ends)
             else:
                 signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process, native code included
-                answer["text"] = compiled(*message, prepared)
+                kind, source = message
+                answer["text"] = compiled(kind, source, prepared)
         except Exception as error:  # noqa: BLE001  the other side says so
             answer["error"] = str(error)[:1000]
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -89,7 +89,7 @@ def graphs_run_in_this_thread() -> bool:
     """Whether Inductor replays CUDA graphs here: in torch 2.11 only threads of autograd and the main thread can."""
     name = "torch._inductor.cudagraph_trees"
     is_main = threading.current_thread() is threading.main_thread()
-    if name not in sys.modules and not is_main and torch.__version__ < (2, 13):
+    if name not in sys.modules and not is_main and torch.__version__ < "2.13":
         return False  # graphs would belong to the first thread that imports the module
     trees = importlib.import_module(name)
     if not hasattr(trees, "get_obj"):  # a later release, in which graphs belong to no thread, or by another function

@@ -18,6 +18,7 @@ _CODES = {
     429: "rate_limit_exceeded",
     503: "service_unavailable",
 }
+_NO_OBJECT = ("missing", "dict_type", "model_attributes_type")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -84,6 +85,6 @@ def _invalid_field(found: Any) -> tuple[str, str]:
         return path[0], f"{name} is not supported by this server"
     if found["type"] == "json_invalid":
         return "", "the body is not JSON"
-    if not path:
+    if not path and found["type"] in _NO_OBJECT:
         return "", "the body is not a JSON object with the header 'Content-Type: application/json'"
-    return path[0], f"{name}: {found['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+    return path[0] if path else "", f"{name}: {found['msg'].removeprefix('Value error, ')}".removeprefix(": ")

@@ -12,7 +12,7 @@ from pydantic import Field
 from oslo_models.server.answers import Answer, event
 from oslo_models.server.schema import ChatRequest, Request, Stop
 
-_PASSED_ON = ("model", "temperature", "top_p", "num_beams", "stream", "seed", "stop")
+_PASSED_ON: tuple[str, ...] = ("model", "temperature", "top_p", "num_beams", "stream", "seed", "stop")
 _PASSED_ON += ("parallel_tool_calls", "chat_template_kwargs")
 
 

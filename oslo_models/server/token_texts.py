@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from transformers import ByT5Tokenizer
@@ -30,10 +31,15 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._added = {token: str(text).encode() for token, text in added.items()}
-        self._bytes_of = _conversion(tokenizer)
         self._found: dict[int, TokenText] = {}
+
+    @cached_property
+    def _bytes_of(self) -> Callable[[int], bytes]:
+        return _conversion(self._tokenizer)
+
+    @cached_property
+    def _added(self) -> dict[int, bytes]:
+        return {token: str(text).encode() for token, text in self._tokenizer.added_tokens_decoder.items()}
 
     def __getitem__(self, token: int) -> TokenText:
         found = self._found.get(token)

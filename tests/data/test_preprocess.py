@@ -66,8 +66,8 @@ def test_dtype_that_cannot_hold_the_vocabulary_is_refused_before_the_work() -> N
     for dtype in ("uint16", "int16", "uint8"):
         with pytest.raises(ValueError, match=f"{dtype}.*70000.*int32"):
             DatasetPreprocessor(words, dtype=dtype)
-    for asked, dtype in ((None, "int32"), ("int32", "int32"), ("float32", "float32")):
-        assert DatasetPreprocessor(words, dtype=asked).dtype == dtype
+    for wanted, dtype in ((None, "int32"), ("int32", "int32"), ("float32", "float32")):
+        assert DatasetPreprocessor(words, dtype=wanted).dtype == dtype
 
 
 def test_eod_token_outside_the_vocabulary_is_rejected() -> None:

@@ -17,8 +17,10 @@ from transformers import BertConfig, BertModel, GenerationConfig, GPT2Config, GP
 
 pytest.importorskip("uvicorn")
 
+from oslo_models.cli import main as cli
 from oslo_models.deploy.cancellation import CallCancelled
 from oslo_models.deploy.decoding import Decoding
+from oslo_models.server import command
 from oslo_models.server.app import application
 from oslo_models.server.generation_defaults import GenerationDefaults
 from oslo_models.server.responses import ResponsesRequest
@@ -557,3 +559,31 @@ def test_an_error_of_one_choice_ends_the_stream_and_the_other_choices() -> None:
 
     events = streamed(application(StubModel(generate), tokenizer(), "stub"), prompt="def", n=2, seed=0)
     assert "error" in events[-1] and ended.wait(10)
+
+
+# Options of the command -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--port", "99999"), ("--port", "-1"), ("--header-seconds", "nan"), ("--drain-seconds", "-1")],
+    ids=" ".join,
+)
+def test_numbers_out_of_range_are_refused_by_name(options: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.make_parser().parse_args(["serve", "gpt2", *options])
+    assert f"argument {options[0]}: '{options[1]}'" in capsys.readouterr().err
+
+
+def test_models_and_tokenizers_are_checked_before_models_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(command, "_load", lambda name, *_: loaded.append(name))
+    monkeypatch.setattr(command, "start_fork_server", lambda _: None)
+    for arguments, message in (
+        (["a", "a"], "named twice"),
+        (["a", "--tokenizer", str(tmp_path / "nope")], "nope"),
+    ):
+        assert cli.main(["serve", *arguments, "--port", "0"]) == 2
+        assert message in capsys.readouterr().err and not loaded
