@@ -6,14 +6,14 @@ import asyncio
 import base64
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from oslo_models.server.schema import Request
+from oslo_models.server.schema import First, Request, Texts, Tokens
 
 POOLINGS = ("mean", "cls")
 """The mean of the vectors of all tokens, or the vector of the first."""
@@ -22,7 +22,7 @@ POOLINGS = ("mean", "cls")
 class EmbeddingRequest(Request):
     """``POST /v1/embeddings``."""
 
-    input: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    input: str | Texts | Tokens | Annotated[list[Tokens], First] = Field(min_length=1)
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
 

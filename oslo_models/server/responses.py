@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from oslo_models.server.answers import Answer, event
-from oslo_models.server.schema import ChatRequest, Request, Stop
+from oslo_models.server.schema import ChatRequest, First, Objects, Request, Stop
 
 _PASSED_ON = ("model", "temperature", "top_p", "stream", "seed", "stop", "parallel_tool_calls", "chat_template_kwargs")
 
@@ -18,15 +18,15 @@ _PASSED_ON = ("model", "temperature", "top_p", "stream", "seed", "stop", "parall
 class ResponsesRequest(Request):
     """``POST /v1/responses``."""
 
-    input: str | list[dict[str, Any]] = Field(min_length=1)
+    input: str | Objects = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
     stream: bool = False
     seed: int | None = None
-    stop: Stop | list[Stop] = []
-    tools: list[dict[str, Any]] = []
+    stop: Stop | Annotated[list[Stop], First] = []
+    tools: Objects = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: dict[str, Any] = {}
