@@ -6,15 +6,19 @@ Python's standard library.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -55,8 +59,12 @@ def load(source: str, cuda: bool = False) -> ctypes.CDLL:
         raise BuildError(f"{source} needs {needed}, and none was found; install one")
     flags = _CUDA_FLAGS if cuda else (*_FLAGS, processor())
     key = hashlib.sha256("\0".join((*texts_of(source), compiler, *flags)).encode()).hexdigest()[:16]
-    library = cache_folder() / f"{path.stem}-{key}.so"
-    if not library.exists():
+    try:
+        folder = cache_folder()
+    except OSError as error:
+        raise BuildError(f"{source} could not be compiled: {error}") from error
+    library = folder / f"{path.stem}-{key}.so"
+    if not is_trusted(library):
         _compile([compiler, *(_CUDA_FLAGS if cuda else _FLAGS)], path, library)
     return ctypes.CDLL(str(library))
 
@@ -110,14 +118,81 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
             done = subprocess.run([*command, str(source), "-o", str(built)], capture_output=True, text=True)
             if done.returncode != 0:
                 raise BuildError(f"{command[0]} could not compile {source}:\n{done.stderr[-2000:]}")
+            built.chmod(0o700)
             built.replace(library)
     except OSError as error:
         raise BuildError(f"{source} could not be compiled into {library.parent}: {error}") from error
 
 
 def cache_folder() -> Path:
-    """The folder for what is compiled or measured once on a machine."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oslo_models"
+    """The folder for what is compiled or measured once on a machine, which nobody else can write to.
+
+    Where others can, a folder for this process takes its place, with one warning.
+
+    Raises:
+        OSError: there is no home folder, or it cannot be written.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return _private(Path(base or Path.home() / ".cache") / "oslo_models", os.getpid())
+    except RuntimeError as error:  # of Path.home
+        raise OSError(f"there is no home folder for compiled code ({error}); set XDG_CACHE_HOME") from error
+
+
+@cache
+def _private(folder: Path, pid: int) -> Path:
+    """This folder, with mode 0700, or another one if others can write to it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if (reason := _why_untrusted(folder)) is None:
+        return folder
+    own = Path(tempfile.mkdtemp(prefix="oslo_models-"))
+    atexit.register(_remove, own, pid)
+    warnings.warn(
+        f"{folder} is not used for compiled code, since {reason}: it is compiled for this process only. Set "
+        "XDG_CACHE_HOME to a folder that only you can write to",
+        stacklevel=3,
+    )
+    return own
+
+
+def _why_untrusted(folder: Path) -> str | None:
+    """Why others could put files into a folder; ``None`` if they cannot. Makes a folder of this user private."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        return f"it cannot be opened as a folder ({error.strerror})"
+    try:
+        if (status := os.fstat(descriptor)).st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != 0o700:
+            os.fchmod(descriptor, 0o700)
+        if not _is_own(os.fstat(descriptor)):
+            return "it belongs to another user, or others can write to it"
+    finally:
+        os.close(descriptor)
+    for parent in folder.resolve().parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"others can replace it in {parent}"
+    return None
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def is_trusted(file: Path) -> bool:
+    """Whether a file of the cache exists, and only this user can have written it."""
+    try:
+        status = os.lstat(file)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and _is_own(status)
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # and not a process forked from it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def processor() -> str:
