@@ -142,9 +142,9 @@ def cache_folder() -> Path:
 @cache
 def _private(folder: Path, pid: int) -> Path:
     """This folder, with mode 0700, or another one if others can write to it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
+    for missing in [each for each in (*reversed(folder.parents), folder) if not each.exists()]:
+        with suppress(FileExistsError):  # another process makes it at the same time, or it is a broken link
+            missing.mkdir(mode=0o700)
     if (reason := _why_untrusted(folder)) is None:
         return folder
     own = Path(tempfile.mkdtemp(prefix="oslo_models-"))
