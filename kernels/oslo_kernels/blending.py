@@ -26,9 +26,13 @@ def blend(shares: NDArray[np.int64], size: int) -> tuple[NDArray[np.uint32], NDA
 
     Returns:
         Two arrays ``[size]``: for each position the dataset, and the index of the sample in it.
+
+    Raises:
+        ValueError: the shares or the size are others.
     """
     total = sum(map(int, shares))
-    assert total < 2**63 and size <= 2**32 and (shares >= 0).all() and (total > 0 or size == 0)
+    if not (total < 2**63 and 0 <= size <= 2**32 and (shares >= 0).all() and (total > 0 or size == 0)):
+        raise ValueError(f"{size} positions cannot be shared: shares are at least 0, with a sum of 1 to 2**63 - 1")
     dataset, sample = np.empty(size, np.uint32), np.empty(size, np.uint32)
     try:
         library = load("blending.cpp")

@@ -6,6 +6,7 @@ Python's standard library.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -16,6 +17,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -54,8 +56,11 @@ def load(source: str, cuda: bool = False) -> ctypes.CDLL:
     command = _nvcc_command(source) if cuda else [_cpp_compiler(source), *_FLAGS]
     flags = command if cuda else [*command, processor()]
     key = hashlib.sha256("\0".join((*texts_of(source), *flags)).encode()).hexdigest()[:16]
-    library = _library(f"{path.stem}-{key}.so")
-    if not library.exists():
+    try:
+        library = _library(f"{path.stem}-{key}.so")
+    except OSError as error:
+        raise BuildError(f"{source} could not be compiled: {error}") from error
+    if not is_trusted(library):
         _compile(command, path, library)
     return ctypes.CDLL(str(library))
 
@@ -138,43 +143,97 @@ def _compile(command: list[str], source: Path, library: Path) -> None:
             done = subprocess.run([*command, str(source), "-o", str(built)], capture_output=True, text=True)
             if done.returncode != 0:
                 raise BuildError(f"{command[0]} could not compile {source}:\n{done.stderr[-2000:]}")
+            built.chmod(0o700)
             built.replace(library)
     except OSError as error:
         raise BuildError(f"{source} could not be compiled into {library.parent}: {error}") from error
 
 
 def cache_folder() -> Path:
-    """Return the folder for libraries and timings that a machine makes once.
+    """The folder for what is compiled or measured once on a machine, which nobody else can write to.
 
-    Users without a home, or with one that is read-only, have a folder of their own among the temporary files.
+    Users without a home, or with one that is read-only, have a folder among the temporary files. Where others can write
+    to the folder, one for this process takes its place, with one warning.
 
     Raises:
-        PermissionError: Another user can write to that folder.
+        OSError: there is no folder to write to.
     """
     with suppress(OSError, RuntimeError):  # the latter if the user has no home
         folder = _user_folder()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
         if os.access(folder, os.W_OK):
-            return folder
-    folder = Path(tempfile.gettempdir(), f"oslo_models-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(
-            f"other users can write to {folder}; set XDG_CACHE_HOME to a folder that only you can write to"
-        )
-    return folder
+            return _private(folder, os.getpid())
+    return _private(Path(tempfile.gettempdir(), f"oslo_models-{os.getuid()}"), os.getpid())
 
 
 def _user_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oslo_models"
 
 
+@cache
+def _private(folder: Path, pid: int) -> Path:
+    """This folder, with mode 0700, or another one if others can write to it."""
+    for missing in [each for each in (*reversed(folder.parents), folder) if not each.exists()]:
+        with suppress(FileExistsError):  # another process makes it at the same time, or it is a broken link
+            missing.mkdir(mode=0o700)
+    if (reason := _why_untrusted(folder)) is None:
+        return folder
+    own = Path(tempfile.mkdtemp(prefix="oslo_models-"))
+    atexit.register(_remove, own, pid)
+    warnings.warn(
+        f"{folder} is not used for compiled code, since {reason}: it is compiled for this process only. Set "
+        "XDG_CACHE_HOME to a folder that only you can write to",
+        stacklevel=3,
+    )
+    return own
+
+
+def _why_untrusted(folder: Path) -> str | None:
+    """Why others could put files into a folder; ``None`` if they cannot. Makes a folder of this user private."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        return f"it cannot be opened as a folder ({error.strerror})"
+    try:
+        if (status := os.fstat(descriptor)).st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != 0o700:
+            os.fchmod(descriptor, 0o700)
+        if not _is_own(os.fstat(descriptor)):
+            return "it belongs to another user, or others can write to it"
+    finally:
+        os.close(descriptor)
+    for parent in folder.resolve().parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"others can replace it in {parent}"
+    return None
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def is_trusted(file: Path) -> bool:
+    """Whether a file of the cache exists, and only this user can have written it."""
+    try:
+        status = os.lstat(file)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and _is_own(status)
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # and not a process forked from it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _library(name: str) -> Path:
     """Return where a library is, or is to be built: an existing one is used from a read-only folder too."""
     with suppress(RuntimeError):
-        if (kept := _user_folder() / name).exists():
-            return kept
+        folder = _user_folder()
+        if is_trusted(folder / name) and not os.access(folder, os.W_OK):
+            return folder / name
     return cache_folder() / name
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from oslo_kernels.build import cache_folder, processor, texts_of
+from oslo_kernels.build import cache_folder, is_trusted, processor, texts_of
 
 Seconds = tuple[float, float]
 """Of a product here, and of the same in torch."""
@@ -53,6 +53,8 @@ class KeptTimings:
 
     def _read(self) -> dict[str, Timings]:
         try:
+            if not is_trusted(self._path):
+                return {}
             kept = json.loads(self._path.read_text())
             return {key: {int(n): _read_ways(ways) for n, ways in rows.items()} for key, rows in kept.items()}
         except (OSError, ValueError, TypeError, AttributeError):
@@ -64,6 +66,7 @@ class KeptTimings:
         with tempfile.TemporaryDirectory(dir=self._path.parent) as folder:
             new = Path(folder, self._path.name)
             new.write_text(json.dumps(kept, indent=1))
+            new.chmod(0o600)
             new.replace(self._path)
 
     @cached_property

@@ -41,6 +41,10 @@ def block_repeats_(scores_RV: Tensor, ids_RL: Tensor, size: int, source_SL: Tens
     source_SL = ids_RL if source_SL is None else source_SL
     rows, length = ids_RL.shape
     sources, source_length = source_SL.shape
+    if size < 1 or not 0 < sources <= max(rows, 1) or rows % sources:
+        raise ValueError(f"n-grams of size {size}, {sources} sources for {rows} rows: rows are a multiple of sources")
+    if scores_RV.shape[0] != rows or {ids_RL.dtype, source_SL.dtype} != {torch.int64}:
+        raise ValueError(f"{scores_RV.shape[0]} rows of scores for {rows} rows of {ids_RL.dtype} and {source_SL.dtype}")
     if length < size - 1 or source_length < size or not rows:
         return scores_RV
     run = _compiled(scores_RV.device.type)

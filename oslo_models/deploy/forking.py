@@ -28,6 +28,10 @@ MODULES = (
 )
 """What every worker needs, and with it torch and transformers."""
 _NOT_AT_IMPORT = ("LOCAL_RANK", "PYTHONPATH", "PYTEST_CURRENT_TEST")
+START_SECONDS = 300.0
+"""For the fork server to import its modules."""
+ANSWER_SECONDS = 10.0
+"""For an answer of the fork server; one that takes longer stands still, and is replaced."""
 Environment = dict[str, str]
 Server = subprocess.Popen[bytes] | ProcessCopy
 
@@ -75,9 +79,11 @@ class ForkServer:
     @locked_property
     def is_usable(self) -> bool:
         """Whether what it forks is as good as a new process; waits until it has imported its modules."""
-        with suppress(OSError):
-            if self._control.recv(1) == USABLE:
-                return True
+        self._control.settimeout(START_SECONDS)
+        try:
+            return self._control.recv(1) == USABLE
+        except OSError:
+            self._process.kill()  # it stands still, or has ended
         return False
 
     def fork(self, connection: socket.socket, environment: Environment) -> ForkedProcess:
@@ -89,12 +95,18 @@ class ForkServer:
         """
         body = json.dumps(Order(environment, os.getcwd())).encode()
         news, theirs = socket.socketpair()
+        news.settimeout(ANSWER_SECONDS)
+        self._control.settimeout(ANSWER_SECONDS)
         with theirs, open(os.devnull, "wb") as nowhere:
             output = [descriptor if _is_open(descriptor) else nowhere.fileno() for descriptor in (1, 2)]
             descriptors = [connection.fileno(), theirs.fileno(), *output]
             socket.send_fds(self._control, [LENGTH.pack(len(body))], descriptors)
             self._control.sendall(body)
-        data, received, _, _ = socket.recv_fds(news, NUMBER.size, 1)
+        try:
+            data, received, _, _ = socket.recv_fds(news, NUMBER.size, 1)
+        except TimeoutError:  # it stands still
+            self._process.kill()
+            data, received = b"", []
         number = NUMBER.unpack(data)[0] if data else None
         if number is None or not received:
             news.close()
@@ -211,7 +223,7 @@ class ForkedProcess:
         ended.register(self._handle, select.POLLIN)
         if not ended.poll(None if timeout is None else timeout * 1e3):
             raise subprocess.TimeoutExpired("the worker", timeout or 0.0)
-        with self._lock:
+        with self._lock, suppress(TimeoutError):  # the fork server stands still
             if self.returncode is None and (data := self._news.recv(NUMBER.size)):
                 self.returncode = os.waitstatus_to_exitcode(NUMBER.unpack(data)[0])
         return self.returncode

@@ -12,12 +12,13 @@ import os
 import secrets
 import socket
 import struct
+import time
 from contextlib import suppress
 
 LEAST = 16
 """Characters of a secret at least: whoever records a handshake can try secrets against it offline."""
 TIMEOUT = 10.0
-"""Seconds that the other end may take to authenticate itself."""
+"""Seconds that the other end may take to authenticate itself, in all."""
 _SIZE = 32
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -125,11 +126,12 @@ def _handshake(connected: socket.socket, secret: str, address: tuple[str, int], 
     so that a man in the middle at another address cannot relay it.
     """
     key = secret.strip().encode()
+    deadline = time.monotonic() + TIMEOUT
     connected.settimeout(TIMEOUT)
     try:
         challenge = secrets.token_bytes(_SIZE)
         connected.sendall(challenge)
-        other_challenge = _read(connected)
+        other_challenge = _read(connected, deadline)
         dialled = f"{address[0]} {address[1]}".encode()
         nonces = (challenge, other_challenge) if own == b"accepts" else (other_challenge, challenge)
 
@@ -138,7 +140,7 @@ def _handshake(connected: socket.socket, secret: str, address: tuple[str, int], 
 
         if own == b"dials":
             connected.sendall(response(own))
-        if not hmac.compare_digest(_read(connected), response(other)):
+        if not hmac.compare_digest(_read(connected, deadline), response(other)):
             raise HandshakeError(f"the other end at {dialled.decode()} does not have this secret")
         if own == b"accepts":
             connected.sendall(response(own))
@@ -148,9 +150,12 @@ def _handshake(connected: socket.socket, secret: str, address: tuple[str, int], 
         connected.settimeout(None)
 
 
-def _read(connected: socket.socket) -> bytes:
+def _read(connected: socket.socket, deadline: float) -> bytes:
     data = b""
     while len(data) < _SIZE:
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        connected.settimeout(left)
         if not (more := connected.recv(_SIZE - len(data))):
             raise HandshakeError("the other end was closed before it had proved itself")
         data += more

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import queue
 import secrets
 import signal
 import socket
@@ -31,6 +32,8 @@ from oslo_models.deploy import handshake
 from oslo_models.deploy.connection import WorkerConnection
 from oslo_models.deploy.process_executor import LOOPBACK, Process, ProcessExecutor, start_worker
 
+MOST_STRANGERS = 64
+"""Connections that may be in their handshake at once; beyond it the oldest one is closed."""
 ARRIVAL_TIMEOUT = 300.0
 """Seconds that the application waits for the other processes to reach their constructor."""
 _ORDER_TIMEOUT = 30.0
@@ -101,6 +104,7 @@ class _LauncherProcesses:
         self.secret = secret
         self.loopback = not spans_hosts(secret)
         self.host = LOOPBACK if self.loopback else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self._prepare_handshakes()
         self._listener, address = self._listen()
         self._store = _store()
         self._store.set("application", json.dumps(address))
@@ -145,22 +149,46 @@ class _LauncherProcesses:
         """
         deadline = time.monotonic() + timeout
         while True:
-            ready = wait([self._listener, *others], max(0.0, deadline - time.monotonic()))
+            with suppress(queue.Empty):
+                return self._authenticated.get_nowait()
+            ready = wait([self._listener, self._woken, *others], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise TimeoutError(f"no other process connected within {timeout:g} s")
-            if self._listener not in ready:
-                raise ConnectionError("the other process has not connected")
-            accepted, _ = self._listener.accept()
-            try:
-                if self.loopback:
-                    handshake.require_same_user(handshake.tune(accepted))
-                else:
-                    assert self.secret is not None
-                    handshake.accept(handshake.tune(accepted), self.secret)
-            except OSError:
-                accepted.close()
+            if self._woken in ready:
+                self._woken.recv(1)
+            elif self._listener in ready:
+                self._begin_handshake(self._listener.accept()[0])
             else:
-                return accepted
+                raise ConnectionError("the other process has not connected")
+
+    def _prepare_handshakes(self) -> None:
+        self._authenticated: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._strangers: list[socket.socket] = []
+        self._woken, self._wake = socket.socketpair()
+
+    def _begin_handshake(self, accepted: socket.socket) -> None:
+        """Authenticate a connection in a thread, so that strangers who say nothing do not keep others waiting."""
+        if len(self._strangers) >= MOST_STRANGERS:
+            with suppress(OSError):
+                self._strangers.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
+        self._strangers.append(accepted)
+        threading.Thread(target=self._authenticate, args=(accepted,), daemon=True, name="oslo-deploy-accept").start()
+
+    def _authenticate(self, accepted: socket.socket) -> None:
+        try:
+            if self.loopback:
+                handshake.require_same_user(handshake.tune(accepted))
+            else:
+                assert self.secret is not None
+                handshake.accept(handshake.tune(accepted), self.secret)
+        except OSError:
+            accepted.close()
+        else:
+            self._authenticated.put(accepted)
+            self._wake.send(b"1")
+        finally:
+            with suppress(ValueError):  # it was taken out to make room
+                self._strangers.remove(accepted)
 
     def start(self, rank: int) -> tuple[Process, WorkerConnection]:
         """Have a worker started by another process."""

@@ -227,9 +227,11 @@ def work(descriptor: int) -> None:
     Args:
         descriptor: of the connection to the application.
     """
-    for name in ("stdout", "stderr"):
+    for name, number in (("stdout", 1), ("stderr", 2)):
         if (stream := getattr(sys, name)) is not None:
-            setattr(sys, name, _Log(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True))
+            # Made anew: those of a copied application remember whether the descriptor was a file when it started.
+            output = open(number, "wb", closefd=False)  # noqa: SIM115
+            setattr(sys, name, _Log(output, stream.encoding, "backslashreplace", line_buffering=True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the application, which decides what it means
     connection = WorkerConnection(socket.socket(fileno=descriptor))
     Worker(connection, connection.spin, os.environ.pop(SECRET_VARIABLE, None), connection.has_arrived).run()

@@ -14,13 +14,18 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from oslo_models.deploy.errors import EngineError
+from oslo_models.server.bodies import Bodies
+from oslo_models.server.embeddings import EmbeddingRequest
 from oslo_models.server.endpoints import Endpoints
 from oslo_models.server.errors import headers, problem
 from oslo_models.server.guard import Access, ApiKeys, Guard, require_sendable
 from oslo_models.server.lifecycle import LIVE, READY
 from oslo_models.server.metrics import Metrics
+from oslo_models.server.responses import ResponsesRequest
+from oslo_models.server.schema import ChatRequest, CompletionRequest
 from oslo_models.server.served_model import ServedModel
 from oslo_models.server.service import Service
+from oslo_models.server.tokens import DetokenizeRequest, TokenizeRequest
 
 __all__ = ["ApiKeys", "Service", "application", "require_sendable"]
 
@@ -115,10 +120,14 @@ def _add_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     app.add_api_route("/generate_text/{text}", service.generate_text, methods=["GET"])
     app.add_api_route("/v1/models", service.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", service.model, methods=["GET"])
-    app.add_api_route("/v1/completions", service.completions, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", service.chat, methods=["POST"])
-    endpoints = Endpoints(service)
-    app.add_api_route("/v1/responses", endpoints.responses, methods=["POST"])
-    app.add_api_route("/v1/embeddings", endpoints.embeddings, methods=["POST"])
-    app.add_api_route("/tokenize", endpoints.tokenize, methods=["POST"])
-    app.add_api_route("/detokenize", endpoints.detokenize, methods=["POST"])
+    endpoints, bodies = Endpoints(service), Bodies()
+    posts: list[tuple[str, Any, Any]] = [
+        ("/v1/completions", CompletionRequest, service.completions),
+        ("/v1/chat/completions", ChatRequest, service.chat),
+        ("/v1/responses", ResponsesRequest, endpoints.responses),
+        ("/v1/embeddings", EmbeddingRequest, endpoints.embeddings),
+        ("/tokenize", TokenizeRequest, endpoints.tokenize),
+        ("/detokenize", DetokenizeRequest, endpoints.detokenize),
+    ]
+    for path, kind, answer in posts:
+        app.add_api_route(path, bodies.endpoint(kind, answer), methods=["POST"], response_model=None)

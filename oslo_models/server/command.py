@@ -6,10 +6,12 @@ import argparse
 import contextlib
 import logging
 import os
+import resource
 import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,17 @@ from oslo_models.server.connections import ConnectionLimits, protocol
 from oslo_models.server.embedding_config import read_embedding_config
 from oslo_models.server.guard import ApiKeys, access_log, log
 from oslo_models.server.lifecycle import Lifecycle
+from oslo_models.server.log_writer import log_to_stderr
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.signals import RELOAD, Orders
 from oslo_models.server.supervisor import RestartPolicy, Supervisor
 
 KEY_VARIABLE = "OSLO_MODELS_API_KEY"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_BACKLOG = 64
+"""Connections that are accepted at once, before the limit of connections is looked at."""
+_OTHER_FILES = 128 + _BACKLOG
+"""Files, workers and connections that are accepted and not yet counted."""
 _LAST_ANSWERS = 5.0
 """Seconds after the drain in which cancelled requests are told so."""
 
@@ -97,12 +104,15 @@ def run(args: argparse.Namespace) -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((args.host, args.port))  # before the model is loaded, so that an error shows at once
         listener.listen(2048)
-        _log_to_stderr(args.access_log)
+        metrics = Metrics()
+        on.enter_context(log_to_stderr(partial(metrics.count, "dropped_log_lines_total"), log))
+        access_log.setLevel(logging.INFO if args.access_log else logging.WARNING)
+        args.max_connections = affordable_connections(args.max_connections)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"listening on {url}, loading {', '.join(args.models)}", file=sys.stderr, flush=True)
         orders = on.enter_context(Orders(args.api_key_file is not None))
-        lifecycle, metrics = Lifecycle(), Metrics()
+        lifecycle = Lifecycle()
         server = on.enter_context(_listening(lifecycle, args, listener, orders))
         tokenizers = [_tokenizer(name, args) for name in args.models]  # before models, whose loading takes longer
         served = [
@@ -127,14 +137,16 @@ def run(args: argparse.Namespace) -> None:
             orders.give_up,
         )
         on.callback(supervisor.stop)
-        print(f"{', '.join(args.models)} at {url}", flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(f"{', '.join(args.models)} at {url}", flush=True)
         while (order := orders.next()) == RELOAD:
             _reload(keys, args)
         supervisor.stop()  # workers that die now need not be started again
         lifecycle.draining = server.should_exit = True
         orders.wait_for_server(args.drain_seconds + _LAST_ANSWERS)
+        if order is not None:
+            print(f"oslo-models serve: {order}", file=sys.stderr)
     if order is not None:
-        print(f"oslo-models serve: {order}", file=sys.stderr, flush=True)
         raise SystemExit(1)
 
 
@@ -161,6 +173,7 @@ def _config(app: Any, args: argparse.Namespace) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=1 << 15,
+        backlog=_BACKLOG,
         timeout_graceful_shutdown=args.drain_seconds,
     )
 
@@ -185,12 +198,23 @@ def _listening(app: Any, args: argparse.Namespace, listener: socket.socket, orde
         thread.join(5.0)
 
 
-def _log_to_stderr(access: bool) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-    log.addHandler(handler)
-    log.propagate = False
-    access_log.setLevel(logging.INFO if access else logging.WARNING)
+def affordable_connections(wanted: int) -> int:
+    """The connections that this process may have, after its limit of file descriptors was raised as far as it can be.
+
+    Warns where they are fewer than wanted: beyond the limit, the server could accept nobody.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    found = max(8, soft - _OTHER_FILES)
+    log.warning("--max-connections is %s and not %s, as the limit of open files (ulimit -n) is %s", found, wanted, soft)
+    return found
 
 
 def _config_of(name: str) -> Any:

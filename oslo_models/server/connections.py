@@ -9,13 +9,20 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+MOST_EARLY = 1 << 16
+"""Bytes that a client may send after a request before its answer is complete."""
+
+
+_COMPLETE = (h11.DONE, h11.MUST_CLOSE)
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:
     """What a client may keep a connection waiting for.
 
     Attributes:
-        connections: open at once; beyond it the one that has been idle for longest is closed, or else the new one.
+        connections: open at once; beyond it the one that has waited longest for its client is closed, be it idle or
+            in the middle of a request; or else the new one.
         header_seconds: from the first to the last byte of a request's headers; also until the first request.
         write_seconds: that a client may read nothing while an answer is sent to it.
         linger_seconds: that the rest of a rejected body is still read, so that its sender sees the answer.
@@ -44,6 +51,7 @@ class _LimitedConnection(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._early = b""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -58,23 +66,43 @@ class _LimitedConnection(H11Protocol):
         made = [each for each in self.connections if isinstance(each, _LimitedConnection)]
         others = [each for each in made if each is not self and not each.transport.is_closing()]
         if len(others) >= self.own_limits.connections:
-            idle = [each for each in others if each.is_idle]
-            (min(idle, key=lambda each: each._idle_since) if idle else self).abort()
+            waiting = [each for each in others if each.waits_for_client]
+            (min(waiting, key=lambda each: each._idle_since) if waiting else self).abort()
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no request has arrived completely that is not answered yet."""
-        return self.conn.their_state is h11.IDLE or self.cycle is None
+    def waits_for_client(self) -> bool:
+        """Whether no request has arrived completely that is not answered yet; half a body is no request."""
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) or self.cycle is None
 
     def data_received(self, data: bytes) -> None:
+        if self._early or self._is_answering:
+            # The beginning of a next request. h11 would stop reading, so that nobody heard of the end of the client.
+            self._early += data
+            if len(self._early) > MOST_EARLY:
+                self.abort()
+            return
         super().data_received(data)
+        if self._is_answering:
+            self.flow.resume_reading()
         self._update_timers()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete and self.conn.their_state in _COMPLETE
+
+    def _read_early(self) -> None:
+        """Read what came while the last request was answered."""
+        data, self._early = self._early, b""
+        if data and not self.transport.is_closing():
+            self.data_received(data)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._idle_since = self.loop.time()
         if not self.transport.is_closing():
             self._update_timers(bool(self.conn.trailing_data[0]))
+            if self._early:
+                self.loop.call_soon(self._read_early)
 
     def _update_timers(self, is_receiving: bool = True) -> None:
         if self.conn.their_state is not h11.IDLE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -13,12 +14,18 @@ from oslo_models.deploy.errors import EngineError
 
 _CODES = {
     401: "invalid_api_key",
+    403: "forbidden",
     404: "not_found",
     413: "request_too_large",
     429: "rate_limit_exceeded",
     503: "service_unavailable",
 }
 _NO_OBJECT = ("missing", "dict_type", "model_attributes_type")
+MESSAGE, NAME = 1000, 64
+"""Characters of an error message, and of what it quotes of a request, at most."""
+PROBLEMS = 50
+"""Invalid parts of a body that are named."""
+_LONG = re.compile(r"\S{65,}")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -51,9 +58,7 @@ def problem(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, (RequestValidationError, ValidationError)):
-        found = [_invalid_field(each) for each in error.errors()]
-        status, message = 400, "; ".join(text for _, text in found)
-        param = found[0][0] or None
+        status, (message, param) = 400, invalid_fields(error)
     elif isinstance(error, (ValueError, TemplateError)):
         status, message = 400, str(error)
     elif isinstance(error, EngineError):
@@ -73,13 +78,31 @@ def headers(error: BaseException) -> dict[str, str]:
 def body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The body of an answer with this status."""
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
-    text = message.encode("utf-8", "backslashreplace").decode()  # it may quote unpaired surrogates
+    message = _LONG.sub(lambda found: _short(found[0], NAME), message)
+    text = _short(message, MESSAGE).encode("utf-8", "backslashreplace").decode()  # it may quote unpaired surrogates
+    param = None if param is None else _short(param, NAME).encode("utf-8", "backslashreplace").decode()
     return {"error": {"message": text, "type": kind, "param": param, "code": code or _CODES.get(status)}}
+
+
+def invalid_fields(error: RequestValidationError | ValidationError) -> tuple[str, str | None]:
+    """Where the first fields of a body are invalid, and why; and the name of the first one."""
+    count = error.error_count() if isinstance(error, ValidationError) else 1
+    if count > PROBLEMS:  # to render them takes long
+        return f"the body has {count} problems; its lists and objects are not those of this request", None
+    options = {"include_url": False, "include_context": False, "include_input": False}
+    raw = error.errors(**options) if isinstance(error, ValidationError) else error.errors()
+    found = [_invalid_field(each) for each in raw]
+    return "; ".join(text for _, text in found), found[0][0] or None
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _invalid_field(found: Any) -> tuple[str, str]:
     """Where a field is invalid, and why."""
     path = [str(part) for part in found["loc"] if part != "body"]
+    path = [_short(part, NAME) for part in path[:4]]
     name = ".".join(path)
     if found["type"] == "extra_forbidden":
         return path[0], f"{name} is not supported by this server"

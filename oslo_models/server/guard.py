@@ -130,14 +130,31 @@ class Guard:
         host = re.sub(r":\d*$", "", headers.get(b"host", "")).strip("[]").lower()
         if self._hosts is not None and host not in self._hosts and scope["path"] not in PROBES:
             raise RequestError(400, "this server is not called so; it has --allowed-hosts for names like that", "host")
-        if self.access.api_keys is not None and scope["path"] not in OPEN_PATHS:
+        if self.access.api_keys is None:
+            if scope["path"] not in PROBES:
+                self._check_origin(host, headers)
+        else:
             scheme, _, key = headers.get(b"authorization", "").partition(" ")
-            if not self.access.api_keys.include(key.strip()) or scheme.lower() != "bearer":
+            has_key = self.access.api_keys.include(key.strip()) and scheme.lower() == "bearer"
+            scope.setdefault("state", {})["has_key"] = has_key
+            if not has_key and scope["path"] not in OPEN_PATHS:
                 message = "a wrong API key, or none, in the header 'Authorization: Bearer KEY'"
                 raise RequestError(401, message, headers={"WWW-Authenticate": "Bearer"})
         length = headers.get(b"content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.access.body_bytes:
             raise self._too_long()
+
+    def _check_origin(self, host: str, headers: dict[bytes, str]) -> None:
+        """Raise for a request that a web page of another site makes with the browser of somebody who may ask."""
+        origin = headers.get(b"origin")
+        if origin is None:
+            foreign = headers.get(b"sec-fetch-site", "").lower() == "cross-site"
+        else:
+            name = re.sub(r":\d*$", "", origin.partition("://")[2]).strip("[]").lower()
+            foreign = name not in ({host} if self._hosts is None else self._hosts)
+        if foreign:
+            message = "pages of other sites may not use a server without a key; --allowed-hosts names those that may"
+            raise RequestError(403, message, "foreign_origin")
 
     def _too_long(self) -> RequestError:
         return RequestError(413, f"the request is longer than {self.access.body_bytes} bytes")

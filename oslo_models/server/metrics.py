@@ -22,6 +22,7 @@ _HELP = {
     "cancelled_calls_total": "Calls cancelled because their client left or the server ended.",
     "rejected_requests_total": "Requests answered with status 429.",
     "worker_restarts_total": "Restarts of the workers of a model that had died, by model.",
+    "dropped_log_lines_total": "Lines of the log that could not be written.",
     "calls_in_flight": "Answers that are computed or wait.",
     "calls_waiting": "Those of them whose computation has not begun, as far as that is known.",
     "calls_limit": "Answers that may be in flight.",

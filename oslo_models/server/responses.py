@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from oslo_models.server.answers import Answer, event
-from oslo_models.server.schema import ChatRequest, Request, Stop
+from oslo_models.server.schema import ChatRequest, First, Objects, Request, Stop
 
 _PASSED_ON: tuple[str, ...] = ("model", "temperature", "top_p", "num_beams", "stream", "seed", "stop")
 _PASSED_ON += ("parallel_tool_calls", "chat_template_kwargs")
@@ -19,7 +19,7 @@ _PASSED_ON += ("parallel_tool_calls", "chat_template_kwargs")
 class ResponsesRequest(Request):
     """``POST /v1/responses``."""
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
+    input: str | Annotated[Objects, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = None
@@ -28,8 +28,8 @@ class ResponsesRequest(Request):
     stream: bool = False
     stream_options: dict[Literal["include_obfuscation"], bool] = {}
     seed: int | None = None
-    stop: Stop | list[Stop] = []
-    tools: list[dict[str, Any]] = []
+    stop: Stop | Annotated[list[Stop], First] = []
+    tools: Objects = []
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from oslo_models.deploy.generation_limits import LEAST, MOST, is_scale
 from oslo_models.server.messages import template_messages
@@ -14,7 +14,7 @@ from oslo_models.server.structured import calls_schema, of_format, of_structured
 
 MOST_STOPS, LONGEST_STOP = 32, 256
 """Stop strings of a request, and characters of each."""
-MOST_LOGPROBS = 20
+MOST_LOGPROBS, MOST_BIASES = 20, 1024
 _NO_OPS: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -48,9 +48,32 @@ def _scale(value: float) -> float:
 
 Scale = Annotated[float, AfterValidator(_scale)]
 Bias = Annotated[float, Field(ge=-100, le=100)]  # as OpenAI's; NaN is not between them
-Texts = str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
-"""Texts or tokens; a text may be empty, as tokenizers may begin it with a token."""
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
+FEW = 16
+"""Unknown fields of a request that are all looked at."""
+MOST_ITEMS = 8192
+"""Messages, tools and keys of one request."""
+
+
+def _with_few_keys(most: int) -> BeforeValidator:
+    """Refuse an object with very many keys before each of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"has {len(value)} keys, more than {most}")
+        return value
+
+    return BeforeValidator(check)
+
+
+First = Field(fail_fast=True)
+"""Stops at the first invalid item of a list: each would have a message of its own."""
+Objects = Annotated[list[dict[str, Any]], First, Field(max_length=MOST_ITEMS)]
+Tokens = Annotated[list[int], First]
+_SOME = Field(min_length=1)
+_Lists = Annotated[list[str], First, _SOME] | Annotated[list[int], First, _SOME] | Annotated[list[Tokens], First, _SOME]
+Texts = str | _Lists
+"""Texts or tokens; a text may be empty, as tokenizers may begin it with a token."""
 
 
 class Request(BaseModel):
@@ -71,9 +94,16 @@ class Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_no_ops(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) > len(cls.model_fields) + len(_NO_OPS) + FEW:
+            raise ValueError(f"the body has {len(body)} fields, and this server knows {len(cls.model_fields)} of them")
         _require_text(body)
         if not isinstance(body, dict):
             return body
+        own = cls.model_fields
+        unknown = [key for key, value in body.items() if key not in own and not cls._is_no_op(key, value)]
+        if len(unknown) > FEW:
+            names = ", ".join(key[:64] for key in unknown[:3])
+            raise ValueError(f"{names} and {len(unknown) - 3} more fields are not supported by this server")
         return {key: value for key, value in body.items() if not cls._is_no_op(key, value)}
 
     @classmethod
@@ -102,15 +132,15 @@ class Generation(Request):
     repetition_penalty: Scale | None = Field(default=None, gt=0)
     num_beams: int | None = Field(default=None, ge=1, le=16)
     no_repeat_ngram_size: int | None = Field(default=None, ge=0)
-    logit_bias: dict[int, Bias] = Field(default={}, max_length=1024)
+    logit_bias: Annotated[dict[int, Bias], _with_few_keys(MOST_BIASES)] = Field(default={}, max_length=MOST_BIASES)
     n: int = Field(default=1, ge=1)
     best_of: int | None = Field(default=None, ge=1)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = []
-    stop_token_ids: list[int] = Field(default=[], max_length=MOST_STOPS)
+    stop: Stop | Annotated[list[Stop], First, Field(max_length=MOST_STOPS)] = []
+    stop_token_ids: Tokens = Field(default=[], max_length=MOST_STOPS)
     skip_special_tokens: bool = True
     seed: int | None = None
     stream: bool = False
-    stream_options: dict[str, bool] = {}
+    stream_options: Annotated[dict[str, bool], _with_few_keys(FEW)] = {}
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     store: Any = None
@@ -202,9 +232,9 @@ class ChatRequest(Generation):
     kind: ClassVar = ("chatcmpl", "chat.completion", "chat.completion.chunk")
     no_ops: ClassVar = {**_NO_OPS, "add_special_tokens": (False,)}
     param: ClassVar = "messages"
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Objects = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False

@@ -15,11 +15,13 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from oslo_models.deploy.cancellation import Cancellation
 from oslo_models.server.answers import Answer, chat_choice, completion_choice, event, tally
-from oslo_models.server.errors import RequestError, problem
+from oslo_models.server.errors import NAME, RequestError, problem
+from oslo_models.server.guard import log
 from oslo_models.server.metrics import Metrics
 from oslo_models.server.schema import ChatRequest, CompletionRequest
 from oslo_models.server.served_model import ServedModel
@@ -36,6 +38,7 @@ class Service:
 
     def __init__(self, models: Sequence[ServedModel], places: int, metrics: Metrics) -> None:
         self._models = models
+        self._reasons: dict[str, str | None] = {}
         self.models_by_name = {each.name: each for model in models for each in (model, *model.adapted)}
         self.default, self.places, self.taken, self.metrics = models[0], places, 0, metrics
         metrics.gauge("calls_in_flight", lambda: self.taken)
@@ -84,9 +87,22 @@ class Service:
         served = self.find(name, generates=None)
         return _entry(served)
 
-    async def health(self) -> Response:
-        """Status 200 if all workers answer, else 503; the body has the state of each."""
+    async def health(self, request: Request) -> Response:
+        """Status 200 if all workers answer, else 503; the body has the state of each.
+
+        What is wrong is for the log, and for clients with a key: it may name files. Without the key of a server that
+        has one, only the states are told.
+        """
         states = await asyncio.gather(*(served.health() for served in self._models))
+        for served, state in zip(self._models, states, strict=True):
+            if state["reason"] != self._reasons.get(served.name):
+                self._reasons[served.name] = state["reason"]
+                if state["reason"] is not None:
+                    log.warning("%s: not healthy: %s", served.name, state["reason"])
+        may_read = getattr(request.state, "has_key", None)  # None: the server has no keys
+        if not may_read:
+            kept = ("healthy", "ranks") if may_read is None else ("healthy",)
+            states = [{name: state[name] for name in kept} for state in states]
         healthy = all(state["healthy"] for state in states)
         if len(states) == 1:
             return JSONResponse(states[0], 200 if healthy else 503)
@@ -117,7 +133,7 @@ class Service:
         kinds = [each for each in self.models_by_name.values() if generates in (None, each.generates)]
         served = next(iter(kinds), self.default) if name is None else self.models_by_name.get(name)
         if served is None:
-            message = f"there is no model {name!r} here, only {', '.join(map(repr, self.models_by_name))}"
+            message = f"there is no model {name[:NAME]!r} here, only {', '.join(map(repr, self.models_by_name))}"
             raise RequestError(404, message, "model_not_found", "model")
         if generates not in (None, served.generates):
             does = "generates text" if served.generates else "makes embeddings"

@@ -6,15 +6,15 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from oslo_models.server.schema import ChatRequest, Request
+from oslo_models.server.schema import ChatRequest, Objects, Request, Tokens
 
 
 class TokenizeRequest(Request):
     """``POST /tokenize``: of a text, or of the messages of a chat."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: Objects | None = Field(default=None, min_length=1)
+    tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -44,4 +44,4 @@ class TokenizeRequest(Request):
 class DetokenizeRequest(Request):
     """``POST /detokenize``."""
 
-    tokens: list[int]
+    tokens: Tokens

@@ -8,6 +8,7 @@ import pickle
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -312,3 +313,41 @@ def test_objects_of_ranks_are_unpickled_only_with_their_signature(pool: Pool, tm
     said = pool.run(2, exchange, tmp_path / "mark", keys.get(how, [b"k" * 32] * 2), how == "forged")[0]
     assert said == "[0, 1]" if how == "same key" else "should come from rank 1 was not signed" in said
     assert not (tmp_path / "mark").exists()
+
+
+def test_a_handshake_ends_in_time_whatever_trickles_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "TIMEOUT", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connected = socket.create_connection(listener.getsockname())
+
+        def trickle() -> None:
+            with suppress(OSError):
+                for _ in range(40):
+                    connected.sendall(b"\0")
+                    time.sleep(0.1)
+
+        threading.Thread(target=trickle, daemon=True).start()
+        accepted, _ = listener.accept()
+        began = time.monotonic()
+        with pytest.raises(handshake.HandshakeError, match="did not prove itself"):
+            handshake.accept(accepted, SECRET)
+        assert time.monotonic() - began < 2
+
+
+def test_strangers_do_not_keep_a_process_with_the_secret_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    others: Any = object.__new__(torchrun._LauncherProcesses)
+    monkeypatch.setattr(torchrun, "_store", lambda: {})
+    others.secret, others.loopback, others.host = SECRET, False, "127.0.0.1"
+    others._prepare_handshakes()
+    others._listener, (host, port) = others._listen()
+    strangers = [socket.create_connection((host, port)) for _ in range(torchrun.MOST_STRANGERS + 10)]
+    made: list[socket.socket] = []
+    knowing = threading.Thread(target=lambda: made.append(handshake.connect((host, port), SECRET)))
+    knowing.start()
+    began = time.monotonic()
+    accepted = others._accept(30)
+    assert time.monotonic() - began < 5
+    knowing.join()
+    assert accepted.getpeername() == made[0].getsockname()
+    for each in (*strangers, *made, accepted, others._listener):
+        each.close()

@@ -155,3 +155,36 @@ def test_without_a_usable_server_workers_are_started_one_by_one(monkeypatch: pyt
     assert not forking.is_available()
     with pytest.raises(LookupError, match="rank 0 was started"):
         process_executor.ProcessExecutor(2)
+
+
+def test_a_server_that_stands_still_is_replaced(stand: faults.Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand.answers()
+    before, server = stand.pids, parent(stand.pids[0])
+    monkeypatch.setattr(forking, "ANSWER_SECONDS", 1.0)
+    os.kill(server, signal.SIGSTOP)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: stand.model._engine._executor is None, 30)
+    stand.model.restart()
+    assert parent(stand.pids[0]) not in (server, os.getpid(), 1) and gone([server])
+    stand.answers()
+
+
+PIPE = """
+import os, sys
+reading, writing = os.pipe()
+os.dup2(writing, 2)
+import torch
+from oslo_models import GPT2LMHeadModel
+with GPT2LMHeadModel.from_pretrained_with_parallel(sys.argv[1], deploy=True) as model:
+    print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3).shape[1])
+"""
+
+
+def test_an_application_whose_stderr_became_a_pipe_deploys(stand: faults.Stand, tmp_path: Path) -> None:
+    stand.model.save_pretrained_with_parallel(tmp_path / "model")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, "-c", PIPE, tmp_path / "model"]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.split() == ["6"]

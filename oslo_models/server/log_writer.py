@@ -1,0 +1,87 @@
+"""Writes the log in a thread of its own: nothing waits for a pipe that nobody reads, or fails with a full disk."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+MOST_LINES = 4096
+"""Lines that wait to be written; further ones are dropped."""
+LAST_SECONDS = 1.0
+"""For the lines that wait at the end."""
+
+
+class LogWriter(io.TextIOBase):
+    """A text stream to a file descriptor that drops lines instead of waiting.
+
+    Args:
+        descriptor: of the file.
+        dropped: called for each line that could not be written.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, descriptor: int, dropped: Callable[[], object]) -> None:
+        self._descriptor, self._dropped = descriptor, dropped
+        self._lines: queue.Queue[str | None] = queue.Queue(MOST_LINES)
+        self._thread = threading.Thread(target=self._write_lines, daemon=True, name="oslo-log")
+        self._thread.start()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        try:
+            self._lines.put_nowait(text)
+        except queue.Full:
+            self._dropped()
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: whoever flushes must not wait."""
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def finish(self) -> None:
+        """Wait for the lines that were written so far, but not for long."""
+        try:
+            self._lines.put(None, timeout=LAST_SECONDS)
+        except queue.Full:
+            return
+        self._thread.join(LAST_SECONDS)
+
+    def _write_lines(self) -> None:
+        while (text := self._lines.get()) is not None:
+            data = text.encode("utf-8", "backslashreplace")
+            try:
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError:
+                self._dropped()
+
+
+@contextmanager
+def log_to_stderr(dropped: Callable[[], object], *loggers: logging.Logger) -> Iterator[None]:
+    """Have this process write to descriptor 2 by a `LogWriter` only, and these loggers log there."""
+    before = sys.stderr
+    writer = LogWriter(2, dropped)
+    handler = logging.StreamHandler(writer)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    sys.stderr = writer
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        sys.stderr = before
+        for logger in loggers:
+            logger.removeHandler(handler)
+        writer.finish()

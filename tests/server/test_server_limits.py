@@ -1,0 +1,289 @@
+"""Bodies, connections and logs that must not cost the server more than their senders."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("uvicorn")
+
+from oslo_models.server import command
+from oslo_models.server.app import application
+from oslo_models.server.connections import ConnectionLimits
+from oslo_models.server.log_writer import LogWriter
+
+from support.corpora import tokenizer
+from support.http_server import StubModel, call, connect, listening, post_bytes, post_json, read_answer
+
+PATH = "/v1/completions"
+LIVE = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def many(item: str, count: int = 200_000) -> str:
+    return "[" + ",".join([item] * count) + "]"
+
+
+HOSTILE = [
+    (PATH, '{"prompt":' + many("{}") + "}"),
+    (PATH, '{"prompt":' + many("[{}]") + "}"),
+    (PATH, '{"prompt":' + many("[[]]") + "}"),
+    (PATH, '{"prompt":"a","stop":' + many("0") + "}"),
+    (PATH, '{"prompt":"a","stop_token_ids":' + many('"a"') + "}"),
+    (PATH, '{"prompt":"a","logit_bias":{' + ",".join(f'"a{i}":"b"' for i in range(60_000)) + "}}"),
+    (PATH, '{"prompt":"a","stream_options":{' + ",".join(f'"a{i}":"b"' for i in range(60_000)) + "}}"),
+    (PATH, '{"prompt":"a",' + ",".join(f'"a{i}":1' for i in range(90_000)) + "}"),
+    (PATH, '{"prompt":"a","' + "k" * 900_000 + '":1}'),
+    (PATH, '{"prompt":"a","model":"' + "m" * 900_000 + '"}'),
+    (PATH, '{"prompt":"a","best_of":' + "9" * 4000 + "}"),
+    (PATH, "[" * 900_000),
+    (PATH, '{"prompt":"a","structured_outputs":{"regex":"(' + "s" * 60_000 + '"}}'),
+    ("/v1/chat/completions", '{"messages":' + many("0") + "}"),
+    ("/v1/chat/completions", '{"messages":' + many("{}") + "}"),
+    ("/v1/chat/completions", '{"messages":[{"role":"user","content":"a"}],"tools":' + many("0") + "}"),
+    ("/v1/chat/completions", '{"messages":[{"role":"user","content":"a"}],"tool_choice":"' + "t" * 900_000 + '"}'),
+    ("/v1/responses", '{"input":' + many("{}") + "}"),
+    ("/v1/responses", '{"input":' + many("0") + "}"),
+    ("/v1/embeddings", '{"input":' + many("{}") + "}"),
+    ("/tokenize", '{"messages":' + many("{}") + "}"),
+    ("/detokenize", '{"tokens":' + many("{}") + "}"),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), HOSTILE, ids=[f"{path} {body[:40]}" for path, body in HOSTILE])
+def test_errors_of_large_bodies_are_small_and_cheap(path: str, body: str) -> None:
+    app = application(StubModel(), tokenizer())
+    gaps = [0.0]
+
+    async def attacked() -> tuple[int, dict[str, str], bytes]:
+        async def beat() -> None:
+            while True:
+                began = time.monotonic()
+                await asyncio.sleep(0.01)
+                gaps[0] = max(gaps[0], time.monotonic() - began)
+
+        beating = asyncio.ensure_future(beat())
+        try:
+            return await call(app, "POST", path, body.encode())
+        finally:
+            await asyncio.sleep(0.02)
+            beating.cancel()
+
+    status, _, answer = asyncio.run(attacked())
+    assert status in (400, 404) and len(answer) < 4000, answer[:300]
+    assert json.loads(answer)["error"]["message"]
+    for echoed in ("k" * 100, "m" * 100, "s" * 100, "t" * 100, "9" * 100):
+        assert echoed.encode() not in answer
+    assert gaps[0] < 1.5, "the event loop stood still"
+
+
+def test_bodies_of_other_content_types_are_refused() -> None:
+    app = application(StubModel(), tokenizer())
+    body = b'{"prompt": "def", "max_tokens": 3}'
+    for given, expected in (
+        (b"application/json", 200),
+        (b"application/json; charset=utf-8", 200),
+        (b"application/vnd.api+json", 200),
+        (b"text/plain", 400),
+        (b"", 400),
+        (b"application/x-www-form-urlencoded", 400),
+    ):
+        headers = [(b"host", b"localhost"), (b"content-type", given)]
+        assert asyncio.run(call(app, "POST", PATH, body, headers))[0] == expected, given
+
+
+def test_the_first_problems_of_a_body_are_named() -> None:
+    app = application(StubModel(), tokenizer())
+    status, answer = post_json(app, PATH, {"prompt": "a", "max_tokens": 0, "top_p": 7, "secret": 1})
+    message = answer["error"]["message"]
+    assert status == 400 and all(name in message for name in ("max_tokens", "top_p", "secret")), message
+
+
+# Connections ----------------------------------------------------------------------------------------------------------
+
+
+def half_body() -> bytes:
+    return post_bytes(PATH, b"{", length=100)
+
+
+def test_half_bodies_do_not_keep_the_probes_and_new_clients_out() -> None:
+    app = application(StubModel(), tokenizer())
+    with listening(app, ConnectionLimits(connections=20)) as url:
+        held = [connect(url, half_body()) for _ in range(40)]
+        time.sleep(0.3)
+        assert read_answer(connect(url, LIVE))[0] == 200
+        asked = json.dumps({"prompt": "def", "max_tokens": 3}).encode()
+        assert read_answer(connect(url, post_bytes(PATH, asked)))[0] == 200
+        for each in held:
+            each.close()
+
+
+def test_half_bodies_do_not_close_a_connection_that_is_computed() -> None:
+    go = threading.Event()
+
+    def waits(input_ids: Any, **_: Any) -> Any:
+        assert go.wait(30)
+        return torch.cat((input_ids, torch.tensor([[5]])), 1)
+
+    app = application(StubModel(waits), tokenizer())
+    with listening(app, ConnectionLimits(connections=5)) as url:
+        asked = json.dumps({"prompt": "def", "max_tokens": 3}).encode()
+        computed = connect(url, post_bytes(PATH, asked))
+        time.sleep(0.3)
+        held = [connect(url, half_body()) for _ in range(20)]
+        time.sleep(0.3)
+        go.set()
+        assert read_answer(computed)[0] == 200
+        for each in held:
+            each.close()
+
+
+@pytest.mark.parametrize("more", [b"\r\n", b"G", post_bytes(PATH, b"{}")])
+def test_a_client_that_leaves_is_heard_whatever_it_sent_after_its_request(more: bytes) -> None:
+    cancelled = threading.Event()
+
+    def until_cancelled(input_ids: Any, cancellation: Any, **_: Any) -> Any:
+        with cancellation.observed(cancelled.set):
+            assert cancelled.wait(30)
+        raise RuntimeError("cancelled")
+
+    app = application(StubModel(until_cancelled), tokenizer())
+    with listening(app, ConnectionLimits()) as url:
+        connected = connect(url, post_bytes(PATH, json.dumps({"prompt": "def", "max_tokens": 3}).encode()))
+        time.sleep(0.3)
+        connected.sendall(more)
+        time.sleep(0.2)
+        connected.close()
+        assert cancelled.wait(5)
+
+
+def test_requests_that_were_sent_together_are_answered_in_order() -> None:
+    app = application(StubModel(), tokenizer())
+    asked = post_bytes(PATH, json.dumps({"prompt": "def", "max_tokens": 3}).encode())
+    with listening(app, ConnectionLimits()) as url:
+        for pause in (0.0, 0.05):
+            connected = connect(url, asked)
+            time.sleep(pause)
+            connected.sendall(asked + LIVE)
+            data = b""
+            while data.count(b"HTTP/1.1 200") < 3 or b'"live"' not in data:
+                more = connected.recv(65536)
+                assert more, data
+                data += more
+
+
+def test_a_flood_after_a_request_ends_its_connection() -> None:
+    waiting = threading.Event()
+
+    def waits(input_ids: Any, **_: Any) -> Any:
+        waiting.wait(5)
+        return torch.cat((input_ids, torch.tensor([[5]])), 1)
+
+    app = application(StubModel(waits), tokenizer())
+    with listening(app, ConnectionLimits()) as url:
+        connected = connect(url, post_bytes(PATH, json.dumps({"prompt": "def", "max_tokens": 3}).encode()))
+        time.sleep(0.2)
+        with pytest.raises(OSError):
+            for _ in range(100):
+                connected.sendall(b"x" * 65536)
+        waiting.set()
+
+
+def test_connections_fit_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [256, 512]
+    monkeypatch.setattr(command.resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(command.resource, "setrlimit", lambda _, new: limits.__setitem__(slice(None), new))
+    said: list[str] = []
+    monkeypatch.setattr(command.log, "warning", lambda text, *args: said.append(text % args))
+    assert command.affordable_connections(1000) == 512 - command._OTHER_FILES and limits[0] == 512
+    assert len(said) == 1 and "ulimit" in said[0]
+    limits[:] = [256, 4096]
+    assert command.affordable_connections(1000) == 1000 and len(said) == 1
+
+
+# Logs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["unread pipe", "full disk", "closed"])
+def test_a_log_that_cannot_be_written_holds_up_nothing(kind: str) -> None:
+    _, writing = os.pipe()
+    if kind == "full disk":
+        writing = os.open("/dev/full", os.O_WRONLY)
+    elif kind == "closed":
+        writing = 999
+    dropped: list[int] = []
+    writer = LogWriter(writing, lambda: dropped.append(1))
+    began = time.monotonic()
+    for _ in range(20_000):
+        print("a line of the log" * 4, file=writer, flush=True)
+    writer.finish()
+    assert time.monotonic() - began < 10 and dropped
+
+
+def test_a_log_is_written_in_order() -> None:
+    reading, writing = os.pipe()
+    writer = LogWriter(writing, pytest.fail)
+    for number in range(100):
+        print(number, file=writer)
+    writer.finish()
+    os.close(writing)
+    with open(reading) as file:
+        assert file.read().split() == [str(number) for number in range(100)]
+
+
+# Other sites, and clients without a key -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "expected"),
+    [
+        (b"sec-fetch-site", b"cross-site", 403),
+        (b"origin", b"https://evil.example", 403),
+        (b"origin", b"null", 403),
+        (b"origin", b"http://localhost.evil.example", 403),
+        (b"origin", b"http://localhost:3000", 200),
+        (b"sec-fetch-site", b"same-origin", 200),
+        (b"sec-fetch-site", b"none", 200),
+    ],
+)
+def test_pages_of_other_sites_cannot_use_a_server_without_a_key(header: bytes, value: bytes, expected: int) -> None:
+    for app in (
+        application(StubModel(), tokenizer(), allowed_hosts=["localhost"]),
+        application(StubModel(), tokenizer()),
+    ):
+        headers = [(b"host", b"localhost:8000"), (header, value)]
+        for path in ("/v1/models", "/generate_text/def?num_beams=1"):
+            assert asyncio.run(call(app, "GET", path, b"", headers))[0] == expected, path
+        assert asyncio.run(call(app, "GET", "/health/live", b"", headers))[0] == 200
+    guarded = application(StubModel(), tokenizer(), api_key="k")
+    headers = [(b"host", b"localhost"), (header, value), (b"authorization", b"Bearer k")]
+    assert asyncio.run(call(guarded, "GET", "/v1/models", b"", headers))[0] == 200
+
+
+def test_health_tells_reasons_to_holders_of_the_key_only(caplog: pytest.LogCaptureFixture) -> None:
+    model = StubModel()
+    model.health = lambda timeout=2.0: {  # type: ignore[method-assign]
+        "healthy": False,
+        "reason": "OSError('/srv/customer-x holds no config.json')",
+        "ranks": [],
+    }
+    host, key = (b"host", b"localhost"), (b"authorization", b"Bearer k")
+    for others in ((), ((model, tokenizer(), "other"),)):
+        caplog.clear()
+        guarded = application(model, tokenizer(), api_key="k", others=others)
+        for headers in ([host], [host, (b"authorization", b"Bearer wrong")]):
+            status, _, body = asyncio.run(call(guarded, "GET", "/health", b"", headers))
+            assert status == 503 and b"customer" not in body and b"healthy" in body and b"pid" not in body
+        assert "customer-x" in caplog.text
+        assert b"customer" in asyncio.run(call(guarded, "GET", "/health", b"", [host, key]))[2]
+    plain = application(model, tokenizer())
+    assert b"customer" not in asyncio.run(call(plain, "GET", "/health", b"", [host]))[2]
