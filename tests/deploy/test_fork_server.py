@@ -164,7 +164,7 @@ def test_a_server_that_stands_still_is_replaced(stand: faults.Stand, monkeypatch
     os.kill(server, signal.SIGSTOP)
     for pid in before:
         os.kill(pid, signal.SIGKILL)
-    until(lambda: stand.model._engine._executor is None, 30)
+    wait_until(lambda: stand.model._engine._executor is None)
     stand.model.restart()
     assert parent(stand.pids[0]) not in (server, os.getpid(), 1) and gone([server])
     stand.answers()
