@@ -279,15 +279,16 @@ def operation(bench: Bench, name: str) -> None:
     large = build(bench, bench.pick(rows, 16), **options)
     small = build(bench, 16, **options)
     peers = _correct(bench, large)
-    for peer, run in peers.items():
+    on_small = small.peers(bench)  # eager functions have the sizes of their tensors
+    for peer in peers:
         with bench.attempt(peer):
-            _step(run, small)()  # compiles
+            _step(on_small[peer], small)()  # compiles
     bench.ready()
     copy = bench.timer.ceilings().copy
     for peer, run in peers.items():
         targets: tuple[Any, Any] = (FORWARD, BACKWARD) if peer == "oslo_models" and not bench.dry else (None, None)
         with bench.attempt(peer):
-            _host(bench, peer, run, small)
+            _host(bench, peer, on_small[peer], small)
             there = bench.timer.seconds(lambda run=run: run(*large.tensors))
             _moved(bench, peer, "forward", there, large.forward, copy, targets[0])
             if not large.backward:  # no kernel

@@ -95,13 +95,17 @@ def _troubles(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def comparisons(rows: list[Row]) -> list[Row]:
-    """Speeds of fused models as multiples of those that another process measured for the rival."""
-    speeds = {(row["case"], row["metric"]): row for row in rows if row.get("unit") == "tokens/s"}
+    """Speeds of fused models as multiples of those that another process measured for the rival on the same machine."""
+    speeds = {
+        (row["machine"], row["case"], row["metric"]): row
+        for row in rows
+        if row.get("unit") == "tokens/s" and " / " in row["case"]
+    }
     found = []
-    for (case, metric), row in speeds.items():
+    for (machine, case, metric), row in speeds.items():
         name, _, peer = case.partition(" / ")
         rival, least, where = RIVALS[row["part"]]
-        other = speeds.get((f"{name} / {rival}", metric))
+        other = speeds.get((machine, f"{name} / {rival}", metric))
         if peer == "oslo_models fused" and other is not None:
             target = {"target": least} if (name, metric) == where and not row.get("dry") else {}
             ratio = {"metric": f"{metric} / {rival}", "value": row["value"] / other["value"], "unit": ""}
@@ -110,7 +114,13 @@ def comparisons(rows: list[Row]) -> list[Row]:
 
 
 def tables(rows: list[Row]) -> list[str]:
-    """Markdown: a table for each part, a line for each case, metric and unit, a column for each peer."""
+    """Markdown: for each GPU and part a table: a line for each case, metric and unit, a column for each peer."""
+    machines = list(dict.fromkeys(row["machine"] for row in rows))
+    if len(machines) > 1:
+        return [
+            line for each in machines
+            for line in (f"**{each.partition(',')[0]}**", "", *tables([row for row in rows if row["machine"] == each]))
+        ]  # fmt: skip
     lines: list[str] = []
     for part in PARTS:
         measured = [row for row in rows if row["part"] == part and row.get("value") not in (None, "")]
