@@ -38,6 +38,7 @@ ROTARY = sorted(
     OF_TEXT.get(layer.split(".")[0], layer.split(".")[0])
     for layers in known_layers.ROTARY_ATTENTIONS.values()
     for layer in layers
+    if layer.split(".")[0] not in registry.NEWER
 )
 CHANGES: dict[str, dict[str, Any]] = {  # options of forwards that the zoo's configurations leave out
     "gemma2": {"attn_logit_softcapping": 2.0},
