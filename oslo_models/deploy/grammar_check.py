@@ -36,7 +36,7 @@ WAIT_SECONDS = 10.0
 START_SECONDS = 60.0
 """Wall time to start the process and to prepare a vocabulary."""
 MOST_MEMORY = 8 << 30
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 """Without a bound, a model may write spaces until its tokens are used up."""
 _LENGTH = struct.Struct("<Q")
 _STACK = 4 << 20
@@ -241,7 +241,8 @@ def main() -> None:
                 prepared = LLTokenizer(tokenizer, n_vocab=size, eos_token=ends)
             else:
                 signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the process, native code included
-                answer["text"] = compiled(*message, prepared)
+                kind, source = message
+                answer["text"] = compiled(kind, source, prepared)
         except Exception as error:  # noqa: BLE001  the other side says so
             answer["error"] = str(error)[:1000]
         signal.setitimer(signal.ITIMER_PROF, 0)
