@@ -36,7 +36,7 @@ WAIT_SECONDS = 10.0
 START_SECONDS = 60.0
 """Wall time to start the process and to prepare a vocabulary."""
 MOST_MEMORY = 8 << 30
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 """Without a bound, a model may write spaces until its tokens are used up."""
 UNFORCED = '%llguidance {"no_forcing": true}\nstart: @main'
 """Where only one text can follow, llguidance would allow only the tokens of its tokenizer, which may be special."""
