@@ -36,6 +36,8 @@ NOT_PICKLABLE = (
 
 
 _numbers = count()
+_set_timeout: Any = getattr(dist, "set_timeout", _set_pg_timeout)
+"""Public since torch 2.14, where the former name warns."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +270,7 @@ class ParallelMesh:
                 group = dist.new_group(ranks, timeout=timeout)
             if self.world.rank in ranks:
                 if not own_timeout:  # for its collectives; its ranks connect within the timeout of the mesh
-                    _set_pg_timeout(_get_default_timeout(dist.get_backend(group)), group)
+                    _set_timeout(_get_default_timeout(dist.get_backend(group)), group)
                 axis = replace(axis, rank=ranks.index(self.world.rank), ranks=tuple(ranks), group=group)
         self._created.append(axis)
         if is_alone:
@@ -353,7 +355,7 @@ def _init_process_group(backend: str, timeout: float) -> None:
         store_barrier(watchdog, axis, what, first_status_timeout=SLOW_TIMEOUT)
         connect_timeout = timedelta(seconds=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=connect_timeout)
-    _set_pg_timeout(_get_default_timeout(dist.Backend(backend)))
+    _set_timeout(_get_default_timeout(dist.Backend(backend)))
     watchdog_of_world(timeout, watchdog)
 
 
