@@ -222,10 +222,11 @@ def _move(source: int, target: int, manifests: set[str]) -> None:
             with suppress(FileExistsError):
                 os.mkdir(name, dir_fd=target)
             with ExitStack() as stack:
-                below = [os.open(name, _FOLDER, dir_fd=each) for each in (source, target)]
-                for each in below:
-                    stack.callback(os.close, each)
-                _move(*below, set())
+                from_folder = os.open(name, _FOLDER, dir_fd=source)
+                stack.callback(os.close, from_folder)
+                to_folder = os.open(name, _FOLDER, dir_fd=target)
+                stack.callback(os.close, to_folder)
+                _move(from_folder, to_folder, set())
         elif name not in manifests:
             with suppress(FileNotFoundError):
                 os.replace(name, name, src_dir_fd=source, dst_dir_fd=target)

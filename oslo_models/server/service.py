@@ -133,7 +133,9 @@ class Service:
         kinds = [each for each in self.models_by_name.values() if generates in (None, each.generates)]
         served = next(iter(kinds), self.default) if name is None else self.models_by_name.get(name)
         if served is None:
-            message = f"there is no model {name[:NAME]!r} here, only {', '.join(map(repr, self.models_by_name))}"
+            message = (
+                f"there is no model {(name or '')[:NAME]!r} here, only {', '.join(map(repr, self.models_by_name))}"
+            )
             raise RequestError(404, message, "model_not_found", "model")
         if generates not in (None, served.generates):
             does = "generates text" if served.generates else "makes embeddings"

@@ -111,9 +111,10 @@ def program(*arguments: object, folder: Path, says: str) -> Iterator[SimpleNames
         process.wait()
 
 
-def get(url: str) -> tuple[int, Any]:
+def get(url: str, key: str | None = None) -> tuple[int, Any]:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        with urllib.request.urlopen(url, timeout=LIMIT) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=LIMIT) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -250,7 +251,8 @@ def test_chat_endpoint_rejects_invalid_messages_and_api_keys(server: SimpleNames
         client_of(server.url, "wrong").completions.create(model=server.name, prompt="def")
     for path in ("/generate_text/def", "/v1/nothing", "/openapi.json", "/metrics"):
         assert get(f"{server.url}{path}")[0] == 401
-    status, state = get(f"{server.url}/health")
+    assert get(f"{server.url}/health") == (200, {"healthy": True})
+    status, state = get(f"{server.url}/health", "secret")
     assert status == 200 and {rank["pid"] for rank in state["ranks"]} == set(server.workers)
 
 
@@ -303,7 +305,8 @@ def test_lone_surrogates_are_rejected_in_every_string(server: SimpleNamespace) -
     for path in ("%ED%A0%80", "%FF", "%00"):
         assert get(f"{server.url}/generate_text/{path}")[0] in (200, 401)
     assert post(url, '{"prompt": "\\ud83d\\ude00", "max_tokens": 2}')[0] == 200  # both halves are a character
-    status, state = get(f"{server.url}/health")
+    assert get(f"{server.url}/health") == (200, {"healthy": True})
+    status, state = get(f"{server.url}/health", "secret")
     assert status == 200 and {rank["pid"] for rank in state["ranks"]} == set(server.workers)
 
 
