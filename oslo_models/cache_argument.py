@@ -46,7 +46,12 @@ def name_in_model(forward: Callable[..., Any], arguments: Mapping[str, Any]) -> 
     Raises:
         TypeError: the arguments contain a cache under a name that the forward does not have.
     """
-    name = cache_name(forward) if any(name in NAMES for name in _parameters(forward)) else None
+    known = _parameters(forward)
+    if not any(name in NAMES for name in known):
+        # generate makes a cache for any model, and **kwargs take it
+        _refuse_caches(forward, {name: value for name, value in arguments.items() if name in known})
+        return None
+    name = cache_name(forward)
     _refuse_caches(forward, {other: value for other, value in arguments.items() if other != name})
     return name
 

@@ -267,7 +267,7 @@ class ParallelMesh:
         for group_ranks in groups:
             ranks = group_ranks.tolist()
             with waiting(self.world, f"the creation of a process group ({name})"):
-                group = dist.new_group(ranks, timeout=timeout)
+                group: Any = dist.new_group(ranks, timeout=timeout)
             if self.world.rank in ranks:
                 if not own_timeout:  # for its collectives; its ranks connect within the timeout of the mesh
                     _set_timeout(_get_default_timeout(dist.get_backend(group)), group)

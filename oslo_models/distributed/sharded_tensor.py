@@ -483,7 +483,7 @@ _VIEWS = (
     *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
 )
 _MATRIX_FUNCTIONS = (
-    *(torch.svd, torch.qr, Tensor.svd, Tensor.qr),
+    *(torch.svd, torch.qr, Tensor.svd, Tensor.qr),  # type: ignore[attr-defined]
     *(torch.linalg.svd, torch.linalg.qr, torch.linalg.eigh, torch.linalg.inv, torch.linalg.matrix_norm),
     *(torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var, torch.std, Tensor.std),
     *(torch.amax, Tensor.amax, torch.max, Tensor.max),

@@ -48,6 +48,8 @@ _COARSER = {"high": 2**-8, "medium": 2**-5}
 """The bounds in float32 under other values of ``torch.set_float32_matmul_precision``: TF32 and bfloat16 products."""
 _NARROW = {"bfloat16": 2**-5, "int8": 2**-3}
 """The bounds with narrower weights: their rounding goes through attention and MLP."""
+_FLOAT8 = 2**-3
+"""The bound of modules around linear layers in float8, whose elements are rounded by 2^-4."""
 _ROWS, _LENGTH, _OUTPUTS = 2, 5, 256
 _CACHES = ("cache", "past_key_values")
 
@@ -77,7 +79,8 @@ def apply_checked(
     with _undisturbed(model):
         runs, failed = ([], failed) if failed else _recorded(model, names, fusion.weights is None)
         fusion.apply(model, candidates, selected)
-        bound = _NARROW.get(fusion.weights or "", 0.0)
+        in_float8 = any("float8" in candidate.attributes for candidate in candidates)
+        bound = _FLOAT8 if in_float8 else _NARROW.get(fusion.weights or "", 0.0)
         wrong = _differing(model, fusion, kinds, names, runs, bound)
     checked = {kinds[call.name] for call in runs if call.name in kinds}
     unchecked = {kind: failed or "no small input reaches it" for kind in first if kind not in checked}

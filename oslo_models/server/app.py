@@ -101,7 +101,7 @@ def application(
 
     app.add_middleware(Guard, access=access, observe=observe)
     if allowed_origins:  # around the guard, as browsers send no key with a preflight request
-        sent = {"allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
+        sent: dict[str, Any] = {"allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["GET", "POST"], **sent)
     for kind in (StarletteHTTPException, RequestValidationError, ValueError, TemplateError, EngineError):
         app.add_exception_handler(kind, _error_response)
