@@ -10,13 +10,7 @@ from transformers.models.roformer.modeling_roformer import RoFormerPreTrainedMod
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD
 from oslo_models.models.electra import ElectraParallel
-from oslo_models.sharding.plan import LocalModule, Plan, Replicated
-
-POSITIONS = {
-    "encoder.embed_positions": LocalModule(shared=("weight",)),
-    "encoder.embed_positions.weight": Replicated(),
-}
-"""The table of positions, which the heads of all ranks read. From transformers 5.24 on, it may be trained."""
+from oslo_models.sharding.plan import Plan, Replicated
 
 
 class RoFormerParallel(ElectraParallel):
@@ -26,7 +20,7 @@ class RoFormerParallel(ElectraParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), on_every_stage=POSITIONS)
+        return replace(super().plan(config), on_every_stage={"encoder.embed_positions": Replicated()})
 
 
 class RoFormerModel(RoFormerParallel, hf.RoFormerModel):
