@@ -97,7 +97,7 @@ def _troubles(rows: list[Row]) -> dict[str, list[Row]]:
 def comparisons(rows: list[Row]) -> list[Row]:
     """Speeds of fused models as multiples of those that another process measured for the rival on the same machine."""
     speeds = {
-        (row["machine"], row["case"], row["metric"]): row
+        (row.get("machine"), row["case"], row["metric"]): row
         for row in rows
         if row.get("unit") == "tokens/s" and " / " in row["case"]
     }
@@ -115,12 +115,13 @@ def comparisons(rows: list[Row]) -> list[Row]:
 
 def tables(rows: list[Row]) -> list[str]:
     """Markdown: for each GPU and part a table: a line for each case, metric and unit, a column for each peer."""
-    machines = list(dict.fromkeys(row["machine"] for row in rows))
+    machines = list(dict.fromkeys(row["machine"] for row in rows if row.get("machine")))
     if len(machines) > 1:
-        return [
-            line for each in machines
-            for line in (f"**{each.partition(',')[0]}**", "", *tables([row for row in rows if row["machine"] == each]))
-        ]  # fmt: skip
+        lines = []
+        for each in machines:
+            own = [row for row in rows if row.get("machine") == each]
+            lines += [f"**{each.partition(',')[0]}**", "", *tables(own)]
+        return lines
     lines: list[str] = []
     for part in PARTS:
         measured = [row for row in rows if row["part"] == part and row.get("value") not in (None, "")]

@@ -43,7 +43,7 @@ class Bodies:
         """
         data = await request.body()
         if not _is_json(request.headers.get("content-type", "")):
-            raise RequestError(400, "the header Content-Type is not application/json")
+            raise RequestError(400, "the body is not declared as JSON; send the header Content-Type: application/json")
         if len(data) <= AT_ONCE:
             return _parse(kind, data)
         return await asyncio.get_running_loop().run_in_executor(self._threads, _parse, kind, data)

@@ -36,7 +36,7 @@ VERSION = transformers.__version__
 @pytest.fixture(autouse=True)
 def nothing_is_known() -> Iterator[None]:
     """Other tests of the process may have compared the same functions, and later ones must not see changed ones."""
-    caches = (checks.changed_layer, checks._broken)
+    caches = (checks._changed_layer, checks._broken)
     for each in caches:
         each.cache_clear()
     yield

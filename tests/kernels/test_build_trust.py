@@ -97,16 +97,6 @@ def test_a_library_that_others_can_write_is_compiled_again(
     assert len(compiled) == 2
 
 
-def test_a_user_without_a_home_folder_has_no_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", unknown)
-    with pytest.raises(build.BuildError, match="set XDG_CACHE_HOME"):
-        build.load.__wrapped__("blending.cpp")
-
-
 WRONG = """
 import numpy as np, torch
 from oslo_kernels.blending import blend
