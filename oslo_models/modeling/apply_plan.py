@@ -393,10 +393,10 @@ def _swap_class(module: nn.Module, key: str, entry: Replicated, layouts: dict[st
 def _joined(new: type[nn.Module], old: type[nn.Module]) -> type[nn.Module]:
     """The parallel class of a layer class that an architecture defines itself.
 
-    An embedding's own additions (a scale) wrap the parallel lookup; a parallel linear layer or norm wraps the
-    architecture's. transformers initialises by the names of classes, so the name stays.
+    An embedding's own additions (a scale) wrap the parallel lookup; other parallel classes wrap the architecture's.
+    transformers initialises by the names of classes, so the name stays.
     """
-    bases = (old, new) if issubclass(old, nn.Embedding) else (new, old)
+    bases = (old, new) if issubclass(new, nn.Embedding) else (new, old)
     return type(old.__name__, bases, {"__module__": old.__module__})
 
 

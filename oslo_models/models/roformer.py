@@ -10,7 +10,7 @@ from transformers.models.roformer.modeling_roformer import RoFormerPreTrainedMod
 from oslo_models.modeling.heads import CLASSIFIER, DENSE_CLASSIFIER, QA_OUTPUTS
 from oslo_models.models.bert import LM_HEAD
 from oslo_models.models.electra import ElectraParallel
-from oslo_models.sharding.plan import Plan, Replicated
+from oslo_models.sharding.plan import Plan, Replicated, SharedOutput
 
 
 class RoFormerParallel(ElectraParallel):
@@ -20,7 +20,8 @@ class RoFormerParallel(ElectraParallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        return replace(super().plan(config), on_every_stage={"encoder.embed_positions": Replicated()})
+        # from 5.24 on, transformers trains the table of positions, which the heads of all ranks read
+        return replace(super().plan(config), on_every_stage={"encoder.embed_positions": SharedOutput()})
 
 
 class RoFormerModel(RoFormerParallel, hf.RoFormerModel):
