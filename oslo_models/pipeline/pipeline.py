@@ -48,7 +48,8 @@ class Pipeline:
         Parameters are looked up in every call, since FSDP replaces them.
         """
         parameters = {self.stage.canonical_name(name): param for name, param in self.model.named_parameters()}
-        trained = parameters.keys() - self.stage.frozen
+        # loading may have made what was constructed frozen trainable
+        trained = {name for name, param in parameters.items() if param.requires_grad or name not in self.stage.frozen}
         return [(parameters[name], axis) for name, axis in self._shared_axes.items() if name in trained]
 
     @torch.no_grad()
