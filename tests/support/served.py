@@ -52,7 +52,12 @@ class Running:
     def says(self, text: str, seconds: float = 300.0) -> str:
         """The line with this text, when it has come."""
         wait_until(lambda: self.process.poll() is not None or any(text in line for line in list(self.lines)), seconds)
-        return next(line for line in self.lines if text in line)
+        seen: list[str] = []
+        for line in self.lines:
+            seen.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"the program ended without saying {text!r}:\n{''.join(seen)}")
 
     @property
     def workers(self) -> list[int]:
