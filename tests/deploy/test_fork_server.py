@@ -166,7 +166,8 @@ def test_a_server_that_stands_still_is_replaced(stand: faults.Stand, monkeypatch
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: stand.model._engine._executor is None)
     stand.model.restart()
-    assert parent(stand.pids[0]) not in (server, os.getpid(), 1) and gone([server])
+    assert parent(stand.pids[0]) not in (server, os.getpid(), 1)
+    wait_until(lambda: gone([server]))
     stand.answers()
 
 

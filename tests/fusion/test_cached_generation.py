@@ -141,5 +141,9 @@ def test_names_are_read_from_signatures() -> None:
     arguments = {"past_key_values": cache}
     assert take_cache(new, arguments) is cache and not arguments
     assert name_in_model(without, {"state": 1}) is None and name_in_model(new, {"cache": cache}) == "cache"
+    assert name_in_model(without, {"kv": cache}) is None  # in **kwargs: generate makes a cache for any model
+
+    def unknown(self: Any, hidden_states: Tensor, kv: Any = None) -> None: ...
+
     with pytest.raises(TypeError, match="got a cache as kv"):
-        name_in_model(without, {"kv": cache})
+        name_in_model(unknown, {"kv": cache})
