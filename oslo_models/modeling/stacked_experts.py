@@ -150,6 +150,22 @@ def _interleaves(converter: WeightConverter) -> bool:
     return known and operations[0].dim == 1 and not operations[0].inverse
 
 
+def padded_names(model: Any, names: Iterable[str]) -> set[str]:
+    """The names of heads whose rows transformers pads to ``config.vocab_size`` when it saves them.
+
+    Args:
+        model: the model, or a stage of it.
+        names: the names of tensors in the full model.
+    """
+    converters = [entry for entry in _conversions(model) if isinstance(entry, WeightConverter) and is_unpadding(entry)]
+    return {name for name in names if any(name.endswith(entry.target_patterns[0]) for entry in converters)}
+
+
+def is_unpadding(converter: WeightConverter) -> bool:
+    """Whether a conversion removes the padding of a vocabulary. transformers has it since 5.24, for Inkling 2."""
+    return [type(operation).__name__ for operation in converter.operations] == ["Inkling2UnpadVocab"]
+
+
 def _stacks(converter: WeightConverter, name: str) -> bool:
     """Whether a conversion stacks matrices into the parameter ``name``."""
     kinds = [type(operation) for operation in converter.operations]
@@ -234,6 +250,7 @@ def as_saved(
         if len({layouts[chunk].dim for chunk in chunks}) == 1  # else they stay apart, as transformers loads them too
     }
     alternating = interleaved_names(model, layouts)
+    padded = padded_names(model, layouts)
     inside = {part for parts in chunked.values() for part in parts}
     places: dict[str, _Place] = {}
     sharded = {}
@@ -250,6 +267,12 @@ def as_saved(
         if name in alternating:
             saved = alternating[name]
             places[saved], sharded[saved] = _Place(name, alternates=True), _alternating(layouts[name])
+            continue
+        if name in padded:
+            rows = model.config.get_text_config().vocab_size
+            rank = 0 if model.mesh is None else model.mesh.rank_in(layouts[name])
+            sharded[rename(name)], added = _padded(layouts[name], rows, rank)
+            places[rename(name)] = _Place(name, added=added)
             continue
         if name not in stacks:
             saved = rename(name)
@@ -277,6 +300,7 @@ class _Place:
         rows: which rows of the local tensor it is, if it is a part of one.
         others: the tensors that follow in it, if it is several.
         alternates: whether the rows of the two halves of the tensor alternate in it.
+        added: the number of rows of zeros behind the local tensor.
     """
 
     name: str
@@ -287,6 +311,7 @@ class _Place:
     rows: Range | None = None
     others: tuple[str, ...] = ()
     alternates: bool = False
+    added: int = 0
 
 
 class _SavedTensors(Mapping[str, Tensor]):
@@ -304,6 +329,9 @@ class _SavedTensors(Mapping[str, Tensor]):
             return torch.cat([self._tensors[each] for each in (place.name, *place.others)])
         if place.alternates:
             return self._tensors[place.name].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        if place.added:
+            local = self._tensors[place.name]
+            return torch.cat([local, local.new_zeros(place.added, *local.shape[1:])])
         if place.expert is None:
             return self._tensors[place.name]
         if self._latest is None or self._latest[0] != place.name:
@@ -358,6 +386,15 @@ def _alternating(whole: Layout) -> Layout:
     if whole.dim != 1:
         return whole
     return replace(whole, ranges=tuple(((2 * start, 2 * stop),) for (start, stop), *_ in whole.ranges))
+
+
+def _padded(head: Layout, rows: int, rank: int) -> tuple[Layout, int]:
+    """The layout of a head with more rows, and how many of them are behind the local ones: the last rank has them."""
+    old, shape = head.shape[0], (rows, *head.shape[1:])
+    if head.dim != 0:
+        return replace(head, shape=shape), rows - old
+    own = tuple(tuple((a, rows if b == old else b) for a, b in ranges) for ranges in head.ranges)
+    return replace(head, shape=shape, ranges=own), (rows - old) * any(stop == old for _, stop in head.ranges[rank])
 
 
 def _together(layouts: Mapping[str, Layout], names: Sequence[str]) -> Layout:

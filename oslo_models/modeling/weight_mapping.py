@@ -22,7 +22,7 @@ from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import agree
 from oslo_models.modeling.apply_plan import layouts_of, plan_over
 from oslo_models.modeling.meta_device import meta_device
-from oslo_models.modeling.stacked_experts import stacking_reader
+from oslo_models.modeling.stacked_experts import is_unpadding, stacking_reader
 from oslo_models.sharding.layout import EvenSplit, Layout
 
 
@@ -106,15 +106,23 @@ class WeightMapping:
 
     def target_names(self, sources: Iterable[str], key_mapping: dict[str, str] | None) -> Iterator[tuple[str, str]]:
         """Yield pairs of a tensor name in the checkpoint and the name of the parameter in the full model."""
+        for source, target, _ in self._targets(sources, key_mapping):
+            yield source, target
+
+    def _targets(
+        self, sources: Iterable[str], key_mapping: dict[str, str] | None
+    ) -> Iterator[tuple[str, str, WeightConverter | None]]:
+        """As `target_names`, with the conversion by which transformers computes the parameter from the tensor."""
         mapping = get_model_conversion_mapping(self.model, key_mapping)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        prefix = self.model.base_model_prefix
         for source in sources:
-            prefix = self.model.base_model_prefix
-            target, _ = rename_source_key(source, renamings, converters, prefix, self.state)
+            target, pattern = rename_source_key(source, renamings, converters, prefix, self.state)
             if target not in self.state and source in self.state:
-                target = source
-            yield source, target
+                yield source, source, None
+            else:
+                yield source, target, next((each for each in converters if pattern in each.source_patterns), None)
 
     def slices(
         self,
@@ -135,11 +143,17 @@ class WeightMapping:
 
         Raises:
             ValueError: shapes in the checkpoint differ from those of the model, or its weights are quantised.
-            CheckpointError: shapes differ, for split files without a manifest.
+            CheckpointError: shapes differ, for split files without a manifest; or transformers computes parameters
+                from these tensors in a way that this library does not know.
         """
         reader = stacking_reader(reader, self.model)
         check_not_quantized(reader.directory, reader.tensors, self.state)
-        targets = list(self.target_names(reader.tensors, key_mapping))
+        targets = []
+        for source, target, converter in self._targets(reader.tensors, key_mapping):
+            # the slice of an unpadded vocabulary is padded when it is read
+            if target in self.state and converter is not None and not is_unpadding(converter):
+                raise _unknown_conversion(reader, source, target, converter)
+            targets.append((source, target))
         slices: dict[str, Any] = {
             source: reader.slice(source, Layout(reader.tensors[source].shape), 0)
             for source, target in targets
@@ -303,6 +317,17 @@ class WeightMapping:
                 blocks = len(self.model.get_submodule(prefix + stack))
                 return min(block // max(blocks // pp, 1), pp - 1)
         return 0 if target.rpartition(".")[0].removeprefix(prefix) in plan.embed else pp - 1
+
+
+def _unknown_conversion(
+    reader: checkpoint.CheckpointReader, source: str, target: str, converter: WeightConverter
+) -> checkpoint.CheckpointError:
+    operations = ", ".join(type(operation).__name__ for operation in converter.operations)
+    return checkpoint.CheckpointError(
+        f"{reader.directory}: transformers computes {target} from {source} by {operations}, which cannot be done on "
+        "shards here. Load the checkpoint with transformers on one process, save it with "
+        "save_pretrained(..., save_original_format=False), and load that"
+    )
 
 
 class ResizedSlice(checkpoint.LazySlice):

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError
+from oslo_models.modeling import weight_mapping
 
 from support import zoo
 
@@ -70,3 +72,18 @@ def test_embeddings_of_n_grams_are_saved_in_the_parts_of_transformers(tmp_path: 
     assert ours == theirs
     names = [name for name in load_file(tmp_path / "ours/model.safetensors") if ".ngram_embedding." in name]
     assert len(names) == (1 if parts == 1 else 32)
+
+
+def test_conversions_without_a_reader_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A square matrix that transformers transposes fits without it, too."""
+    name = zoo.lm_head("llama")
+    zoo.original(name)(zoo.config("llama", head_dim=4)).save_pretrained(tmp_path)
+    square = "self_attn.o_proj.weight"
+    rows, columns = load_file(tmp_path / "model.safetensors")[f"model.layers.0.{square}"].shape
+    assert rows == columns
+    conversions = [WeightConverter(square, square, [Transpose(0, 1)])]
+    monkeypatch.setattr(weight_mapping, "get_model_conversion_mapping", lambda *args, **kwargs: conversions)
+    with pytest.raises(
+        CheckpointError, match=r"computes model\.layers\.0\.self_attn\.o_proj\.weight from .* by Transpose"
+    ):
+        registry.find(name).from_pretrained_with_parallel(tmp_path)  # type: ignore[attr-defined]

@@ -102,7 +102,7 @@ def test_over_bitsandbytes_in_bfloat16(pool: Pool, tmp_path: Path, seed: int) ->
     exact = LlamaForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32)
     rounding = qlora.error_of_logits(run, exact)
     assert rounding < 0.5
-    # the largest errors of a few hundred logits; on ranks, partial sums are rounded once more
+    # on ranks, partial sums are rounded once more
     pool.run(2, qlora.train_on_ranks, run, 2, 1, 4 * rounding)
 
 
