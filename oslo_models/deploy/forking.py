@@ -116,6 +116,7 @@ class ForkServer:
     def close(self) -> None:
         """Have it end, after its last worker."""
         self._control.close()
+        self._process.send_signal(signal.SIGCONT)  # a stopped process would not see that the connection is closed
         threading.Thread(target=self._process.wait, daemon=True, name="oslo-deploy-reap").start()
 
 

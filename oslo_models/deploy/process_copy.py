@@ -31,9 +31,12 @@ class ProcessCopy:
     def __init__(self, pid: int) -> None:
         self.pid = pid
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int | None:
         with suppress(ChildProcessError):  # the application waits for all of its children

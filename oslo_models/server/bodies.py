@@ -56,7 +56,8 @@ def _parse(kind: type[Body], data: bytes) -> Body:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
-        raise RequestError(400, "the body is not JSON") from None
+        error = "the body is not JSON; send a JSON object with the header Content-Type: application/json"
+        raise RequestError(400, error) from None
     try:
         return kind.model_validate(value)
     except ValidationError as error:

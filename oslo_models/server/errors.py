@@ -20,7 +20,7 @@ _CODES = {
     429: "rate_limit_exceeded",
     503: "service_unavailable",
 }
-_NO_OBJECT = ("missing", "dict_type", "model_attributes_type")
+_NO_OBJECT = ("model_type", "missing", "dict_type", "model_attributes_type")
 MESSAGE, NAME = 1000, 64
 """Characters of an error message, and of what it quotes of a request, at most."""
 PROBLEMS = 50

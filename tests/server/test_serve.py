@@ -211,7 +211,7 @@ def test_short_answer_overtakes_a_long_stream(server: SimpleNamespace, whole: Wh
             "class", 3
         )
         assert not done.is_set()
-        assert long.result(60) == whole("import", 400)
+        assert long.result(LIMIT) == whole("import", 400)
     assert create(model=server.name, prompt="def", **drawn).choices[0].text == first
     assert any("a running batch of 8 rows of up to 512 tokens, " in line for line in server.lines)
 
