@@ -8,6 +8,8 @@ experts on different ranks.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +29,16 @@ from oslo_models.layers.linear import SumReplicatedGrad, _ShardedModule
 from oslo_models.sharding.layout import Layout, even_ranges
 
 
+@functools.cache
+def _loop_knows_others(cls: type) -> bool:
+    """Whether a loop leaves out the number after the last one: not gpt-oss' and Nemotron-H's, nor most of 5.17."""
+    defining = next(
+        each for each in cls.__mro__ if each.__module__.startswith("transformers.") and "forward" in vars(each)
+    )
+    source = inspect.getsource(inspect.unwrap(vars(defining)["forward"]))
+    return "num_experts + 1" in source and "== self.num_experts:" in source
+
+
 class ParallelExperts(_ShardedModule):
     """Experts whose forward is that of transformers, computed with what this rank holds of them.
 
@@ -38,6 +50,7 @@ class ParallelExperts(_ShardedModule):
         starts: the number of the first expert on each rank of ``mesh.experts``.
         first: the number of the first expert on this rank.
         over_ranks: whether this rank holds some of the experts only.
+        loop_knows_others: whether transformers' loop over experts leaves out the number after the last one.
         sharers: how many ranks share the width of the experts on this rank.
         counts_identities: whether this rank adds the output of experts that return their input, which all ranks know.
         returns_partial_sums: whether the caller sums the outputs over the ranks, with others (`SharedExpertsModule`).
@@ -47,6 +60,7 @@ class ParallelExperts(_ShardedModule):
     starts: list[int]
     first: int
     over_ranks: bool
+    loop_knows_others: bool
     sharers: int
     counts_identities: bool
     returns_partial_sums = False
@@ -74,6 +88,7 @@ class ParallelExperts(_ShardedModule):
         self.starts = [layout.first_of(other) for other in range(mesh.experts.size)]
         self.first, self.sharers = self.starts[rank], self.starts.count(self.starts[rank])
         self.over_ranks = self.sharers < mesh.experts.size
+        self.loop_knows_others = _loop_knows_others(type(self))
         last = mesh.experts.size - 1  # to which `_exchanged` sends what has no rank of its own
         self.counts_identities = rank == last if mesh.has_experts_over_replicas else self.tp.rank == 0
         if self.over_ranks:
@@ -219,9 +234,8 @@ class ParallelExperts(_ShardedModule):
         if not self.over_ranks:
             return index, weights
         is_own = (index >= self.first) & (index < self.first + self.num_experts)
-        # The loops over experts of gpt-oss and Nemotron-H know no expert that is not here: a weight of zero has to do.
         is_loop = not hasattr(self, "config") or self.config._experts_implementation == "eager"
-        knows_others = not is_loop or not (hasattr(self, "gate_up_proj_bias") or hasattr(self, "up_proj"))
+        knows_others = not is_loop or self.loop_knows_others
         # A loop over no expert at all would leave out a backward pass, and its all-reduces, that other ranks have.
         other = self.num_experts if knows_others and not (is_loop and not bool(is_own.any())) else 0
         local = torch.where(is_own, index - self.first, other)

@@ -104,6 +104,8 @@ def check_type(
 def test_main_class_matches_transformers_on_two_ranks_and_two_stages(
     pool: Pool, tmp_path: Path, model_type: str, seed: int
 ) -> None:
+    if (reason := zoo.fault_of_release(model_type)) is not None:
+        pytest.skip(reason)
     check_type(pool, tmp_path, model_type, seed, 2, 2, GREEDY)
 
 
