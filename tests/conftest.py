@@ -30,6 +30,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from support.drawn_cases import leave_cases_to_zoo  # noqa: E402
 from support.pool import PRELOAD, Pool, worker_environment  # noqa: E402
 from support.pool_server import start_server  # noqa: E402
 from support.ports import shorten_socket_paths  # noqa: E402
@@ -111,7 +112,9 @@ def hides_quantization(item: pytest.Item) -> bool:
     return item.get_closest_marker("quantization") is not None and not mentions_quantization(item.path)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_cases_to_zoo(items, config.option.seed)
     if hidden := {str(item.path) for item in items if hides_quantization(item)}:
         raise pytest.UsageError(f"they have to name mark.quantization, or no command runs all their tests: {hidden}")
     if not config.option.markexpr:

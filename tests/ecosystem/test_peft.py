@@ -176,6 +176,7 @@ def test_adapters_are_saved_byte_for_byte_as_by_peft(
     assert configs[0] == configs[1]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_adapters_train_on_pipeline_stages(pool: Pool, seed: int, kind: str, tp: int) -> None:
@@ -183,6 +184,7 @@ def test_adapters_train_on_pipeline_stages(pool: Pool, seed: int, kind: str, tp:
     pool.run(2 * tp, check_run, run, tp, 2)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("tp", "pp"), [pytest.param(3, 1, marks=pytest.mark.zoo), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_many_adapters(pool: Pool, seed: int, tmp_path: Path, tp: int, pp: int, use_dora: bool) -> None:

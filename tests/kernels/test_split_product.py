@@ -153,6 +153,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(("right", "wrong"), MISTAKES)
 def test_mistakes_are_caught(right: str, wrong: str, tmp_path: Path, seed: int) -> None:
     torch.manual_seed(seed)

@@ -82,6 +82,7 @@ def check_class(
     assert not failures, "\n".join([drawn.text, *(f"(not by transformers: {line})" for line in refused), *failures])
 
 
+@pytest.mark.drawn(60)
 @pytest.mark.parametrize("model_type", zoo.cases(registry.ARCHITECTURES))
 def test_one_drawn_class_of_each_model_type_matches_transformers(
     pool: Pool, tmp_path: Path, model_type: str, seed: int, record_property: Any

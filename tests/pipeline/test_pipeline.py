@@ -70,6 +70,7 @@ def test_train_step_of_language_model_matches_one_process(
     pool.run(tp * pp, check_cases, [reference(variant, zoo.lm_head(variant), seed)], tp, pp)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("tp", "pp"),
     [(1, 4), (2, 2), *(pytest.param(tp, 2, marks=pytest.mark.zoo) for tp in (1, 3))],

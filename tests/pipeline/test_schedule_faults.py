@@ -178,6 +178,7 @@ def check_faults(given: Case, tp: int, pp: int, every: int, shares: bool = False
     return played
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("variant", "tp", "pp", "every"), [("gpt2", 1, 2, 1), ("gpt2", 1, 4, 1), ("gpt2", 2, 2, 3), ("t5", 1, 4, 3)]
 )

@@ -664,6 +664,7 @@ MUTANTS: dict[str, list[Caught]] = {
 """By the file of the test: the mutant, the test that catches it, and the arguments of that."""
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize(
     ("file", "make", "name", "arguments"),
     [(file, *caught) for file, rows in MUTANTS.items() for caught in rows],
