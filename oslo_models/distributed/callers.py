@@ -6,6 +6,9 @@ import sys
 from types import FrameType
 from typing import Any
 
+import torch
+from torch import nn
+
 from oslo_models.distributed.mesh import ParallelMesh
 
 
@@ -61,3 +64,47 @@ def require_replicas_in_fully_shard(what: str, mesh: ParallelMesh) -> None:
             f"and its replicas are on ranks {list(mesh.dp.ranks)}. Pass them: "
             'fully_shard(model, mesh=model.mesh.device_mesh["dp"])'
         )
+
+
+def computes_in_layer(sharding: Any) -> bool:
+    """Whether code of a model or of a wrapper computes with a shard, rather than code that handles parameters.
+
+    Code of a model is the code of transformers' models and of this library, and the ``forward`` of the module that owns
+    the parameter. torch's wrappers communicate over ranks that they were given.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    is_outermost_of_torch = False
+    while frame is not None:
+        name, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if code.co_filename.startswith("<eval_with_key>"):  # a graph of torch.compile, operation by operation
+            return True
+        if not is_outermost_of_torch and name not in _OF_SHARDS:
+            if name.startswith(_MODEL_CODE):
+                return True
+            is_outermost_of_torch = not name.startswith("torch.")
+        if code.co_name == "forward" and _owns(frame.f_locals.get("self"), sharding):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _owns(module: Any, sharding: Any) -> bool:
+    parameters = module._parameters.values() if isinstance(module, nn.Module) else ()
+    return any(getattr(param, "sharding", None) is sharding for param in parameters)
+
+
+_OF_SHARDS = ("oslo_models.distributed.sharded_tensor", "oslo_models.distributed.partial_norm")
+_MODEL_CODE = (
+    *("oslo_models.", "transformers.models.", "transformers.integrations.", "transformers_modules.", "peft."),
+    *("torch.distributed.", "deepspeed."),
+)
+
+
+def calling_optimizer() -> str | None:
+    """The class of the optimizer whose step is on the call stack."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(owner := frame.f_locals.get("self"), torch.optim.Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back
+    return None

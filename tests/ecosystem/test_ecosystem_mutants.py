@@ -49,9 +49,9 @@ FAST: dict[str, list[Row]] = {
         ),
         (
             f"{SHARD}:_of_matrix",
-            "layout.dim is not None",
-            "layout.dim is None",
-            "test_optimizer_that_treats_shards_as_matrices_is_reported",
+            "part is None or",
+            "part is not None or",
+            "test_optimizer_that_treats_shards_as_matrices_is_refused",
             {},
         ),
     ],
