@@ -30,7 +30,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from oslo_models.distributed import checkpoint_chunks
 from oslo_models.distributed.autograd_collectives import copy_to
-from oslo_models.distributed.callers import calling_optimizer, computes_in_layer, require_replicas_in_fully_shard
+from oslo_models.distributed.callers import (
+    calling_optimizer,
+    computes_in_layer,
+    require_replicas_in_ddp,
+    require_replicas_in_fully_shard,
+    require_replicas_in_zero,
+)
 from oslo_models.distributed.collectives import all_gather, all_reduce
 from oslo_models.distributed.mesh import Axis, ParallelMesh
 from oslo_models.distributed.partial_norm import PartialNorm, norm_of_parts, partial_norm
@@ -47,7 +53,7 @@ def layer_context(weight: Tensor) -> Any:
     It is `without_override`, unless the class of the weight is of another library, such as torchao's quantised ones,
     whose override does the computation. Classes without an override compute below it (`__torch_dispatch__`).
     """
-    is_plain = isinstance(weight, _Parameter) or type(weight) in _PLAIN or _has_no_override(weight)
+    is_plain = isinstance(weight, (_Parameter, Shard)) or type(weight) in _PLAIN or _has_no_override(weight)
     return without_override() if is_plain else nullcontext()
 
 
@@ -91,7 +97,17 @@ class Sharding:
     @property
     def axis(self) -> Axis:
         """The ranks over which the tensor is sharded."""
-        return self.mesh.experts if self.mesh.is_over_replicas(self.layout) else self.mesh.tp
+        return self.mesh.experts if self.is_over_replicas else self.mesh.tp
+
+    @property
+    def is_over_replicas(self) -> bool:
+        """Whether the ranks of `axis` belong to several data-parallel replicas, as they may for experts."""
+        return self.mesh.is_over_replicas(self.layout)
+
+    @property
+    def replicas(self) -> Axis:
+        """The ranks that hold the same part."""
+        return self.mesh.expert_replicas if self.is_over_replicas else self.mesh.dp
 
     @property
     def is_part(self) -> bool:
@@ -240,6 +256,26 @@ class _Parameter(nn.Parameter):
         with without_override():
             _GRAD.__delete__(self)
 
+    def detach(self) -> Tensor:
+        """As of any parameter.
+
+        Raises:
+            ValueError: ``DistributedDataParallel`` calls it, over ranks that hold other shards.
+        """
+        if not torch.compiler.is_compiling():
+            require_replicas_in_ddp(self.sharding)
+        return super().detach()
+
+    def type(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any parameter.
+
+        Raises:
+            ValueError: ``ZeroRedundancyOptimizer`` calls it, over ranks that hold other shards.
+        """
+        if not torch.compiler.is_compiling():
+            require_replicas_in_zero(self.sharding)
+        return super().type(*args, **kwargs)
+
 
 class ShardedParameter(Shard, _Parameter):
     """This rank's part of a parameter that is sharded over the tensor-parallel group."""
@@ -380,7 +416,7 @@ def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
     return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
 
 
-_FIRST_ARGUMENTS = ("input", "self", "x", "A", "equation", "a", "tensor")
+_FIRST_ARGUMENTS = ("tensor", "input", "self", "x", "A", "equation", "a")  # nn.init.uniform_(tensor, a, b)
 """The names that torch gives the first argument of the functions that are handled."""
 
 
@@ -416,8 +452,8 @@ def _norm_with_graph(shard: Shard, order: float, kwargs: dict[str, Any]) -> Tens
     """The norm of a weight as a term of a loss."""
     if not shard.sharding.counts:
         raise RuntimeError(
-            f"the norm of {shard.sharding.name} counts on another stage, which also holds this tied weight: leave it "
-            "out of the loss of this stage"
+            f"the norm of {shard.sharding.name} is the norm of a tied weight that counts on another stage: leave it out "
+            "of the loss of this stage"
         )
     dtype = kwargs.get("dtype")
     values = _with_graph(shard) if dtype is None else _with_graph(shard).to(dtype)
@@ -501,31 +537,13 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     sharding = args[0].sharding if isinstance(args[0], Shard) else None
     if sharding is None or len([arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)]) > 1:
         return _of_matrix(func, args, kwargs)
-    if (initializer := _initializer_of_shapes()) is not None:
-        raise RuntimeError(
-            f"nn.init.{initializer} would take the shape of a shard ({sharding}) for the shape of the full weight: "
-            f"compute the bounds for {tuple(sharding.layout.shape)} and call nn.init.uniform_ or normal_"
-        )
     local = local_tensor(args[0])
     full = func(local.new_empty(sharding.layout.shape), *args[1:], **kwargs)
     part = sharding.layout.shard(full, sharding.axis.rank)
-    if not func.__name__.endswith("_"):
+    if not _writes(func):
         return mark(part.clone(), sharding, Shard)
     local.copy_(part)
     return args[0]
-
-
-def _initializer_of_shapes() -> str | None:
-    """The function of ``nn.init`` on the call stack that derives its bounds from a shape."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.nn.init" and frame.f_code.co_name in _INITIALIZERS_OF_SHAPES:
-            return str(frame.f_code.co_name)
-        frame = frame.f_back
-    return None
-
-
-_INITIALIZERS_OF_SHAPES = ("xavier_uniform_", "xavier_normal_", "kaiming_normal_")
 
 
 # Matrices -------------------------------------------------------------------------------------------------------------
@@ -540,9 +558,7 @@ def _derived(func: Any, args: Any, kwargs: Any) -> Any:
     """Functions of each element by itself, such as those that create and update the states of optimizers."""
     given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, (Shard, WeightView))]
     if torch.is_grad_enabled() and given and given[0].sharding.is_part:
-        start = int(
-            func.__name__.startswith("__i") or func.__name__.strip("_") + "_" == func.__name__
-        )  # it writes there
+        start = int(_writes(func))
         args = (*args[:start], *(_copied(arg, given[0]) for arg in args[start:]))
     result = _local(func, args, kwargs)
     if not given or type(result) is not Tensor or any(result is arg for arg in args):
@@ -602,7 +618,7 @@ def _require_one_layout(func: Any, given: Sequence[Any]) -> None:
 
 def _of_view(func: Any, args: Any, kwargs: Any) -> Any:
     """Functions of each element of a view. Those that write may write to other places than on one process."""
-    written = args[0] if args and func.__name__.strip("_") + "_" == func.__name__ else None
+    written = args[0] if args and _writes(func) else kwargs.get("out")
     if isinstance(written, WeightView):
         return _of_matrix(func, args, kwargs)
     return _derived(func, args, kwargs)
@@ -628,6 +644,29 @@ def _is_all_or_in_layer(tensor: Any) -> bool:
     return not tensor.sharding.is_part or computes_in_layer(tensor.sharding)
 
 
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.copy_(values)``: values of the shard, or of the full tensor."""
+    target, values = args[0], args[1] if len(args) > 1 else kwargs.get("src")
+    is_plain = isinstance(target, Shard) and target.sharding.is_part and type(values) in _PLAIN
+    if is_plain and values.shape == target.sharding.layout.shape:
+        part = target.sharding.layout.shard(values, target.sharding.axis.rank)
+        args, kwargs = (target, part, *args[2:]), {key: value for key, value in kwargs.items() if key != "src"}
+    return (_of_view if isinstance(target, WeightView) else _derived)(func, args, kwargs)
+
+
+def _with_hook(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.register_hook(hook)``: the hook gets a shard."""
+    param, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+    if not isinstance(param, ShardedParameter) or computes_in_layer(param.sharding):
+        return _local(func, args, kwargs)
+
+    def with_shard(grad: Tensor) -> Tensor | None:
+        result = hook(mark(grad.view_as(grad), param.sharding, GradientShard))
+        return _with_graph(result) if isinstance(result, Shard) else result
+
+    return _local(func, (param, with_shard), {})
+
+
 def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
     """``x[index] = value``: of all elements, or by a mask of them."""
     target, index = args[:2]
@@ -644,25 +683,6 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
     if _is_weight(args[0]) and type(result) is Shard:
         result.is_weight = True
     return result
-
-
-def _type(func: Any, args: Any, kwargs: Any) -> Any:
-    """As a cast. A ``ZeroRedundancyOptimizer`` under construction asks each parameter for its type.
-
-    Raises:
-        ValueError: it would overwrite experts over replicas with others.
-    """
-    frame: Any = sys._getframe()
-    if len(args) == 1 and not kwargs and args[0].sharding.axis is not args[0].sharding.mesh.tp:
-        while frame is not None and type(frame.f_locals.get("self")).__name__ != "ZeroRedundancyOptimizer":
-            frame = frame.f_back
-        if frame is not None:
-            raise ValueError(
-                f"ZeroRedundancyOptimizer would overwrite the experts of one replica with others: "
-                f"{args[0].sharding.name} is sharded over {args[0].sharding.axis.size} ranks of several replicas. Give "
-                "model.expert_parameters() an optimizer of their own, and this one the other parameters"
-            )
-    return _cast(func, args, kwargs)
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -717,9 +737,23 @@ def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:
     part = next((arg for arg in given if arg.sharding.is_part), None)
     if part is None or computes_in_layer(part.sharding):
         return _local(func, args, kwargs)
-    advice = _advice("pass full_tensor(), a collective of the tensor-parallel group that has gradients")
+    advice = _advice(_BY_COPY if _writes(func) else _BY_FULL_TENSOR)
     found = f"{_name(func)} of a shard ({part.sharding})"
     raise RuntimeError(f"{found} would take it for the full tensor: {advice}")
+
+
+_BY_FULL_TENSOR = "pass full_tensor(), a collective of the tensor-parallel group that has gradients"
+_BY_COPY = (
+    "change full = weight.full_tensor(), a collective, and call weight.copy_(full), which takes the part of a rank"
+)
+
+
+def _writes(func: Any) -> bool:
+    """Whether a function writes to its first argument."""
+    name = func.__name__
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return bool(name.endswith("_"))
 
 
 def _advice(otherwise: str) -> str:
@@ -751,12 +785,26 @@ def _name(func: Any) -> str:
 def _size(func: Any, args: Any, kwargs: Any) -> Any:
     """Of a value of ``state_dict()`` or of an optimizer's state the full size, which torch compares with the saved one.
 
-    Its ``shape``, and the size of a single dimension, are those of the local tensor.
+    Its ``shape``, and the size of a single dimension, are those of the local tensor, unless an initializer of
+    ``torch.nn.init`` computes the bounds of random numbers from them.
     """
-    if len(args) == 1 and not kwargs and type(args[0]) is Shard:
-        return torch.Size(args[0].sharding.layout.shape)
+    full = args[0].sharding.layout.shape if isinstance(args[0], Shard) else None
+    if full is not None and len(args) == 2 and sys._getframe(2).f_code is _FANS:
+        return full[args[1]]
+    if full is not None and len(args) == 1 and not kwargs and type(args[0]) is Shard:
+        return torch.Size(full)
     with without_override():
         return func(*args, **kwargs)
+
+
+_FANS = nn.init._calculate_fan_in_and_fan_out.__code__  # type: ignore[attr-defined]
+
+
+def _device(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.device``, which ``DistributedDataParallel`` reads first, before it compares shapes and sends parameters."""
+    if sys._getframe(2).f_globals.get("__name__") == "torch.nn.parallel.distributed":
+        require_replicas_in_ddp(args[0].sharding)
+    return _local(func, args, kwargs)
 
 
 def _new_empty(func: Any, args: Any, kwargs: Any) -> Any:
@@ -790,7 +838,6 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     F.embedding: _lookup,
     **{getattr(Tensor, name): _cast for name in _CASTS},
     **dict.fromkeys((torch.clone, torch.detach), _cast),
-    Tensor.type: _type,
     **dict.fromkeys(_NORMS, _norm),
     torch._foreach_norm: _foreach_norm,
     **dict.fromkeys(_SUMS, _sum),
@@ -802,6 +849,10 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     torch.autograd.grad: _gradients,
     torch.autograd.backward: _local,
     Tensor.__setitem__: _assigned,
+    Tensor.copy_: _copy,
+    Tensor.register_hook: _with_hook,
+    Tensor.device.__get__: _device,  # type: ignore[attr-defined]
+    Tensor.data.__get__: _cast,  # type: ignore[attr-defined]
     torch.chunk: _chunk,
     Tensor.size: _size,
     Tensor.new_empty: _new_empty,
@@ -809,6 +860,8 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
 
 _HANDLERS_OF_VIEWS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     **dict.fromkeys(ELEMENTWISE, _of_view),
+    Tensor.copy_: _copy,
+    Tensor.__setitem__: _assigned,
     **dict.fromkeys(RESHAPED, _view),
     **dict.fromkeys(_PRODUCTS, _product),
     F.embedding: _lookup,

@@ -26,18 +26,6 @@ from support.pool import Pool
 from support.reference import full_parameters, reference_model
 
 SHAPE = (6, 6)
-RANDOM = (
-    "rand",
-    "normal",
-    "dropout",
-    "bernoulli",
-    "poisson",
-    "multinomial",
-    "uniform",
-    "cauchy",
-    "exponential",
-    "geom",
-)
 OF_PROCESS = (
     "apply_",
     "map_",
@@ -103,6 +91,7 @@ def functions() -> dict[str, Callable[..., Any]]:
         (F, "F"),
         (torch.linalg, "linalg"),
         (torch.special, "s"),
+        (nn.init, "init"),
     ):
         for name in dir(space):
             each = getattr(space, name)
@@ -113,7 +102,6 @@ def functions() -> dict[str, Callable[..., Any]]:
             ):
                 found.setdefault(f"{prefix}.{name}", each)
     skipped = (
-        *RANDOM,
         *OF_PROCESS,
         *UNDEFINED,
         "all_gather",
@@ -188,11 +176,13 @@ def sort_functions(values: Tensor, dim: int, with_graph: bool, seed: int = 0, co
             mark(shard, sharding, ShardedParameter)
             inputs = [x if with_graph else x.detach() for x in (plain, shard)]
             given = [tree_map(lambda a, x=x: x if isinstance(a, Input) else a, args) for x in inputs]
+            torch.manual_seed(number)
             try:
                 expected = Outcome(function, given[0], kwargs, inputs[0])
             except Exception:  # noqa: BLE001
                 continue
             what = f"{name} {number}"
+            torch.manual_seed(number)
             try:
                 found = Outcome(function, given[1], kwargs, inputs[1])
             except RuntimeError as error:
@@ -242,9 +232,53 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "dot": lambda x: torch.dot(x.lm_head.weight.flatten(), x.lm_head.weight.flatten()),
     "rows": lambda x: F.cosine_similarity(x.lm_head.weight[7], x.lm_head.weight[9], dim=0),
     "row": lambda x: x.lm_head.weight.detach()[7].fill_(0),
+    "row of data": lambda x: x.lm_head.weight.data[5].zero_(),
+    "row, added to": lambda x: x.lm_head.weight.data[5].__iadd__(1.0),
+    "row as an output": lambda x: torch.add(torch.ones(1), torch.ones(1), out=x.lm_head.weight.data[5]),
+    "rows, added to": lambda x: x.lm_head.weight.data.index_add_(0, torch.tensor([3]), torch.ones(1, 24)),
     "assignment": lambda x: x.lm_head.weight.detach().__setitem__(slice(-4, None), 0.0),
-    "xavier": lambda x: nn.init.xavier_uniform_(x.lm_head.weight),
+    "assignment to data": lambda x: x.lm_head.weight.data.__setitem__(5, 0.0),
+    "identity": lambda x: nn.init.eye_(x.lm_head.weight),
+    "orthogonal": lambda x: nn.init.orthogonal_(x.lm_head.weight),
 }
+DRAWN: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: lambda x, name=name: [getattr(nn.init, name)(each.weight) for each in linear_layers(x)]
+        for name in dir(nn.init)
+        if name.endswith("_") and not name.startswith("_") and name.partition("_")[0] in ("uniform", "normal", "trunc")
+    },
+    "xavier_uniform_": lambda x: [nn.init.xavier_uniform_(each.weight) for each in linear_layers(x)],
+    "xavier_normal_": lambda x: [nn.init.xavier_normal_(each.weight) for each in linear_layers(x)],
+    "kaiming_uniform_": lambda x: [nn.init.kaiming_uniform_(each.weight, a=0.5) for each in linear_layers(x)],
+    "kaiming_normal_": lambda x: [nn.init.kaiming_normal_(each.weight, mode="fan_out") for each in linear_layers(x)],
+    "reset_parameters": lambda x: [each.reset_parameters() for each in linear_layers(x)],
+    "embedding": lambda x: x.model.embed_tokens.reset_parameters(),
+    "in place": lambda x: [each.weight.data.uniform_(-1, 1) for each in linear_layers(x)],
+}
+"""Functions that draw a weight anew."""
+
+
+def linear_layers(model: Any) -> list[Any]:
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+    return [model.model.layers[1].get_submodule(name) for name in names]
+
+
+def draw(model: Any, how: str) -> list[Tensor]:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        DRAWN[how](model)
+    weights = [each.weight for each in (*linear_layers(model), model.model.embed_tokens)]
+    return [*(_full(weight).detach().clone() for weight in weights), torch.rand(2)]
+
+
+def assign_rows(weight: Any) -> Tensor:
+    """New tokens get the mean of the others, as a sharded model does it; the other way raises."""
+    with torch.no_grad():
+        full = _full(weight).clone()
+        full[-4:] = full[:-4].mean(0)
+        weight.copy_(full)
+        weight.data.copy_(full)
+    return full
 
 
 def _full(weight: Any) -> Tensor:
@@ -262,7 +296,7 @@ def second_derivatives(model: Any, term: Callable[[Any], Tensor]) -> tuple[Tenso
     return value.detach(), found
 
 
-def check_terms(config: Any, weights: Any, expected: dict[str, Any], drawn: Tensor) -> None:
+def check_terms(config: Any, weights: Any, expected: dict[str, Any], drawn: dict[str, list[Tensor]]) -> None:
     model = model_on_stages("LlamaForCausalLM", config, weights, 2, 1)
     for name, term in TERMS.items():
         value, grads = second_derivatives(model, term)
@@ -274,9 +308,29 @@ def check_terms(config: Any, weights: Any, expected: dict[str, Any], drawn: Tens
     for name, call in REFUSED.items():
         with pytest.raises(RuntimeError, match=r"shard \("):
             print(name, call(model))
-    torch.manual_seed(3)
-    nn.init.normal_(model.lm_head.weight)
-    assert torch.equal(model.lm_head.weight.full_tensor(), drawn)
+    for name, param in model.named_parameters():  # nothing was changed before an error
+        assert torch.equal(_full(param), weights[name]), name
+    for how, numbers in drawn.items():
+        for found, number in zip(draw(model, how), numbers, strict=True):
+            assert torch.equal(found, number), how
+    assert torch.equal(assign_rows(model.lm_head.weight), model.lm_head.weight.full_tensor())
+    with pytest.raises(RuntimeError, match=r"setitem of a shard \("):
+        nn.init.sparse_(model.lm_head.weight, 0.5)
+    check_hooks(model.lm_head.weight)
+
+
+def check_hooks(weight: Any) -> None:
+    """Hooks of a gradient get a shard."""
+    handle = weight.register_hook(lambda grad: grad.__setitem__(slice(0, 3), 0.0))
+    with pytest.raises(RuntimeError, match=r"setitem of a shard \("):
+        weight.sum().backward()
+    handle.remove()
+    for hook in (lambda grad: grad * 2, lambda grad: [grad.mul_(2)] and None):
+        handle = weight.register_hook(hook)
+        weight.grad = None
+        weight.sum().backward()
+        assert float(weight.grad.sum()) == 2 * 101 * 24
+        handle.remove()
 
 
 def test_terms_of_a_loss_have_the_gradients_of_one_process(pool: Pool, seed: int) -> None:
@@ -285,6 +339,5 @@ def test_terms_of_a_loss_have_the_gradients_of_one_process(pool: Pool, seed: int
     model = reference_model("LlamaForCausalLM", config, seed)
     weights = full_parameters(model)
     expected = {name: second_derivatives(model, term) for name, term in TERMS.items()}
-    torch.manual_seed(3)
-    drawn = torch.randn_like(model.lm_head.weight).detach()
+    drawn = {how: draw(model, how) for how in DRAWN}
     pool.run(2, check_terms, config, weights, expected, drawn)
