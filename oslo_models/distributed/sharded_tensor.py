@@ -452,8 +452,8 @@ def _norm_with_graph(shard: Shard, order: float, kwargs: dict[str, Any]) -> Tens
     """The norm of a weight as a term of a loss."""
     if not shard.sharding.counts:
         raise RuntimeError(
-            f"the norm of {shard.sharding.name} is the norm of a tied weight that counts on another stage: leave it out "
-            "of the loss of this stage"
+            f"the norm of {shard.sharding.name} is the norm of a tied weight that counts on another stage: leave it "
+            "out of the loss of this stage"
         )
     dtype = kwargs.get("dtype")
     values = _with_graph(shard) if dtype is None else _with_graph(shard).to(dtype)
