@@ -150,7 +150,8 @@ def computes_in_layer(sharding: Any) -> bool:
         name, code = frame.f_globals.get("__name__", ""), frame.f_code
         if code.co_filename.startswith("<eval_with_key>"):  # a graph of torch.compile, operation by operation
             return True
-        if not is_outermost_of_torch and name not in _OF_SHARDS:
+        is_override = name in _OF_SHARDS or code.co_name == "__torch_function__"  # of a mode, such as a counter's
+        if not is_outermost_of_torch and not is_override:
             if name.startswith(_MODEL_CODE) and not name.startswith(_AVERAGERS):
                 return True
             is_outermost_of_torch = not name.startswith("torch.")

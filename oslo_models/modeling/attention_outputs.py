@@ -52,6 +52,8 @@ class AttentionOutputs:
             given: the arguments of the call: weights that were passed have all heads.
             side: the stack that returns it: ``"encoder"``, ``"decoder"`` or, of the model, ``None``.
         """
+        if isinstance(value, ModelOutput):  # the output of one of several stacks
+            return type(value)(**{inner: self.full(inner, each, given) for inner, each in value.items()})
         if not name.endswith("attentions") or not value or {name, f"{side}_{name}"} & {*self.replicated}:
             return value
         passed = {id(leaf) for leaf in tree_leaves(given)}
