@@ -161,6 +161,16 @@ def computes_in_layer(sharding: Any) -> bool:
     return False
 
 
+def computes_in_owner(sharding: Any) -> bool:
+    """Whether the ``forward`` of the module that owns the parameter is on the call stack."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and _owns(frame.f_locals.get("self"), sharding):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _owns(module: Any, sharding: Any) -> bool:
     parameters = module._parameters.values() if isinstance(module, nn.Module) else ()
     return any(getattr(param, "sharding", None) is sharding for param in parameters)

@@ -33,6 +33,7 @@ from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.distributed.callers import (
     calling_optimizer,
     computes_in_layer,
+    computes_in_owner,
     require_replicas_in_ddp,
     require_replicas_in_fully_shard,
     require_replicas_in_zero,
@@ -706,7 +707,7 @@ def _is_weight(value: Any) -> bool:
 
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
     weight = next((arg for arg in tree_leaves((args, kwargs)) if _is_weight(arg)), None)
-    if weight is not None and not _is_called_by_graph():
+    if weight is not None and not (_is_called_by_graph() or computes_in_owner(weight.sharding)):
         raise RuntimeError(
             f"{_name(func)} with a shard ({weight.sharding}) outside of its layer would give a part of the result: "
             + _advice("call the layer itself, or pass weight.full_tensor(), a collective of the tensor-parallel group")
