@@ -599,9 +599,9 @@ def _derived_lists(func: Any, args: Any, kwargs: Any) -> Any:
             return _of_matrix(func, args, kwargs)
         _require_one_layout(func, shards)
     results = _local(func, args, kwargs)
-    for result, *given in zip(results or (), *lists, strict=False):
-        shard = next((arg for arg in given if isinstance(arg, Shard)), None)
-        if shard is not None and type(result) is Tensor and not any(result is arg for arg in given):
+    for result, *of_result in zip(results or (), *lists, strict=False):
+        shard = next((arg for arg in of_result if isinstance(arg, Shard)), None)
+        if shard is not None and type(result) is Tensor and not any(result is arg for arg in of_result):
             mark(result, shard.sharding, Shard)
     return results
 
@@ -798,7 +798,7 @@ def _size(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-_FANS = nn.init._calculate_fan_in_and_fan_out.__code__  # type: ignore[attr-defined]
+_FANS = nn.init._calculate_fan_in_and_fan_out.__code__
 
 
 def _device(func: Any, args: Any, kwargs: Any) -> Any:
@@ -852,7 +852,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     Tensor.__setitem__: _assigned,
     Tensor.copy_: _copy,
     Tensor.register_hook: _with_hook,
-    Tensor.device.__get__: _device,  # type: ignore[attr-defined]
+    Tensor.device.__get__: _device,
     Tensor.data.__get__: _cast,  # type: ignore[attr-defined]
     torch.chunk: _chunk,
     Tensor.size: _size,
