@@ -25,6 +25,7 @@ from oslo_models.modeling.apply_plan import (
     modules_with_tensors_of_heads,
     plan_over,
 )
+from oslo_models.modeling.attention_outputs import AttentionOutputs
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.derived.report import ShardingReport, report_of_layouts
@@ -68,6 +69,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         loss_is_mean: whether the loss is a mean over labels or rows, which can be split into micro-batches.
         check_inputs: compares the inputs of the ranks; ``None``: never.
         sharded_layers: notices that a sharded layer was replaced; ``None`` if there are none.
+        attention_outputs: gathers attention weights; ``None`` if every rank has all heads.
     """
 
     head_plan: ClassVar[Entries] = {}
@@ -85,6 +87,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     _init_seed: int | None = None
     check_inputs: InputCheck | None = None
     sharded_layers: ShardedLayers | None = None
+    attention_outputs: AttentionOutputs | None = None
     _generates = False
 
     @classmethod
@@ -145,6 +148,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             full_names = {name: self.stage.full_names.get(name, name) for name, _ in tensors}
             self.layouts = {name: self.layouts[full] for name, full in full_names.items() if full in self.layouts}
         self.sharded_layers = ShardedLayers(self) if mesh.tp.size > 1 else None
+        if mesh.tp.size > 1 and plan.max_ranks() is not None:
+            self.attention_outputs = AttentionOutputs(self, mesh.tp, plan.replicated_attentions)
 
     def _start_pipeline(self, are_random: bool) -> None:
         """Create the pipeline, once the model has its weights; a collective of all ranks.

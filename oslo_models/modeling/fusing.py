@@ -24,6 +24,7 @@ from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.self_check import apply_checked
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide, use_huge_pages
+from oslo_models.layers.vocab_parallel import has_backward_hooks
 from oslo_models.modeling.apply_plan import entries_of_blocks
 from oslo_models.modeling.quantizing import check_not_quantized
 
@@ -187,6 +188,7 @@ class FusableModel(PreTrainedModel):
         heads = self._fusion.heads() if self._fusion is not None else ()
         lazy = torch.is_grad_enabled() if self.gather_logits is None else not self.gather_logits
         lazy = lazy and self._fusion is not None and self._fusion.weights is None  # which compute the logits themselves
+        lazy = lazy and not any(map(has_backward_hooks, heads))  # they compare shapes
         for head in heads:
             head.lazy = lazy
         return lazy and bool(heads)
