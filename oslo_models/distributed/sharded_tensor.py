@@ -707,7 +707,7 @@ def _is_weight(value: Any) -> bool:
 
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
     weight = next((arg for arg in tree_leaves((args, kwargs)) if _is_weight(arg)), None)
-    if weight is not None and not (_is_called_by_graph() or computes_in_owner(weight.sharding)):
+    if weight is not None and not (_is_called_by_operation() or computes_in_owner(weight.sharding)):
         raise RuntimeError(
             f"{_name(func)} with a shard ({weight.sharding}) outside of its layer would give a part of the result: "
             + _advice("call the layer itself, or pass weight.full_tensor(), a collective of the tensor-parallel group")
@@ -724,12 +724,19 @@ def _lookup(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _is_called_by_graph() -> bool:
-    """Whether a graph that torch.compile made runs operation by operation, as its debugging backend "eager" does."""
+def _is_called_by_operation() -> bool:
+    """Whether the call is a step of an operation that a layer has called with its part.
+
+    A graph of torch.compile's debugging backend "eager" is one. Another is the backward pass of grouped products of
+    experts, which is Python code in transformers 5.17.
+    """
     frame: Any = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.startswith("<eval_with_key>"):
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<eval_with_key>") or code.co_name == "_grouped_mm_fallback_backward":
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
 
 
 def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +88,7 @@ class ParallelExperts(_ShardedModule):
         self.starts = [layout.first_of(other) for other in range(mesh.experts.size)]
         self.first, self.sharers = self.starts[rank], self.starts.count(self.starts[rank])
         self.over_ranks = self.sharers < mesh.experts.size
-        self.loop_knows_others = _loop_knows_others(type(self))
+        self.loop_knows_others = _loop_knows_others(cast(Any, type(self)))
         last = mesh.experts.size - 1  # to which `_exchanged` sends what has no rank of its own
         self.counts_identities = rank == last if mesh.has_experts_over_replicas else self.tp.rank == 0
         if self.over_ranks:

@@ -149,11 +149,11 @@ class WeightMapping:
         reader = stacking_reader(reader, self.model)
         check_not_quantized(reader.directory, reader.tensors, self.state)
         targets = []
-        for source, target, converter in self._targets(reader.tensors, key_mapping):
+        for stored, target, converter in self._targets(reader.tensors, key_mapping):
             # the slice of an unpadded vocabulary is padded when it is read
             if target in self.state and converter is not None and not is_unpadding(converter):
-                raise _unknown_conversion(reader, source, target, converter)
-            targets.append((source, target))
+                raise _unknown_conversion(reader, stored, target, converter)
+            targets.append((stored, target))
         slices: dict[str, Any] = {
             source: reader.slice(source, Layout(reader.tensors[source].shape), 0)
             for source, target in targets

@@ -52,6 +52,7 @@ UNDEFINED = (
     "cudnn",
     "segment_reduce",
     "set_",
+    "torch.save",  # (x, "fro") would write a file
 )
 
 
