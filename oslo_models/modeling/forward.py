@@ -141,7 +141,8 @@ def with_full_stage_outputs(forward: Any) -> Any:
         if not isinstance(wanted, bool) and wanted is not None:  # only some, by their indices in the full model
             kwargs["output_hidden_states"] = True
         model.use_lazy_logits()
-        output = forward(model, **kwargs)
+        with model.stage.reading_own_layers(model):
+            output = forward(model, **kwargs)
         if not isinstance(output, ModelOutput):
             return output
         fields, stage = _gather_fields(model, output, kwargs), model.stage

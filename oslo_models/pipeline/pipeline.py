@@ -23,6 +23,7 @@ from oslo_models.pipeline.schedule import Schedule
 from oslo_models.pipeline.shared_outputs import SharedOutputs
 from oslo_models.pipeline.stage import Stack, Stage, hidden_size
 from oslo_models.pipeline.stage_runner import OtherStageError, StageRunner
+from oslo_models.pipeline.ties import untie_different
 
 
 class Pipeline:
@@ -39,8 +40,17 @@ class Pipeline:
         self.runner = StageRunner(model, stage, forward)
         self._signature = inspect.signature(forward)
         self._keeps_logits = False
-        # Every rank has to take part in the creation of every group.
-        self._shared_axes = {name: self.mesh.stages(stages) for name, stages in sorted(stage.shared_parameters.items())}
+        self._axes: dict[tuple[int, ...], Axis] = {}
+        self._shared_axes = self._find_axes()
+
+    def _find_axes(self) -> dict[str, Axis]:
+        """The axis of the stages that hold each shared parameter. Every rank takes part in the creation of each."""
+        found = {}
+        for name, stages in sorted(self.stage.shared_parameters.items()):
+            if stages not in self._axes:
+                self._axes[stages] = self.mesh.stages(stages)
+            found[name] = self._axes[stages]
+        return found
 
     def tied_parameters(self) -> list[tuple[nn.Parameter, Axis]]:
         """Each local parameter that other stages hold too, and the axis of those stages.
@@ -51,6 +61,27 @@ class Pipeline:
         # loading may have made what was constructed frozen trainable
         trained = {name for name, param in parameters.items() if param.requires_grad or name not in self.stage.frozen}
         return [(parameters[name], axis) for name, axis in self._shared_axes.items() if name in trained]
+
+    def has_doubtful_ties(self) -> bool:
+        """Whether the configuration was changed to say that tied weights are not, or no longer, tied."""
+        says = getattr(self.model.config, "tie_word_embeddings", None)
+        return bool(self.stage.tied_names) and says != self.stage.ties_words
+
+    def update_ties(self) -> None:
+        """Find out which weights are still tied, and correct the configuration. A collective of all ranks.
+
+        An adapter may bring its own head. ``peft`` compares the head with the embedding when it merges adapters. One of
+        them is on another stage, so ``peft`` always sets ``tie_word_embeddings=False``, and only the values can tell.
+        """
+        model, stage = self.model, self.stage
+        if not stage.tied_names:
+            return
+        if untie_different(stage, dict(model.named_parameters(remove_duplicate=False)), self.mesh):
+            stage.is_untied, stage.ties_words = True, stage.ties_words and False
+            self._shared_axes = self._find_axes()
+            model._mark_parameters()
+        if stage.ties_words is not None:
+            model.config.tie_word_embeddings = stage.ties_words
 
     @torch.no_grad()
     def broadcast_tied(self) -> None:
@@ -125,7 +156,7 @@ class Pipeline:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the call of the model has gathered parameters; each micro-batch gathers them again
-        yield from Schedule(self.runner, self.tied_parameters(), micro_batches, has_loss, loss, deepspeed, shared)
+        yield from Schedule(self, micro_batches, has_loss, loss, deepspeed, shared)
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Split every tensor with one row per row of the batch; pass everything else to each micro-batch."""

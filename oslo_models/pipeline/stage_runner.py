@@ -202,7 +202,8 @@ class StageRunner:
         for dropout in self._boundary_dropouts:
             dropout.calls = 0
         try:
-            output = self.model.get_submodule(self.stage.stacks[stack].name)(**batch)
+            with self.stage.reading_own_layers(self.model):
+                output = self.model.get_submodule(self.stage.stacks[stack].name)(**batch)
         except _StageEnd as end:
             output = end.output
         return output[0]
