@@ -26,6 +26,7 @@ from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choos
 from oslo_models.fusion.timing import decide, use_huge_pages
 from oslo_models.modeling.apply_plan import entries_of_blocks
 from oslo_models.modeling.quantizing import check_not_quantized
+from oslo_models.modeling.stopping import agreed
 
 _GENERATION = "transformers.generation.utils.GenerationMixin"
 _NGRAMS = (
@@ -278,6 +279,11 @@ class FusableModel(PreTrainedModel):
         width = config.hidden_size * (getattr(block, "num_key_value_heads", None) or heads) // heads
         weights = sum(param.numel() for param in self.parameters()) * (1 if self.mesh is None else self.mesh.tp.size)
         return weights // (2 * config.num_hidden_layers * width)
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method; criteria that may differ between ranks are agreed on."""
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        return criteria if self.mesh is None else agreed(criteria, self.mesh.model)
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)

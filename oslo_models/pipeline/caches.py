@@ -27,8 +27,10 @@ class CacheLayers:
     def restrict(self, cache: Any) -> None:
         """Remove the layers of other stages from an empty cache, in place.
 
+        transformers makes caches for as many layers as the encoder of T5 has; layers of one kind are interchangeable.
+
         Raises:
-            ValueError: the cache has another number of layers than the model.
+            ValueError: the cache has layers of several kinds, and another number of them than the model.
         """
         if isinstance(cache, EncoderDecoderCache):
             self.restrict(cache.self_attention_cache)
@@ -37,12 +39,15 @@ class CacheLayers:
         layers = getattr(cache, "layers", None)
         if not layers or getattr(cache, "_of_stage", None) == self:  # it grows as needed, or continues an earlier call
             return
-        if len(layers) != self.total:
+        if len(layers) == self.total:
+            own = list(layers[self.start : self.stop])
+        elif len({type(layer) for layer in layers}) == 1:
+            own = list(layers[: self.stop - self.start])
+        else:
             raise ValueError(
                 f"the cache has {len(layers)} layers and the model {self.total}: make it by "
                 f"{type(cache).__name__}(config=model.config), or leave it out"
             )
-        own = list(layers[self.start : self.stop])
         if self.counting_layer == len(own):
             own.append(_counting_layer(layers))
         cache.layers, cache._of_stage = own, self

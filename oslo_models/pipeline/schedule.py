@@ -104,6 +104,8 @@ class Schedule:
                     param.grad = None
         try:
             for iteration in range(self.num_micro_batches):
+                if self._finished:
+                    raise RuntimeError("this loop over micro-batches has been left: start another one")
                 while self.forwards < min(self.num_micro_batches, iteration + self.num_warmup + 1):
                     outputs.append(self._forward(self.forwards))
                 yield self._with_shared(iteration, outputs.popleft())
@@ -122,6 +124,11 @@ class Schedule:
             self._finish(abandoned=True)
             raise
         self._finish()
+
+    def leave(self) -> None:
+        """End the loop from outside of it: no stage waits for another one, and its next iteration raises."""
+        self._complete_communication()
+        self._finish(abandoned=True)
 
     def _set_phase(self, phase: str) -> None:
         self.mesh.world.set_phase(f"{phase}, stage {self.stage.index}")
@@ -147,6 +154,13 @@ class Schedule:
             raise ValueError(
                 f"{type(self.runner.model).__name__} computed no loss of {sorted(batch)}: pass all its labels"
             )
+        if loss is not None:
+            if loss.numel() != 1:
+                raise ValueError(
+                    f"{type(self.runner.model).__name__} computed a loss of shape {tuple(loss.shape)}: stages need one "
+                    "number for each micro-batch"
+                )
+            loss = loss.reshape(())  # num_items_in_batch may be a tensor of shape [1]
         self._send(self.mesh.pp, self.stage.index + 1, [hidden.detach() for hidden in outgoing.values()])
         self.forwards += 1
         if self.trains:

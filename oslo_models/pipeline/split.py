@@ -241,10 +241,14 @@ def _count_routers(
 ) -> None:
     """Note how many routers each stage has, and for how many experts they are."""
     found = [
-        [f"{prefix}{stack}.{block}.{entry}.down_proj" for entry in plan.expert_entries(stack)]
+        {f"{prefix}{stack}.{block}.{name}.down_proj": entry for name, entry in plan.expert_entries(stack).items()}
         for stack, block in blocks
     ]
-    experts = [[layouts[name].shape[0] for name in names if name in layouts] for names in found]
+    # Routers also choose experts that return their input and have no weights.
+    experts = [
+        [layouts[name].shape[0] + entry.identities for name, entry in entries.items() if name in layouts]
+        for entries in found
+    ]
     stage.routers = tuple(sum(map(len, experts[slice(*local)])) for local in stage.ranges)
     stage.num_experts = max((count for counts in experts for count in counts), default=0)
 
@@ -325,7 +329,7 @@ def _own_layer_lists(
         if not stack.is_local or not isinstance(config, PreTrainedConfig):
             continue
         per_block, count = plan.cache_layers_per_block, counts[stack.blocks]
-        here = len(model.get_submodule(stack.blocks))  # type: ignore[arg-type]
+        here = len(model.get_submodule(stack.blocks))
         for scale in {1, per_block}:
             start, stop = stack.blocks_before * scale, (stack.blocks_before + here) * scale
             lists = {name: list(value[start:stop]) for name, value in layer_lists(config, count * scale).items()}

@@ -60,7 +60,7 @@ class Stage:
         frozen: the canonical names of parameters that get no gradient.
         early_outputs: see `Plan`; with the names of the full model.
         routers: for each stage the number of its routers.
-        num_experts: the width of a router's logits.
+        num_experts: the width of a router's logits: how many experts it chooses from.
         counting_layer: the layer of the cache in which the pipeline counts the positions, where local blocks do not.
     """
 
@@ -85,8 +85,8 @@ class Stage:
     def reading_own_layers(self, model: Any) -> Iterator[None]:
         """Within the block, the configurations of ``model`` list the layers of this stage only.
 
-        The forward reads them by the numbers that blocks have here. Scripts read, copy and save ``model.config`` outside
-        of the forward, where it lists all layers.
+        The forward reads them by the numbers that blocks have here. Outside of the forward they list all layers, as
+        scripts read, copy and save ``model.config``.
         """
         with ExitStack() as stack:
             for path, values in self.layer_lists.items():

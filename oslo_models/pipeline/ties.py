@@ -66,5 +66,6 @@ def _are_equal(one: Mapping[tuple[int, int], set[str]], other: Mapping[tuple[int
 def _digest(x: Tensor) -> str:
     """The SHA-256 of the type, the shape and the elements on this rank."""
     x = x.to_local().detach() if isinstance(x, DTensor) else local_tensor(x)
-    elements = x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode() + memoryview(elements)).hexdigest()
+    digest = hashlib.sha256(f"{x.dtype} {tuple(x.shape)}".encode())
+    digest.update(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -23,8 +23,9 @@ def is_layer_list(name: str) -> bool:
 
 def layer_lists(config: Any, count: int) -> dict[str, Sequence[Any]]:
     """Return the values of a configuration that have one entry for each of ``count`` layers, by name."""
+    kind: Any = type(config)
     names = [name for name in vars(config) if is_layer_list(name)]
-    values = {name: getattr(config, name, None) for name in (*names, *_computed_lists(type(config)))}
+    values = {name: getattr(config, name, None) for name in (*names, *_computed_lists(kind))}
     return {name: value for name, value in values.items() if isinstance(value, (list, tuple)) and len(value) == count}
 
 
@@ -38,7 +39,8 @@ def _computed_lists(kind: type) -> tuple[str, ...]:
 @contextmanager
 def replaced_values(config: Any, values: Mapping[str, Any]) -> Iterator[None]:
     """Within the block, let a configuration have other values, of attributes and of properties, unchecked."""
-    attributes, kind = vars(config), type(config)
+    attributes = vars(config)
+    kind: Any = type(config)
     before = {name: attributes[name] for name in values if name in attributes}
     computed = {name: value for name, value in values.items() if name not in attributes}
     attributes.update({name: values[name] for name in before})
