@@ -131,4 +131,4 @@ def test_predictions_of_stages_leave_out_what_the_last_stage_lacks(pool: Pool, t
     reference = transformers.Trainer(model, trainers.arguments(**args))
     logits, hidden_states = trainers.in_float64(lambda: reference.predict(rows)).predictions[:2]
     assert len(hidden_states) == config.n_layer + 1
-    pool.run(2, predict_on_ranks, run, 2, args, rows, logits)
+    pool.run(2, predict_on_ranks, run, 2, args, rows, logits, env=True)
