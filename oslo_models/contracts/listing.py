@@ -140,6 +140,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "self input_ids logits_processor stopping_criteria generation_config synced_gpus streamer",
         is_copied=True,
     ),
+    _contract(f"{_GENERATION}.utils.GenerationMixin._get_stopping_criteria", "modeling.fusing.FusableModel", "self"),
     _contract(
         f"{_GENERATION}.utils.GenerationMixin._get_logits_processor",
         "modeling.fusing.FusableModel",

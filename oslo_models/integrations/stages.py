@@ -88,10 +88,15 @@ class EvaluationStages(_Stages):
     """Stands in for the model without gradients: a call returns the output of the whole batch on every stage."""
 
     def __call__(self, **batch: Any) -> ModelOutput:
-        """Run all micro-batches. Losses are summed, as they are shares of that of the batch; rows are concatenated."""
+        """Run all micro-batches. Losses are summed, as they are shares of that of the batch; rows are concatenated.
+
+        Fields that the last stage has in part only are left out: the hidden states and attentions of all blocks.
+        """
         mesh, stage = self.model.mesh, self.model.stage
         assert mesh is not None and stage is not None
-        outputs = [dict(output.items()) for output in self._call(batch)]
+        outputs = [
+            {name: value for name, value in output.items() if not _has_gaps(value)} for output in self._call(batch)
+        ]
         fields = _concatenate(outputs) if stage.is_last else {}
         return ModelOutput(broadcast_tensors(mesh.pp, fields, stage.count - 1, mesh.device))
 
@@ -104,6 +109,11 @@ def count_rows(batch: Mapping[str, Any]) -> int:
 def micro_batch_size(model: ParallelModel, batch: Mapping[str, Any]) -> int:
     """The largest size of micro-batches, up to the model's, that divides both the model's and the rows of a batch."""
     return math.gcd(count_rows(batch), model.micro_batch_size)
+
+
+def _has_gaps(value: Any) -> bool:
+    """Whether this holds nothing for some blocks, which are on other stages."""
+    return isinstance(value, (tuple, list)) and any(each is None or _has_gaps(each) for each in value)
 
 
 def _concatenate(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

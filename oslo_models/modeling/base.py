@@ -324,37 +324,20 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             return
         tied = self.all_tied_weights_keys
         root = self.stage.canonical_name if self.stage is not None else lambda name: tied.get(name, name)
-        stacks = expert_parameters(self, self.full_plan(), self._prefix())
+        stacks = expert_parameters(self, self.plan(self.config), self._prefix())
         whole = self._initialized_whole()
         for name in whole:
             self.get_submodule(name)._is_hf_initialized = True  # type: ignore[assignment]
-        with self._counting_all_layers():
-            with SeededByName(self, self.layouts, self._init_seed, self.mesh.rank_in, root, stacks):
-                super().initialize_weights()
-                self._initialize_constructed()
-            for name in whole:
-                initialize_whole(self, name, self.layouts, self._init_seed, self.mesh.rank_in, root)
+        with SeededByName(self, self.layouts, self._init_seed, self.mesh.rank_in, root, stacks):
+            super().initialize_weights()
+            self._initialize_constructed()
+        for name in whole:
+            initialize_whole(self, name, self.layouts, self._init_seed, self.mesh.rank_in, root)
         initialize_computed(self, self._init_seed)
-
-    def full_plan(self) -> Plan:
-        """The plan of the full model: the configuration of a pipeline stage knows the kinds of its own blocks only."""
-        with self._counting_all_layers():
-            return self.plan(self.config)
 
     def _initialized_whole(self) -> list[str]:
         """The names of modules some of whose weights transformers computes from sizes of the full module."""
-        return modules_with_tensors_of_heads(self, self.full_plan(), self._prefix())
-
-    @contextmanager
-    def _counting_all_layers(self) -> Iterator[None]:
-        """Let the configuration of a pipeline stage be that of the full model."""
-        full = {} if self.stage is None else self.stage.full_config
-        own = {key: getattr(self.config, key) for key in full}
-        try:
-            self.config.update(full)
-            yield
-        finally:
-            self.config.update(own)
+        return modules_with_tensors_of_heads(self, self.plan(self.config), self._prefix())
 
     def _initialize_constructed(self) -> None:
         """Initialise parameters that transformers fills in constructors only."""
@@ -377,7 +360,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     def sharding_report(self) -> ShardingReport:
         """What is sharded how, and, if the plan was derived, why some is not; printed, it is a table."""
-        derived: Any = self.plan(self._full_config()) if callable(getattr(self, "_full_config", None)) else None
+        derived: Any = self.plan(self.config)
         report = getattr(derived, "report", None)
         return report_of_layouts(self, self.layouts) if report is None else report
 

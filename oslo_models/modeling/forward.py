@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 from transformers.utils import ModelOutput
 
+from oslo_models.cache_argument import NAMES
 from oslo_models.distributed.grad_overflow import propagate_overflow_after_backward
 from oslo_models.distributed.rng import synchronize
 from oslo_models.fusion.decoding import with_own_code
@@ -160,12 +161,14 @@ def with_full_stage_outputs(forward: Any) -> Any:
         if not isinstance(wanted, bool) and wanted is not None:  # only some, by their indices in the full model
             kwargs["output_hidden_states"] = True
         model.use_lazy_logits()
-        with within_model(model):
+        with within_model(model), model.stage.reading_own_layers(model):
             output = forward(model, **kwargs)
         if not isinstance(output, ModelOutput):
             return output
         fields, stage = _gather_fields(model, output, kwargs), model.stage
         assert stage is not None
+        if not model._generates and not kwargs.get("use_cache"):
+            fields = {name: value for name, value in fields.items() if name not in NAMES}  # of the last blocks alone
         return type(output)(**{name: _of_all_blocks(stage, name, value, wanted) for name, value in fields.items()})
 
     return stage_forward
@@ -223,6 +226,9 @@ def with_synchronized_rng(generate: Any) -> Any:
             return generate(model, *args, **kwargs)
         if model.mesh.has_experts_over_replicas and kwargs.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True  # a replica that has finished still computes the tokens of others
+        if model.is_pipeline_parallelized():
+            given = dict(zip(("inputs", "generation_config"), args, strict=False))
+            _refuse_outputs_of_blocks(model, {**given, **kwargs})
         model._at("generate", steps=1)
         synchronize(model.mesh.model, model.mesh.device)
         args, kwargs = _on_device(model.mesh.device, args, kwargs)
@@ -233,6 +239,22 @@ def with_synchronized_rng(generate: Any) -> Any:
             return generate(model, *args, **kwargs)
 
     return synchronized_generate
+
+
+def _refuse_outputs_of_blocks(model: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``generate`` shall return what blocks on other stages compute."""
+
+    def value(name: str) -> Any:
+        configs = (kwargs.get("generation_config"), model.generation_config)
+        values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        return next((each for each in values if each is not None), None)
+
+    wanted = [name for name in ("output_attentions", "output_hidden_states") if value(name)]
+    if wanted and value("return_dict_in_generate"):
+        raise ValueError(
+            f"generate cannot return {' and '.join(wanted)} on pipeline stages, which run their own blocks only: "
+            "call the model on the generated sequences, or use pipeline_parallel_size=1"
+        )
 
 
 def _gather_fields(model: Any, output: ModelOutput, given: Mapping[str, Any]) -> dict[str, Any]:
