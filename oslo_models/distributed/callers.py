@@ -181,6 +181,9 @@ _OF_SHARDS = ("oslo_models.distributed.sharded_tensor", "oslo_models.distributed
 _MODEL_CODE = (
     *("oslo_models.", "transformers.models.", "transformers.integrations.", "transformers_modules.", "peft."),
     *("torch.distributed.", "deepspeed."),
+    # operations that layers call with their parts, and the backward passes of these operations
+    *("oslo_kernels.", "apex.", "bitsandbytes.", "causal_conv1d.", "fla.", "flash_attn.", "kernels.", "liger_kernel."),
+    *("mamba_ssm.", "torchao.", "triton."),
 )
 _AVERAGERS = "torch.distributed.algorithms.model_averaging."
 

@@ -336,6 +336,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def gather_shards(axis: Axis, shard: Tensor, layout: Layout) -> Tensor:
     """The full tensor, bit for bit, on every rank of the axis. A collective of them."""
+    shard = local_tensor(shard)
     if layout.dim is None:
         return shard.clone()
     full = shard.new_zeros(layout.shape)
@@ -707,7 +708,7 @@ def _is_weight(value: Any) -> bool:
 
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
     weight = next((arg for arg in tree_leaves((args, kwargs)) if _is_weight(arg)), None)
-    if weight is not None and not (_is_called_by_operation() or computes_in_owner(weight.sharding)):
+    if weight is not None and not _computes_with_part(weight):
         raise RuntimeError(
             f"{_name(func)} with a shard ({weight.sharding}) outside of its layer would give a part of the result: "
             + _advice("call the layer itself, or pass weight.full_tensor(), a collective of the tensor-parallel group")
@@ -722,6 +723,13 @@ def _lookup(func: Any, args: Any, kwargs: Any) -> Any:
         return _product(func, args, kwargs)
     with without_override():
         return func(*args, **kwargs)
+
+
+def _computes_with_part(weight: Any) -> bool:
+    """Whether a product with a shard is a step of its layer. Attention layers also divide weights by their heads."""
+    if _is_called_by_operation() or computes_in_owner(weight.sharding):
+        return True
+    return isinstance(weight, WeightView) and computes_in_layer(weight.sharding)
 
 
 def _is_called_by_operation() -> bool:
