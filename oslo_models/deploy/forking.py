@@ -116,8 +116,24 @@ class ForkServer:
     def close(self) -> None:
         """Have it end, after its last worker."""
         self._control.close()
-        self._process.send_signal(signal.SIGCONT)  # a stopped process would not see that the connection is closed
-        threading.Thread(target=self._process.wait, daemon=True, name="oslo-deploy-reap").start()
+        threading.Thread(target=_reap, args=(self._process,), daemon=True, name="oslo-deploy-reap").start()
+
+
+def _reap(server: Server) -> None:
+    """Wait until a server without a connection has ended. A stopped one is continued, since it would not end."""
+    try:
+        handle = os.pidfd_open(server.pid)
+    except ProcessLookupError:  # the application waits for all of its children
+        return
+    try:
+        ended = select.poll()
+        ended.register(handle, select.POLLIN)
+        server.send_signal(signal.SIGCONT)
+        while not ended.poll(ANSWER_SECONDS * 1e3):
+            server.send_signal(signal.SIGCONT)
+    finally:
+        os.close(handle)
+    server.wait()
 
 
 class _Servers:

@@ -42,7 +42,7 @@ FAST: dict[str, list[Row]] = {
         ),
         (
             f"{SHARD}:_product",
-            "weight is not None and not (_is_called_by_graph() or computes_in_owner(weight.sharding))",
+            "weight is not None and not _computes_with_part(weight)",
             "False",
             "test_products_outside_of_layers_are_refused",
             {},

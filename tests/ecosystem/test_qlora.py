@@ -99,9 +99,15 @@ def test_over_bitsandbytes(pool: Pool, tmp_path: Path, seed: int, kind: str) -> 
 def test_over_bitsandbytes_in_bfloat16(pool: Pool, tmp_path: Path, seed: int) -> None:
     """Adapters are float32, with the same first values; results differ by the rounding of activations on each side."""
     run = over_bitsandbytes(tmp_path, seed, "nf4-double", torch.bfloat16)
-    exact = LlamaForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32)
+    exact = LlamaForCausalLM.from_pretrained(tmp_path / "quantised")
+    for module in exact.modules():  # transformers 5.24 keeps the dtype of a quantised checkpoint, whatever is asked for
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = torch.float32
+        for param in module.parameters(recurse=False):
+            if param.dtype == torch.bfloat16:
+                param.data = param.data.float()
     rounding = qlora.error_of_logits(run, exact)
-    assert rounding < 0.5
+    assert 0 < rounding < 0.5
     # on ranks, partial sums are rounded once more
     pool.run(2, qlora.train_on_ranks, run, 2, 1, 4 * rounding)
 
