@@ -150,8 +150,9 @@ def computes_in_layer(sharding: Any) -> bool:
         name, code = frame.f_globals.get("__name__", ""), frame.f_code
         if code.co_filename.startswith("<eval_with_key>"):  # a graph of torch.compile, operation by operation
             return True
-        is_override = name in _OF_SHARDS or code.co_name == "__torch_function__"  # of a mode, such as a counter's
-        if not is_outermost_of_torch and not is_override:
+        if code.co_name == "__torch_dispatch__":  # of a mode, such as a counter of operations, below autograd
+            return True
+        if not is_outermost_of_torch and not _is_override(frame):
             if name.startswith(_MODEL_CODE) and not name.startswith(_AVERAGERS):
                 return True
             is_outermost_of_torch = not name.startswith("torch.")
@@ -159,6 +160,19 @@ def computes_in_layer(sharding: Any) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def computes_in_deepspeed() -> bool:
+    """Whether DeepSpeed computes with a shard: it knows which parameters are sharded, and sums their norms itself."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (_is_override(frame) or frame.f_globals.get("__name__", "").startswith("torch.")):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("deepspeed.")
+
+
+def _is_override(frame: FrameType) -> bool:
+    """Whether a frame is of a shard, or of a mode of torch functions, such as a counter's."""
+    return frame.f_globals.get("__name__") in _OF_SHARDS or frame.f_code.co_name == "__torch_function__"
 
 
 def computes_in_owner(sharding: Any) -> bool:

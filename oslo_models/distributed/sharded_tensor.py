@@ -32,6 +32,7 @@ from oslo_models.distributed import checkpoint_chunks
 from oslo_models.distributed.autograd_collectives import copy_to
 from oslo_models.distributed.callers import (
     calling_optimizer,
+    computes_in_deepspeed,
     computes_in_layer,
     computes_in_owner,
     require_replicas_in_ddp,
@@ -435,7 +436,8 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     order = 2.0 if order is None or order == "fro" else order
     if not isinstance(shard, Shard) or dim is not None or is_spectral or not isinstance(order, (int, float)):
         return _of_matrix(func, args, kwargs)
-    if not shard.sharding.is_part and not isinstance(shard, GradientShard) and shard.sharding.counts:
+    is_copy = not shard.sharding.is_part and not isinstance(shard, GradientShard) and shard.sharding.counts
+    if is_copy or computes_in_deepspeed():
         return _local(func, args, kwargs)
     if torch.is_grad_enabled() and shard.requires_grad:
         return _norm_with_graph(shard, float(order), kwargs)

@@ -14,6 +14,7 @@ from oslo_models.cache_argument import NAMES, generation_name
 from oslo_models.contracts import holds
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
+from oslo_models.distributed.stopping import agreed
 from oslo_models.distributed.symmetric_memory import connect, disconnect
 from oslo_models.fusion.block_timing import decide_blocks
 from oslo_models.fusion.decoding import Decoders, graphs_run_in_this_thread, rounded_length, without_waiting
@@ -27,7 +28,6 @@ from oslo_models.fusion.timing import decide, use_huge_pages
 from oslo_models.layers.vocab_parallel import has_backward_hooks
 from oslo_models.modeling.apply_plan import entries_of_blocks
 from oslo_models.modeling.quantizing import check_not_quantized
-from oslo_models.modeling.stopping import agreed
 
 _GENERATION = "transformers.generation.utils.GenerationMixin"
 _NGRAMS = (

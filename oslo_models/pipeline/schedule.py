@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,7 @@ from oslo_models.distributed.mesh import Axis
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, loss_object
 from oslo_models.pipeline.shared_outputs import SharedOutputs
-from oslo_models.pipeline.stage_runner import Batch, OtherStageError
-
-if TYPE_CHECKING:
-    from oslo_models.pipeline.pipeline import Pipeline
+from oslo_models.pipeline.stage_runner import Batch, OtherStageError, StageRunner
 
 
 @dataclass
@@ -53,6 +50,18 @@ class _InFlight:
     loss: Tensor | None
 
 
+class TiedPipeline(Protocol):
+    """The part of a `Pipeline` that its schedule needs: this stage, and the weights that other stages hold too."""
+
+    runner: StageRunner
+
+    def tied_parameters(self) -> list[tuple[nn.Parameter, Axis]]: ...
+
+    def has_doubtful_ties(self) -> bool: ...
+
+    def update_ties(self) -> None: ...
+
+
 class Schedule:
     """The loop over the micro-batches of one batch, on one stage.
 
@@ -67,7 +76,7 @@ class Schedule:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: TiedPipeline,
         micro_batches: list[dict[str, Any]],
         has_loss: bool,
         loss: GlobalMeanLoss | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,13 @@ class AgreedCriteria(StoppingCriteria):
 
 def agreed(criteria: StoppingCriteriaList, axis: Axis) -> StoppingCriteriaList:
     """Return the criteria with one exchange per token for all that may differ between the ranks of ``axis``."""
-    equal = [each for each in criteria if type(each) in _OF_TOKENS or getattr(each, "is_agreed", False)]
-    own = [each for each in criteria if each not in equal]
+    equal: list[Any] = []
+    own: list[Any] = []
+    for each in criteria:
+        (equal if type(each) in _OF_TOKENS or getattr(each, "is_agreed", False) else own).append(each)
     return StoppingCriteriaList([*equal, AgreedCriteria(own, axis)]) if own and axis.size > 1 else criteria
+
+
+def of_one_rank(criteria: Iterable[Any]) -> list[Any]:
+    """Return the criteria without any exchange, for one rank that decides for the others."""
+    return [own for each in criteria for own in (each.criteria if isinstance(each, AgreedCriteria) else [each])]
