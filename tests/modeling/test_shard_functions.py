@@ -208,9 +208,9 @@ def sort_functions(values: Tensor, dim: int, with_graph: bool, seed: int = 0, co
 @pytest.mark.filterwarnings("ignore")
 def test_every_function_of_torch_is_exact_or_refused(pool: Pool, dim: int, with_graph: bool, seed: int) -> None:
     values = torch.rand(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 0.8 + 0.1
-    for found in pool.run(2, sort_functions, values, dim, with_graph, seed, 8):
+    for found in pool.run(2, sort_functions, values, dim, with_graph, seed, 4):
         assert not found["wrong"], "\n".join(found["wrong"])
-        assert len(found["exact"]) > 200 and len(found["refused"]) > 200
+        assert len(found["exact"]) > 100 and len(found["refused"]) > 100
 
 
 # Terms of a loss ------------------------------------------------------------------------------------------------------
