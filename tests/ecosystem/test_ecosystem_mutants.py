@@ -162,7 +162,13 @@ SLOW: dict[str, list[Row]] = {
             "test_products_outside_of_layers_are_refused",
             {},
         ),
-        (f"{SHARD}:_view", "_is_weight(args[0])", "False", "test_products_outside_of_layers_are_refused", {}),
+        (
+            f"{SHARD}:_view",
+            "not _is_weight(source) and _is_all_or_in_layer(source)",
+            "True",
+            "test_products_outside_of_layers_are_refused",
+            {},
+        ),
         (f"{SHARD}:_cast", "_is_weight(args[0])", "False", "test_products_outside_of_layers_are_refused", {}),
     ],
     "modeling/test_counting.py": [

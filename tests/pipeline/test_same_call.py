@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -35,32 +37,33 @@ BY_OTHER_NUMBERS = {
 
 
 def indexed_values(module: Any) -> set[str]:
-    """The values of ``self.config`` that methods other than constructors index by a variable, in a modeling file."""
+    """The values of ``self.config`` that forwards index by a variable, in a modeling file."""
     found = set()
-    for cls in [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ClassDef)]:
-        for method in [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "forward"]:
-            for node in ast.walk(method):
-                indexed = node.value if isinstance(node, ast.Subscript) else None
-                if isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Constant, ast.Slice)):
-                    continue
-                listed = [indexed] if indexed is not None else []
-                if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("zip", "enumerate"):
-                    listed = list(node.args)
-                for each in listed:
-                    if isinstance(each, ast.Attribute) and getattr(each.value, "attr", "") == "config":
-                        found.add(each.attr)
+    methods = re.split(r"(?m)^(?=    def |    @|\S)", inspect.getsource(module))
+    # parsing takes long
+    forwards = [method for method in methods if method.startswith("    def forward(") and "config." in method]
+    for node in [node for method in forwards for node in ast.walk(ast.parse(textwrap.dedent(method)))]:
+        indexed = node.value if isinstance(node, ast.Subscript) else None
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Constant, ast.Slice)):
+            continue
+        listed = [indexed] if indexed is not None else []
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("zip", "enumerate"):
+            listed = list(node.args)
+        for each in listed:
+            if isinstance(each, ast.Attribute) and getattr(each.value, "attr", "") == "config":
+                found.add(each.attr)
     return found
 
 
 @pytest.mark.stacks
 def test_every_list_that_forwards_index_by_layer_is_found_in_every_type() -> None:
-    unknown = {}
-    for model_type in registry.ARCHITECTURES:
-        for name in zoo.heads(model_type):
-            module = sys.modules[zoo.original(name).__module__]
-            for value in indexed_values(module) - BY_OTHER_NUMBERS.keys():
-                if not is_layer_list(value):
-                    unknown[value] = model_type
+    names = [name for model_type in registry.ARCHITECTURES for name in zoo.heads(model_type)]
+    unknown = {
+        value: module
+        for module in {zoo.original(name).__module__ for name in names}
+        for value in indexed_values(sys.modules[module]) - BY_OTHER_NUMBERS.keys()
+        if not is_layer_list(value)
+    }
     assert not unknown
 
 
@@ -470,6 +473,8 @@ def test_routers_that_choose_from_experts_without_weights(pool: Pool, seed: int)
     name, config = "LongcatFlashForCausalLM", zoo.config("longcat_flash")
     model = reference_model(name, config, seed)
     with torch.no_grad(), lifted_casts():
-        logits = model(**pipelines.batch(name, config, 3), output_router_logits=True).router_logits
+        output = model(**pipelines.batch(name, config, 3), output_router_logits=True)
+    if "router_logits" not in output:
+        pytest.skip(f"transformers {transformers.__version__} returns no logits of the routers of LongcatFlash")
     weights = {**model.state_dict(), **full_parameters(model)}
-    pool.run(2, check_routers, name, config, weights, list(logits))
+    pool.run(2, check_routers, name, config, weights, list(output.router_logits))
