@@ -340,8 +340,8 @@ def test_second_derivatives_match_one_process(pool: Pool, variant: str, seed: in
 def along_directions(
     x: Tensor, logits: Any, target: Tensor, columns: slice, total: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Derivatives of derivatives of derivatives of a smoothed cross entropy."""
-    loss = F.cross_entropy(logits, target, label_smoothing=0.1)
+    """Derivatives of derivatives of derivatives of a squared, smoothed cross entropy."""
+    loss = F.cross_entropy(logits, target, label_smoothing=0.1).square()
     direction = torch.arange(1.0, 8.0, dtype=x.dtype)[columns].cos()
     for _ in range(2):
         (found,) = torch.autograd.grad(loss, x, create_graph=True)

@@ -235,6 +235,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "row": lambda x: x.lm_head.weight.detach()[7].fill_(0),
     "row of data": lambda x: x.lm_head.weight.data[5].zero_(),
     "row, added to": lambda x: x.lm_head.weight.data[5].__iadd__(1.0),
+    "row of bits": lambda x: (x.lm_head.weight.data > 0)[5].__iand__(True),
     "row as an output": lambda x: torch.add(torch.ones(1), torch.ones(1), out=x.lm_head.weight.data[5]),
     "rows, added to": lambda x: x.lm_head.weight.data.index_add_(0, torch.tensor([3]), torch.ones(1, 24)),
     "assignment": lambda x: x.lm_head.weight.detach().__setitem__(slice(-4, None), 0.0),
