@@ -140,6 +140,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "self input_ids logits_processor stopping_criteria generation_config synced_gpus streamer",
         is_copied=True,
     ),
+    _contract(f"{_GENERATION}.utils.GenerationMixin._get_stopping_criteria", "modeling.fusing.FusableModel", "self"),
     _contract(
         f"{_GENERATION}.utils.GenerationMixin._get_logits_processor",
         "modeling.fusing.FusableModel",
@@ -270,6 +271,7 @@ CONTRACTS: tuple[Contract, ...] = (
         "torch._C.DisableTorchFunctionSubclass",
         "distributed.partial_norm distributed.sharded_tensor fusion.float8 fusion.lazy_logits layers modeling pipeline",
     ),
+    _contract("torch._C._are_functorch_transforms_active", "modeling.forward"),
     _contract("torch._C._disabled_torch_function_impl", "checkpoint.quantized.packed distributed.sharded_tensor"),
     _contract("torch._C._len_torch_dispatch_stack", "distributed.collectives"),
     _contract("torch._addmm_activation", "fusion.mlps"),
@@ -280,10 +282,12 @@ CONTRACTS: tuple[Contract, ...] = (
     _contract("torch._inductor.cudagraph_trees.get_obj", "fusion.decoding", "local attr_name"),
     _contract("torch._utils._rebuild_parameter", "distributed.sharded_tensor", "data requires_grad backward_hooks"),
     _contract("torch.autograd.Variable._execution_engine.queue_callback", "distributed.grad_overflow modeling.forward"),
+    _contract("torch.autograd.forward_ad._current_level", "modeling.forward"),
     _contract("torch.autograd._is_checkpoint_valid", "compat.tensor_parallel.autograd"),
     _contract("torch.distributed._symmetric_memory", "distributed.symmetric_memory"),
     _contract("torch.distributed.distributed_c10d._get_default_timeout", "distributed.mesh", "backend"),
     _contract("torch.distributed.distributed_c10d._set_pg_timeout", "distributed.mesh", "timeout group"),
+    _contract("torch.nn.init._calculate_fan_in_and_fan_out", "distributed.sharded_tensor", "tensor"),
     _contract(
         "torch.nn.modules.conv._ConvNd", "modeling.apply_plan modeling.derived.derivation modeling.initialization"
     ),

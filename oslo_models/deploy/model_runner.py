@@ -170,6 +170,7 @@ class ModelRunner:
             flag = all_reduce(self.model.mesh.model, torch.tensor([float(number in self._cancelled)]))
             return torch.full((len(input_ids),), bool(flag), device=input_ids.device)
 
+        is_cancelled.is_agreed = True  # type: ignore[attr-defined]
         return is_cancelled
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

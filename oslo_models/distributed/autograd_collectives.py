@@ -1,7 +1,8 @@
 """Collectives with a backward pass: Megatron's conjugate pairs as autograd functions.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, figure 3 (``f`` is `copy_to`, ``g`` is `reduce_from`). On an axis of size
-one all of them return their input.
+one all of them return their input. The backward pass of one function of a pair is the other function, so derivatives of
+every order are exact.
 """
 
 from __future__ import annotations
@@ -25,30 +26,32 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # The autograd engine may pass the same gradient to others, so it is not summed in place.
-        return reduce_fresh(ctx.axis, grad.clone(memory_format=torch.contiguous_format)), None
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        return (_ReduceFrom.apply(grad, ctx.axis) if _has_graph(grad) else reduce_fresh(ctx.axis, grad)), None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
         if not has_dispatch_mode():
             ctx.mark_dirty(x)
         return reduce_fresh(axis, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return (_CopyTo.apply(grad, ctx.axis) if _has_graph(grad) else grad), None
 
 
 class _GatherFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-        ctx.dim, ctx.start, ctx.size = dim, sum(sizes[: axis.rank]), sizes[axis.rank]
+        ctx.axis, ctx.dim, ctx.sizes = axis, dim, sizes
         return all_gather(axis, x, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad.narrow(ctx.dim, ctx.start, ctx.size).contiguous(), None, None, None
+        return _ScatterTo.apply(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None
 
 
 class _ScatterTo(torch.autograd.Function):
@@ -59,7 +62,7 @@ class _ScatterTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_gather(ctx.axis, grad, ctx.dim, ctx.sizes), None, None, None
+        return _GatherFrom.apply(grad, ctx.axis, ctx.dim, ctx.sizes), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -71,7 +74,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # Gradients that nobody needs are zeros here: all ranks exchange the same tensors in the same order.
-        return None, None, None, *(all_to_all(ctx.axis, grad, ctx.received, ctx.sent) for grad in grads)
+        return None, None, None, *_Exchange.apply(ctx.axis, ctx.received, ctx.sent, *grads)
 
 
 class _AverageGrad(torch.autograd.Function):
@@ -82,7 +85,13 @@ class _AverageGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_fresh(ctx.axis, grad / ctx.count), None, None
+        grad = grad / ctx.count
+        return (_ReduceFrom.apply(grad, ctx.axis) if _has_graph(grad) else reduce_fresh(ctx.axis, grad)), None, None
+
+
+def _has_graph(grad: Tensor) -> bool:
+    """Whether a backward pass is itself recorded (``create_graph=True``)."""
+    return torch.is_grad_enabled() and grad.requires_grad
 
 
 def exchange(axis: Axis, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, ...]:

@@ -6,31 +6,106 @@ import sys
 from types import FrameType
 from typing import Any
 
-from oslo_models.distributed.mesh import ParallelMesh
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from oslo_models.distributed.mesh import Axis, ParallelMesh
 
 
 def object_under_construction(cls: str) -> Any:
     """The object of a class of this name, or of one derived from it, whose constructor is on the call stack."""
-    frame: FrameType | None = sys._getframe()
+    frame = _constructor(cls)
+    return None if frame is None else frame.f_locals["self"]
+
+
+def _constructor(cls: str) -> FrameType | None:
+    """The frame of the constructor of a class of this name, or of one derived from it."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         # its own constructor is in a module that knows it by name; locals, which are slow to ask for, then tell
         if frame.f_code.co_name == "__init__" and cls in frame.f_globals:
             owner = frame.f_locals.get("self")
             if any(base.__name__ == cls for base in type(owner).__mro__):
-                return owner
+                return frame
         frame = frame.f_back
     return None
 
 
-def refuse_fsdp1(model: str) -> None:
+def require_replicas_in_ddp(sharding: Any) -> None:
+    """Raise ``ValueError`` if ``DistributedDataParallel``, or FSDP1, is being constructed around a part of a model.
+
+    Args:
+        sharding: the `Sharding` of a parameter that the constructor reads.
+    """
+    refuse_fsdp1(sharding.name)
+    ddp = object_under_construction("DistributedDataParallel")
+    if ddp is not None and hasattr(ddp, "process_group"):
+        require_replicas("DistributedDataParallel", ddp.process_group, sharding.name, sharding.mesh, sharding.replicas)
+
+
+def require_replicas_in_zero(sharding: Any) -> None:
+    """Raise ``ValueError`` if a ``ZeroRedundancyOptimizer`` is being constructed over ranks with other shards.
+
+    Args:
+        sharding: the `Sharding` of a parameter whose type the constructor asks for.
+    """
+    frame = _constructor("ZeroRedundancyOptimizer")
+    if frame is None or "process_group" not in frame.f_locals:
+        return
+    if sharding.is_over_replicas:
+        raise ValueError(
+            f"ZeroRedundancyOptimizer would overwrite the experts of one replica with others: {sharding.name} is "
+            f"sharded over {sharding.axis.size} ranks of several replicas. Give model.expert_parameters() an optimizer "
+            "of their own, and this one the other parameters"
+        )
+    group = frame.f_locals["process_group"]
+    require_replicas("ZeroRedundancyOptimizer", group, sharding.name, sharding.mesh, sharding.replicas)
+
+
+def require_replicas(wrapper: str, group: Any, what: str, mesh: ParallelMesh, replicas: Axis) -> None:
+    """Raise ``ValueError`` if a wrapper takes ranks that hold other shards for replicas.
+
+    Args:
+        wrapper: its name.
+        group: its process group; ``None``: all ranks.
+        what: the model or the parameter that it wraps.
+        replicas: the ranks that hold the same shards.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if set(ranks) <= set(replicas.ranks):
+        return
+    raise ValueError(
+        f"{wrapper} over ranks {ranks} would overwrite the shards of one rank with those of another: ranks "
+        f"{list(mesh.model.ranks)} hold {what} together (tensor_parallel_size={mesh.tp.size}, "
+        f"pipeline_parallel_size={mesh.pp.size}), and its replicas are on ranks {list(replicas.ranks)}. "
+        + _OVER_REPLICAS.get(wrapper, "Pass their group")
+    )
+
+
+_OVER_REPLICAS = {
+    "DistributedDataParallel": (
+        "Wrap it over those: DistributedDataParallel(model.gpu_modules(), "
+        "process_group=model.mpu.get_data_parallel_group()). transformers' Trainer and accelerate wrap over all ranks: "
+        "use those of this library, `from oslo_models.integrations import Trainer, Accelerator`, and put "
+        "`ParallelTrainerMixin` from there in front of the bases of a Trainer of your own"
+    ),
+    "ZeroRedundancyOptimizer": "Pass their group: process_group=model.mpu.get_data_parallel_group()",
+}
+
+
+def refuse_fsdp1(what: str) -> None:
     """Raise ``ValueError`` if torch's first ``FullyShardedDataParallel`` is being constructed around shards.
 
     It takes each rank's shards for full parameters: over all ranks it mixes those of different ranks, over replicas
     whose experts differ it mixes experts, and its ``clip_grad_norm_`` counts the shards of one rank only.
+
+    Args:
+        what: the model or the parameter that it wraps.
     """
     if object_under_construction("FullyShardedDataParallel") is not None:
         raise ValueError(
-            f"FullyShardedDataParallel would take the shards of this {model} for full parameters: use its successor, "
+            f"FullyShardedDataParallel would take the shards of {what} for full parameters: use its successor, "
             'torch.distributed.fsdp.fully_shard(model, mesh=model.mesh.device_mesh["dp"]), with '
             "ignored_params=set(model.expert_parameters()), or DistributedDataParallel"
         )
@@ -61,3 +136,77 @@ def require_replicas_in_fully_shard(what: str, mesh: ParallelMesh) -> None:
             f"and its replicas are on ranks {list(mesh.dp.ranks)}. Pass them: "
             'fully_shard(model, mesh=model.mesh.device_mesh["dp"])'
         )
+
+
+def computes_in_layer(sharding: Any) -> bool:
+    """Whether code of a model or of a wrapper computes with a shard, rather than code that handles parameters.
+
+    Code of a model is the code of transformers' models and of this library, and the ``forward`` of the module that owns
+    the parameter. torch's wrappers communicate over ranks that they were given.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    is_outermost_of_torch = False
+    while frame is not None:
+        name, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if code.co_filename.startswith("<eval_with_key>"):  # a graph of torch.compile, operation by operation
+            return True
+        if code.co_name == "__torch_dispatch__":  # of a mode, such as a counter of operations, below autograd
+            return True
+        if not is_outermost_of_torch and not _is_override(frame):
+            if name.startswith(_MODEL_CODE) and not name.startswith(_AVERAGERS):
+                return True
+            is_outermost_of_torch = not name.startswith("torch.")
+        if code.co_name in _OF_OWNER and _owns(frame.f_locals.get("self"), sharding):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def computes_in_deepspeed() -> bool:
+    """Whether DeepSpeed computes with a shard: it knows which parameters are sharded, and sums their norms itself."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (_is_override(frame) or frame.f_globals.get("__name__", "").startswith("torch.")):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("deepspeed.")
+
+
+def _is_override(frame: FrameType) -> bool:
+    """Whether a frame is of a shard, or of a mode of torch functions, such as a counter's."""
+    return frame.f_globals.get("__name__") in _OF_SHARDS or frame.f_code.co_name == "__torch_function__"
+
+
+def computes_in_owner(sharding: Any) -> bool:
+    """Whether the ``forward`` of the module that owns the parameter is on the call stack."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and _owns(frame.f_locals.get("self"), sharding):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _owns(module: Any, sharding: Any) -> bool:
+    parameters = module._parameters.values() if isinstance(module, nn.Module) else ()
+    return any(getattr(param, "sharding", None) is sharding for param in parameters)
+
+
+_OF_OWNER = ("forward", "_fill_padding_idx_with_zero")
+_OF_SHARDS = ("oslo_models.distributed.sharded_tensor", "oslo_models.distributed.partial_norm")
+_MODEL_CODE = (
+    *("oslo_models.", "transformers.models.", "transformers.integrations.", "transformers_modules.", "peft."),
+    *("torch.distributed.", "deepspeed."),
+    # operations that layers call with their parts, and the backward passes of these operations
+    *("oslo_kernels.", "apex.", "bitsandbytes.", "causal_conv1d.", "fla.", "flash_attn.", "kernels.", "liger_kernel."),
+    *("mamba_ssm.", "torchao.", "triton."),
+)
+_AVERAGERS = "torch.distributed.algorithms.model_averaging."
+
+
+def calling_optimizer() -> str | None:
+    """The class of the optimizer whose step is on the call stack."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "step" and isinstance(owner := frame.f_locals.get("self"), torch.optim.Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back
+    return None

@@ -105,13 +105,14 @@ class FailureDiagnosis:
         return failed
 
     def find_absent(self) -> dict[int, str]:
-        """Find the ranks that are alive but wait for no other rank, or whose watchdog thread cannot run any more."""
+        """Find the ranks that wait for no other rank, or whose watchdog thread cannot run any more."""
         absent = {}
         for rank, status in sorted(self.statuses.items()):
             if status["failures"] is not None:
                 continue
             if status["waiting_for"] is None:
-                absent[rank] = _describe(rank, status, "did not come: it is alive and waits for no rank of the model")
+                alive = "did not come: it is alive and waits for no rank of the model"
+                absent[rank] = _describe(rank, status, _problem(status) or alive)
             elif is_on_this_host(status) and time.time() - status["time"] > self.patience:
                 absent[rank] = _describe(rank, status, "has not been heard of")
         return absent

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from oslo_models.distributed.memory_of_objects import gather_bytes, memory_of_objects
 from oslo_models.distributed.mesh import Axis
-from oslo_models.distributed.store_barrier import SlowWait
+from oslo_models.distributed.store_barrier import SLOW_TIMEOUT, SlowWait
 from oslo_models.distributed.watchdog import waiting
 
 _SIGNATURE_BYTES = 32
@@ -68,11 +68,12 @@ def _signature(rank: int, pickled: bytes) -> bytes:
     return hmac.digest(_keys[-1], b"%d:" % rank + pickled, "sha256")
 
 
-def gather_objects(axis: Axis, value: Any) -> list[Any]:
+def gather_objects(axis: Axis, value: Any, slow: bool = True) -> list[Any]:
     """Gather one object from every rank of the axis, in the order of the axis. Values are pickled: keep them small.
 
-    Ranks that load or save files arrive at different times, so a rank that is alive is waited for longer than within
-    a training step.
+    Args:
+        slow: whether ranks may arrive at different times, because they load or save files: a rank that is alive is then
+            waited for longer than the timeout of the axis. Pass ``False`` within a training step.
     """
     if axis.size == 1:
         return [value]
@@ -81,19 +82,19 @@ def gather_objects(axis: Axis, value: Any) -> list[Any]:
     objects = memory_of_objects(axis)
     pickled = _signed(axis.ranks[axis.rank], (value, objects.message()))
     data = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-    with waiting(axis, "an exchange", slow=objects.memory is None):
+    with waiting(axis, "an exchange", slow=slow and objects.memory is None):
         if objects.memory is None:
             parts = _gather_bytes(axis, data)
         else:
-            parts = gather_bytes(objects.memory, data, _patience(axis))
+            parts = gather_bytes(objects.memory, data, _patience(axis, slow))
     received = [_verified(rank, part.numpy().tobytes()) for rank, part in zip(axis.ranks, parts, strict=True)]
     objects.receive([message for _, message in received])
     return [value for value, _ in received]
 
 
-def _patience(axis: Axis) -> Callable[[], None]:
+def _patience(axis: Axis, slow: bool) -> Callable[[], None]:
     """To be called while ranks have not come: raises once one of them has failed."""
-    wait = SlowWait(axis.watchdog, axis, "an exchange")
+    wait = SlowWait(axis.watchdog, axis, "an exchange", limit=SLOW_TIMEOUT if slow else 0.0)
 
     def check() -> None:
         wait.answered = time.monotonic()
@@ -118,9 +119,9 @@ def _all_gather(axis: Axis, x: Tensor) -> list[Tensor]:
     return parts
 
 
-def broadcast_object(axis: Axis, value: Any, src: int = 0) -> Any:
+def broadcast_object(axis: Axis, value: Any, src: int = 0, slow: bool = True) -> Any:
     """Return the object that position ``src`` on the axis passed. Values on other ranks are ignored."""
-    return gather_objects(axis, value if axis.rank == src else None)[src]
+    return gather_objects(axis, value if axis.rank == src else None, slow)[src]
 
 
 @contextmanager

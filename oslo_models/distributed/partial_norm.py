@@ -52,8 +52,8 @@ class PartialNorm(Tensor):
         return partial_norm(values, self.mesh, self.order, self.of_gradient)
 
     def _counted_once(self, norm: Tensor) -> Tensor:
-        """A norm of what all ranks of the model hold."""
-        return norm if self.mesh.model.rank == 0 else torch.zeros_like(norm)
+        """The norm of a tensor without a sharding, of which each tensor-parallel rank of this stage has a copy."""
+        return norm if self.mesh.tp.rank == 0 else torch.zeros_like(norm)
 
     def _resolved(self) -> Tensor:
         if self.of_gradient and self.mesh.pp.size > 1:

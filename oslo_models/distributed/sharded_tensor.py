@@ -6,32 +6,43 @@ states of optimizers, what ``state_dict()`` returns) answer torch's own protocol
 
 * norms of gradients are those of the full model (``torch.nn.utils.clip_grad_norm_``, and all that call it);
 * ``torch.distributed.checkpoint`` saves and loads them as chunks of full tensors, at any parallel sizes;
-* products with the weight of a shard outside of its layer are refused, and those with gradients reported once.
+* functions of each element run on the local tensor and return a shard (`shard_functions`);
+* norms, sums, means and a few other reductions are those of the full tensor, with gradients of every order;
+* numbers are drawn for the full tensor, and each rank keeps its part.
 
-Everything else runs on the local tensor, as if the class were not there.
+Every other function raises outside of the layer: it would take the part of this rank for the full tensor.
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from oslo_models.distributed import checkpoint_chunks
-from oslo_models.distributed.callers import require_replicas_in_fully_shard
-from oslo_models.distributed.collectives import all_reduce
+from oslo_models.distributed.autograd_collectives import copy_to
+from oslo_models.distributed.callers import (
+    calling_optimizer,
+    computes_in_deepspeed,
+    computes_in_layer,
+    computes_in_owner,
+    require_replicas_in_ddp,
+    require_replicas_in_fully_shard,
+    require_replicas_in_zero,
+)
+from oslo_models.distributed.collectives import all_gather, all_reduce
 from oslo_models.distributed.mesh import Axis, ParallelMesh
-from oslo_models.distributed.partial_norm import norm_of_parts, partial_norm
+from oslo_models.distributed.partial_norm import PartialNorm, norm_of_parts, partial_norm
+from oslo_models.distributed.shard_functions import ABOUT_MEMORY, ELEMENTWISE, LISTS_ELEMENTWISE, RESHAPED
 from oslo_models.sharding.layout import Layout, Range
 
 without_override = torch._C.DisableTorchFunctionSubclass
@@ -44,7 +55,7 @@ def layer_context(weight: Tensor) -> Any:
     It is `without_override`, unless the class of the weight is of another library, such as torchao's quantised ones,
     whose override does the computation. Classes without an override compute below it (`__torch_dispatch__`).
     """
-    is_plain = isinstance(weight, _Parameter) or type(weight) in _PLAIN or _has_no_override(weight)
+    is_plain = isinstance(weight, (_Parameter, Shard)) or type(weight) in _PLAIN or _has_no_override(weight)
     return without_override() if is_plain else nullcontext()
 
 
@@ -54,10 +65,6 @@ def _has_no_override(weight: Tensor) -> bool:
 
 _PLAIN = (Tensor, nn.Parameter)
 _GRAD: Any = Tensor.grad
-
-
-class ShardWarning(UserWarning):
-    """A shard is used as a matrix of its own, with another result than that of the full matrix."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,22 @@ class Sharding:
     @property
     def axis(self) -> Axis:
         """The ranks over which the tensor is sharded."""
-        return self.mesh.experts if self.mesh.is_over_replicas(self.layout) else self.mesh.tp
+        return self.mesh.experts if self.is_over_replicas else self.mesh.tp
+
+    @property
+    def is_over_replicas(self) -> bool:
+        """Whether the ranks of `axis` belong to several data-parallel replicas, as they may for experts."""
+        return self.mesh.is_over_replicas(self.layout)
+
+    @property
+    def replicas(self) -> Axis:
+        """The ranks that hold the same part."""
+        return self.mesh.expert_replicas if self.is_over_replicas else self.mesh.dp
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this rank holds less than the full tensor."""
+        return self.layout.dim is not None and self.axis.size > 1
 
     def counted(self, local: Tensor) -> list[Tensor]:
         """The slices of a local tensor that this rank contributes to a norm in which each element counts once."""
@@ -126,15 +148,16 @@ class Shard(Tensor):
         if torch.compiler.is_compiling():
             with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            return handler(func, *_with_first(args, kwargs or {}))
-        with without_override():
-            return func(*args, **(kwargs or {}))
+        if PartialNorm in types:  # it resolves itself first
+            return NotImplemented
+        if func in ABOUT_MEMORY and func not in _HANDLERS:
+            with without_override():
+                return func(*args, **(kwargs or {}))
+        return _HANDLERS.get(func, _of_matrix)(func, *_with_first(args, kwargs or {}))
 
     def full_tensor(self) -> Tensor:
-        """The full tensor, on every rank of the tensor-parallel group. A collective of them."""
-        return gather_shards(self.sharding.axis, local_tensor(self), self.sharding.layout)
+        """The full tensor, on every rank of the tensor-parallel group, with gradients. A collective of the group."""
+        return _Gathered.apply(_with_graph(self), self.sharding)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """``copy.set_(storage, offset, x.size(), x.stride())``, where ``x.size()`` may be the full size; see `_size`.
@@ -180,10 +203,10 @@ class Shard(Tensor):
 
 
 class WeightView(Tensor):
-    """A transposed or indexed weight of a shard, outside of its layer: products with it are refused too.
+    """Elements of a shard in another shape, outside of its layer: functions that mix them or write to them raise.
 
     Attributes:
-        sharding: what the weight is a part of.
+        sharding: the sharding of the whole tensor.
     """
 
     sharding: Sharding
@@ -192,11 +215,16 @@ class WeightView(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = _HANDLERS_OF_VIEWS.get(func)
-        if handler is not None and not torch.compiler.is_compiling():
-            return handler(func, *_with_first(args, kwargs or {}))
+        if PartialNorm in types:
+            return NotImplemented
+        if func in ABOUT_MEMORY or torch.compiler.is_compiling():
+            with without_override():
+                return func(*args, **(kwargs or {}))
+        return _HANDLERS_OF_VIEWS.get(func, _of_matrix)(func, *_with_first(args, kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with without_override():
-            return func(*args, **(kwargs or {}))
+            return f"WeightView(of {self.sharding}):\n{self.detach().as_subclass(Tensor)!r}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with without_override():
@@ -229,6 +257,26 @@ class _Parameter(nn.Parameter):
     def grad(self) -> None:
         with without_override():
             _GRAD.__delete__(self)
+
+    def detach(self) -> Tensor:
+        """As of any parameter.
+
+        Raises:
+            ValueError: ``DistributedDataParallel`` calls it, over ranks that hold other shards.
+        """
+        if not torch.compiler.is_compiling():
+            require_replicas_in_ddp(self.sharding)
+        return super().detach()
+
+    def type(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any parameter.
+
+        Raises:
+            ValueError: ``ZeroRedundancyOptimizer`` calls it, over ranks that hold other shards.
+        """
+        if not torch.compiler.is_compiling():
+            require_replicas_in_zero(self.sharding)
+        return super().type(*args, **kwargs)
 
 
 class ShardedParameter(Shard, _Parameter):
@@ -289,6 +337,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def gather_shards(axis: Axis, shard: Tensor, layout: Layout) -> Tensor:
     """The full tensor, bit for bit, on every rank of the axis. A collective of them."""
+    shard = local_tensor(shard)
     if layout.dim is None:
         return shard.clone()
     full = shard.new_zeros(layout.shape)
@@ -299,6 +348,69 @@ def gather_shards(axis: Axis, shard: Tensor, layout: Layout) -> Tensor:
     return full
 
 
+def _with_graph(tensor: Tensor) -> Tensor:
+    """The elements of a shard as a plain tensor in the same autograd graph."""
+    with without_override():
+        return tensor.as_subclass(Tensor)
+
+
+# In both pairs, the backward pass of one function is the other one. Copies of the same elements on several ranks count
+# as one variable: each copy gets the full gradient, as layers give it to them.
+
+
+class _Gathered(torch.autograd.Function):
+    """The full tensor of shards. Its gradient is the same on all ranks, and each takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, sharding: Sharding) -> Tensor:
+        ctx.sharding = sharding
+        return gather_shards(sharding.axis, local.detach(), sharding.layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (_Part.apply(grad, ctx.sharding) if ctx.sharding.is_part else grad), None
+
+
+class _Part(torch.autograd.Function):
+    """This rank's part of a full tensor that all ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, sharding: Sharding) -> Tensor:
+        ctx.sharding = sharding
+        return sharding.layout.shard(full.detach(), sharding.axis.rank).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Gathered.apply(grad, ctx.sharding), None
+
+
+class _Total(torch.autograd.Function):
+    """The sum of all elements of the full tensor, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, sharding: Sharding) -> Tensor:
+        ctx.shape, ctx.sharding = local.shape, sharding
+        parts = [local[here].sum() for _, here in sharding.layout.owned_indices(sharding.axis.rank)]
+        return all_reduce(sharding.axis, torch.stack(parts).sum() if parts else local.new_zeros(()))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Spread.apply(grad, ctx.shape, ctx.sharding), None
+
+
+class _Spread(torch.autograd.Function):
+    """A number that all ranks have, at each element of a shard."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, shape: torch.Size, sharding: Sharding) -> Tensor:
+        ctx.sharding = sharding
+        return number.detach().expand(shape).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Total.apply(grad, ctx.sharding), None, None
+
+
 def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with the first one by position, where handlers look for it: ``torch.clone(input=x)``."""
     name = None if args else next((name for name in _FIRST_ARGUMENTS if name in kwargs), None)
@@ -307,7 +419,7 @@ def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
     return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
 
 
-_FIRST_ARGUMENTS = ("input", "self", "x", "A", "equation", "a")
+_FIRST_ARGUMENTS = ("tensor", "input", "self", "x", "A", "equation", "a")  # nn.init.uniform_(tensor, a, b)
 """The names that torch gives the first argument of the functions that are handled."""
 
 
@@ -324,6 +436,11 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     order = 2.0 if order is None or order == "fro" else order
     if not isinstance(shard, Shard) or dim is not None or is_spectral or not isinstance(order, (int, float)):
         return _of_matrix(func, args, kwargs)
+    is_copy = not shard.sharding.is_part and not isinstance(shard, GradientShard) and shard.sharding.counts
+    if is_copy or computes_in_deepspeed():
+        return _local(func, args, kwargs)
+    if torch.is_grad_enabled() and shard.requires_grad:
+        return _norm_with_graph(shard, float(order), kwargs)
     if order <= 0:
         raise ValueError(f"the norm of order {order} of a shard ({shard.sharding}) cannot be put together from parts")
     sharding, order = shard.sharding, float(order)
@@ -335,22 +452,233 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     return partial_norm(norm, sharding.mesh, order, isinstance(shard, GradientShard) or not sharding.counts)
 
 
+def _norm_with_graph(shard: Shard, order: float, kwargs: dict[str, Any]) -> Tensor:
+    """The norm of a weight as a term of a loss."""
+    if not shard.sharding.counts:
+        raise RuntimeError(
+            f"the norm of {shard.sharding.name} is the norm of a tied weight that counts on another stage: leave it "
+            "out of the loss of this stage"
+        )
+    dtype = kwargs.get("dtype")
+    values = _with_graph(shard) if dtype is None else _with_graph(shard).to(dtype)
+    if not 1 <= order < float("inf"):
+        return torch.linalg.vector_norm(_Gathered.apply(values, shard.sharding), order)
+    total = _Total.apply(values.square() if order == 2 else values.abs().pow(order), shard.sharding)
+    is_zero = total == 0  # the gradient of torch's norm is zero there
+    return torch.where(is_zero, total, torch.where(is_zero, 1.0, total).pow(1.0 / order))
+
+
 def _foreach_norm(func: Any, args: Any, kwargs: Any) -> Any:
     tensors, order = args[0], (args[1] if len(args) > 1 else kwargs.get("ord", 2))
     return tuple(torch.linalg.vector_norm(tensor, order, dtype=kwargs.get("dtype")) for tensor in tensors)
 
 
+# Reductions of all elements -------------------------------------------------------------------------------------------
+
+
+def _sum(func: Any, args: Any, kwargs: Any) -> Any:
+    """``sum(x, dtype=...)`` and ``mean(x, dtype=...)``."""
+    if not _reduces_shard(args, kwargs, "dtype"):
+        return _of_matrix(func, args, kwargs)
+    values, sharding = _with_graph(args[0]), args[0].sharding
+    is_mean = _name(func) == "mean"
+    if is_mean and not (values.is_floating_point() or kwargs.get("dtype")):
+        return _of_matrix(func, args, kwargs)
+    exact = values.dtype if values.is_floating_point() else torch.int64
+    total: Tensor = _Total.apply(values.to(kwargs.get("dtype") or exact), sharding)
+    return total / torch.Size(sharding.layout.shape).numel() if is_mean else total
+
+
+def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    """``max``, ``min``, ``amax``, ``amin``, ``all`` and ``any`` of all elements."""
+    if not _reduces_shard(args, kwargs):
+        return _of_matrix(func, args, kwargs)
+    if torch.is_grad_enabled() and args[0].requires_grad:
+        return func(args[0].full_tensor())
+    local, sharding = local_tensor(args[0]), args[0].sharding
+    parts = [_owned(local, sharding.layout, rank) for rank in range(sharding.axis.size)]
+    mine = parts[sharding.axis.rank]
+    found = func(mine)[None] if mine.numel() else mine
+    is_bool = func in _TRUTHS
+    counts = [min(part.numel(), 1) for part in parts]
+    return func(all_gather(sharding.axis, found.byte() if is_bool else found, 0, counts)).to(found.dtype)
+
+
+def _owned(local: Tensor, layout: Layout, rank: int) -> Tensor:
+    """The elements that count on a rank, in one row; those of another rank without values."""
+    source = local if local.shape == layout.local_shape(rank) else local.new_empty(layout.local_shape(rank))
+    return torch.cat([local.new_empty(0), *(source[here].flatten() for _, here in layout.owned_indices(rank))])
+
+
+def _comparison(func: Any, args: Any, kwargs: Any) -> Any:
+    """``equal(x, y)`` and ``allclose(x, y, ...)``, the same on every rank. ``y`` may be a shard or a full tensor."""
+    shards = [arg for arg in args[:2] if isinstance(arg, Shard)]
+    if not shards or len(args) < 2 or any(isinstance(arg, WeightView) for arg in args):
+        return _of_matrix(func, args, kwargs)
+    sharding = shards[0].sharding
+    if sharding.is_part and args[0].shape != args[1].shape:
+        args = (*(arg.full_tensor() if isinstance(arg, Shard) else arg for arg in args[:2]), *args[2:])
+        return func(*args, **kwargs)
+    is_same = _local(func, args, kwargs)
+    if not sharding.is_part:
+        return is_same
+    flags = torch.tensor([is_same], dtype=torch.uint8, device=shards[0].device)
+    return bool(all_gather(sharding.axis, flags, 0, [1] * sharding.axis.size).all())
+
+
+def _reduces_shard(args: Any, kwargs: Any, *options: str) -> bool:
+    """Whether a reduction is of all elements of a part, outside of its layer."""
+    is_whole = len(args) == 1 and isinstance(args[0], Shard) and kwargs.keys() <= set(options)
+    return is_whole and args[0].sharding.is_part and not computes_in_layer(args[0].sharding)
+
+
+# Numbers that are drawn -----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions that fill a tensor by random numbers: each rank draws for the full tensor and keeps its part."""
+    sharding = args[0].sharding if isinstance(args[0], Shard) else None
+    if sharding is None or len([arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor)]) > 1:
+        return _of_matrix(func, args, kwargs)
+    local = local_tensor(args[0])
+    full = func(local.new_empty(sharding.layout.shape), *args[1:], **kwargs)
+    part = sharding.layout.shard(full, sharding.axis.rank)
+    if not _writes(func):
+        return mark(part.clone(), sharding, Shard)
+    local.copy_(part)
+    return args[0]
+
+
 # Matrices -------------------------------------------------------------------------------------------------------------
+
+
+def _local(func: Any, args: Any, kwargs: Any) -> Any:
+    with without_override():
+        return func(*args, **kwargs)
 
 
 def _derived(func: Any, args: Any, kwargs: Any) -> Any:
     """Functions of each element by itself, such as those that create and update the states of optimizers."""
-    with without_override():
-        result = func(*args, **kwargs)
-        shard = args[0] if isinstance(args[0], Shard) else next((arg for arg in args if isinstance(arg, Shard)), None)
-        if shard is None or type(result) is not Tensor or result.shape != shard.shape:
-            return result
+    given = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, (Shard, WeightView))]
+    if torch.is_grad_enabled() and given and given[0].sharding.is_part:
+        start = int(_writes(func))
+        args = (*args[:start], *(_copied(arg, given[0]) for arg in args[start:]))
+    result = _local(func, args, kwargs)
+    if not given or type(result) is not Tensor or any(result is arg for arg in args):
+        _require_one_layout(func, given)
+        return result
+    shard = given[0]
+    if isinstance(shard, Shard) and result.shape == shard.shape:
+        _require_one_layout(func, given)
         return mark(result, shard.sharding, Shard)
+    return result if _is_all_or_in_layer(shard) else mark(result, shard.sharding, WeightView)
+
+
+def _copied(operand: Any, shard: Shard | WeightView) -> Any:
+    """An operand that all ranks have: each rank adds a part of its gradient."""
+    if not isinstance(operand, Tensor) or isinstance(operand, (Shard, WeightView)) or not operand.requires_grad:
+        return operand
+    from_last = shard.dim() - (shard.sharding.layout.dim or 0)
+    is_spread = operand.numel() == 1 or (
+        isinstance(shard, Shard) and (operand.dim() < from_last or operand.shape[-from_last] == 1)
+    )
+    if not is_spread or computes_in_layer(shard.sharding):
+        return operand
+    if shard.sharding.layout.overlaps:  # the sum would count the copies of an element repeatedly
+        raise RuntimeError(
+            f"a tensor with gradients meets a shard ({shard.sharding}) with copies on several ranks: pass what "
+            "full_tensor() returns"
+        )
+    return copy_to(shard.sharding.axis, operand)
+
+
+def _derived_lists(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch._foreach_*`` and the fused steps of optimizers."""
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    for given in zip(*lists, strict=False):
+        shards = [arg for arg in given if isinstance(arg, (Shard, WeightView))]
+        if any(isinstance(arg, WeightView) for arg in shards):
+            return _of_matrix(func, args, kwargs)
+        _require_one_layout(func, shards)
+    results = _local(func, args, kwargs)
+    for result, *of_result in zip(results or (), *lists, strict=False):
+        shard = next((arg for arg in of_result if isinstance(arg, Shard)), None)
+        if shard is not None and type(result) is Tensor and not any(result is arg for arg in of_result):
+            mark(result, shard.sharding, Shard)
+    return results
+
+
+def _require_one_layout(func: Any, given: Sequence[Any]) -> None:
+    """Raise ``RuntimeError`` for elements of two shards that are at other places in their full tensors."""
+    for other in given[1:]:
+        one, two = given[0].sharding, other.sharding
+        if one is two or one.layout == two.layout or not (one.is_part or two.is_part) or computes_in_layer(one):
+            continue
+        raise RuntimeError(
+            f"{_name(func)} would combine elements of other places: {one} and {two}. Pass what full_tensor() returns"
+        )
+
+
+def _of_view(func: Any, args: Any, kwargs: Any) -> Any:
+    """Functions of each element of a view. Those that write may write to other places than on one process."""
+    written = args[0] if args and _writes(func) else kwargs.get("out")
+    if isinstance(written, WeightView):
+        return _of_matrix(func, args, kwargs)
+    return _derived(func, args, kwargs)
+
+
+def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
+    """``torch.autograd.grad(outputs, inputs)``: the gradients of shards are shards."""
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    grads = _local(func, args, kwargs)
+    for given, grad in zip(inputs, grads, strict=True):
+        if isinstance(given, Shard) and type(grad) is Tensor:
+            mark(grad, given.sharding, GradientShard)
+    return grads
+
+
+def _where(func: Any, args: Any, kwargs: Any) -> Any:
+    """``where(condition, x, y)``; with a condition only, it returns positions."""
+    return (_of_matrix if len(args) + len(kwargs) == 1 else _derived)(func, args, kwargs)
+
+
+def _is_all_or_in_layer(tensor: Any) -> bool:
+    return not tensor.sharding.is_part or computes_in_layer(tensor.sharding)
+
+
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.copy_(values)``: values of the shard, or of the full tensor."""
+    target, values = args[0], args[1] if len(args) > 1 else kwargs.get("src")
+    is_plain = isinstance(target, Shard) and target.sharding.is_part and type(values) in _PLAIN
+    if is_plain and values.shape == target.sharding.layout.shape:
+        part = target.sharding.layout.shard(values, target.sharding.axis.rank)
+        args, kwargs = (target, part, *args[2:]), {key: value for key, value in kwargs.items() if key != "src"}
+    return (_of_view if isinstance(target, WeightView) else _derived)(func, args, kwargs)
+
+
+def _with_hook(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.register_hook(hook)``: the hook gets a shard."""
+    param, hook = args[0], args[1] if len(args) > 1 else kwargs["hook"]
+    if not isinstance(param, ShardedParameter) or computes_in_layer(param.sharding):
+        return _local(func, args, kwargs)
+
+    def with_shard(grad: Tensor) -> Tensor | None:
+        result = hook(mark(grad.view_as(grad), param.sharding, GradientShard))
+        return _with_graph(result) if isinstance(result, Shard) else result
+
+    return _local(func, (param, with_shard), {})
+
+
+def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x[index] = value``: of all elements, or by a mask of them."""
+    target, index = args[:2]
+    is_whole = index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+    is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == target.shape
+    if isinstance(target, WeightView) or not (is_whole or is_mask):
+        return _of_matrix(func, args, kwargs)
+    return _local(func, args, kwargs)
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
@@ -361,30 +689,18 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _type(func: Any, args: Any, kwargs: Any) -> Any:
-    """As a cast. A ``ZeroRedundancyOptimizer`` under construction asks each parameter for its type.
-
-    Raises:
-        ValueError: it would overwrite experts over replicas with others.
-    """
-    frame: Any = sys._getframe()
-    if len(args) == 1 and not kwargs and args[0].sharding.axis is not args[0].sharding.mesh.tp:
-        while frame is not None and type(frame.f_locals.get("self")).__name__ != "ZeroRedundancyOptimizer":
-            frame = frame.f_back
-        if frame is not None:
-            raise ValueError(
-                f"ZeroRedundancyOptimizer would overwrite the experts of one replica with others: "
-                f"{args[0].sharding.name} is sharded over {args[0].sharding.axis.size} ranks of several replicas. Give "
-                "model.expert_parameters() an optimizer of their own, and this one the other parameters"
-            )
-    return _cast(func, args, kwargs)
-
-
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Transposed or indexed."""
-    with without_override():
-        result = func(*args, **kwargs)
-    return mark(result, args[0].sharding, WeightView) if _is_weight(args[0]) and type(result) is Tensor else result
+    """Elements in another shape, or some of them."""
+    result, source = _local(func, args, kwargs), args[0]
+    if not isinstance(source, (Shard, WeightView)):
+        return _of_matrix(func, args, kwargs)
+    if not _is_weight(source) and _is_all_or_in_layer(source):
+        return result
+    return tree_map_only(Tensor, partial(_as_view, source.sharding), result)
+
+
+def _as_view(sharding: Sharding, result: Tensor) -> Tensor:
+    return cast(Tensor, mark(result, sharding, WeightView)) if type(result) is Tensor else result
 
 
 def _is_weight(value: Any) -> bool:
@@ -394,10 +710,10 @@ def _is_weight(value: Any) -> bool:
 
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
     weight = next((arg for arg in tree_leaves((args, kwargs)) if _is_weight(arg)), None)
-    if weight is not None and not _is_called_by_operation():
+    if weight is not None and not _computes_with_part(weight):
         raise RuntimeError(
             f"{_name(func)} with a shard ({weight.sharding}) outside of its layer would give a part of the result: "
-            "call the layer itself, or pass weight.full_tensor(), a collective of the tensor-parallel group"
+            + _advice("call the layer itself, or pass weight.full_tensor(), a collective of the tensor-parallel group")
         )
     return _of_matrix(func, args, kwargs)
 
@@ -409,6 +725,13 @@ def _lookup(func: Any, args: Any, kwargs: Any) -> Any:
         return _product(func, args, kwargs)
     with without_override():
         return func(*args, **kwargs)
+
+
+def _computes_with_part(weight: Any) -> bool:
+    """Whether a product with a shard is a step of its layer. Attention layers also divide weights by their heads."""
+    if _is_called_by_operation() or computes_in_owner(weight.sharding):
+        return True
+    return isinstance(weight, WeightView) and computes_in_layer(weight.sharding)
 
 
 def _is_called_by_operation() -> bool:
@@ -427,18 +750,39 @@ def _is_called_by_operation() -> bool:
 
 
 def _of_matrix(func: Any, args: Any, kwargs: Any) -> Any:
-    """Functions that mix the elements of a matrix; those of a replicated one are all here."""
-    shard = next((arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Shard)), None)
-    if shard is not None and shard.sharding.layout.dim is not None and shard.sharding.axis.size > 1:
-        warnings.warn(
-            f"{_name(func)} of a shard ({shard.sharding}) treats it as a matrix of its own. An optimizer that does so "
-            "(Muon, Shampoo, SOAP, GaLore, Adafactor) makes other updates than on one process: construct it by "
-            "model.matrix_optimizer(cls, parameters, **options), which gives it full matrices",
-            ShardWarning,
-            stacklevel=4,
-        )
-    with without_override():
-        return func(*args, **kwargs)
+    """Functions that mix elements, and those that are unknown: they run in the layer, and on full tensors."""
+    given = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, (Shard, WeightView))]
+    part = next((arg for arg in given if arg.sharding.is_part), None)
+    if part is None or computes_in_layer(part.sharding):
+        return _local(func, args, kwargs)
+    advice = _advice(_BY_COPY if _writes(func) else _BY_FULL_TENSOR)
+    found = f"{_name(func)} of a shard ({part.sharding})"
+    raise RuntimeError(f"{found} would take it for the full tensor: {advice}")
+
+
+_BY_FULL_TENSOR = "pass full_tensor(), a collective of the tensor-parallel group that has gradients"
+_BY_COPY = (
+    "change full = weight.full_tensor(), a collective, and call weight.copy_(full), which takes the part of a rank"
+)
+
+
+def _writes(func: Any) -> bool:
+    """Whether a function writes to its first argument."""
+    name = func.__name__
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return bool(name.endswith("_"))
+
+
+def _advice(otherwise: str) -> str:
+    """The remedy: that of an optimizer if its step is on the call stack."""
+    optimizer = calling_optimizer()
+    if optimizer is None:
+        return otherwise
+    return (
+        f"{optimizer} needs full tensors and would make other updates than on one process. An optimizer of matrices "
+        "(Muon, Shampoo, SOAP, GaLore, Adafactor) gets them by model.matrix_optimizer(cls, parameters, **options)"
+    )
 
 
 def _chunk(func: Any, args: Any, kwargs: Any) -> Any:
@@ -449,8 +793,7 @@ def _chunk(func: Any, args: Any, kwargs: Any) -> Any:
     """
     if isinstance(args[0], ShardedParameter):
         require_replicas_in_fully_shard(args[0].sharding.name, args[0].sharding.mesh)
-    with without_override():
-        return func(*args, **kwargs)
+    return _view(func, args, kwargs)
 
 
 def _name(func: Any) -> str:
@@ -460,12 +803,26 @@ def _name(func: Any) -> str:
 def _size(func: Any, args: Any, kwargs: Any) -> Any:
     """Of a value of ``state_dict()`` or of an optimizer's state the full size, which torch compares with the saved one.
 
-    Its ``shape``, and the size of a single dimension, are those of the local tensor.
+    Its ``shape``, and the size of a single dimension, are those of the local tensor, unless an initializer of
+    ``torch.nn.init`` computes the bounds of random numbers from them.
     """
-    if len(args) == 1 and not kwargs and type(args[0]) is Shard:
-        return torch.Size(args[0].sharding.layout.shape)
+    full = args[0].sharding.layout.shape if isinstance(args[0], Shard) else None
+    if full is not None and len(args) == 2 and sys._getframe(2).f_code is _FANS:
+        return full[args[1]]
+    if full is not None and len(args) == 1 and not kwargs and type(args[0]) is Shard:
+        return torch.Size(full)
     with without_override():
         return func(*args, **kwargs)
+
+
+_FANS = nn.init._calculate_fan_in_and_fan_out.__code__
+
+
+def _device(func: Any, args: Any, kwargs: Any) -> Any:
+    """``x.device``, which ``DistributedDataParallel`` reads first, before it compares shapes and sends parameters."""
+    if sys._getframe(2).f_globals.get("__name__") == "torch.nn.parallel.distributed":
+        require_replicas_in_ddp(args[0].sharding)
+    return _local(func, args, kwargs)
 
 
 def _new_empty(func: Any, args: Any, kwargs: Any) -> Any:
@@ -476,47 +833,55 @@ def _new_empty(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
-_FACTORIES = (torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like)
+_DRAWS = (
+    *(torch.rand_like, torch.randn_like, torch.randint_like, Tensor.uniform_, Tensor.normal_, Tensor.random_),
+    *(Tensor.exponential_, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_, Tensor.bernoulli_),
+    *(nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_),
+)
+_SUMS = (torch.sum, Tensor.sum, torch.mean, Tensor.mean)
+_TRUTHS = (torch.all, Tensor.all, torch.any, Tensor.any)
+_EXTREMES = (*_TRUTHS, torch.max, Tensor.max, torch.min, Tensor.min, torch.amax, Tensor.amax, torch.amin, Tensor.amin)
+_COMPARISONS = (torch.equal, Tensor.equal, torch.allclose, Tensor.allclose)
 _CASTS = ("clone", "detach", "to", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous", "type")
-_ARITHMETIC = ("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "abs", "sign", "lerp", "square", "addcdiv")
-_OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "pow")
 _PRODUCTS = (
     *(F.linear, torch.matmul, torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch.tensordot, torch.einsum),
     *(Tensor.matmul, Tensor.mm, Tensor.addmm, Tensor.__matmul__, Tensor.__rmatmul__),
 )
-_VIEWS = (
-    *(torch.t, torch.transpose, torch.permute, torch.unsqueeze, torch.index_select, Tensor.t, Tensor.transpose),
-    *(Tensor.permute, Tensor.unsqueeze, Tensor.index_select, Tensor.__getitem__),
-    *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
-)
-_MATRIX_FUNCTIONS = (
-    *(torch.svd, torch.qr, Tensor.svd, Tensor.qr),  # type: ignore[attr-defined]
-    *(torch.linalg.svd, torch.linalg.qr, torch.linalg.eigh, torch.linalg.inv, torch.linalg.matrix_norm),
-    *(torch.mean, Tensor.mean, torch.sum, Tensor.sum, torch.var, Tensor.var, torch.std, Tensor.std),
-    *(torch.amax, Tensor.amax, torch.max, Tensor.max),
-)
 
 _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    **dict.fromkeys(_MATRIX_FUNCTIONS, _of_matrix),
+    **dict.fromkeys(ELEMENTWISE, _derived),
+    **dict.fromkeys(RESHAPED, _view),
+    **dict.fromkeys(LISTS_ELEMENTWISE, _derived_lists),
     **dict.fromkeys(_PRODUCTS, _product),
     F.embedding: _lookup,
-    **dict.fromkeys(_FACTORIES, _derived),
-    **{getattr(Tensor, name): _derived for name in _ARITHMETIC},
-    **{getattr(torch, name): _derived for name in _ARITHMETIC},
     **{getattr(Tensor, name): _cast for name in _CASTS},
     **dict.fromkeys((torch.clone, torch.detach), _cast),
-    Tensor.type: _type,
-    **dict.fromkeys(_VIEWS, _view),
-    **{getattr(Tensor, f"__{name}__"): _derived for name in _OPERATORS},
     **dict.fromkeys(_NORMS, _norm),
     torch._foreach_norm: _foreach_norm,
+    **dict.fromkeys(_SUMS, _sum),
+    **dict.fromkeys(_EXTREMES, _extreme),
+    **dict.fromkeys(_COMPARISONS, _comparison),
+    **dict.fromkeys(_DRAWS, _drawn),
+    nn.init.constant_: _derived,
+    torch.where: _where,
+    torch.autograd.grad: _gradients,
+    torch.autograd.backward: _local,
+    Tensor.__setitem__: _assigned,
+    Tensor.copy_: _copy,
+    Tensor.register_hook: _with_hook,
+    Tensor.device.__get__: _device,
+    Tensor.data.__get__: _cast,  # type: ignore[attr-defined]
     torch.chunk: _chunk,
     Tensor.size: _size,
     Tensor.new_empty: _new_empty,
 }
 
 _HANDLERS_OF_VIEWS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    **dict.fromkeys(ELEMENTWISE, _of_view),
+    Tensor.copy_: _copy,
+    Tensor.__setitem__: _assigned,
+    **dict.fromkeys(RESHAPED, _view),
     **dict.fromkeys(_PRODUCTS, _product),
     F.embedding: _lookup,
-    **dict.fromkeys((*_VIEWS, *(getattr(Tensor, name) for name in _CASTS)), _view),
+    **dict.fromkeys((*(getattr(Tensor, name) for name in _CASTS), torch.clone, torch.detach), _view),
 }

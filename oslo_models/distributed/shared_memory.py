@@ -25,18 +25,21 @@ def shared_memory_of(axis: Axis) -> SharedMemory | None:
 
 
 def _connect(axis: Axis) -> SharedMemory | None:
-    """Create the memory on the first rank and attach the others; ``None`` on all ranks unless all succeed."""
+    """Create the memory on the first rank and attach the others; ``None`` on all ranks unless all succeed.
+
+    The first collective of the axis connects them, so they wait no longer than in a collective.
+    """
     if axis.threads is not None:
         return None
     memory, address = None, None
     with _fall_back_to_gloo():
         if axis.rank == 0:
             memory, address = SharedMemory.create(axis.size)
-    address = broadcast_object(axis, address)
+    address = broadcast_object(axis, address, slow=False)
     with _fall_back_to_gloo():
         if axis.rank > 0 and address is not None:
             memory = SharedMemory.attach(address, axis.rank, axis.size)
-    if not all(gather_objects(axis, memory is not None)) or memory is None:
+    if not all(gather_objects(axis, memory is not None, slow=False)) or memory is None:
         return None
     memory.timeout = axis.timeout
     memory.waiting = partial(waiting, replace(axis))  # a copy of the axis: with the axis itself this would be a cycle

@@ -20,13 +20,21 @@ class SlowWait:
         what: what this rank waits in, for the message.
         first_status_timeout: seconds to wait for a rank that has not published a status yet, if longer than the
             timeout of the axis.
+        limit: seconds to wait for a rank that is alive, if longer than the timeout of the axis.
 
     Attributes:
         answered: when this rank last learned who has come.
     """
 
-    def __init__(self, watchdog: Any, axis: Any, what: str, first_status_timeout: float = 0.0) -> None:
-        self._watchdog, self._axis, self._what = watchdog, axis, what
+    def __init__(
+        self,
+        watchdog: Any,
+        axis: Any,
+        what: str,
+        first_status_timeout: float = 0.0,
+        limit: float = SLOW_TIMEOUT,
+    ) -> None:
+        self._watchdog, self._axis, self._what, self._limit = watchdog, axis, what, max(limit, axis.timeout)
         self._diagnosis = FailureDiagnosis(watchdog, axis.ranks, axis.timeout, first_status_timeout)
         self._start = self._diagnosed = self.answered = time.monotonic()
 
@@ -41,7 +49,7 @@ class SlowWait:
         if now <= self._diagnosed + max(self._watchdog.interval, axis.size**2 / 10_000):
             return
         self._diagnosed, failed = now, self._diagnosis.find_failed(axis.timeout)
-        if now > self._start + max(SLOW_TIMEOUT, axis.timeout) or now > self.answered + axis.timeout:
+        if now > self._start + self._limit or now > self.answered + axis.timeout:
             failed = failed or self._diagnosis.find_absent()
         if failed:
             where = f"{self._what} with ranks {list(axis.ranks)} ({axis.name})"

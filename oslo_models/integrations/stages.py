@@ -21,6 +21,7 @@ from oslo_models.distributed.collectives import broadcast
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import broadcast_object
 from oslo_models.modeling.base import ParallelModel
+from oslo_models.pipeline.batch_rows import count_rows
 from oslo_models.pipeline.micro_batch_loss import asks_for_loss
 
 
@@ -41,7 +42,7 @@ class _Stages:
     def _call(self, batch: Mapping[str, Any]) -> Iterator[Any]:
         """Call the model. A batch whose rows its micro-batches do not divide gets the largest smaller ones that do."""
         size = self.model.micro_batch_size
-        self.model.micro_batch_size = micro_batch_size(self.model, batch)
+        _, self.model.micro_batch_size = division(self.model, batch)
         try:
             outputs: Iterator[Any] = self.module(**batch)
         finally:
@@ -88,22 +89,33 @@ class EvaluationStages(_Stages):
     """Stands in for the model without gradients: a call returns the output of the whole batch on every stage."""
 
     def __call__(self, **batch: Any) -> ModelOutput:
-        """Run all micro-batches. Losses are summed, as they are shares of that of the batch; rows are concatenated."""
+        """Run all micro-batches. Losses are summed, as they are shares of that of the batch; rows are concatenated.
+
+        Fields that the last stage has in part only are left out: the hidden states and attentions of all blocks.
+        """
         mesh, stage = self.model.mesh, self.model.stage
         assert mesh is not None and stage is not None
-        outputs = [dict(output.items()) for output in self._call(batch)]
+        outputs = [
+            {name: value for name, value in output.items() if not _has_gaps(value)} for output in self._call(batch)
+        ]
         fields = _concatenate(outputs) if stage.is_last else {}
         return ModelOutput(broadcast_tensors(mesh.pp, fields, stage.count - 1, mesh.device))
 
 
-def count_rows(batch: Mapping[str, Any]) -> int:
-    """The rows of a batch; 1 if it has no tensor with rows, which the model refuses."""
-    return next((len(x) for x in batch.values() if isinstance(x, Tensor) and x.dim() > 1), 1)
+def division(model: ParallelModel, batch: Mapping[str, Any]) -> tuple[int, int]:
+    """The number of micro-batches of a batch, and their rows.
+
+    Their rows are the largest number that divides the rows of the batch and the model's size of micro-batches. A batch
+    in which nothing has rows counts as one row; the model refuses it.
+    """
+    rows = count_rows(batch, model.main_input_name) or 1
+    size = math.gcd(rows, model.micro_batch_size)
+    return rows // size, size
 
 
-def micro_batch_size(model: ParallelModel, batch: Mapping[str, Any]) -> int:
-    """The largest size of micro-batches, up to the model's, that divides both the model's and the rows of a batch."""
-    return math.gcd(count_rows(batch), model.micro_batch_size)
+def _has_gaps(value: Any) -> bool:
+    """Whether this holds nothing for some blocks, which are on other stages."""
+    return isinstance(value, (tuple, list)) and any(each is None or _has_gaps(each) for each in value)
 
 
 def _concatenate(outputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

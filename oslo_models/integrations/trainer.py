@@ -20,7 +20,7 @@ from oslo_models.contracts import require
 from oslo_models.distributed.collectives import MAX, all_reduce, broadcast
 from oslo_models.distributed.object_exchange import agree, broadcast_object
 from oslo_models.integrations.accelerator import Accelerator, find_parallel_model
-from oslo_models.integrations.stages import EvaluationStages, TrainingStages, count_rows, micro_batch_size
+from oslo_models.integrations.stages import EvaluationStages, TrainingStages, division
 from oslo_models.integrations.training_arguments import check_training_arguments, divides_loss_by_items
 from oslo_models.modeling.base import ParallelModel
 
@@ -139,7 +139,7 @@ class ParallelTrainerMixin(_Base):
             return super().training_step(model, inputs, *args, **kwargs)
         losses = []
         with TrainingStages(model, self._staged) as stages:
-            for _ in range(count_rows(inputs) // micro_batch_size(self._staged, inputs)):
+            for _ in range(division(self._staged, inputs)[0]):
                 losses.append(super().training_step(stages, dict(inputs), *args, **kwargs))
         loss = torch.stack(losses).sum()
         # Only the last stage knows what became of the losses that the model returned.

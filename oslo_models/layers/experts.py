@@ -181,7 +181,7 @@ class ParallelExperts(_ShardedModule):
             ValueError: called by the constructor of a ``FullyShardedDataParallel``.
         """
         if not torch.compiler.is_compiling() and self.mesh.is_sharded:
-            refuse_fsdp1(type(self).__name__)
+            refuse_fsdp1(f"this {type(self).__name__}")
         return super().named_modules(memo, prefix, remove_duplicate)
 
     def _exchanged(self, hidden_states: Tensor, index: Tensor, weights: Tensor, *args: Any) -> Tensor:

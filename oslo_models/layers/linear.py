@@ -268,7 +268,20 @@ class SumReplicatedGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return sum_replicated(grad, ctx.axis, ctx.layout), None, None
+        return _SumReplicated.apply(grad, ctx.axis, ctx.layout), None, None
+
+
+class _SumReplicated(torch.autograd.Function):
+    """The backward pass of `SumReplicatedGrad`, and the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, axis: Axis, layout: Layout) -> Tensor:
+        ctx.axis, ctx.layout = axis, layout
+        return sum_replicated(grad, axis, layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return SumReplicatedGrad.apply(grad, ctx.axis, ctx.layout), None, None
 
 
 def _summed_over_copies(layer: Any, leaf: str) -> Any:

@@ -54,19 +54,30 @@ class VocabParallelHead(nn.Linear):
 
     Returns `VocabParallelLogits`; under ``torch.compile``, the full logits: dynamo guards the size of a tensor that
     crosses a graph break by its storage, and computes ``nn.CrossEntropyLoss`` without asking ``__torch_function__``.
+
+    Attributes:
+        gathers: whether it returns the full logits for backward hooks, which compare shapes.
     """
 
     tp: Axis
     layouts: dict[str, Layout]
+    gathers = False
     product: ClassVar[Callable[..., Tensor]] = staticmethod(many_rows_linear)
 
     def forward(self, x: Tensor) -> Tensor:
         vocab = self.layouts["weight"]
         with layer_context(self.weight):
             local = self.product(copy_to(self.tp, x), self.weight, self.bias)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.gathers:
             return gather_from(self.tp, local, -1, [stop - start for ((start, stop),) in vocab.ranges])
         return VocabParallelLogits.from_local(local, self.tp, vocab)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module calls full backward hooks, of its own or of all modules."""
+    hooks = torch.nn.modules.module
+    own = module._backward_hooks or module._backward_pre_hooks
+    return bool(own or hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
 
 
 class ShardedLogits(Tensor):

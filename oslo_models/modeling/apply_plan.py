@@ -178,15 +178,19 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
         head: the entries of the head that ``model`` adds, by their full names.
 
     Raises:
-        ValueError: a parameter that no entry names, or an entry that names nothing.
+        ValueError: a parameter that no entry names, or an entry that names nothing. Modules that a subclass outside of
+            this library adds to the model are replicated.
     """
     entries = _named_entries(model, plan, prefix, head)
+    known = {key.partition(".")[0] for key in entries}
     layouts, used, unnamed = {}, set(), []
     for name, param in model.named_parameters(remove_duplicate=False):
         key = entry_of(name, entries)
         if key is not None:
             used.add(key)
             layouts[name] = entries[key].layout(name.rpartition(".")[2], tuple(param.shape), n)
+        elif _is_of_user(type(model)) and name.partition(".")[0] not in known:
+            layouts[name] = Layout(tuple(param.shape))
         else:
             unnamed.append(name)
     for name, buffer in model.named_buffers():
@@ -202,6 +206,11 @@ def layouts_of(model: nn.Module, plan: Plan, prefix: str, head: Entries, n: int)
             f"  parameters that no entry names: {unnamed or 'none'}\n  entries that name nothing: {unused or 'none'}"
         )
     return layouts
+
+
+def _is_of_user(cls: type) -> bool:
+    """Whether a class derives from one of this library or of `class_with_plan`, and states no plan."""
+    return not (cls.__module__.startswith("oslo_models.") or "plan" in vars(cls))
 
 
 def _is_of_no_parameters(found: nn.Module | nn.Parameter | None, entry: Replicated) -> bool:

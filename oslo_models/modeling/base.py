@@ -25,6 +25,7 @@ from oslo_models.modeling.apply_plan import (
     modules_with_tensors_of_heads,
     plan_over,
 )
+from oslo_models.modeling.attention_outputs import AttentionOutputs
 from oslo_models.modeling.construction import construct
 from oslo_models.modeling.counting import CountableModel
 from oslo_models.modeling.derived.report import ShardingReport, report_of_layouts
@@ -68,6 +69,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
         loss_is_mean: whether the loss is a mean over labels or rows, which can be split into micro-batches.
         check_inputs: compares the inputs of the ranks; ``None``: never.
         sharded_layers: notices that a sharded layer was replaced; ``None`` if there are none.
+        attention_outputs: gathers attention weights; ``None`` if every rank has all heads.
     """
 
     head_plan: ClassVar[Entries] = {}
@@ -85,6 +87,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
     _init_seed: int | None = None
     check_inputs: InputCheck | None = None
     sharded_layers: ShardedLayers | None = None
+    attention_outputs: AttentionOutputs | None = None
     _generates = False
 
     @classmethod
@@ -145,6 +148,8 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             full_names = {name: self.stage.full_names.get(name, name) for name, _ in tensors}
             self.layouts = {name: self.layouts[full] for name, full in full_names.items() if full in self.layouts}
         self.sharded_layers = ShardedLayers(self) if mesh.tp.size > 1 else None
+        if mesh.tp.size > 1 and plan.max_ranks() is not None:
+            self.attention_outputs = AttentionOutputs(self, mesh.tp, plan.replicated_attentions)
 
     def _start_pipeline(self, are_random: bool) -> None:
         """Create the pipeline, once the model has its weights; a collective of all ranks.
@@ -319,37 +324,20 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
             return
         tied = self.all_tied_weights_keys
         root = self.stage.canonical_name if self.stage is not None else lambda name: tied.get(name, name)
-        stacks = expert_parameters(self, self.full_plan(), self._prefix())
+        stacks = expert_parameters(self, self.plan(self.config), self._prefix())
         whole = self._initialized_whole()
         for name in whole:
             self.get_submodule(name)._is_hf_initialized = True  # type: ignore[assignment]
-        with self._counting_all_layers():
-            with SeededByName(self, self.layouts, self._init_seed, self.mesh.rank_in, root, stacks):
-                super().initialize_weights()
-                self._initialize_constructed()
-            for name in whole:
-                initialize_whole(self, name, self.layouts, self._init_seed, self.mesh.rank_in, root)
+        with SeededByName(self, self.layouts, self._init_seed, self.mesh.rank_in, root, stacks):
+            super().initialize_weights()
+            self._initialize_constructed()
+        for name in whole:
+            initialize_whole(self, name, self.layouts, self._init_seed, self.mesh.rank_in, root)
         initialize_computed(self, self._init_seed)
-
-    def full_plan(self) -> Plan:
-        """The plan of the full model: the configuration of a pipeline stage knows the kinds of its own blocks only."""
-        with self._counting_all_layers():
-            return self.plan(self.config)
 
     def _initialized_whole(self) -> list[str]:
         """The names of modules some of whose weights transformers computes from sizes of the full module."""
-        return modules_with_tensors_of_heads(self, self.full_plan(), self._prefix())
-
-    @contextmanager
-    def _counting_all_layers(self) -> Iterator[None]:
-        """Let the configuration of a pipeline stage be that of the full model."""
-        full = {} if self.stage is None else self.stage.full_config
-        own = {key: getattr(self.config, key) for key in full}
-        try:
-            self.config.update(full)
-            yield
-        finally:
-            self.config.update(own)
+        return modules_with_tensors_of_heads(self, self.plan(self.config), self._prefix())
 
     def _initialize_constructed(self) -> None:
         """Initialise parameters that transformers fills in constructors only."""
@@ -372,7 +360,7 @@ class ParallelModel(AdaptableModel, FusableModel, TrainableModel, ParallelizedMo
 
     def sharding_report(self) -> ShardingReport:
         """What is sharded how, and, if the plan was derived, why some is not; printed, it is a table."""
-        derived: Any = self.plan(self._full_config()) if callable(getattr(self, "_full_config", None)) else None
+        derived: Any = self.plan(self.config)
         report = getattr(derived, "report", None)
         return report_of_layouts(self, self.layouts) if report is None else report
 

@@ -23,7 +23,7 @@ def plan_of_part(name: str, cls: type[ParallelModel], config: Any, outputs: Mapp
         outputs: the names of its attention outputs: its own, and those that the composite model gives them.
     """
     plan = cls.plan(config).under(f"{name}.{_prefix_of(cls)}")  # type: ignore[arg-type]
-    # A stage reduces layer_types to those of its own blocks, but only in the configuration of the composite model.
+    # The layers of the caches of a stage are found in the configuration of the composite model only.
     types = getattr(config, "layer_types", None)
     return replace(
         plan,

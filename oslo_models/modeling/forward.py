@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from enum import Enum, auto
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 from transformers.utils import ModelOutput
 
-from oslo_models.distributed.autograd_collectives import gather_from
+from oslo_models.cache_argument import NAMES
 from oslo_models.distributed.grad_overflow import propagate_overflow_after_backward
-from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.rng import synchronize
 from oslo_models.fusion.decoding import with_own_code
 from oslo_models.fusion.lazy_logits import LazyLogits
@@ -44,6 +44,7 @@ def with_full_outputs(forward: Any) -> Any:
         if model.mesh is not None:
             if model.sharded_layers is not None:
                 model.sharded_layers.check(model)
+            _refuse_transforms(model)
             args, kwargs = _on_device(model.mesh.device, args, kwargs)
             if not model._generates and not (model.pipeline and model.pipeline.runner.is_running):
                 model._compare(args, kwargs)
@@ -56,6 +57,18 @@ def with_full_outputs(forward: Any) -> Any:
 
     own = with_own_code(full_forward, forward.__qualname__)  # each class with compilations of its own
     return functools.update_wrapper(own, forward)
+
+
+def _refuse_transforms(model: Any) -> None:
+    """Raise ``RuntimeError`` within a transform of ``torch.func`` or forward-mode differentiation."""
+    if torch.compiler.is_compiling() or not model.is_model_parallelized():
+        return
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise RuntimeError(
+            f"transforms of torch.func (grad, vmap, jvp, ...) and forward-mode differentiation do not reach the other "
+            f"ranks of a {type(model).__name__} that is sharded: use loss.backward() or torch.autograd.grad, whose "
+            "gradients of every order are exact, or one process"
+        )
 
 
 def _forward_mode(model: Any, kwargs: Mapping[str, Any]) -> ForwardMode:
@@ -87,7 +100,8 @@ def call_with_full_outputs(model: Any, name: str, args: tuple[Any, ...], kwargs:
         )
     args, kwargs = _on_device(model.mesh.device, args, kwargs)
     model._at(name, steps=1)
-    output = gathered(getattr(model, name)(*args, **kwargs))
+    with within_model(model):
+        output = gathered(getattr(model, name)(*args, **kwargs))
     model._at(f"after {name}")
     if isinstance(output, ModelOutput):
         return type(output)(**_gather_fields(model, output, kwargs))
@@ -104,7 +118,8 @@ def _gathered_forward(forward: Any, model: Any, args: tuple[Any, ...], kwargs: d
     if as_tuple:  # the names of the outputs tell which of them are sharded
         kwargs["return_dict"] = True
     model._at("forward" if torch.is_grad_enabled() else "forward without gradients", steps=1)
-    output = gathered(forward(model, *args, **kwargs))
+    with within_model(model):
+        output = gathered(forward(model, *args, **kwargs))
     if not isinstance(output, ModelOutput):
         return output
     fields = _gather_fields(model, output, kwargs)
@@ -130,6 +145,11 @@ def _note_backward(outputs: Iterable[Any], at: Callable[[str], None]) -> None:
             return
 
 
+def within_model(model: Any) -> Any:
+    """A context in which the stacks of a model return the attention weights of this rank's heads."""
+    return nullcontext() if model.attention_outputs is None else model.attention_outputs.within_model()
+
+
 def with_full_stage_outputs(forward: Any) -> Any:
     """``forward`` on a pipeline stage, with its sharded outputs gathered."""
 
@@ -141,11 +161,14 @@ def with_full_stage_outputs(forward: Any) -> Any:
         if not isinstance(wanted, bool) and wanted is not None:  # only some, by their indices in the full model
             kwargs["output_hidden_states"] = True
         model.use_lazy_logits()
-        output = forward(model, **kwargs)
+        with within_model(model), model.stage.reading_own_layers(model):
+            output = forward(model, **kwargs)
         if not isinstance(output, ModelOutput):
             return output
         fields, stage = _gather_fields(model, output, kwargs), model.stage
         assert stage is not None
+        if not model._generates and not kwargs.get("use_cache"):
+            fields = {name: value for name, value in fields.items() if name not in NAMES}  # of the last blocks alone
         return type(output)(**{name: _of_all_blocks(stage, name, value, wanted) for name, value in fields.items()})
 
     return stage_forward
@@ -203,6 +226,9 @@ def with_synchronized_rng(generate: Any) -> Any:
             return generate(model, *args, **kwargs)
         if model.mesh.has_experts_over_replicas and kwargs.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True  # a replica that has finished still computes the tokens of others
+        if model.is_pipeline_parallelized():
+            given = dict(zip(("inputs", "generation_config"), args, strict=False))
+            _refuse_outputs_of_blocks(model, {**given, **kwargs})
         model._at("generate", steps=1)
         synchronize(model.mesh.model, model.mesh.device)
         args, kwargs = _on_device(model.mesh.device, args, kwargs)
@@ -215,6 +241,22 @@ def with_synchronized_rng(generate: Any) -> Any:
     return synchronized_generate
 
 
+def _refuse_outputs_of_blocks(model: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``generate`` shall return what blocks on other stages compute."""
+
+    def value(name: str) -> Any:
+        configs = (kwargs.get("generation_config"), model.generation_config)
+        values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        return next((each for each in values if each is not None), None)
+
+    wanted = [name for name in ("output_attentions", "output_hidden_states") if value(name)]
+    if wanted and value("return_dict_in_generate"):
+        raise ValueError(
+            f"generate cannot return {' and '.join(wanted)} on pipeline stages, which run their own blocks only: "
+            "call the model on the generated sequences, or use pipeline_parallel_size=1"
+        )
+
+
 def _gather_fields(model: Any, output: ModelOutput, given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a forward's output as transformers returns them: logits and attention weights are gathered."""
     loss = output.get("loss")
@@ -224,21 +266,7 @@ def _gather_fields(model: Any, output: ModelOutput, given: Mapping[str, Any]) ->
         if isinstance(value, (VocabParallelLogits, LazyLogits)):
             labels = model.labels_of.get(name)  # without them, no loss was computed from these logits
             value = None if omit_logits and (labels is None or given.get(labels) is not None) else value.full()
-        elif name.endswith("attentions") and value and model.mesh is not None and _has_local_heads(model, name):
-            value = tree_map_only(Tensor, partial(_all_heads, model.mesh.tp), tuple(value))
+        elif model.attention_outputs is not None:
+            value = model.attention_outputs.full(name, value, given)
         fields[name] = value
     return fields
-
-
-def _has_local_heads(model: Any, name: str) -> bool:
-    """Whether the attention weights of this output are those of this rank's heads only."""
-    plan = model.plan(model.config)
-    return plan.max_ranks() is not None and name not in plan.replicated_attentions
-
-
-def _all_heads(tp: Axis, weights_BHQK: Tensor) -> Tensor:
-    """Attention weights of all heads, of which ranks may have different numbers."""
-    if tp.size == 1:
-        return weights_BHQK
-    count = torch.tensor([weights_BHQK.shape[1]], device=weights_BHQK.device)
-    return gather_from(tp, weights_BHQK, 1, gather_from(tp, count, 0, [1] * tp.size).tolist())

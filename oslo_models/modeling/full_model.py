@@ -104,7 +104,7 @@ def _replace_modules(model: Any, cls: Any, tensors: dict[str, Tensor]) -> None:
     full_names = {} if model.stage is None else model.stage.full_names
     named = model.named_parameters(remove_duplicate=False)
     before = {full_names.get(name, name): param for name, param in named}
-    config, attention = model._full_config(), model.config._attn_implementation
+    config, attention = model._copied_config(), model.config._attn_implementation
     full = cls.from_pretrained(
         None, config=config, state_dict=tensors, dtype=model.dtype, attn_implementation=attention
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel, StaticCache
 
 from oslo_models import registry
-from oslo_models.cache_argument import generation_name
+from oslo_models.cache_argument import NAMES, generation_name
 from oslo_models.contracts import holds
 from oslo_models.distributed.mesh import ParallelMesh
 from oslo_models.distributed.object_exchange import gather_objects, require_equal
+from oslo_models.distributed.stopping import agreed
 from oslo_models.distributed.symmetric_memory import connect, disconnect
 from oslo_models.fusion.block_timing import decide_blocks
 from oslo_models.fusion.decoding import Decoders, graphs_run_in_this_thread, rounded_length, without_waiting
@@ -24,6 +25,7 @@ from oslo_models.fusion.ngram_processors import fuse_processors
 from oslo_models.fusion.self_check import apply_checked
 from oslo_models.fusion.swap import Fusion, FusionCandidate, FusionReport, choose_backend
 from oslo_models.fusion.timing import decide, use_huge_pages
+from oslo_models.layers.vocab_parallel import has_backward_hooks
 from oslo_models.modeling.apply_plan import entries_of_blocks
 from oslo_models.modeling.quantizing import check_not_quantized
 
@@ -171,7 +173,7 @@ class FusableModel(PreTrainedModel):
         found = rules.fusion_candidates(self, backend)
         if float8 is None:
             return found
-        entries = entries_of_blocks(self, self.full_plan(), self._prefix())
+        entries = entries_of_blocks(self, self.plan(self.config), self._prefix())
         return in_float8(self, found, subjects.subjects(self, backend), entries, float8)
 
     def fused_adamw(self, **options: Any) -> torch.optim.AdamW:
@@ -187,6 +189,7 @@ class FusableModel(PreTrainedModel):
         heads = self._fusion.heads() if self._fusion is not None else ()
         lazy = torch.is_grad_enabled() if self.gather_logits is None else not self.gather_logits
         lazy = lazy and self._fusion is not None and self._fusion.weights is None  # which compute the logits themselves
+        lazy = lazy and not any(map(has_backward_hooks, heads))  # they compare shapes
         for head in heads:
             head.lazy = lazy
         return lazy and bool(heads)
@@ -217,8 +220,13 @@ class FusableModel(PreTrainedModel):
         method = f"{_GENERATION}._prepare_cache_for_generation"
         is_fused = self._fusion is not None
         if is_fused and holds(method, "generate uses the cache that transformers chooses"):
-            return self._prepare_faster_cache(*args, **kwargs)
-        return super()._prepare_cache_for_generation(*args, **kwargs)
+            self._prepare_faster_cache(*args, **kwargs)
+        else:
+            super()._prepare_cache_for_generation(*args, **kwargs)
+        if self.stage is not None and self.stage.cache_layers is not None:
+            model_kwargs: Mapping[str, Any] = kwargs["model_kwargs"] if "model_kwargs" in kwargs else args[1]
+            for name in NAMES:
+                self.stage.cache_layers.restrict(model_kwargs.get(name))
 
     def _prepare_faster_cache(
         self,
@@ -273,6 +281,11 @@ class FusableModel(PreTrainedModel):
         width = config.hidden_size * (getattr(block, "num_key_value_heads", None) or heads) // heads
         weights = sum(param.numel() for param in self.parameters()) * (1 if self.mesh is None else self.mesh.tp.size)
         return weights // (2 * config.num_hidden_layers * width)
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' method; criteria that may differ between ranks are agreed on."""
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        return criteria if self.mesh is None else agreed(criteria, self.mesh.model)
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)

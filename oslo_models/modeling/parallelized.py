@@ -71,7 +71,7 @@ class ParallelizedModel(SavableModel):
                 self.state_dict(), "takes no other values: call from_pretrained_with_parallel with quantization_config"
             )
         blocks = None if self.stage is None else [stop - first for first, stop in self.stage.ranges]
-        source = open_with_mapping(type(self), self._full_config(), mesh, Path(directory), blocks_per_stage=blocks)
+        source = open_with_mapping(type(self), self._copied_config(), mesh, Path(directory), blocks_per_stage=blocks)
         with source as (mapping, reader), agree(mesh.world, f"reading {directory}"):
             self._copy_from(mapping.slices(reader), directory)
         mesh.world.set_phase("after loading")

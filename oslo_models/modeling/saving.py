@@ -130,16 +130,22 @@ class SavableModel(PreTrainedModel):
         return tensors, {name: sharded.get(name, Layout(tuple(tensor.shape))) for name, tensor in tensors.items()}
 
     def _tied_names(self) -> dict[str, str]:
-        """For each tied weight the name of its source, by their names in the full model."""
-        return dict(self.all_tied_weights_keys if self.stage is None else self.stage.tied_names)
+        """For each tied weight the name of its source, by their names in the full model. A collective of all ranks.
 
-    def _full_config(self) -> PreTrainedConfig:
-        """The configuration of the full model; on a pipeline stage, ``self.config`` counts fewer layers."""
-        changed = {} if self.stage is None else self.stage.full_config
-        return type(self.config).from_dict({**self.config.to_dict(), **changed})
+        Weights count as tied while all stages hold equal values for them. Once some have become different, each weight
+        is saved by itself, as readers expect it without ``tie_word_embeddings``.
+        """
+        if self.stage is None:
+            return dict(self.all_tied_weights_keys)
+        if self.pipeline is not None:
+            self.pipeline.update_ties()
+        return {} if self.stage.is_untied else dict(self.stage.tied_names)
+
+    def _copied_config(self) -> PreTrainedConfig:
+        return type(self.config).from_dict(self.config.to_dict())
 
     def _write_config(self, directory: Path) -> None:
-        config = self._full_config()
+        config = self._copied_config()
         config.dtype, config.architectures = self.dtype, [type(self).__name__]
         config.save_pretrained(directory)
         if self.can_generate() and self.generation_config is not None:

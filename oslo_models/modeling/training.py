@@ -20,6 +20,7 @@ from oslo_models.distributed.callers import (
     is_listed_by_fully_shard,
     object_under_construction,
     refuse_fsdp1,
+    require_replicas,
     require_replicas_in_fully_shard,
 )
 from oslo_models.distributed.collectives import all_reduce
@@ -58,7 +59,7 @@ class TrainableModel(PreTrainedModel):
                 shards, which it would overwrite with those of its first rank; or of a ``FullyShardedDataParallel``.
         """
         if not torch.compiler.is_compiling() and self.mesh is not None and self.mesh.is_sharded:
-            refuse_fsdp1(type(self).__name__)
+            refuse_fsdp1(f"this {type(self).__name__}")
             _require_replicas(self, self.mesh, prefix)
         return super().named_modules(memo, prefix, remove_duplicate)
 
@@ -207,7 +208,8 @@ class TrainableModel(PreTrainedModel):
             return [grad]
         if self.stage is not None and not self.stage.is_first_holder(name):
             return []
-        layout, rank = self.layouts[name], self.mesh.rank_in(self.layouts[name])
+        layout = self.layouts.get(name) or Layout(tuple(grad.shape))  # modules that were added are replicated
+        rank = self.mesh.rank_in(layout)
         if isinstance(grad, DTensor):
             sharded = any(placement.is_shard() for placement in grad.placements)
             if sharded and not layout.overlaps:  # each replica's shard counts in full or not at all
@@ -284,20 +286,9 @@ def _require_replicas(model: TrainableModel, mesh: ParallelMesh, prefix: str) ->
     if not hasattr(ddp, "parameters_to_ignore") or mesh.device_mesh is None:  # or it has not set its group
         return
     _require_unaveraged_experts(model, prefix, ddp)
-    ranks = dist.get_process_group_ranks(ddp.process_group)
-    ignored = ddp.parameters_to_ignore
     names = (f"{prefix}.{name}" if prefix else name for name in model.layouts)
-    if set(ranks) <= set(mesh.dp.ranks) or all(name in ignored for name in names):
-        return
-    raise ValueError(
-        f"DistributedDataParallel over ranks {ranks} would overwrite the shards of one rank with those of another: "
-        f"ranks {list(mesh.model.ranks)} hold one {type(model).__name__} together (tensor_parallel_size="
-        f"{mesh.tp.size}, pipeline_parallel_size={mesh.pp.size}), and its replicas are on ranks {list(mesh.dp.ranks)}. "
-        "Wrap it over those: DistributedDataParallel(model.gpu_modules(), "
-        "process_group=model.mpu.get_data_parallel_group()). transformers' Trainer and accelerate wrap over all ranks: "
-        "use those of this library, `from oslo_models.integrations import Trainer, Accelerator`, and put "
-        "`ParallelTrainerMixin` from there in front of the bases of a Trainer of your own"
-    )
+    if not all(name in ddp.parameters_to_ignore for name in names):
+        require_replicas("DistributedDataParallel", ddp.process_group, f"one {type(model).__name__}", mesh, mesh.dp)
 
 
 def _require_unaveraged_experts(model: TrainableModel, prefix: str, ddp: Any) -> None:

@@ -17,12 +17,14 @@ from oslo_models.cache_argument import name_in_model, update_cache
 from oslo_models.distributed.collectives import broadcast, receive, send
 from oslo_models.distributed.mesh import Axis
 from oslo_models.distributed.object_exchange import gather_objects
+from oslo_models.pipeline.batch_rows import count_rows, divide_rows
 from oslo_models.pipeline.deepspeed import DeepSpeedAdapter
 from oslo_models.pipeline.micro_batch_loss import GlobalMeanLoss, asks_for_loss
 from oslo_models.pipeline.schedule import Schedule
 from oslo_models.pipeline.shared_outputs import SharedOutputs
 from oslo_models.pipeline.stage import Stack, Stage, hidden_size
 from oslo_models.pipeline.stage_runner import OtherStageError, StageRunner
+from oslo_models.pipeline.ties import untie_different
 
 
 class Pipeline:
@@ -39,8 +41,18 @@ class Pipeline:
         self.runner = StageRunner(model, stage, forward)
         self._signature = inspect.signature(forward)
         self._keeps_logits = False
-        # Every rank has to take part in the creation of every group.
-        self._shared_axes = {name: self.mesh.stages(stages) for name, stages in sorted(stage.shared_parameters.items())}
+        self._open_loop: Schedule | None = None
+        self._axes: dict[tuple[int, ...], Axis] = {}
+        self._shared_axes = self._find_axes()
+
+    def _find_axes(self) -> dict[str, Axis]:
+        """The axis of the stages that hold each shared parameter. Every rank takes part in the creation of each."""
+        found = {}
+        for name, stages in sorted(self.stage.shared_parameters.items()):
+            if stages not in self._axes:
+                self._axes[stages] = self.mesh.stages(stages)
+            found[name] = self._axes[stages]
+        return found
 
     def tied_parameters(self) -> list[tuple[nn.Parameter, Axis]]:
         """Each local parameter that other stages hold too, and the axis of those stages.
@@ -51,6 +63,27 @@ class Pipeline:
         # loading may have made what was constructed frozen trainable
         trained = {name for name, param in parameters.items() if param.requires_grad or name not in self.stage.frozen}
         return [(parameters[name], axis) for name, axis in self._shared_axes.items() if name in trained]
+
+    def has_doubtful_ties(self) -> bool:
+        """Whether the configuration was changed to say that tied weights are not, or no longer, tied."""
+        says = getattr(self.model.config, "tie_word_embeddings", None)
+        return bool(self.stage.tied_names) and says != self.stage.ties_words
+
+    def update_ties(self) -> None:
+        """Find out which weights are still tied, and correct the configuration. A collective of all ranks.
+
+        An adapter may bring its own head. ``peft`` compares the head with the embedding when it merges adapters. One of
+        them is on another stage, so ``peft`` always sets ``tie_word_embeddings=False``, and only the values can tell.
+        """
+        model, stage = self.model, self.stage
+        if not stage.tied_names:
+            return
+        if untie_different(stage, dict(model.named_parameters(remove_duplicate=False)), self.mesh):
+            stage.is_untied, stage.ties_words = True, stage.ties_words and False
+            self._shared_axes = self._find_axes()
+            model._mark_parameters()
+        if stage.ties_words is not None:
+            model.config.tie_word_embeddings = stage.ties_words
 
     @torch.no_grad()
     def broadcast_tied(self) -> None:
@@ -89,6 +122,7 @@ class Pipeline:
         batch = {**bound, **bound.get("kwargs", {})}
         batch.pop("self"), batch.pop("kwargs", None)
         if self.model._generates:
+            self._end_open_loop("generate")
             return self._generation_step(batch)
         if self.runner.abandoned:
             self.runner.abandoned = False
@@ -96,11 +130,10 @@ class Pipeline:
                 "the loop over the micro-batches of the last batch was left before its end, so its gradients are of no "
                 "use: set them to zero and go on with another batch"
             )
-        if "use_cache" in self._signature.parameters:
-            batch.setdefault("use_cache", False)  # a cache of this stage's blocks alone is of no use
         self.mesh.world.set_phase(f"beginning of the loop over micro-batches, stage {self.stage.index}", steps=1)
         deepspeed = DeepSpeedAdapter.find(self.model)
         micro_batches = self._micro_batches(batch)
+        self.runner.check(micro_batches[0])
         name, loss = type(self.model).__name__, None
         has_loss = asks_for_loss(batch, self.model.loss_inputs)
         if has_loss and len(micro_batches) > 1:
@@ -125,11 +158,38 @@ class Pipeline:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the call of the model has gathered parameters; each micro-batch gathers them again
-        yield from Schedule(self.runner, self.tied_parameters(), micro_batches, has_loss, loss, deepspeed, shared)
+        self._end_open_loop("a second loop over micro-batches")
+        schedule = Schedule(self, micro_batches, has_loss, loss, deepspeed, shared)
+        self._open_loop = schedule
+        try:
+            yield from schedule
+        finally:
+            if self._open_loop is schedule:
+                self._open_loop = None
+
+    def _end_open_loop(self, what: str) -> None:
+        """Raise ``RuntimeError`` if a loop of this model is open: what both send would be mixed up.
+
+        The open loop is ended on the way, so that no stage waits for another one.
+        """
+        if self._open_loop is not None:
+            schedule, self._open_loop = self._open_loop, None
+            schedule.leave()
+            self.runner.abandoned = False  # this error says so
+            raise RuntimeError(
+                f"{what} was started within a loop over the micro-batches of this {type(self.model).__name__}. Both "
+                "have been left: set the gradients to zero, and run one after the other. For a loss of two batches, "
+                "concatenate them"
+            )
 
     def _micro_batches(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Split every tensor with one row per row of the batch; pass everything else to each micro-batch."""
-        rows = next((x.shape[0] for x in batch.values() if isinstance(x, Tensor) and x.dim() > 1), None)
+        """Split what has one row per row of the batch; pass everything else to each micro-batch.
+
+        Raises:
+            ValueError: the batch has no rows, or not a multiple of the size of micro-batches; an argument cannot be
+                divided, or it is not known whether it can.
+        """
+        rows = count_rows(batch, self.model.main_input_name)
         size = self.model.micro_batch_size
         if rows is None or rows == 0:
             raise ValueError(f"the batch has no rows: pass {self.model.main_input_name} of shape [rows, ...]")
@@ -139,12 +199,7 @@ class Pipeline:
                 "of them (model.set_micro_batch_size)"
             )
 
-        def part(x: Any, i: int) -> Any:
-            is_batched = isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == rows
-            # Not a view: some models modify their inputs in place.
-            return x[i * size : (i + 1) * size].clone() if is_batched else x
-
-        return [{name: part(x, i) for name, x in batch.items()} for i in range(rows // size)]
+        return divide_rows(batch, rows, size)
 
     # Generation -------------------------------------------------------------------------------------------------------
 
@@ -164,6 +219,7 @@ class Pipeline:
     @torch.no_grad()
     def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MoEModelOutput:
         """Run the encoder on the arguments of ``generate``; returns its output on every stage."""
+        self._end_open_loop("generate")
         name, accepted = self.model.main_input_name, inspect.signature(self.model.get_encoder().forward).parameters
         prompt = args[0] if args else kwargs.get(name, kwargs.get("inputs"))
         arguments = {name: prompt, **{key: value for key, value in kwargs.items() if key in accepted}}
@@ -190,10 +246,11 @@ class Pipeline:
         number = len(self.stage.stacks) - 1
         stack = self.stage.stacks[number]
         requested = batch.get("logits_to_keep")
-        keep = requested if isinstance(requested, int) and requested > 0 else 1
         cache = name_in_model(type(self.model).forward, batch)
         past, failure = None if cache is None else batch.get(cache), None
         rows, length, width = self.runner.shape(batch, number)
+        # A forward without this argument returns all logits; assisted decoding reads those of all its candidates.
+        keep = requested if isinstance(requested, int) and requested > 0 else length
         logits = torch.empty(
             rows, min(keep, length), _count_words(self.model.config), dtype=self.model.dtype, device=self.mesh.device
         )

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +50,23 @@ class _InFlight:
     loss: Tensor | None
 
 
+class TiedPipeline(Protocol):
+    """The part of a `Pipeline` that its schedule needs: this stage, and the weights that other stages hold too."""
+
+    runner: StageRunner
+
+    def tied_parameters(self) -> list[tuple[nn.Parameter, Axis]]: ...
+
+    def has_doubtful_ties(self) -> bool: ...
+
+    def update_ties(self) -> None: ...
+
+
 class Schedule:
     """The loop over the micro-batches of one batch, on one stage.
 
     Args:
-        runner: the stage.
-        tied: each local parameter that other stages hold too, with the axis of those stages; in the same order on all.
+        pipeline: the pipeline of the model, as seen by this stage.
         micro_batches: the arguments of the forward for each micro-batch.
         has_loss: whether the batch asks for a loss.
         loss: makes the losses of several micro-batches add up to that of the batch.
@@ -65,15 +76,15 @@ class Schedule:
 
     def __init__(
         self,
-        runner: StageRunner,
-        tied: list[tuple[nn.Parameter, Axis]],
+        pipeline: TiedPipeline,
         micro_batches: list[dict[str, Any]],
         has_loss: bool,
         loss: GlobalMeanLoss | None = None,
         deepspeed: DeepSpeedAdapter | None = None,
         shared: SharedOutputs | None = None,
     ) -> None:
-        self.runner, self.tied, self.micro_batches = runner, tied, micro_batches
+        self.pipeline, self.runner, self.micro_batches = pipeline, pipeline.runner, micro_batches
+        runner = pipeline.runner
         self.has_loss, self.loss, self.shared = has_loss, loss, shared
         self.stage, self.mesh = runner.stage, runner.model.mesh
         self.num_micro_batches = len(micro_batches)
@@ -96,12 +107,14 @@ class Schedule:
 
     def __iter__(self) -> Iterator[Any]:
         outputs: deque[Any] = deque()
-        if self.trains:
-            for param, axis in self.tied:
+        if self.trains and not self.pipeline.has_doubtful_ties():
+            for param, axis in self.pipeline.tied_parameters():
                 if axis.rank > 0:  # the gradient of earlier loops is on every stage; count it once in the sum
                     param.grad = None
         try:
             for iteration in range(self.num_micro_batches):
+                if self._finished:
+                    raise RuntimeError("this loop over micro-batches has been left: start another one")
                 while self.forwards < min(self.num_micro_batches, iteration + self.num_warmup + 1):
                     outputs.append(self._forward(self.forwards))
                 yield self._with_shared(iteration, outputs.popleft())
@@ -120,6 +133,11 @@ class Schedule:
             self._finish(abandoned=True)
             raise
         self._finish()
+
+    def leave(self) -> None:
+        """End the loop from outside of it: no stage waits for another one, and its next iteration raises."""
+        self._complete_communication()
+        self._finish(abandoned=True)
 
     def _set_phase(self, phase: str) -> None:
         self.mesh.world.set_phase(f"{phase}, stage {self.stage.index}")
@@ -145,6 +163,13 @@ class Schedule:
             raise ValueError(
                 f"{type(self.runner.model).__name__} computed no loss of {sorted(batch)}: pass all its labels"
             )
+        if loss is not None:
+            if loss.numel() != 1:
+                raise ValueError(
+                    f"{type(self.runner.model).__name__} computed a loss of shape {tuple(loss.shape)}: stages need one "
+                    "number for each micro-batch"
+                )
+            loss = loss.reshape(())  # num_items_in_batch may be a tensor of shape [1]
         self._send(self.mesh.pp, self.stage.index + 1, [hidden.detach() for hidden in outgoing.values()])
         self.forwards += 1
         if self.trains:
@@ -273,15 +298,21 @@ class Schedule:
             self.deepspeed.set_boundary(is_last=True)
         while self._sends:
             self._sends.popleft().wait()
-        report = torch.zeros(self.num_micro_batches + self.stage.count, dtype=torch.float64, device=self.mesh.device)
+        # the losses, which stages gave up, and whether any doubts that weights are tied
+        report = torch.zeros(
+            self.num_micro_batches + self.stage.count + 1, dtype=torch.float64, device=self.mesh.device
+        )
         if self.stage.is_last and len(self._losses) == self.num_micro_batches:
             report[: self.num_micro_batches] = torch.stack([loss.detach().double() for loss in self._losses])
         report[self.num_micro_batches + self.stage.index] = float(abandoned)
+        report[-1] = float(self.trains and self.pipeline.has_doubtful_ties())
         all_reduce(self.mesh.pp, report)
-        gave_up = report[self.num_micro_batches :].nonzero().flatten().tolist()
+        gave_up = report[self.num_micro_batches : -1].nonzero().flatten().tolist()
         if self.trains and not gave_up:
             self._set_phase("sum of tied gradients")
-            for param, axis in self.tied:
+            if report[-1]:
+                self.pipeline.update_ties()
+            for param, axis in self.pipeline.tied_parameters():
                 self._sum_over_stages(param, axis)
             propagate_overflow(self.runner.model.parameters, self.mesh.model)
         if not self.stage.is_last and not gave_up:
@@ -298,11 +329,12 @@ class Schedule:
 
     @staticmethod
     def _sum_over_stages(param: nn.Parameter, axis: Axis) -> None:
-        """Sum the gradient of a tied parameter over the stages that hold it."""
-        stages_with_grad = all_reduce(axis, torch.tensor(float(param.grad is not None), device=param.device))
-        if not stages_with_grad:  # none is created then, so that the optimizer skips the parameter
+        """Sum the gradient of a tied parameter over the stages that hold it; if one has frozen it, it is frozen."""
+        has_grad, is_frozen = float(param.grad is not None), float(not param.requires_grad)
+        counts = all_reduce(axis, torch.tensor([has_grad, is_frozen], device=param.device))
+        if not counts[0] or counts[1]:  # none is created then, so that the optimizer skips the parameter
+            param.grad = None
             return
         grad = torch.zeros_like(param) if param.grad is None else param.grad
-        if param.requires_grad:
-            param.grad = grad
+        param.grad = grad
         all_reduce(axis, grad.to_local() if isinstance(grad, DTensor) else grad)

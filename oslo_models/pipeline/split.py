@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.pipeline.boundaries import place_boundaries
+from oslo_models.pipeline.caches import CacheLayers
 from oslo_models.pipeline.partition import partition
 from oslo_models.pipeline.stage import Stack, Stage, hidden_size, stack_of
+from oslo_models.sharding.layer_lists import layer_lists
 from oslo_models.sharding.layout import Layout, Range
 from oslo_models.sharding.plan import Entries, Plan, entry_of
 
@@ -67,8 +69,10 @@ def split_stage(
         )
     for each in stacks:
         hidden_size(model, each.blocks)  # raises if it is unknown
-    stage = Stage(index, count, stacks, ranges, tied_names=dict(model.all_tied_weights_keys))
-    holders = _holding_stages(plan, prefix, head, stacks, stage_of, layouts, model.all_tied_weights_keys)
+    tied = dict(model.all_tied_weights_keys)
+    stage = Stage(index, count, stacks, ranges, tied_names=tied)
+    stage.ties_words = getattr(model.config, "tie_word_embeddings", None)
+    holders = _holding_stages(plan, prefix, head, stacks, stage_of, layouts, tied)
     stage.shared_parameters = {name: stages for name, stages in holders.items() if len(stages) > 1}
     stage.frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
     _copy_first_block_modules(model, plan, prefix, stage, stage_of)
@@ -78,7 +82,9 @@ def split_stage(
     if not plan.keeps_layer_numbers:
         _renumber_layers(model, plan, prefix)
     stage.counting_layer = _counting_layer(model.config, plan, ranges[index])
-    stage.full_config = _restrict_layer_types(model, ranges[index], stage.counting_layer)
+    counts = {stack.blocks: sum(f"{prefix}{of}" == stack.blocks for of, _ in blocks) for stack in stacks}
+    stage.layer_lists = _own_layer_lists(model, plan, stage, counts)
+    stage.cache_layers = _cache_layers(model.config, plan, stage, counts)
     _count_routers(stage, plan, prefix, blocks, layouts)
     stage.early_outputs = {prefix + key: width for key, width in plan.early_outputs.items()}
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
@@ -235,10 +241,14 @@ def _count_routers(
 ) -> None:
     """Note how many routers each stage has, and for how many experts they are."""
     found = [
-        [f"{prefix}{stack}.{block}.{entry}.down_proj" for entry in plan.expert_entries(stack)]
+        {f"{prefix}{stack}.{block}.{name}.down_proj": entry for name, entry in plan.expert_entries(stack).items()}
         for stack, block in blocks
     ]
-    experts = [[layouts[name].shape[0] for name in names if name in layouts] for names in found]
+    # Routers also choose experts that return their input and have no weights.
+    experts = [
+        [layouts[name].shape[0] + entry.identities for name, entry in entries.items() if name in layouts]
+        for entries in found
+    ]
     stage.routers = tuple(sum(map(len, experts[slice(*local)])) for local in stage.ranges)
     stage.num_experts = max((count for counts in experts for count in counts), default=0)
 
@@ -281,20 +291,6 @@ _WITHOUT_LENGTH = {"conv", "linear_attention", "moe", "mlp"}
 """The types of blocks whose part of a cache does not tell how many positions it has seen."""
 
 
-def _with_own(kind: type[Any], name: str, own: list[str]) -> type[Any]:
-    """A class of configurations in which the property ``name`` is ``own``, and which can be pickled."""
-
-    def reduce(self: Any) -> tuple[Any, ...]:
-        return _restore_config, (kind, name, own), vars(self)
-
-    return type(kind.__name__, (kind,), {name: own, "__module__": kind.__module__, "__reduce__": reduce})
-
-
-def _restore_config(kind: type[Any], name: str, own: list[str]) -> Any:
-    """The inverse of pickling, before the values are set."""
-    return object.__new__(_with_own(kind, name, own))
-
-
 def _counting_layer(config: Any, plan: Plan, local: Range) -> int | None:
     """The layer of a stage's cache in which the pipeline counts the positions, if no local block does so for all."""
     full = getattr(config, "layer_types", None)
@@ -304,25 +300,41 @@ def _counting_layer(config: Any, plan: Plan, local: Range) -> int | None:
     return len(own) if own and not set(own) - _WITHOUT_LENGTH else None
 
 
-def _restrict_layer_types(model: PreTrainedModel, local: Range, counting_layer: int | None) -> dict[str, Any]:
-    """Restrict ``config.layer_types`` to the local blocks.
+def _cache_layers(config: Any, plan: Plan, stage: Stage, counts: Mapping[str, int]) -> CacheLayers | None:
+    """The layers of this stage in a cache for the full model; ``None`` if its blocks keep their numbers."""
+    if plan.keeps_layer_numbers:
+        return None
+    start, stop, total = *stage.ranges[stage.index], stage.ranges[-1][1]
+    if config.is_encoder_decoder:
+        before = total - counts[stage.stacks[-1].blocks]
+        start, stop, total = max(start - before, 0), max(stop - before, 0), total - before
+    per_block = plan.cache_layers_per_block
+    return CacheLayers(start * per_block, stop * per_block, total * per_block, stage.counting_layer)
+
+
+def _own_layer_lists(
+    model: PreTrainedModel, plan: Plan, stage: Stage, counts: Mapping[str, int]
+) -> dict[str, dict[str, Sequence[Any]]]:
+    """The values with one entry per layer, for the layers of this stage, by the module whose configuration has them.
 
     Args:
-        counting_layer: see `Stage`.
-
-    Returns:
-        The changed values as they were before.
+        counts: the number of blocks of each stack of the full model, by the path of its blocks.
     """
-    full = getattr(model.config, "layer_types", None)
-    if full is None:
-        return {}
-    own = list(full[slice(*local)])
-    if counting_layer == len(own):
-        own.append("full_attention")  # the cache gets a layer more
-    kind = type(model.config)
-    name = getattr(kind, "attribute_map", {}).get("layer_types", "layer_types")
-    if isinstance(getattr(kind, name, None), property):  # which computes them, from numbers that stay
-        model.config.__class__ = _with_own(kind, name, own)
-        return {"__class__": kind}
-    model.config.layer_types = own
-    return {"layer_types": full}
+    found: dict[str, dict[str, Sequence[Any]]] = {}
+    for stack in stage.stacks:
+        owner = stack.blocks.rpartition(".")[0]
+        while owner and not hasattr(model.get_submodule(owner), "config"):
+            owner = owner.rpartition(".")[0]
+        config = model.get_submodule(owner).config
+        if not stack.is_local or not isinstance(config, PreTrainedConfig):
+            continue
+        per_block, count = plan.cache_layers_per_block, counts[stack.blocks]
+        here = len(model.get_submodule(stack.blocks))
+        for scale in {1, per_block}:
+            start, stop = stack.blocks_before * scale, (stack.blocks_before + here) * scale
+            lists = {name: list(value[start:stop]) for name, value in layer_lists(config, count * scale).items()}
+            types = getattr(type(config), "attribute_map", {}).get("layer_types", "layer_types")
+            if types in lists and stage.counting_layer == len(lists[types]):
+                lists[types].append("full_attention")  # caches get a layer more
+            found.setdefault(owner, {}).update(lists)
+    return {owner: lists for owner, lists in found.items() if lists}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from oslo_models.pipeline.caches import CacheLayers
 from oslo_models.pipeline.placeholders import Placeholder
+from oslo_models.sharding.layer_lists import replaced_values
 from oslo_models.sharding.layout import Range
 from oslo_models.sharding.plan import InputPositions
 
@@ -50,11 +53,14 @@ class Stage:
         full_names: for parameters whose name differs in the full model, from the name here to that in the full model.
         shared_parameters: for parameters that several stages hold, from the canonical name to those stages.
         tied_names: for tied weights, from each other name in the full model to the canonical name.
-        full_config: values of the full model's configuration that differ from those of this stage.
+        ties_words: ``tie_word_embeddings`` in the configuration, as long as the values agree with it.
+        is_untied: whether weights were found to differ that were tied before.
+        layer_lists: for the configuration of some modules, the values with one entry per layer, for the layers here.
+        cache_layers: the layers of this stage in a cache for the full model.
         frozen: the canonical names of parameters that get no gradient.
         early_outputs: see `Plan`; with the names of the full model.
         routers: for each stage the number of its routers.
-        num_experts: the width of a router's logits.
+        num_experts: the width of a router's logits: how many experts it chooses from.
         counting_layer: the layer of the cache in which the pipeline counts the positions, where local blocks do not.
     """
 
@@ -65,12 +71,27 @@ class Stage:
     full_names: dict[str, str] = field(default_factory=dict)
     shared_parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tied_names: dict[str, str] = field(default_factory=dict)
-    full_config: dict[str, Any] = field(default_factory=dict)
+    ties_words: bool | None = None
+    is_untied: bool = False
+    layer_lists: dict[str, dict[str, Sequence[Any]]] = field(default_factory=dict)
+    cache_layers: CacheLayers | None = None
     frozen: set[str] = field(default_factory=set)
     early_outputs: dict[str, int] = field(default_factory=dict)
     routers: tuple[int, ...] = ()
     num_experts: int = 0
     counting_layer: int | None = None
+
+    @contextmanager
+    def reading_own_layers(self, model: Any) -> Iterator[None]:
+        """Within the block, the configurations of ``model`` list the layers of this stage only.
+
+        The forward reads them by the numbers that blocks have here. Outside of the forward they list all layers, as
+        scripts read, copy and save ``model.config``.
+        """
+        with ExitStack() as stack:
+            for path, values in self.layer_lists.items():
+                stack.enter_context(replaced_values(model.get_submodule(path).config, values))
+            yield
 
     def is_first_holder(self, name: str) -> bool:
         """Whether this stage is the first that holds the parameter; sums over all parameters count it there only."""

@@ -99,8 +99,20 @@ class StageRunner:
         """The numbers of the tensors sent to the next stage, in this order."""
         return [] if self.stage.is_last else self._sent_by(self.stage.index, batch)
 
+    def check(self, batch: Batch) -> None:
+        """Raise ``ValueError`` on every stage if the sizes of what stages exchange are not known for this batch."""
+        sent = {number for stage in range(self.stage.count - 1) for number in self._sent_by(stage, batch)}
+        for number in sorted(sent | {len(self.stage.stacks) - 1}):
+            self.shape(batch, number)
+
+    def _is_given(self, stack: int, batch: Batch) -> bool:
+        """Whether the batch has the output of an encoder, which then does not run."""
+        is_encoder = self.model.config.is_encoder_decoder and stack < len(self.stage.stacks) - 1
+        return is_encoder and batch.get("encoder_outputs") is not None
+
     def _sent_by(self, stage: int, batch: Batch) -> list[int]:
-        started = [i for i, stack in enumerate(self.stage.stacks) if stack.first <= stage]
+        given = [i for i in range(len(self.stage.stacks)) if self._is_given(i, batch)]
+        started = [i for i, stack in enumerate(self.stage.stacks) if stack.first <= stage and i not in given]
         wanted = batch.get("output_router_logits")
         if wanted is None:
             wanted = getattr(self.model.config, "output_router_logits", False)
@@ -108,6 +120,11 @@ class StageRunner:
             raise ValueError(
                 f"output_router_logits=True: the auxiliary loss of {type(self.model).__name__} would lack the routers "
                 "of the other pipeline stages; use pipeline_parallel_size=1, or leave it out"
+            )
+        if wanted and given:
+            raise ValueError(
+                "output_router_logits=True with encoder_outputs: on pipeline stages, the auxiliary loss would lack the "
+                "routers of the encoder; leave one of them out"
             )
         last = len(self.stage.stacks) + len(self._returned) + stage
         return [*started, *self._returned, *(number for number in self._routers if wanted and number <= last)]
@@ -134,7 +151,12 @@ class StageRunner:
         embeds = batch.get("decoder_inputs_embeds" if is_decoder else "inputs_embeds")
         if embeds is not None:
             return embeds[..., 0].numel() // embeds.shape[-2], embeds.shape[-2], width
-        ids = next(batch[name] for name in names if batch.get(name) is not None)
+        ids = next((batch[name] for name in names if batch.get(name) is not None), None)
+        if ids is None:
+            raise ValueError(
+                f"pipeline stages need {' or '.join(names)} to know the sizes of hidden states; the batch of "
+                f"{type(self.model).__name__} has {', '.join(sorted(batch))}"
+            )
         return ids.numel() // ids.shape[-1], ids.shape[-1], width
 
     def __call__(self, batch: Batch, arrived: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], Any]:
@@ -147,7 +169,10 @@ class StageRunner:
             The tensors to send, by the numbers of `outgoing`, and the output of the forward: that of the model on the
             last stage, on others that of the stack in which the stage ends.
         """
+        expected = {i: self.shape(batch, i) for i in self.outgoing(batch)}  # received tensors change the batch below
         batch, self._router_logits = dict(batch), []
+        if not any(stack.is_local and not self._is_given(i, batch) for i, stack in enumerate(self.stage.stacks)):
+            return {}, None
         for i, hidden in arrived.items():
             if i in self._routers:
                 self._router_logits += hidden.flatten(0, 1).split(self.stage.num_experts, -1)
@@ -161,7 +186,14 @@ class StageRunner:
             dropout.calls = 0
         outputs, output = self._call_model(batch) if isinstance(self.model, FSDPModule) else self.forward(batch)
         tensors = {**arrived, **outputs}
-        return {i: tensors[i] for i in self.outgoing(batch) if i in tensors}, output
+        for i, shape in expected.items():
+            if i not in tensors or tuple(tensors[i].shape) != shape:
+                found = "is missing" if i not in tensors else f"has shape {tuple(tensors[i].shape)}"
+                raise ValueError(
+                    f"{type(self.model).__name__} on pipeline stages: tensor {i} {found}, and the other stages expect "
+                    f"the shape {shape}. Please report it, and use pipeline_parallel_size=1"
+                )
+        return {i: tensors[i] for i in expected}, output
 
     def _call_model(self, batch: dict[str, Any]) -> Any:
         """Run `forward` by calling the model, whose FSDP hooks gather and free the parameters around it."""
@@ -202,7 +234,8 @@ class StageRunner:
         for dropout in self._boundary_dropouts:
             dropout.calls = 0
         try:
-            output = self.model.get_submodule(self.stage.stacks[stack].name)(**batch)
+            with self.stage.reading_own_layers(self.model):
+                output = self.model.get_submodule(self.stage.stacks[stack].name)(**batch)
         except _StageEnd as end:
             output = end.output
         return output[0]

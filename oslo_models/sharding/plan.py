@@ -292,6 +292,11 @@ class VocabParallel(Replicated):
     """Shard the rows of an embedding, of a language-model head or of its bias: one row per token of the vocabulary."""
 
     def layout(self, leaf: str, shape: tuple[int, ...], n: int) -> Layout:
+        if shape[0] < n:
+            raise ValueError(
+                f"a vocabulary of {shape[0]} tokens cannot be sharded over tensor_parallel_size={n} ranks, as some of "
+                f"them would have none: use at most {shape[0]}"
+            )
         return Layout.sharded(shape, 0, (EvenSplit(shape[0]),), n)
 
 
@@ -502,10 +507,10 @@ class Plan:
             for kind in [{**entries, **own} for own in self.block_overrides.get(stack, ())] or [{**entries}]
         ]
 
-    def expert_entries(self, stack: str) -> list[str]:
-        """The names of the experts inside a block of ``stack``, if it has any."""
+    def expert_entries(self, stack: str) -> dict[str, Experts]:
+        """The entries of the experts inside a block of ``stack``, if it has any."""
         kinds = [self.blocks[stack], *self.block_overrides.get(stack, ())]
-        return list({name: None for kind in kinds for name, entry in kind.items() if isinstance(entry, Experts)})
+        return {name: entry for kind in kinds for name, entry in kind.items() if isinstance(entry, Experts)}
 
     def has_experts(self) -> bool:
         """Whether some blocks have a mixture of experts."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
 from oslo_kernels.shared_memory import SharedMemory
+from oslo_models.distributed.collectives import all_reduce
 from oslo_models.distributed.memory_of_objects import memory_of_objects
 from oslo_models.distributed.mesh import Axis, ParallelMesh, world_axis
 from oslo_models.distributed.object_exchange import gather_objects
+from oslo_models.distributed.watchdog import RankFailedError
 
 from support.pool import Pool
+from support.waiting import wait_until
 
 
 def exchange(axis: Axis, number: int) -> bool:
@@ -45,6 +50,25 @@ def exchange_late() -> None:
 
 def test_exchange_waits_for_a_busy_rank_beyond_the_timeout(pool: Pool) -> None:
     pool.run(2, exchange_late)
+
+
+def collective_late(exchanges: int, raised: Path) -> None:
+    """Rank 1 is alive and does not come to the first collective, which prepares memory for the group."""
+    axis = world_axis(1.0)
+    for number in range(exchanges):
+        exchange(axis, number)
+    if axis.rank == 1:
+        wait_until(raised.exists)
+        return
+    with pytest.raises(RankFailedError, match=r"rank 1 .* did not come"):
+        all_reduce(axis, torch.ones(3))
+    raised.touch()
+
+
+@pytest.mark.parametrize("exchanges", [0, 3])
+def test_the_first_collective_waits_no_longer_than_the_timeout(pool: Pool, tmp_path: Path, exchanges: int) -> None:
+    """Whether its exchange goes through the process group or through memory."""
+    pool.run(2, collective_late, exchanges, tmp_path / "raised")
 
 
 def exchange_between_hosts() -> None:

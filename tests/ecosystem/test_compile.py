@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -163,7 +164,7 @@ class CastsAsT5(RowParallelLinear):
 def test_attributes_of_shards_break_no_graph(mode: Any) -> None:
     layer: Any = nn.Linear(4, 6, dtype=torch.float64)
     layer.__class__, layer.tp, layer.stream = CastsAsT5, Axis("tp", 0, (0,), None), None
-    mark(layer.weight, None, ShardedParameter)
+    mark(layer.weight, SimpleNamespace(is_part=True), ShardedParameter)
     x = torch.randn(3, 4)
     with fresh_dynamo(), mode():
         compiled = torch.compile(layer, backend=BACKEND, fullgraph=True)(x)

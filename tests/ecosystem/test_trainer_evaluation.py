@@ -113,3 +113,22 @@ def test_seq2seq_predicts_by_generation(pool: Pool, sizes: str, tmp_path: Path, 
     expected = trainers.in_float64(lambda: reference.predict(rows[1], max_length=8, num_beams=2))
     loss = reference.state.log_history[0]["loss"]
     pool.run(ranks, generate_on_ranks, run, tp, pp, args, rows, expected, loss, env=True)
+
+
+def predict_on_ranks(run: Run, pp: int, args: dict[str, Any], rows: trainers.Rows, expected: Any) -> None:
+    trainer = trainers.rank_trainer(run, 1, pp, args, rows, Trainer)
+    predictions = trainers.in_float64(lambda: trainer.predict(rows)).predictions
+    assert numpy.abs(predictions - expected).max() < TOLERANCE
+
+
+def test_predictions_of_stages_leave_out_what_the_last_stage_lacks(pool: Pool, tmp_path: Path, seed: int) -> None:
+    config = pipelines.config("gpt2", output_hidden_states=True)
+    rows, args = trainers.text_rows(config, seed, 4), {"output_dir": str(tmp_path)}
+    run = Run("GPT2LMHeadModel", config, {})
+    model = trainers.reference_model(run.name, config, seed)
+    run.weights = trainers.full_parameters(model)
+    trainers.fresh_accelerate()
+    reference = transformers.Trainer(model, trainers.arguments(**args))
+    logits, hidden_states = trainers.in_float64(lambda: reference.predict(rows)).predictions[:2]
+    assert len(hidden_states) == config.n_layer + 1
+    pool.run(2, predict_on_ranks, run, 2, args, rows, logits, env=True)

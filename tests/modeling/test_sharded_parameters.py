@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedConfig
 
 from oslo_models import registry
-from oslo_models.distributed.sharded_tensor import Shard, ShardedParameter, ShardWarning, local_tensor
+from oslo_models.distributed.sharded_tensor import Shard, ShardedParameter, local_tensor
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -337,15 +336,17 @@ def plain_muon(name: str, config: Any, weights: Weights, batch: Batch) -> None:
     model = model_on_stages(name, config, weights, 2, 1).eval()
     optimizer = muon(model, lambda cls, params, **options: cls(params, **options))[0]
     backward(model, batch)
-    with pytest.warns(ShardWarning, match=r"of a shard \(model\.layers\.0.*matrix_optimizer"):
+    with pytest.raises(RuntimeError, match=r"a shard \(model\.layers\.0.*Muon needs full tensors.*matrix_optimizer"):
         optimizer.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ShardWarning)
-        for elementwise in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop):
-            elementwise(model.parameters(), lr=0.0).step()
+    with pytest.raises(RuntimeError, match=r"a shard \(.*LBFGS needs full tensors"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: torch.zeros(()))
+    names = ["AdamW", "Adam", "Adamax", "NAdam", "RAdam", "SGD", "ASGD", "Rprop", "Adagrad", "Adadelta", "RMSprop"]
+    for name in names:
+        for foreach in (False, True):
+            getattr(torch.optim, name)(model.parameters(), lr=0.0, foreach=foreach).step()
 
 
-def test_optimizer_that_treats_shards_as_matrices_is_reported(pool: Pool, seed: int) -> None:
+def test_optimizer_that_treats_shards_as_matrices_is_refused(pool: Pool, seed: int) -> None:
     name, config, _, weights, batch = reference("llama-one-kv", seed)
     pool.run(2, plain_muon, name, config, weights, batch)
 
@@ -434,6 +435,5 @@ def call_by_keywords(seed: int) -> None:
         torch.matmul(input=torch.ones(1, weight.shape[1]), other=torch.transpose(input=weight, dim0=0, dim1=1))
 
 
-@pytest.mark.filterwarnings("ignore::oslo_models.distributed.sharded_tensor.ShardWarning")
 def test_functions_of_torch_are_called_by_keywords(pool: Pool, seed: int) -> None:
     pool.run(2, call_by_keywords, seed)

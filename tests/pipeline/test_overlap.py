@@ -82,7 +82,8 @@ class IdleModel(nn.Module):
     """One stage of a model that computes nothing: what a `Pipeline` needs of a model."""
 
     loss_inputs, loss_is_mean = (), True
-    config = SimpleNamespace(hidden_size=2)
+    config = SimpleNamespace(hidden_size=2, is_encoder_decoder=False)
+    main_input_name = "input_ids"
     dtype = torch.float64
     micro_batch_size = 1
     _generates = share_logits = False

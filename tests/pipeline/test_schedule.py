@@ -351,10 +351,10 @@ def check_traffic(given: Case, tp: int, pp: int, size: int) -> dict[str, Any]:
     others = list(counted.collectives)
     for _, axis in model.pipeline.tied_parameters():
         others.remove(next(entry for entry in others if entry[1] is axis.group and entry[2] in tied))
-        others.remove(("all_reduce", axis.group, 1))  # whether any stage has a gradient
+        others.remove(("all_reduce", axis.group, 2))  # whether any stage has a gradient, and any has frozen it
     assert all(-1 < numel <= hidden for _, _, numel in others), others
     if tp == 1:
-        assert [(name, numel) for name, _, numel in others] == [("all_reduce", number + pp)]
+        assert [(name, numel) for name, _, numel in others] == [("all_reduce", number + pp + 1)]
     return {"stage": stage.index, "live": max(live), "bound": min(number, pp - stage.index)}
 
 

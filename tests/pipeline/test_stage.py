@@ -265,14 +265,16 @@ def test_experts_cost_what_they_compute_for_a_token() -> None:
 
 @pytest.mark.parametrize("model_type", ["bamba", "jamba", "mamba2"])
 def test_configuration_of_a_stage_can_be_pickled_and_copied(model_type: str) -> None:
-    """Transformers computes the types of these blocks, and a stage has its own."""
+    """Transformers computes the types of these blocks, and the forward of a stage reads those of its own."""
     own, full = (zoo.config(model_type, num_hidden_layers=4) for _ in range(2))
-    make_stage(zoo.main_head(model_type), own, 1, 2)
-    assert own.layer_types != full.layer_types
+    model, stage = make_stage(zoo.main_head(model_type), own, 1, 2)
+    with stage.reading_own_layers(model):
+        assert own.layer_types != full.layer_types
+        assert own.layer_types[:2] == full.layer_types[2:]
+    assert own.layer_types == full.layer_types
     for again in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own)):
-        assert again.layer_types == own.layer_types
-        assert again.to_dict() == own.to_dict()
-        assert isinstance(again, type(full))
+        assert again.to_dict() == own.to_dict() == full.to_dict()
+        assert type(again) is type(full)
 
 
 @pytest.mark.parametrize("vocab", [50, 150, 200, 250])

@@ -97,7 +97,7 @@ def _sizes(values: Values, model_type: str, draw: random.Random) -> None:
     for key in DEPTHS:
         if key in values:
             values[key] = depth if key in ("num_hidden_layers", "num_layers") else draw.randint(2, 3)
-    for key in ("layer_types", "mlp_layer_types"):
+    for key in ("layer_types", "mlp_layer_types", "layer_rope_theta"):
         if key in values:
             kinds = sorted(set(values[key]))
             values[key] = [draw.choice(kinds) for _ in range(depth)]

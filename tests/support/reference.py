@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from oslo_models import registry
+from oslo_models.distributed.sharded_tensor import local_tensor
 
 from support import zoo
 from support.float64 import lifted_casts
@@ -186,7 +187,7 @@ def differences(what: str, own: Tensor | None, expected: Tensor | None, toleranc
         return [f"{what}: {own.dtype} {tuple(own.shape)} instead of {expected.dtype} {tuple(expected.shape)}"]
     if not own.numel():
         return []
-    error = (own - expected).abs().max().item()
+    error = (local_tensor(own) - local_tensor(expected)).abs().max().item()
     return [] if error <= tolerance else [f"{what}: off by {error:.2e}"]  # a nan is not small either
 
 

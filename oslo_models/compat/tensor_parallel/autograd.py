@@ -60,6 +60,7 @@ class _Node(torch.autograd.Function):
         return call.forward(grad=True)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(

@@ -124,7 +124,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(ctx.tp, grad.clone(memory_format=torch.contiguous_format)), None
+        return _Sum.apply(grad, ctx.tp), None
 
 
 class _Gather(torch.autograd.Function):
@@ -137,8 +137,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        total = all_reduce(ctx.tp, grad.clone(memory_format=torch.contiguous_format))
-        return total.narrow(*ctx.place).contiguous(), None, None
+        return _Sum.apply(grad, ctx.tp).narrow(*ctx.place).contiguous(), None, None
 
 
 class _OfFirst(torch.autograd.Function):

@@ -20,6 +20,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from oslo_models.deploy.decoding import Decoding
 from oslo_models.deploy.running_batch.nucleus import faster
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
+from oslo_models.distributed.stopping import of_one_rank
 
 
 class Row:
@@ -94,7 +95,7 @@ class _Ends:
 
     def __init__(self, criteria: Any) -> None:
         self._length, self._tokens, others = float("inf"), set[int](), []
-        for each in criteria:
+        for each in of_one_rank(criteria):  # the leader of the batch decides for all ranks
             if type(each) is MaxLengthCriteria:
                 self._length = min(self._length, each.max_length)
             elif type(each) is EosTokenCriteria:

@@ -139,7 +139,7 @@ def _plain_model(model: Any) -> Any:
     """A full transformers model of the same class and configuration, on the meta device."""
     cls = original_class(type(model))
     with torch.device("meta"):
-        full = cls._from_config(model._full_config(), dtype=model.dtype)
+        full = cls._from_config(model._copied_config(), dtype=model.dtype)
     full.name_or_path = model.name_or_path
     return full
 
