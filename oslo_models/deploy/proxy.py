@@ -208,6 +208,13 @@ class Deployment(DeployedAdapters, RemoteModule):
             self._batch_bytes = dict(self._engine.call("reserve_batch", gather=True))
         return self._batch_bytes
 
+    def batch_graphs(self) -> dict[int, str]:
+        """The number of CUDA graphs that the running batch has captured, or why it decodes without, by rank.
+
+        None if calls of this model cannot join a batch.
+        """
+        return {} if self._admission.reason is not None else dict(self._engine.call("batch_graphs", gather=True))
+
     @property
     def reused_prompt_tokens(self) -> int:
         """Tokens of prompts that the running batch did not compute again, as a prefix of a former call had them."""

@@ -113,7 +113,7 @@ SLOW: list[Row] = [
         {"rows": 5},
     ),
     (f"{SLOTS}.free", "self.lengths[slot] = self.lengths[last]", "pass", LOOP, OWN, CHUNKS),
-    (f"{RUNNER}._decode", "rows.lengths)[:, None]", "[rows.window] * len(tokens))[:, None]", LOOP, OWN, CHUNKS),
+    (f"{RUNNER}._decode", "lengths_B[:, None]", "lengths_B[:, None] * 0 + rows.window", LOOP, OWN, CHUNKS),
     (f"{ROW}:_Ends.__call__", "token in self._tokens", "False", LOOP, ENDS, {}),
     (
         f"{ADMISSION}:_is_padded_left",
@@ -188,8 +188,8 @@ SLOW: list[Row] = [
     (f"{BATCH}.head_product:fast_head", "head.__class__ = own", "pass", HEAD, "test_head_is_lent_another_class", {}),
     (
         f"{RUNNER}._decode",
-        "rows.lengths)[:, None]",
-        "[rows.window] * len(tokens))[:, None]",
+        "lengths_B[:, None]",
+        "lengths_B[:, None] * 0 + rows.window",
         POOLED,
         "test_calls_get_their_own_tokens",
         TWO_RANKS,

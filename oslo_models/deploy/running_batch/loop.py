@@ -24,7 +24,7 @@ from oslo_models.pipeline.stage_runner import OtherStageError
 
 CHANGING = frozenset(("adapters", "fuse", "unfuse"))
 """Methods that change what the model computes: they and all later calls wait until the rows have come to their end."""
-UNCHANGING = frozenset(("generate", "forward", "memory", "get_dtype", "reserve_batch"))
+UNCHANGING = frozenset(("generate", "forward", "memory", "get_dtype", "reserve_batch", "batch_graphs"))
 """Methods after which keys and values that were computed before are those that the model would compute again."""
 GRACE = 3.0
 """Seconds that the followers get to end a step that failed on the leader; they may wait in a collective for ever."""
@@ -82,10 +82,11 @@ class RunningBatch:
             self._follow(first, messages)
 
     def forget_prefixes(self) -> None:
-        """Drop what is kept of former rows. On all ranks, between the same two steps."""
+        """Drop what is kept of former rows, and CUDA graphs. On all ranks, between the same two steps."""
         self._settings.forget()
         for runner in self.runners:
             runner.rows.kept.clear()
+            runner.drop_graphs()
         self._slots.forget_prefixes()
 
     def reserve(self) -> int:
@@ -95,6 +96,11 @@ class RunningBatch:
             MemoryError: there is too little memory.
         """
         return sum(runner.reserve() for runner in self.runners) + self._packed.reserve(self._model)
+
+    def describe_graphs(self) -> str:
+        """The CUDA graphs that decoding steps have by now; or why there are none."""
+        (reason, *_) = {runner.eager_reason for runner in self.runners}
+        return reason or f"{sum(len(runner.static or ()) for runner in self.runners)} CUDA graphs"
 
     # The leader -------------------------------------------------------------------------------------------------------
 
