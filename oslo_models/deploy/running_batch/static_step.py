@@ -41,7 +41,7 @@ def run_eagerly(compute: Compute) -> Compute:
 
 
 def for_device(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Integers on the host, from where a copy to the device does not wait: torch keeps pinned memory until it is made."""
+    """Integers on the host, pinned if a copy to the device need not wait; torch keeps such memory until it is made."""
     return torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda")
 
 
