@@ -15,7 +15,8 @@ from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
-from oslo_models.deploy.running_batch.row import Call, Row, plain_tokens, prepare
+from oslo_models.deploy.running_batch.row import Call, Row, prepare
+from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
@@ -176,7 +177,7 @@ class RunningBatch:
         begun = [step.number] if step.begins else [prompt.number for prompt in step.whole]
         calls = [self._calls[number] for number in begun if number in self._calls]
         streamed: list[tuple[int, Any]] = [
-            (each.number, each.rows[0].ids_BL.tolist()) for each in calls if each.streams
+            (each.number, each.rows[0].host_ids_BL.tolist()) for each in calls if each.streams
         ]
         try:
             logits_BV = self.runners[step.group].run(step)
@@ -193,12 +194,13 @@ class RunningBatch:
 
     def _take_all(self, rows: list[Row], logits_BV: Tensor, streamed: list[tuple[int, Any]]) -> None:
         """Let each row take its token; what one raises ends its call only."""
-        tokens = plain_tokens(rows, logits_BV)
-        for index, row in enumerate(rows):
+        for row, logits_V, chosen in zip(rows, logits_BV, choose_tokens(rows, logits_BV), strict=True):
             if row.ended:  # dropped after the step was published
                 continue
             try:
-                value = row.take_token(tokens[index]) if row.is_plain else row.take(logits_BV[index])
+                if isinstance(chosen, Exception):
+                    raise chosen
+                value = row.take(logits_V) if chosen is None else row.take_token(chosen)
             except Exception as error:  # noqa: BLE001  everything is reported
                 if row.number in self._calls:
                     self._fail(row.number, error)

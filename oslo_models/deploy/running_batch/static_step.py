@@ -40,14 +40,14 @@ def run_eagerly(compute: Compute) -> Compute:
     return compute
 
 
-def for_device(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Integers on the host, pinned if a copy to the device need not wait; torch keeps such memory until it is made."""
-    return torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda")
+def for_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers on the host, pinned if a copy to the device need not wait; torch keeps such memory until it is made."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def to_device(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Integers on a device, by one copy."""
-    return for_device(values, device).to(device, non_blocking=True)
+def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers on a device, by one copy."""
+    return for_device(values, device, dtype).to(device, non_blocking=True)
 
 
 class StaticSteps:
