@@ -338,7 +338,7 @@ def deploy(
         ) from error
     start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving)
     leader = ranks - arguments.tensor_parallel_size  # the first rank of the last stage
-    engine = Engine(ranks, serving.threads(ranks), make, start_executor, serving.limits(config), leader)
+    engine = Engine(ranks, serving.threads(ranks), make, start_executor, serving.limits(config, ranks), leader)
     model = object.__new__(deployed_class(Deployment, cls))
     local = _LocalConstructor(maker, constructor, source, kwargs)
     skeleton = partial(cls._from_config, copy.deepcopy(config), dtype=config.dtype, **options)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-_LEAST_COLUMNS = 64
+from oslo_models.deploy.running_batch.limits import LEAST_COLUMNS, columns
 
 
 class SlotCache(Cache):
@@ -47,7 +47,7 @@ class SlotCache(Cache):
         super().__init__(layer_class_to_replicate=partial(_SlotLayer, self))
         self._keeps, self.is_static, self.allocations = keeps, is_static, 0
         self.kept: dict[int, tuple[int, int]] = {}
-        self.most_rows, self.most_columns = rows, length + max(_LEAST_COLUMNS, length // 8)
+        self.most_rows, self.most_columns = rows, columns(length)
         self.lengths: list[int] = []
         self.stop = self.rows = self.columns = 0
 
@@ -91,7 +91,7 @@ class SlotCache(Cache):
         needed = before + self.window + more
         if rows <= self.rows and self.stop + more + self.is_static <= self.columns and before <= self.start:
             return
-        larger = max(self.columns, min(self.most_columns, 1 << (needed + _LEAST_COLUMNS).bit_length()))
+        larger = max(self.columns, min(self.most_columns, 1 << (needed + LEAST_COLUMNS).bit_length()))
         if rows > self.rows:
             self.rows = min(self.most_rows, max(rows, 2 * self.rows))
         self._relocate(larger, before)
