@@ -10,10 +10,12 @@ from transformers import LlamaConfig
 
 from oslo_models.deploy import options
 from oslo_models.deploy.options import DeployOptions
-from oslo_models.deploy.running_batch.admission import bytes_of_token
+from oslo_models.deploy.running_batch.admission import bytes_of_token, default_limits
 from oslo_models.deploy.running_batch.limits import BatchLimits, columns
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
 from oslo_models.deploy.running_batch.step_runner import StepRunner
+
+from support import zoo
 
 CONFIG = LlamaConfig(
     **{"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -48,11 +50,19 @@ def test_limits(
     assert DeployOptions(**given).limits(config, ranks) == BatchLimits(*expected)
     if gpus and not given and expected[0] > 8:
         rows, length, _ = expected
-        assert (rows + 1) * columns(length) * bytes_of_token(config) <= ranks * 16 * GIB
+        size = bytes_of_token(config)
+        assert size is not None and (rows + 1) * columns(length) * size <= ranks * 16 * GIB
 
 
 def test_bytes_are_those_that_the_cache_has(pair: Any) -> None:
     model, _ = pair
     runner = StepRunner(model, BatchLimits(3, 100, 4))
-    assert bytes_of_token(model.config) * (3 + 1) * columns(100) == runner.reserve()
+    size = bytes_of_token(model.config)
+    assert size is not None and size * (3 + 1) * columns(100) == runner.reserve()
     assert SlotCache(3, 100).most_columns == columns(100) == 164
+
+
+@pytest.mark.parametrize(("variant", "rows"), [("gemma4_text", 64), ("mamba", 8), ("t5", 64), ("bert", 64)])
+def test_every_model_has_limits(variant: str, rows: int) -> None:
+    """Those whose blocks have no keys the smallest ones."""
+    assert default_limits(zoo.config(variant), 100, 1).rows == rows

@@ -172,16 +172,20 @@ def default_limits(config: Any, length: int, gpus: int) -> BatchLimits:
     """
     if not gpus:
         return DEFAULT_LIMITS
-    rows = GPU_LIMITS.rows
-    while rows > DEFAULT_LIMITS.rows and (rows + 1) * columns(length) * bytes_of_token(config) > gpus * MOST_CACHE:
+    size, rows = bytes_of_token(config), GPU_LIMITS.rows
+    while rows > DEFAULT_LIMITS.rows and (size is None or (rows + 1) * columns(length) * size > gpus * MOST_CACHE):
         rows //= 2
     return BatchLimits(rows, chunk=GPU_LIMITS.chunk)
 
 
-def bytes_of_token(config: Any) -> int:
-    """Bytes of the keys and values of one token, on all ranks together."""
-    text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    held: int = (getattr(text, "num_key_value_heads", None) or heads) * width
-    return 2 * text.num_hidden_layers * held * (getattr(config, "dtype", None) or torch.get_default_dtype()).itemsize
+def bytes_of_token(config: Any) -> int | None:
+    """Bytes of the keys and values of one token, on all ranks together; ``None`` if a block has none."""
+    values = 0
+    try:
+        for block in config.get_text_config(decoder=True).per_layer_config:
+            heads = block.num_attention_heads
+            width = getattr(block, "head_dim", None) or block.hidden_size // heads
+            values += 2 * (getattr(block, "num_key_value_heads", None) or heads) * width
+    except (AttributeError, TypeError):
+        return None
+    return values * (getattr(config, "dtype", None) or torch.get_default_dtype()).itemsize
