@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +17,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oslo_models import registry
 from oslo_models.deploy.running_batch import graphs, static_step, step_runner
-from oslo_models.deploy.running_batch.graphs import GRAPHED
+from oslo_models.deploy.running_batch.graphs import GRAPHED, CaptureError
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.static_step import Compute
+from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 
 from support import running
 from support.float64 import lifted_casts
 
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "lift_fresh", "item")
+WAITS = ("local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "lift_fresh", "item")
 """Operations for which the host waits for a GPU, or that copy to it: a capture allows neither."""
 
 
 class Watched(TorchDispatchMode):
-    """Counts operations by name; raises for those that a capture does not allow."""
-
-    def __init__(self, forbids: bool = True) -> None:
-        super().__init__()
-        self.forbids, self.counts = forbids, dict[str, int]()
+    """Raises for operations that a capture does not allow."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2].rstrip("_")
-        self.counts[name] = self.counts.get(name, 0) + 1
-        if self.forbids and name.lstrip("_") in {each.lstrip("_") for each in WAITS}:
-            raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
+        if func._schema.name.partition("::")[2].strip("_") in WAITS:
+            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
         return func(*args, **(kwargs or {}))
 
 
@@ -115,3 +113,243 @@ def test_padded_steps_compute_the_logits_of_the_eager_ones(
     for mine, right in zip(found, expected, strict=True):
         assert mine is None or torch.equal(mine, right)
     assert len({rows for rows, _ in runners[0].buckets}) > 1 and len({columns for _, columns in runners[0].buckets}) > 1
+
+
+def test_step_sees_no_more_than_its_bucket(pair: Any, seed: int) -> None:
+    """Other columns and rows of padding may contain anything; nothing but one column of each row changes."""
+    model, _ = pair
+    runner = static_runner(model, BatchLimits(4, 500, 4096), static_step.run_eagerly)
+    rng = random.Random(seed)
+    lengths, cache = (5, 9, 2), runner.rows
+    whole = [WholePrompt(number, length, -1) for number, length in enumerate(lengths)]
+    with torch.no_grad():
+        runner.run(Step(0, whole=whole, chunk=[rng.randrange(3, 101) for _ in range(sum(lengths))]))
+        cache.make_room(4, 300)
+        before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        expected = runner.run(Step(0, tokens=[7, 8, 9])).clone()  # type: ignore[union-attr]
+        assert runner.static is not None and set(runner.static._steps) == {(4, 256)}
+        for layer, memory in zip(cache.layers, before, strict=True):
+            for held, former in zip((layer.keys, layer.values), memory, strict=True):
+                changed = (held != former).any(1).any(-1).nonzero().tolist()
+                assert changed == [[0, 9], [1, 9], [2, 9], [3, cache.columns - 1]]
+                held.copy_(former)
+                held[:, :, 256:] = float("nan")
+                held[3] = float("nan")
+        cache.lengths, cache.stop = list(lengths), 9
+        assert torch.equal(runner.run(Step(0, tokens=[7, 8, 9])), expected)  # type: ignore[arg-type]
+
+
+def test_columns_of_a_row_that_joins_are_zeros(pair: Any, seed: int) -> None:
+    """What a former row has left behind, such as infinities, is multiplied with zero, which has to be a number."""
+    model, _ = pair
+    runner = static_runner(model, BatchLimits(2, 100, 4096), static_step.run_eagerly)
+    with torch.no_grad():
+        runner.run(Step(0, whole=[WholePrompt(0, 3, -1)], chunk=[5, 6, 7]))
+        runner.rows.make_room(2, 20)
+        for layer in runner.rows.layers:
+            layer.keys[1:] = layer.values[1:] = float("inf")
+        runner.run(Step(0, whole=[WholePrompt(1, 2, -1)], chunk=[5, 6]))
+        assert bool(runner.run(Step(0, tokens=[7, 8])).isfinite().all())  # type: ignore[union-attr]
+        for layer in runner.rows.layers:
+            layer.keys[:, :, runner.rows.stop :] = float("inf")
+        runner.rows.compact()
+        assert bool(runner.run(Step(0, tokens=[7, 8])).isfinite().all())  # type: ignore[union-attr]
+
+
+class Captures:
+    """Counts captures; from a chosen one on, they fail."""
+
+    def __init__(self, fails_from: int = 1000, error: type[Exception] = CaptureError) -> None:
+        self.count, self._fails_from, self._error = 0, fails_from, error
+
+    def __call__(self, compute: Compute) -> Compute:
+        self.count += 1
+        if self.count >= self._fails_from:
+            raise self._error("operation not permitted when stream is capturing")
+        return compute
+
+
+def decode(runner: StepRunner, tokens: Sequence[int], begins: bool = False) -> Tensor:
+    """A step that decodes; before it, prompts of these tokens."""
+    with torch.no_grad():
+        if begins:
+            runner.run(Step(0, whole=[WholePrompt(n, 1, -1) for n in range(len(tokens))], chunk=list(tokens)))
+        found = runner.run(Step(0, tokens=list(tokens)))
+    assert found is not None
+    return found.clone()
+
+
+def test_graphs_are_kept_until_the_memory_or_the_model_changes(pair: Any) -> None:
+    model, _ = pair
+    captures = Captures()
+    runner = static_runner(model, BatchLimits(4, 500, 4096), captures)
+    decode(runner, [5, 6], begins=True)
+    decode(runner, [7, 8])
+    assert captures.count == 1
+    runner.rows.make_room(4, 200)  # other addresses
+    decode(runner, [7, 8])
+    assert captures.count == 2
+    runner.drop_graphs()
+    decode(runner, [7, 8])
+    decode(runner, [7, 8])
+    assert captures.count == 3
+    expected = StepRunner(model, BatchLimits(4, 500, 4096))
+    decode(expected, [5, 6], begins=True)
+    for _ in range(4):
+        decode(expected, [7, 8])
+    torch.testing.assert_close(decode(runner, [3, 4]), decode(expected, [3, 4]), rtol=1e-10, atol=1e-10)
+
+
+def test_capture_that_fails_is_told_once_and_steps_are_computed_eagerly(pair: Any) -> None:
+    model, _ = pair
+    runner = static_runner(model, BatchLimits(4, 500, 4096), Captures(fails_from=2))
+    eager = StepRunner(model, BatchLimits(4, 500, 4096))
+    for begins, tokens in ((True, [5, 6]), (False, [7, 8])):
+        torch.testing.assert_close(
+            decode(runner, tokens, begins), decode(eager, tokens, begins), rtol=1e-10, atol=1e-10
+        )
+    runner.drop_graphs()
+    with pytest.warns(UserWarning, match="without CUDA graphs from now on: operation not permitted"):
+        found = decode(runner, [9, 9])
+    torch.testing.assert_close(found, decode(eager, [9, 9]), rtol=1e-10, atol=1e-10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(decode(runner, [3, 4]), decode(eager, [3, 4]), rtol=1e-10, atol=1e-10)
+    assert runner.static is None and runner.eager_reason.startswith("a capture failed: operation not")
+
+
+def test_memory_that_runs_out_drops_the_graphs(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair
+    captures = Captures()
+    runner = static_runner(model, BatchLimits(4, 500, 4096), captures)
+    decode(runner, [5, 6], begins=True)
+
+    def no_memory(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_prefill_whole", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.run(Step(0, whole=[WholePrompt(3, 1, -1)], chunk=[5]))
+    assert runner.static is not None and len(runner.static) == 0
+    decode(runner, [7, 8])
+    assert captures.count == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "falcon"}, "steps of model_type='falcon' were not tested in CUDA graphs"),
+        ({"_attn_implementation_internal": "flex_attention"}, "attn_implementation='flex_attention': CUDA graphs need"),
+        ({"pipeline": object()}, "pipeline stages compute in turn"),
+        ({}, None),
+    ],
+)
+def test_models_without_graphs_are_named(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str | None
+) -> None:
+    model, _ = pair
+    for name, value in change.items():
+        monkeypatch.setattr(model if name == "pipeline" else model.config, name, value, raising=False)
+    found = graphs.reason_of_model(model)
+    assert found is None if reason is None else str(found).startswith(reason)
+    assert graphs.capture_of(model) == (None, "its device is cpu, not a GPU")
+
+
+class FakeCuda:
+    """In place of ``torch.cuda``: streams and graphs that record what is done with them.
+
+    Attributes:
+        log: the calls, in order.
+    """
+
+    def __init__(self, fails: bool = False) -> None:
+        self.log: list[str] = []
+        self.fails, self._number, self._current = fails, 0, FakeStream(self, "default")
+
+    def named(self, kind: str) -> str:
+        self._number += 1
+        return f"{kind} {self._number}"
+
+    def device(self, device: Any) -> Any:
+        return nullcontext()
+
+    def Stream(self, device: Any) -> FakeStream:  # noqa: N802  torch's name
+        return FakeStream(self, self.named("stream"))
+
+    def CUDAGraph(self) -> FakeGraph:  # noqa: N802  torch's name
+        return FakeGraph(self, self.named("graph"))
+
+    def current_stream(self) -> FakeStream:
+        return self._current
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self._current = stream
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        former, self._current = self._current, stream
+        yield
+        self._current = former
+
+    @contextmanager
+    def graph(self, graph: FakeGraph, pool: Any, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+        former, self._current = self._current, stream
+        self.log.append(f"begin {graph.name} on {stream.name}, {capture_error_mode}")
+        graph.id = pool or self.named("pool")
+        yield
+        if self.fails:  # as torch does: the stream of the capture stays
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.log.append(f"end {graph.name} in {graph.id}")
+        self._current = former
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda, self.name = cuda, name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._cuda.log.append(f"{self.name} waits for {other.name}")
+
+
+class FakeGraph:
+    id: Any = None
+
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda, self.name = cuda, name
+
+    def pool(self) -> Any:
+        return self.id
+
+    def replay(self) -> None:
+        self._cuda.log.append(f"replay {self.name}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_capture_is_warmed_up_on_its_stream_and_shares_memory(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """What a stand-in shows: the order of calls. That a GPU accepts them, the rehearsal shows."""
+    cuda = FakeCuda(fails)
+    for name in ("device", "Stream", "CUDAGraph", "current_stream", "set_stream", "stream", "graph"):
+        monkeypatch.setattr(graphs.torch.cuda, name, getattr(cuda, name))
+    capture, made = graphs.CudaGraphs(torch.device("cuda", 0)), torch.zeros(1)
+
+    def compute() -> Tensor:
+        cuda.log.append(f"compute on {cuda.current_stream().name}")
+        return made
+
+    begun = ["stream 1 waits for default", *["compute on stream 1"] * 2, "default waits for stream 1"]
+    begun += ["begin graph 2 on stream 1, thread_local", "compute on stream 1"]
+    if fails:
+        with pytest.raises(CaptureError, match="RuntimeError: CUDA error: operation failed"):
+            capture(compute)
+        assert cuda.log == begun and cuda.current_stream().name == "default"
+        return
+    replay = capture(compute)
+    assert cuda.log == [*begun, "end graph 2 in pool 3"]
+    assert replay() is made and cuda.log[-1] == "replay graph 2"
+    other = capture(compute)
+    assert cuda.log[-1] == "end graph 4 in pool 3", "memory is shared"
+    del replay, other
+    gc.collect()
+    capture(compute)
+    assert cuda.log[-1] == "end graph 5 in pool 6", "memory of graphs that are gone is gone, too"
