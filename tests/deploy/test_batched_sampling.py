@@ -37,9 +37,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
 WAYS = (*({"do_sample": True, **each} for each in SAMPLED), {"do_sample": False}, running.WAYS[1])
 
 
-@pytest.fixture(autouse=True)
-def together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "TOGETHER_ON", ("cpu",))
 
 
@@ -54,14 +52,15 @@ def rows_of(model: Any, seed: int, count: int = len(WAYS)) -> list[Row]:
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_rows_draw_their_own_tokens(pair: Any, seed: int, ties: bool) -> None:
+def test_rows_draw_their_own_tokens(pair: Any, seed: int, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """For many steps, since each advances the generators; also if many logits are equal, as in 16 bits."""
     model, _ = pair
+    as_on_a_gpu(monkeypatch)
     together, alone = rows_of(model, seed), rows_of(model, seed)
     assert {row.warp is None for row in together} == {False, True}
     draw = torch.Generator().manual_seed(seed)
-    for _ in range(20):
-        logits_BV = 3 * torch.randn(len(together), 101, generator=draw)
+    for step in range(20):
+        logits_BV = (0.3, 3)[step % 2] * torch.randn(len(together), 101, generator=draw)
         if ties:
             logits_BV = logits_BV.round()
             logits_BV += 1e-3 * torch.arange(101)  # whichever of equal ones is removed is up to torch.sort
@@ -73,8 +72,9 @@ def test_rows_draw_their_own_tokens(pair: Any, seed: int, ties: bool) -> None:
             assert token is None or (isinstance(token, int) and row.take_token(token) == other.take(logits_V))
 
 
-def test_loop_draws_together(pair: Any, seed: int) -> None:
+def test_loop_draws_together(pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, whole = pair
+    as_on_a_gpu(monkeypatch)
     rng, application = random.Random(seed), Application(model)
     calls = running.requests(rng, 12)
     for number, call in enumerate(calls):
@@ -86,6 +86,7 @@ def test_loop_draws_together(pair: Any, seed: int) -> None:
 
 def test_processor_that_raises_and_nan_end_their_calls(pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, whole = pair
+    as_on_a_gpu(monkeypatch)
 
     def spoils(ids: Tensor, scores: Tensor) -> Tensor:
         return scores * float("nan")
@@ -129,6 +130,7 @@ def test_host_waits_once_and_copies_twice_in_a_step(
     The stand-in counts methods that wait for a GPU and tensors that are made from the host's values.
     """
     model, _ = pair
+    as_on_a_gpu(monkeypatch)
     counts: Counter[str] = Counter()
     for name in ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
         _count(monkeypatch, torch.Tensor, name, counts, "waits")

@@ -19,6 +19,8 @@ from oslo_models import registry
 from oslo_models.deploy.running_batch import graphs, static_step, step_runner
 from oslo_models.deploy.running_batch.graphs import GRAPHED, CaptureError
 from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.loop import RunningBatch
+from oslo_models.deploy.running_batch.plan_channel import NoFollowers
 from oslo_models.deploy.running_batch.static_step import Compute
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner
@@ -186,16 +188,19 @@ def test_graphs_are_kept_until_the_memory_or_the_model_changes(pair: Any) -> Non
     decode(runner, [5, 6], begins=True)
     decode(runner, [7, 8])
     assert captures.count == 1
-    runner.rows.make_room(4, 200)  # other addresses
+    runner.rows.make_room(2, 300)
     decode(runner, [7, 8])
     assert captures.count == 2
+    runner.rows.make_room(4, 300)  # the same shapes at other addresses
+    decode(runner, [7, 8])
+    assert captures.count == 3
     runner.drop_graphs()
     decode(runner, [7, 8])
     decode(runner, [7, 8])
-    assert captures.count == 3
+    assert captures.count == 4
     expected = StepRunner(model, BatchLimits(4, 500, 4096))
     decode(expected, [5, 6], begins=True)
-    for _ in range(4):
+    for _ in range(5):
         decode(expected, [7, 8])
     torch.testing.assert_close(decode(runner, [3, 4]), decode(expected, [3, 4]), rtol=1e-10, atol=1e-10)
 
@@ -353,3 +358,35 @@ def test_capture_is_warmed_up_on_its_stream_and_shares_memory(monkeypatch: pytes
     gc.collect()
     capture(compute)
     assert cuda.log[-1] == "end graph 5 in pool 6", "memory of graphs that are gone is gone, too"
+
+
+def test_short_rows_move_to_the_first_columns(pair: Any) -> None:
+    """So that they do not read the columns of longer rows that have left."""
+    model, _ = pair
+    runner, eager = (
+        static_runner(model, BatchLimits(2, 500, 4096), static_step.run_eagerly),
+        StepRunner(model, BatchLimits(2, 500, 4096)),
+    )
+    for each in (runner, eager):
+        with torch.no_grad():
+            each.run(Step(0, whole=[WholePrompt(0, 300, -1)], chunk=[5] * 300))
+            each.run(Step(0, whole=[WholePrompt(1, 3, -1)], chunk=[5, 6, 7]))
+    found = decode(runner, [7, 8]), decode(eager, [7, 8])
+    assert runner.static is not None and set(runner.static._steps) == {(2, 512)}
+    for each in (runner, eager):
+        each.free([0])
+    torch.testing.assert_close(decode(runner, [8]), decode(eager, [8]), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+    assert set(runner.static._steps) == {(2, 512), (1, 256)} and runner.rows.stop == 5
+
+
+def test_change_of_the_model_drops_the_graphs(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair
+    batch = RunningBatch(model, BatchLimits(2, 500, 64), NoFollowers(), True, lambda *sent: None, set(), lambda: None)
+    assert batch.describe_graphs() == "its device is cpu, not a GPU"
+    monkeypatch.setattr(step_runner, "capture_of", lambda model: (static_step.run_eagerly, ""))
+    batch = RunningBatch(model, BatchLimits(2, 500, 64), NoFollowers(), True, lambda *sent: None, set(), lambda: None)
+    decode(batch.runners[0], [5, 6], begins=True)
+    assert batch.describe_graphs() == "1 CUDA graphs"
+    batch.forget_prefixes()
+    assert batch.describe_graphs() == "0 CUDA graphs"

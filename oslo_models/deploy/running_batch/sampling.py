@@ -111,10 +111,10 @@ def _warped(scores_BV: Tensor, warps: Sequence[Warp]) -> Tensor:
     scores_BV = scores_BV / temperature_B1.float()
     if all(warp._replace(temperature=1.0) == Warp() for warp in warps):
         return scores_BV
-    # a row at a time is as exact: removing the smallest scores keeps the others in their order
+    # each warper removes the smallest scores, so the others stay in order
     sorted_BV, order_BV = scores_BV.sort(-1)
     sorted_BV = sorted_BV.masked_fill(sorted_BV < sorted_BV.gather(1, vocabulary - top_k_B1.long()), -torch.inf)
-    removed_BV = (sorted_BV.softmax(-1).cumsum(-1) <= (1 - top_p_B1).float()) & (top_p_B1 < 1)
+    removed_BV = sorted_BV.softmax(-1).cumsum(-1) <= (1 - top_p_B1).float()
     removed_BV[:, -1] = False
     sorted_BV = sorted_BV.masked_fill(removed_BV, -torch.inf)
     probabilities_BV = sorted_BV.softmax(-1)
