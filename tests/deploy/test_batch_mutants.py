@@ -207,10 +207,10 @@ SLOW: list[Row] = [
     (f"{SLOTS}.mask", ">= (self.window", "> (self.window", POOLED, "test_calls_get_their_own_tokens", TWO_RANKS),
     (f"{BATCH}.slot_cache:_SlotLayer.copy", "own[slot, :, stop:] = 0", "pass", STEPS, ZEROS, {}),
     (f"{BATCH}.slot_cache:_SlotLayer.relocate", "target[:rows, :, at + window :] = 0", "pass", STEPS, ZEROS, {}),
-    (f"{STATIC}:_StaticStep.load", "[cache.columns - 1]", "[cache.stop]", STEPS, BUCKET, {}),
-    (f"{STATIC}:_StaticStep.options", ">= first_B", "> first_B", STEPS, PADDED_STEPS, GEMMA),
+    (f"{STATIC}:_Inputs.load", "[cache.columns - 1]", "[cache.stop]", STEPS, BUCKET, {}),
+    (f"{STATIC}:StaticSteps._computation", ">= first_B", "> first_B", STEPS, PADDED_STEPS, GEMMA),
     (f"{STATIC}:_StaticSlots.get_seq_length", "self.stop", "0", STEPS, PADDED_STEPS, GEMMA),
-    (f"{STATIC}:_StaticLayer.update", "slots.written_B", "slots.stop", STEPS, BUCKET, {}),
+    (f"{STATIC}:_StaticLayer.update", "self._inputs.written_B", "self._inputs.stop", STEPS, BUCKET, {}),
     (f"{STATIC}:StaticSteps.run", "cache.compact()", "pass", STEPS, "test_short_rows_move_to_the_first_columns", {}),
     (
         f"{STATIC}:StaticSteps.run",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations import sdpa_attention
 
 from oslo_models import registry
 from oslo_models.deploy.running_batch import graphs, static_step, step_runner
@@ -25,7 +27,7 @@ from oslo_models.deploy.running_batch.static_step import Compute
 from oslo_models.deploy.running_batch.step import Step, WholePrompt
 from oslo_models.deploy.running_batch.step_runner import StepRunner
 
-from support import running
+from support import running, zoo
 from support.float64 import lifted_casts
 
 WAITS = ("local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "lift_fresh", "item")
@@ -390,3 +392,37 @@ def test_change_of_the_model_drops_the_graphs(pair: Any, monkeypatch: pytest.Mon
     assert batch.describe_graphs() == "1 CUDA graphs"
     batch.forget_prefixes()
     assert batch.describe_graphs() == "0 CUDA graphs"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_cache_is_not_copied_for_each_query_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    cls: Any = registry.find(zoo.lm_head("llama"))
+    model = cls.from_config_with_parallel(zoo.config("llama"), dtype=torch.float64).eval()
+    if fused:
+        model.fuse(measure=False)
+    config = model.config
+    assert config.num_key_value_heads < config.num_attention_heads
+    runner = static_runner(model, BatchLimits(2, 30, 64), static_step.run_eagerly)
+    decode(runner, [5, 6], begins=True)
+
+    def copies(*args: Any) -> Any:
+        raise AssertionError("keys are copied for each query head")
+
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", copies)
+    decode(runner, [7, 8])
+    assert config._attn_implementation == "sdpa"
+
+
+def test_steps_do_not_hold_memory_that_is_replaced(pair: Any) -> None:
+    """The cache grows layer by layer: a capture, which does not keep the computation, keeps no former layer."""
+    model, _ = pair
+
+    def captured(compute: Compute) -> Compute:
+        result = compute()
+        return lambda: result
+
+    runner = static_runner(model, BatchLimits(2, 500, 64), captured)
+    decode(runner, [5, 6], begins=True)
+    held = [weakref.ref(layer.keys) for layer in runner.rows.layers]
+    runner.rows.make_room(2, 300)
+    assert [each() for each in held] == [None] * len(held)

@@ -194,13 +194,13 @@ class RunningBatch:
 
     def _take_all(self, rows: list[Row], logits_BV: Tensor, streamed: list[tuple[int, Any]]) -> None:
         """Let each row take its token; what one raises ends its call only."""
-        for row, logits_V, chosen in zip(rows, logits_BV, choose_tokens(rows, logits_BV), strict=True):
+        for index, (row, chosen) in enumerate(zip(rows, choose_tokens(rows, logits_BV), strict=True)):
             if row.ended:  # dropped after the step was published
                 continue
             try:
                 if isinstance(chosen, Exception):
                     raise chosen
-                value = row.take(logits_V) if chosen is None else row.take_token(chosen)
+                value = row.take(logits_BV[index]) if chosen is None else row.take_token(chosen)
             except Exception as error:  # noqa: BLE001  everything is reported
                 if row.number in self._calls:
                     self._fail(row.number, error)

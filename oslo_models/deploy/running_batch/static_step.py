@@ -61,7 +61,7 @@ class StaticSteps:
 
     def __init__(self, forward: Callable[..., Tensor], cache: SlotCache, config: Any, capture: Capture) -> None:
         self._forward, self._cache, self._config, self._capture = forward, cache, config, capture
-        self._steps: dict[tuple[int, int], tuple[_StaticStep, Compute]] = {}
+        self._steps: dict[tuple[int, int], tuple[_Inputs, Compute]] = {}
         self._allocations = -1
         self._logits: Tensor | None = None  # for the largest bucket; smaller ones have the first rows of it
 
@@ -86,17 +86,23 @@ class StaticSteps:
         columns = min(rounded_length(cache.stop + 1), cache.columns)
         known = self._steps.get((rows, columns))
         if known is None:
-            step = _StaticStep(cache, rows, columns)
-            step.load(tokens)
-            known = self._steps[rows, columns] = (step, self._capture(self._computation(step)))
-        step, replay = known
-        step.load(tokens)
+            inputs = _Inputs(cache, rows)
+            inputs.load(tokens)
+            known = self._steps[rows, columns] = (inputs, self._capture(self._computation(inputs, columns)))
+        inputs, replay = known
+        inputs.load(tokens)
         return replay()[: len(tokens)]
 
-    def _computation(self, step: _StaticStep) -> Compute:
+    def _computation(self, inputs: _Inputs, columns: int) -> Compute:
+        """The step; it alone refers to the memory of the cache, which a graph knows by its addresses."""
+        slots = _StaticSlots(self._cache, columns, inputs)
+        columns_L = torch.arange(columns, device=inputs.ids_B.device)
+
         def compute() -> Tensor:
+            first_B = inputs.stop - inputs.positions_B  # so rows of padding see one column
+            options = {"next_sequence_length": 1, "attention_mask": (columns_L >= first_B[:, None]).long()}
             with _by_groups_of_heads(self._config):
-                logits_BV = self._forward(step.slots, step.ids_B[:, None], step.positions_B[:, None], step.options())
+                logits_BV = self._forward(slots, inputs.ids_B[:, None], inputs.positions_B[:, None], options)
             return self._shared(logits_BV)
 
         return compute
@@ -111,49 +117,38 @@ class StaticSteps:
         return held[:rows].copy_(logits_BV)
 
 
-class _StaticStep:
-    """The inputs of one step, at addresses that stay: for each row its token, its position and the column it writes to.
+class _Inputs:
+    """The inputs of a step, at addresses that stay: for each row its token, its position and the column it writes to.
 
     Attributes:
-        slots: what the model sees of the cache.
+        stop: the column after the last position of every row.
     """
 
-    def __init__(self, cache: SlotCache, rows: int, columns: int) -> None:
+    def __init__(self, cache: SlotCache, rows: int) -> None:
         self._cache, self._rows = cache, rows
         device = next(layer.keys.device for layer in cache.layers if layer.is_initialized)
-        self._inputs_4B = torch.zeros(4, rows, dtype=torch.long, device=device)
-        self.ids_B, self.positions_B, written_B, stop_B = self._inputs_4B
-        self.slots = _StaticSlots(cache, rows, columns, written_B, stop_B[0])
-        self._columns_L = torch.arange(columns, device=device)
+        self._packed_4B = torch.zeros(4, rows, dtype=torch.long, device=device)
+        self.ids_B, self.positions_B, self.written_B, stop_B = self._packed_4B
+        self.stop = stop_B[0]
 
     def load(self, tokens: Sequence[int]) -> None:
         """Take the tokens of the rows, and their places in the cache, in one copy."""
         cache, padding = self._cache, [0] * (self._rows - len(tokens))
         written = [cache.stop] * len(tokens) + [cache.columns - 1] * len(padding)
-        ids, positions = [*tokens, *padding], [*cache.lengths, *padding]
-        values = [ids, positions, written, [cache.stop] * self._rows]
-        self._inputs_4B.copy_(for_device(values, self._inputs_4B.device), non_blocking=True)
-
-    def options(self) -> dict[str, Any]:
-        """The arguments of the model's forward beside ids and positions. Rows of padding see one column."""
-        first_B = self.slots.stop - self.positions_B
-        return {"next_sequence_length": 1, "attention_mask": (self._columns_L >= first_B[:, None]).long()}
+        values = [[*tokens, *padding], [*cache.lengths, *padding], written, [cache.stop] * self._rows]
+        self._packed_4B.copy_(for_device(values, self._packed_4B.device), non_blocking=True)
 
 
 class _StaticSlots(Cache):
     """The first rows and columns of a `SlotCache`, in which each row gets one position.
 
     transformers makes its masks for it as for its own static caches: from tensors alone, whatever they contain.
-
-    Args:
-        written_B: the column that each row writes to.
-        stop: the column after the last position of every row, as a tensor.
     """
 
-    def __init__(self, cache: SlotCache, rows: int, columns: int, written_B: Tensor, stop: Tensor) -> None:
-        self.columns, self.stop = columns, stop
-        self.slots_B, self.written_B = torch.arange(rows, device=stop.device), written_B
-        super().__init__(layers=[_StaticLayer(self, layer, rows) for layer in cache.layers])
+    def __init__(self, cache: SlotCache, columns: int, inputs: _Inputs) -> None:
+        self.columns, self.stop = columns, inputs.stop
+        slots_B = torch.arange(len(inputs.ids_B), device=inputs.ids_B.device)
+        super().__init__(layers=[_StaticLayer(layer, columns, slots_B, inputs) for layer in cache.layers])
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.stop
@@ -163,34 +158,33 @@ class _StaticSlots(Cache):
 
 
 class _StaticLayer(CacheLayerMixin):
-    """Keys and values [B, H, L, D] of one layer."""
+    """Keys and values [B, H, L, D] of one layer. It does not refer to its cache, so both go when a step goes."""
 
     is_compileable = True
 
-    def __init__(self, slots: _StaticSlots, layer: Any, rows: int) -> None:
+    def __init__(self, layer: Any, columns: int, slots_B: Tensor, inputs: _Inputs) -> None:
         super().__init__()
-        self._slots, self._memory = slots, (layer.keys, layer.values)
-        self.keys, self.values = (held[:rows, :, : slots.columns] for held in self._memory)
+        self._memory, self._columns, self._slots_B, self._inputs = (layer.keys, layer.values), columns, slots_B, inputs
+        self.keys, self.values = (held[: len(slots_B), :, :columns] for held in self._memory)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one position of each row; returns the keys and values of the bucket."""
-        slots = self._slots
         for held, states in zip(self._memory, (key_states, value_states), strict=True):
-            held[slots.slots_B, :, slots.written_B] = states[:, :, 0]
+            held[self._slots_B, :, self._inputs.written_B] = states[:, :, 0]
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise AssertionError("the memory is allocated")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._slots.columns, 0
+        return self._columns, 0
 
     def get_seq_length(self) -> Any:
-        return self._slots.stop
+        return self._inputs.stop
 
     def get_max_length(self) -> int:
-        return self._slots.columns
+        return self._columns
 
 
 @contextmanager
