@@ -156,4 +156,5 @@ def _decoding() -> Iterator[Case]:
     for batch in (1, 8, 32):
         yield case("llama-1b", "transformers static", batch)
     yield case("llama-1b", "oslo_models", 1)
-    yield Case("decoding", "running batch, llama-1b", f"{HERE}.decoding:running_batch", 240, 16)
+    yield Case("decoding", "running batch, tokens", f"{HERE}.running_batch:tokens", 180, 4)
+    yield Case("decoding", "running batch, llama-1b", f"{HERE}.running_batch:speeds", 300, 24)

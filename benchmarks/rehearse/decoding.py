@@ -90,30 +90,3 @@ def _cache_bytes(config: Any, batch: int, length: int) -> int:
     """Keys and values of a text in bfloat16, as every step reads them."""
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     return 2 * 2 * config.num_hidden_layers * batch * length * heads * config.hidden_size // config.num_attention_heads
-
-
-def running_batch(bench: Bench) -> None:
-    """Tokens per second of a deployed model, whose calls from several threads are computed together."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    import oslo_models
-
-    with bench.attempt("oslo_models deployed"):
-        config = config_of(bench, "llama-1b")
-        new, length = bench.pick((64, 128), (3, 4))
-        options = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        most = bench.pick(32, 2)
-        proxy = oslo_models.LlamaForCausalLM.from_config_with_parallel(
-            config, dtype=torch.bfloat16, seed=0, deploy=True, max_batch_size=most
-        )
-        with proxy, ThreadPoolExecutor(most) as threads:
-            prompts = [torch.randint(config.vocab_size, (1, length)) for _ in range(most)]
-
-            def calls(count: int) -> None:
-                list(threads.map(lambda ids: proxy.generate(ids, **options), prompts[:count]))
-
-            calls(most)
-            bench.ready()
-            for count in bench.pick((1, 8, 32), (1, 2)):
-                seconds = min(bench.timer.wall(lambda count=count: calls(count), 3))
-                bench.row("oslo_models deployed", f"{count} calls at once", count * new / seconds, "tokens/s")

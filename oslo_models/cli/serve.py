@@ -52,12 +52,12 @@ def add_arguments(command: argparse.ArgumentParser, size: Callable[[str], int]) 
     add("--port", type=_port, default=8000, help="port to listen on; 0 for any free one (default: %(default)s)")
     _add_access(command)
     sizes: dict[str, Any] = {"metavar": "N", "type": size}
-    rows = "answers that are computed together; their memory is allocated at the start (default: %(default)s)"
-    add("--max-batch-size", **sizes, default=8, help=rows)
+    rows = "answers that are computed together; their memory is allocated at the start (default: 8; on GPUs 64, or as "
+    add("--max-batch-size", **sizes, help=rows + "many as fit into 16 GiB)")
     row = "tokens of such an answer with its prompt; longer ones are computed by themselves (default: that of "
     add("--max-batch-length", **sizes, help=row + "--max-length, or 4096)")
-    chunk = "tokens of a prompt that are computed between two tokens of the other answers (default: %(default)s)"
-    add("--prefill-chunk-size", **sizes, default=256, help=chunk)
+    chunk = "tokens of a prompt that are computed between two tokens of the other answers (default: 256; on GPUs 2048)"
+    add("--prefill-chunk-size", **sizes, help=chunk)
     threads = "torch's threads in each worker on CPUs; a core beside them for the server makes many streams faster"
     anew = "compute every prompt from its first token, also where it begins as one that was computed before"
     add("--threads-per-worker", **sizes, help=threads)

@@ -125,6 +125,8 @@ class ModelRunner:
         if request.method == "reserve_batch":
             device = str(self.device) if self.device.type == "cuda" else f"cpu:{self.rank}"
             return device, self.batch.reserve()
+        if request.method == "batch_graphs":
+            return self.rank, self.batch.describe_graphs()
         if request.method == "generate":
             return self._generate(request, kwargs)
         if request.method == "forward":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from oslo_models.deploy import torchrun_executor as torchrun
 from oslo_models.deploy.forking import start_fork_server
 from oslo_models.deploy.handshake import check_secret
 from oslo_models.deploy.process_executor import ProcessExecutor, StartExecutor, worker_environment
-from oslo_models.deploy.running_batch.admission import longest
+from oslo_models.deploy.running_batch.admission import default_limits, longest
 from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, BatchLimits
 from oslo_models.distributed.mesh import check_size
 
@@ -31,9 +31,11 @@ class DeployOptions:
             launcher, ``"ray"`` as actors of Ray; ``"auto"``: by a launcher if there is one, by Ray if it runs and this
             host has too few GPUs, else on this host.
         max_batch_size: rows of the running batch, in which calls of `generate` from several threads are computed
-            together; 1: they are computed one after another.
+            together; 1: they are computed one after another. By default 8, on GPUs 64, or as many as fit into 16 GiB
+            on each GPU.
         max_batch_length: tokens of a row, prompt and answer together; longer calls are computed between its steps.
-        prefill_chunk_size: tokens of a prompt that are computed in one step, beside a token of every other row.
+        prefill_chunk_size: tokens of a prompt that are computed in one step, beside a token of every other row. By
+            default 256, on GPUs 2048.
         reuse_prefixes: prompts of the running batch take over the keys and values of tokens that they share with the
             beginning of a call that was computed before.
         threads_per_worker: torch's number of threads in each worker on CPUs; by default this process's number, divided
@@ -46,9 +48,9 @@ class DeployOptions:
     """
 
     deploy_backend: str = "auto"
-    max_batch_size: int = DEFAULT_LIMITS.rows
+    max_batch_size: int | None = None
     max_batch_length: int = DEFAULT_LIMITS.length
-    prefill_chunk_size: int = DEFAULT_LIMITS.chunk
+    prefill_chunk_size: int | None = None
     reuse_prefixes: bool = DEFAULT_LIMITS.reuse
     threads_per_worker: int | None = None
     verbose: str | bool | None = None
@@ -65,10 +67,10 @@ class DeployOptions:
         """Raise ``ValueError`` for invalid values, whatever the number of ranks."""
         if self.deploy_backend not in BACKENDS:
             raise ValueError(f"deploy_backend={self.deploy_backend!r} is none of {', '.join(map(repr, BACKENDS))}")
-        for name in ("max_batch_size", "max_batch_length", "prefill_chunk_size"):
-            check_size(name, getattr(self, name))
-        if self.threads_per_worker is not None:
-            check_size("threads_per_worker", self.threads_per_worker)
+        check_size("max_batch_length", self.max_batch_length)
+        for name in ("max_batch_size", "prefill_chunk_size", "threads_per_worker"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
         if not isinstance(self.reuse_prefixes, bool):
             raise ValueError(f"reuse_prefixes must be True or False, got {self.reuse_prefixes!r}")
         if self.verbose not in (None, False, True, "simple", "detail"):
@@ -80,10 +82,12 @@ class DeployOptions:
         if not isinstance(self.master_addr, (str, type(None))):
             raise ValueError(f"master_addr must be an address of this host, got {self.master_addr!r}")
 
-    def limits(self, config: Any) -> BatchLimits:
-        """Of the running batch of a model."""
-        limits = BatchLimits(self.max_batch_size, self.max_batch_length, self.prefill_chunk_size, self.reuse_prefixes)
-        return replace(limits, length=longest(config, limits))
+    def limits(self, config: Any, ranks: int) -> BatchLimits:
+        """Of the running batch of a model on so many ranks."""
+        length = longest(config, BatchLimits(length=self.max_batch_length))
+        default = default_limits(config, length, ranks if torch.cuda.device_count() else 0)
+        rows, chunk = self.max_batch_size or default.rows, self.prefill_chunk_size or default.chunk
+        return BatchLimits(rows, length, chunk, self.reuse_prefixes)
 
     def threads(self, ranks: int) -> int:
         """Of each worker."""

@@ -208,6 +208,13 @@ class Deployment(DeployedAdapters, RemoteModule):
             self._batch_bytes = dict(self._engine.call("reserve_batch", gather=True))
         return self._batch_bytes
 
+    def batch_graphs(self) -> dict[int, str]:
+        """The number of CUDA graphs that the running batch has captured, or why it decodes without, by rank.
+
+        None if calls of this model cannot join a batch.
+        """
+        return {} if self._admission.reason is not None else dict(self._engine.call("batch_graphs", gather=True))
+
     @property
     def reused_prompt_tokens(self) -> int:
         """Tokens of prompts that the running batch did not compute again, as a prefix of a former call had them."""
@@ -331,7 +338,7 @@ def deploy(
         ) from error
     start_executor = executor_of(backend, arguments.pipeline_parallel_size, serving)
     leader = ranks - arguments.tensor_parallel_size  # the first rank of the last stage
-    engine = Engine(ranks, serving.threads(ranks), make, start_executor, serving.limits(config), leader)
+    engine = Engine(ranks, serving.threads(ranks), make, start_executor, serving.limits(config, ranks), leader)
     model = object.__new__(deployed_class(Deployment, cls))
     local = _LocalConstructor(maker, constructor, source, kwargs)
     skeleton = partial(cls._from_config, copy.deepcopy(config), dtype=config.dtype, **options)

@@ -45,6 +45,16 @@ KEPT = "test_logits_stay_on_the_last_stage"
 CHUNKS, TOGETHER = {"chunk": 4, "groups": 1}, "test_short_prompts_are_computed_together"
 TWO_RANKS = {"variant": "llama", "sizes": {"tensor_parallel_size": 2}}
 
+STATIC, GRAPHS, SAMPLING = f"{BATCH}.static_step", f"{BATCH}.graphs:CudaGraphs", f"{BATCH}.sampling"
+STEPS, DRAWS = "deploy/test_static_step.py", "deploy/test_batched_sampling.py"
+BUCKET, ZEROS = "test_step_sees_no_more_than_its_bucket", "test_columns_of_a_row_that_joins_are_zeros"
+PADDED_STEPS = "test_padded_steps_compute_the_logits_of_the_eager_ones"
+GEMMA = {"variant": "gemma3_text", "fused": False}
+CAPTURED, DRAWN = (
+    "test_capture_is_warmed_up_on_its_stream_and_shares_memory",
+    "test_rows_draw_their_own_tokens",
+)
+
 Row = tuple[str, str, str, str, str, dict[str, Any]]
 """A function of the library, a piece of its source, what stands there instead; a test: file, name, arguments."""
 
@@ -113,7 +123,7 @@ SLOW: list[Row] = [
         {"rows": 5},
     ),
     (f"{SLOTS}.free", "self.lengths[slot] = self.lengths[last]", "pass", LOOP, OWN, CHUNKS),
-    (f"{RUNNER}._decode", "rows.lengths)[:, None]", "[rows.window] * len(tokens))[:, None]", LOOP, OWN, CHUNKS),
+    (f"{RUNNER}._decode", "lengths_B[:, None]", "lengths_B[:, None] * 0 + rows.window", LOOP, OWN, CHUNKS),
     (f"{ROW}:_Ends.__call__", "token in self._tokens", "False", LOOP, ENDS, {}),
     (
         f"{ADMISSION}:_is_padded_left",
@@ -151,8 +161,8 @@ SLOW: list[Row] = [
     (f"{PLAIN}.find", "if any(token in prompt for token in padding)", "if False", KNOWN, PADDING, {}),
     (f"{PLAIN}.key", "bool(mask_BL.all())", "True", KNOWN, PADDING, {}),
     (f"{PLAIN}._follow_defaults", "self.forget()", "pass", KNOWN, DEFAULTS, {}),
-    (f"{ROW}:Row.take", "self._processors(self.ids_BL, logits_BV)", "logits_BV", LOOP, OWN, CHUNKS),
-    (f"{ROW}:Row.take_token", "self._buffer_BL[:, : self._length] = held_BL", "pass", LOOP, OWN, CHUNKS),
+    (f"{ROW}:Row.take", "self.processed(logits_V)", "logits_V", LOOP, OWN, CHUNKS),
+    (f"{ROW}:Row.ids_BL.fget", "= held_BL[:, : self._written]", "= 0", LOOP, OWN, CHUNKS),
     (f"{ROW}:Call.result", "[row.pad]", "[0]", LOOP, ENDS, {}),
     (f"{ROW}:Call.ended.fget", "all(", "any(", LOOP, ENDS, {}),
     (f"{SCHEDULER}.plan", "self._done += len(chunk)", "self._done = len(chunk)", POOLED, FAIR, {}),
@@ -188,13 +198,93 @@ SLOW: list[Row] = [
     (f"{BATCH}.head_product:fast_head", "head.__class__ = own", "pass", HEAD, "test_head_is_lent_another_class", {}),
     (
         f"{RUNNER}._decode",
-        "rows.lengths)[:, None]",
-        "[rows.window] * len(tokens))[:, None]",
+        "lengths_B[:, None]",
+        "lengths_B[:, None] * 0 + rows.window",
         POOLED,
         "test_calls_get_their_own_tokens",
         TWO_RANKS,
     ),
     (f"{SLOTS}.mask", ">= (self.window", "> (self.window", POOLED, "test_calls_get_their_own_tokens", TWO_RANKS),
+    (f"{BATCH}.slot_cache:_SlotLayer.copy", "own[slot, :, stop:] = 0", "pass", STEPS, ZEROS, {}),
+    (f"{BATCH}.slot_cache:_SlotLayer.relocate", "target[:rows, :, at + window :] = 0", "pass", STEPS, ZEROS, {}),
+    (f"{STATIC}:_Inputs.load", "[cache.columns - 1]", "[cache.stop]", STEPS, BUCKET, {}),
+    (f"{STATIC}:StaticSteps._computation", ">= first_B", "> first_B", STEPS, PADDED_STEPS, GEMMA),
+    (f"{STATIC}:_StaticSlots.get_seq_length", "self.stop", "0", STEPS, PADDED_STEPS, GEMMA),
+    (f"{STATIC}:_StaticLayer.update", "self._inputs.written_B", "self._inputs.stop", STEPS, BUCKET, {}),
+    (f"{STATIC}:StaticSteps.run", "cache.compact()", "pass", STEPS, "test_short_rows_move_to_the_first_columns", {}),
+    (
+        f"{STATIC}:StaticSteps.run",
+        "if self._allocations != cache.allocations",
+        "if False",
+        STEPS,
+        "test_graphs_are_kept_until_the_memory_or_the_model_changes",
+        {},
+    ),
+    (f"{RUNNER}.run", "self.drop_graphs()", "pass", STEPS, "test_memory_that_runs_out_drops_the_graphs", {}),
+    (
+        f"{RUNNER}._replay",
+        "self.static, self.eager_reason = None,",
+        "self.eager_reason =",
+        STEPS,
+        "test_capture_that_fails_is_told_once_and_steps_are_computed_eagerly",
+        {},
+    ),
+    (
+        f"{TAKES}.forget_prefixes",
+        "runner.drop_graphs()",
+        "pass",
+        STEPS,
+        "test_change_of_the_model_drops_the_graphs",
+        {},
+    ),
+    (f"{GRAPHS}._captured", "torch.cuda.set_stream(current)", "pass", STEPS, CAPTURED, {"fails": True}),
+    (f"{GRAPHS}._captured", '"thread_local"', '"global"', STEPS, CAPTURED, {"fails": False}),
+    (f"{GRAPHS}._captured", "self._graphs.add(graph)", "pass", STEPS, CAPTURED, {"fails": False}),
+    (f"{GRAPHS}._captured", "current.wait_stream(stream)", "pass", STEPS, CAPTURED, {"fails": False}),
+    (
+        f"{SAMPLING}:_warped",
+        "vocabulary - top_k_B1",
+        "vocabulary - 1 - top_k_B1.clamp(max=100)",
+        DRAWS,
+        DRAWN,
+        {"ties": False},
+    ),
+    (f"{SAMPLING}:_warped", "removed_BV[:, -1] = False", "pass", DRAWS, DRAWN, {"ties": False}),
+    (f"{SAMPLING}:_warped", "* min_p_B1.float()", "* 0", DRAWS, DRAWN, {"ties": False}),
+    (f"{SAMPLING}:_drawn_scores", "generator=row.generator", "", DRAWS, DRAWN, {"ties": False}),
+    (f"{SAMPLING}:_drawn_scores", "scores_BV[index] = row.processed", "row.processed", DRAWS, DRAWN, {"ties": False}),
+    (
+        f"{SAMPLING}:choose_tokens",
+        "is_nan and together[index]",
+        "False",
+        DRAWS,
+        "test_processor_that_raises_and_nan_end_their_calls",
+        {},
+    ),
+    (
+        f"{SAMPLING}:choose_tokens",
+        "best_B.isnan()), 1).tolist()",
+        "best_B.isnan()), 1).tolist() if token_B.tolist() else []",
+        DRAWS,
+        "test_host_waits_once_and_copies_twice_in_a_step",
+        {"rows": 8},
+    ),
+    (
+        f"{ROW}:Row.take_token",
+        "self._length += 1",
+        "self._length += 1 + 0 * int(self.ids_BL.sum())",
+        DRAWS,
+        "test_host_waits_once_and_copies_twice_in_a_step",
+        {"rows": 8},
+    ),
+    (
+        f"{ADMISSION}:bytes_of_token",
+        'getattr(block, "num_key_value_heads", None) or heads',
+        "heads",
+        "deploy/test_default_limits.py",
+        "test_limits",
+        {"gpus": 1, "ranks": 1, "layers": 32, "given": {}, "expected": (32, 4096, 2048)},
+    ),
     ("pipeline.pipeline:Pipeline._generation_step", "not self._keeps_logits", "True", POOLED, KEPT, {}),
     (
         "pipeline.pipeline:Pipeline._generation_step",

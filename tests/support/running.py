@@ -14,7 +14,8 @@ from torch import Tensor
 from oslo_models.deploy.messages import Request
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.prefixes import Prefixes
-from oslo_models.deploy.running_batch.row import Call, plain_tokens, prepare
+from oslo_models.deploy.running_batch.row import Call, prepare
+from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.scheduler import Scheduler
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
@@ -94,9 +95,11 @@ def together(
         logits_BV = runner.run(steps[-1])
         some = rows[: len(steps[-1].tokens)] or rows[len(rows) - steps[-1].joining :]
         assert (logits_BV is None) == (not some)
-        tokens = [] if logits_BV is None else plain_tokens(some, logits_BV)
+        tokens = [] if logits_BV is None else choose_tokens(some, logits_BV)
         for index, row in enumerate(some):
-            row.take_token(tokens[index]) if row.is_plain else row.take(logits_BV[index])
+            token = tokens[index]
+            assert not isinstance(token, Exception)
+            row.take(logits_BV[index]) if token is None else row.take_token(token)
         for number in [number for number, call in calls.items() if call.ended]:
             results[number] = calls.pop(number).result()
     assert max(len(step.tokens) for step in steps) > 1

@@ -1,15 +1,19 @@
-"""Which calls of `generate` may join the running batch. The others are computed between its steps, one by one."""
+"""Which calls of `generate` may join the running batch, and how large it is by default.
+
+The other calls are computed between its steps, one by one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from oslo_models import registry
 from oslo_models.deploy.generation_limits import settings_of
-from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.limits import DEFAULT_LIMITS, GPU_LIMITS, MOST_CACHE, BatchLimits, columns
 
 _STATES = "some of its blocks keep a state of the whole sequence in place of keys and values"
 _INDEXED = "its cache holds the keys of an indexer beside those of attention"
@@ -156,3 +160,32 @@ def _is_padded_left(mask_BL: Any, ids_BL: Tensor) -> bool:
         return False
     shown_BL = mask_BL.bool()
     return bool(shown_BL[:, -1].all() and (shown_BL[:, 1:] >= shown_BL[:, :-1]).all())
+
+
+def default_limits(config: Any, length: int, gpus: int) -> BatchLimits:
+    """The limits where the application sets none.
+
+    Args:
+        config: of the model.
+        length: tokens of a row at most.
+        gpus: that have a part of the model each; 0: it is on CPUs.
+    """
+    if not gpus:
+        return DEFAULT_LIMITS
+    size, rows = bytes_of_token(config), GPU_LIMITS.rows
+    while rows > DEFAULT_LIMITS.rows and (size is None or (rows + 1) * columns(length) * size > gpus * MOST_CACHE):
+        rows //= 2
+    return BatchLimits(rows, chunk=GPU_LIMITS.chunk)
+
+
+def bytes_of_token(config: Any) -> int | None:
+    """Bytes of the keys and values of one token, on all ranks together; ``None`` if a block has none."""
+    values = 0
+    try:
+        for block in config.get_text_config(decoder=True).per_layer_config:
+            heads = block.num_attention_heads
+            width = getattr(block, "head_dim", None) or block.hidden_size // heads
+            values += 2 * (getattr(block, "num_key_value_heads", None) or heads) * width
+    except (AttributeError, TypeError):
+        return None
+    return values * (getattr(config, "dtype", None) or torch.get_default_dtype()).itemsize

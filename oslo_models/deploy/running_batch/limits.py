@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LEAST_COLUMNS = 64
+"""Columns that the cache of the batch has at least beyond those of the longest row."""
+
 
 @dataclass(frozen=True)
 class BatchLimits:
@@ -28,3 +31,12 @@ class BatchLimits:
 
 
 DEFAULT_LIMITS = BatchLimits()
+GPU_LIMITS = BatchLimits(rows=64, chunk=2048)
+"""The defaults on GPUs, which compute many rows in the time of few."""
+MOST_CACHE = 16 << 30
+"""Bytes of keys and values on each GPU that the default number of rows may take."""
+
+
+def columns(length: int) -> int:
+    """Columns of the cache for rows of so many tokens; with the spare ones, rows move rarely."""
+    return length + max(LEAST_COLUMNS, length // 8)

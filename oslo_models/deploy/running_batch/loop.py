@@ -15,7 +15,8 @@ from oslo_models.deploy.running_batch.head_product import PackedHead
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
 from oslo_models.deploy.running_batch.plan_channel import PlanChannel
-from oslo_models.deploy.running_batch.row import Call, Row, plain_tokens, prepare
+from oslo_models.deploy.running_batch.row import Call, Row, prepare
+from oslo_models.deploy.running_batch.sampling import choose_tokens
 from oslo_models.deploy.running_batch.slot_groups import SlotGroups, limits_of_groups
 from oslo_models.deploy.running_batch.step import Step
 from oslo_models.deploy.running_batch.step_runner import StepRunner
@@ -24,7 +25,7 @@ from oslo_models.pipeline.stage_runner import OtherStageError
 
 CHANGING = frozenset(("adapters", "fuse", "unfuse"))
 """Methods that change what the model computes: they and all later calls wait until the rows have come to their end."""
-UNCHANGING = frozenset(("generate", "forward", "memory", "get_dtype", "reserve_batch"))
+UNCHANGING = frozenset(("generate", "forward", "memory", "get_dtype", "reserve_batch", "batch_graphs"))
 """Methods after which keys and values that were computed before are those that the model would compute again."""
 GRACE = 3.0
 """Seconds that the followers get to end a step that failed on the leader; they may wait in a collective for ever."""
@@ -82,10 +83,11 @@ class RunningBatch:
             self._follow(first, messages)
 
     def forget_prefixes(self) -> None:
-        """Drop what is kept of former rows. On all ranks, between the same two steps."""
+        """Drop what is kept of former rows, and CUDA graphs. On all ranks, between the same two steps."""
         self._settings.forget()
         for runner in self.runners:
             runner.rows.kept.clear()
+            runner.drop_graphs()
         self._slots.forget_prefixes()
 
     def reserve(self) -> int:
@@ -95,6 +97,11 @@ class RunningBatch:
             MemoryError: there is too little memory.
         """
         return sum(runner.reserve() for runner in self.runners) + self._packed.reserve(self._model)
+
+    def describe_graphs(self) -> str:
+        """The CUDA graphs that decoding steps have by now; or why there are none."""
+        (reason, *_) = {runner.eager_reason for runner in self.runners}
+        return reason or f"{sum(len(runner.static or ()) for runner in self.runners)} CUDA graphs"
 
     # The leader -------------------------------------------------------------------------------------------------------
 
@@ -170,7 +177,7 @@ class RunningBatch:
         begun = [step.number] if step.begins else [prompt.number for prompt in step.whole]
         calls = [self._calls[number] for number in begun if number in self._calls]
         streamed: list[tuple[int, Any]] = [
-            (each.number, each.rows[0].ids_BL.tolist()) for each in calls if each.streams
+            (each.number, each.rows[0].host_ids_BL.tolist()) for each in calls if each.streams
         ]
         try:
             logits_BV = self.runners[step.group].run(step)
@@ -187,12 +194,13 @@ class RunningBatch:
 
     def _take_all(self, rows: list[Row], logits_BV: Tensor, streamed: list[tuple[int, Any]]) -> None:
         """Let each row take its token; what one raises ends its call only."""
-        tokens = plain_tokens(rows, logits_BV)
-        for index, row in enumerate(rows):
+        for index, (row, chosen) in enumerate(zip(rows, choose_tokens(rows, logits_BV), strict=True)):
             if row.ended:  # dropped after the step was published
                 continue
             try:
-                value = row.take_token(tokens[index]) if row.is_plain else row.take(logits_BV[index])
+                if isinstance(chosen, Exception):
+                    raise chosen
+                value = row.take(logits_BV[index]) if chosen is None else row.take_token(chosen)
             except Exception as error:  # noqa: BLE001  everything is reported
                 if row.number in self._calls:
                     self._fail(row.number, error)

@@ -8,7 +8,6 @@ Legend:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from oslo_models.deploy.decoding import Decoding
 from oslo_models.deploy.running_batch.nucleus import faster
 from oslo_models.deploy.running_batch.plain_settings import PlainSettings
+from oslo_models.deploy.running_batch.sampling import warp_of
+from oslo_models.deploy.running_batch.static_step import to_device
 from oslo_models.distributed.stopping import of_one_rank
 
 
@@ -31,32 +32,55 @@ class Row:
         prompt: the tokens without padding.
         settings: processors, criteria and configuration of `generate`; last, what makes a streamer's log-probabilities
             of scores and a token, or ``None`` if none are asked for.
+        device: on which tokens are chosen.
 
     Attributes:
         number: of the call.
+        scored: the last one of the settings.
+        generator: of a row that samples.
+        warp: the processors as settings that are computed with those of other rows; ``None`` if they are not.
         new: the tokens that were generated.
         ended: no more are to come.
         shares: other prompts may take over its keys and values.
         is_plain: its tokens are the most probable ones, and nothing else is asked for.
     """
 
-    def __init__(self, number: int, ids_BL: Tensor, prompt: list[int], seed: int, settings: Any) -> None:
-        self.number, self.prompt, self.seed = number, prompt, seed
-        processors, criteria, self._config, self._scored = settings
-        self._processors = LogitsProcessorList(map(faster, processors))
-        self._buffer_BL, self._length = ids_BL, ids_BL.shape[1]
+    def __init__(
+        self, number: int, ids_BL: Tensor, prompt: list[int], seed: int, settings: Any, device: torch.device
+    ) -> None:
+        self.number, self.prompt, self.seed, self._device = number, prompt, seed, device
+        processors, criteria, self._config, self.scored = settings
+        self._processors, self.warp = LogitsProcessorList(map(faster, processors)), warp_of(processors)
+        self._given_BL = self._buffer_BL = ids_BL
+        self._written = self._length = ids_BL.shape[1]
         self._ends = _Ends(criteria)
         self.new: list[int] = []
         self.ended, self.shares = False, True
-        self._generator: torch.Generator | None = None
+        self.generator: torch.Generator | None = None
         if self._config.do_sample:
-            self._generator = torch.Generator(ids_BL.device).manual_seed(seed)
-        self.is_plain = not self._processors and self._generator is None and self._scored is None
+            self.generator = torch.Generator(device).manual_seed(seed)
+        self.is_plain = not self._processors and self.generator is None and self.scored is None
+
+    @property
+    def host_ids_BL(self) -> Tensor:  # noqa: N802  the name says its shape
+        """The prompt and the new tokens, [1, L], on the host."""
+        return torch.cat((self._given_BL.cpu(), torch.tensor([self.new], dtype=torch.long)), 1)
 
     @property
     def ids_BL(self) -> Tensor:  # noqa: N802  the name says its shape
-        """The prompt and the new tokens, [1, L]."""
+        """The prompt and the new tokens, [1, L], on the device; tokens are written there when they are asked for."""
+        late = self.new[len(self.new) - (self._length - self._written) :]
+        held_BL = self._buffer_BL
+        if held_BL.device != self._device or self._length > held_BL.shape[1]:
+            self._buffer_BL = held_BL.new_empty(1, 2 * self._length + 16, device=self._device)
+            self._buffer_BL[:, : self._written] = held_BL[:, : self._written]
+        if late:
+            self._buffer_BL[:, self._written : self._length] = late[0] if len(late) == 1 else self._sent(late)
+        self._written = self._length
         return self._buffer_BL[:, : self._length]
+
+    def _sent(self, tokens: list[int]) -> Tensor:
+        return to_device([tokens], self._device)
 
     @property
     def pad(self) -> int:
@@ -67,26 +91,25 @@ class Row:
     def take(self, logits_V: Tensor) -> Any:
         """Choose the next token by the logits; returns what a streamer gets for it."""
         # the same operations as in transformers' `_sample`, on one row
-        logits_BV = logits_V[None].to(copy=True, dtype=torch.float32, device=self.ids_BL.device)
-        scored = None if self._scored is None else logits_BV[0].log_softmax(-1)
-        scores_BV = self._processors(self.ids_BL, logits_BV)
-        if self._generator is not None:
-            token = int(torch.multinomial(scores_BV.softmax(-1), 1, generator=self._generator))
+        logits_V = logits_V.to(copy=True, dtype=torch.float32, device=self._device)
+        scored = None if self.scored is None else logits_V.log_softmax(-1)
+        scores_V = self.processed(logits_V)
+        if self.generator is not None:
+            token = int(torch.multinomial(scores_V.softmax(-1), 1, generator=self.generator))
         else:
-            token = int(scores_BV.argmax(-1))
+            token = int(scores_V.argmax(-1))
         self.take_token(token)
-        return token if scored is None else self._scored(scored, token)
+        return token if scored is None else self.scored(scored, token)
+
+    def processed(self, logits_V: Tensor) -> Tensor:
+        """What the processors make of logits in float32."""
+        return self._processors(self.ids_BL, logits_V[None])[0] if self._processors else logits_V
 
     def take_token(self, token: int) -> int:
         """Append a token that is chosen already; returns it."""
-        if self._length == self._buffer_BL.shape[1]:
-            held_BL = self._buffer_BL
-            self._buffer_BL = held_BL.new_empty(1, 2 * self._length + 16)
-            self._buffer_BL[:, : self._length] = held_BL
-        self._buffer_BL[0, self._length] = token
         self._length += 1
         self.new.append(token)
-        self.ended = self._ends(self.ids_BL, token)
+        self.ended = self._ends(self, token)
         return token
 
 
@@ -104,18 +127,10 @@ class _Ends:
                 others.append(each)
         self._others = StoppingCriteriaList(others)
 
-    def __call__(self, ids_BL: Tensor, token: int) -> bool:
+    def __call__(self, row: Row, token: int) -> bool:
         """Whether the row ends with its newest token."""
-        by_others = bool(self._others) and bool(self._others(ids_BL, None).all())
-        return by_others or token in self._tokens or ids_BL.shape[1] >= self._length
-
-
-def plain_tokens(rows: Sequence[Row], logits_BV: Tensor) -> list[int]:
-    """The most probable token of each row at once; empty if no row is plain."""
-    if not any(row.is_plain for row in rows):
-        return []
-    tokens: list[int] = logits_BV.to(torch.float32).argmax(-1).tolist()
-    return tokens
+        by_others = bool(self._others) and bool(self._others(row.ids_BL, None).all())
+        return by_others or token in self._tokens or row._length >= self._length
 
 
 class Call:
@@ -135,9 +150,9 @@ class Call:
     def result(self) -> Tensor:
         """What `generate` returns: prompts and new tokens, [B, L]."""
         if len(self.rows) == 1:
-            return self.rows[0].ids_BL.cpu()
+            return self.rows[0].host_ids_BL
         longest = max(len(row.new) for row in self.rows)
-        return torch.cat([F.pad(row.ids_BL.cpu(), (0, longest - len(row.new)), value=row.pad) for row in self.rows])
+        return torch.cat([F.pad(row.host_ids_BL, (0, longest - len(row.new)), value=row.pad) for row in self.rows])
 
 
 def prepare(model: Any, request: Any, known: PlainSettings | None = None) -> Call:
@@ -179,11 +194,11 @@ def _make_row(
 ) -> Row:
     """A row, with the settings of a former one if they are those that `generate` would prepare."""
     key = known.key(given) if decoding is None else None
-    ids_BL, settings = given["input_ids"].to(known.device), known.find(key, prompt)
+    ids_BL, settings = given["input_ids"], known.find(key, prompt)
     if settings is None:
         ids_BL, prompt, settings = _prepare_row(model, request, given, decoding)
         known.keep(key, settings)
-    return Row(request.number, ids_BL, prompt, request.seed, settings)
+    return Row(request.number, ids_BL, prompt, request.seed, settings, known.device)
 
 
 def _prepare_row(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-_LEAST_COLUMNS = 64
+from oslo_models.deploy.running_batch.limits import LEAST_COLUMNS, columns
 
 
 class SlotCache(Cache):
@@ -33,18 +33,21 @@ class SlotCache(Cache):
         rows: at most.
         length: positions of a row at most.
         keeps: former rows stay.
+        is_static: steps of fixed shapes read it, see `static_step`. Then the columns after the rows are zeros, and the
+            last column belongs to no row.
 
     Attributes:
         lengths: of the rows, by slot.
         stop: the column after the last position of every row.
         kept: the first column of each former row and the one after its last, by slot.
+        allocations: how often memory was allocated: whoever keeps an address of it compares this number.
     """
 
-    def __init__(self, rows: int, length: int, keeps: bool = False) -> None:
+    def __init__(self, rows: int, length: int, keeps: bool = False, is_static: bool = False) -> None:
         super().__init__(layer_class_to_replicate=partial(_SlotLayer, self))
-        self._keeps = keeps
+        self._keeps, self.is_static, self.allocations = keeps, is_static, 0
         self.kept: dict[int, tuple[int, int]] = {}
-        self.most_rows, self.most_columns = rows, length + max(_LEAST_COLUMNS, length // 8)
+        self.most_rows, self.most_columns = rows, columns(length)
         self.lengths: list[int] = []
         self.stop = self.rows = self.columns = 0
 
@@ -72,22 +75,30 @@ class SlotCache(Cache):
         """Remove all rows, former ones too."""
         self.lengths, self.stop, self.kept = [], 0, {}
 
-    def mask(self, more: int) -> Tensor | None:
-        """The attention mask of the rows with ``more`` positions to come, [B, L]; ``None`` if nothing is hidden."""
+    def mask(self, more: int, lengths_B: Tensor) -> Tensor | None:
+        """The attention mask of the rows with ``more`` positions to come, [B, L]; ``None`` if nothing is hidden.
+
+        Args:
+            lengths_B: those of the rows, on the device of the mask.
+        """
         if min(self.lengths) == self.window:
             return None
-        lengths_B = torch.tensor(self.lengths)
-        return (torch.arange(self.window + more) >= (self.window - lengths_B)[:, None]).long()
+        columns_L = torch.arange(self.window + more, device=lengths_B.device)
+        return (columns_L >= (self.window - lengths_B)[:, None]).long()
 
     def make_room(self, rows: int, more: int, before: int = 0) -> None:
         """Have memory for so many rows and ``more`` further columns, and ``before`` columns before the window."""
         needed = before + self.window + more
-        if rows <= self.rows and self.stop + more <= self.columns and before <= self.start:
+        if rows <= self.rows and self.stop + more + self.is_static <= self.columns and before <= self.start:
             return
-        larger = max(self.columns, min(self.most_columns, 1 << (needed + _LEAST_COLUMNS).bit_length()))
+        larger = max(self.columns, min(self.most_columns, 1 << (needed + LEAST_COLUMNS).bit_length()))
         if rows > self.rows:
             self.rows = min(self.most_rows, max(rows, 2 * self.rows))
         self._relocate(larger, before)
+
+    def compact(self) -> None:
+        """Move the rows to the first columns."""
+        self._relocate(self.columns, 0)
 
     def _relocate(self, columns: int, before: int) -> None:
         """Move the rows into memory of so many columns, to column ``before``."""
@@ -185,6 +196,7 @@ class _SlotLayer(CacheLayerMixin):
             for x in (key_states, value_states)
         )
         self.is_initialized = True
+        self._cache.allocations += 1
 
     def fits(self, key_states: Tensor, value_states: Tensor) -> bool:
         """Whether they are of the model that the memory was allocated for."""
@@ -215,7 +227,10 @@ class _SlotLayer(CacheLayerMixin):
             if held.shape[0] == cache.rows and held.shape[2] == columns:
                 kept, target = kept.clone(), held
                 target[:rows, :, :at] = 0
+                if cache.is_static:
+                    target[:rows, :, at + window :] = 0
             else:
+                cache.allocations += 1
                 target = held.new_zeros(cache.rows, held.shape[1], columns, held.shape[3])
                 for slot in cache.kept:
                     target[slot, :, : held.shape[2]] = held[slot]
@@ -238,6 +253,8 @@ class _SlotLayer(CacheLayerMixin):
         """Copy ``length`` positions of a row of a layer into a slot; zeros before them."""
         for own, theirs in ((self.keys, source.keys), (self.values, source.values)):
             own[slot, :, : stop - length] = 0
+            if self._cache.is_static:
+                own[slot, :, stop:] = 0
             own[slot, :, stop - length : stop] = theirs[row, :, source_stop - length : source_stop]
 
     @property

@@ -9,6 +9,7 @@ Legend:
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import islice
@@ -19,9 +20,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from oslo_models.cache_argument import generation_name
+from oslo_models.deploy.running_batch.graphs import CaptureError, capture_of
 from oslo_models.deploy.running_batch.head_product import PackedHead, fast_head
 from oslo_models.deploy.running_batch.limits import BatchLimits
 from oslo_models.deploy.running_batch.slot_cache import SlotCache
+from oslo_models.deploy.running_batch.static_step import StaticSteps, to_device
 from oslo_models.deploy.running_batch.step import Step
 
 
@@ -37,6 +40,8 @@ class StepRunner:
 
     Attributes:
         numbers: of the calls that the rows are from.
+        static: decoding steps of fixed shapes, which CUDA graphs replay; ``None``: they are computed eagerly.
+        eager_reason: why.
     """
 
     def __init__(
@@ -46,7 +51,12 @@ class StepRunner:
         # what does not change, but takes as long as a layer to find out
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._device, self._can_keep_few = model.device, model._supports_logits_to_keep()
-        self.rows = SlotCache(limits.rows, limits.length, keeps=limits.reuse)
+        capture, self.eager_reason = capture_of(model)
+        self.rows = SlotCache(limits.rows, limits.length, limits.reuse, is_static=capture is not None)
+        self.static: StaticSteps | None = None
+        if capture is not None:
+            config = model.config.get_text_config(decoder=True)
+            self.static = StaticSteps(self._forward, self.rows, config, capture)
         self.prompt = SlotCache(1, limits.length)
         self.numbers: list[int] = []
         self._computed: set[int] = set()  # the calls whose prompts are being computed
@@ -62,6 +72,11 @@ class StepRunner:
         self.rows.clear()
         self.prompt.clear()
         self.numbers, self._computed = [], set()
+
+    def drop_graphs(self) -> None:
+        """The model may have changed, or memory is short: later steps are captured anew."""
+        if self.static is not None:
+            self.static.clear()
 
     def calls(self) -> set[int]:
         """The numbers of the calls that are being computed."""
@@ -83,7 +98,9 @@ class StepRunner:
                 if step.whole:
                     return self._prefill_whole(step)
                 return self._prefill(step) if step.chunk else self._decode(step.tokens)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                self.drop_graphs()
             if not self._is_passed_on:
                 self.skip(step)
             raise
@@ -104,26 +121,41 @@ class StepRunner:
     def _decode(self, tokens: Sequence[int]) -> Tensor:
         rows = self.rows
         assert len(tokens) == len(rows.lengths)
-        rows.make_room(len(tokens), 1)
-        position_ids_BL = torch.tensor(rows.lengths)[:, None]
-        options = {"next_sequence_length": 1, "attention_mask": rows.mask(1)}
-        logits_BV = self._forward(rows, torch.tensor(tokens)[:, None], position_ids_BL, options)
+        logits_BV = self._replay(tokens)
+        if logits_BV is None:
+            rows.make_room(len(tokens), 1)
+            ids_B, lengths_B = to_device([tokens, rows.lengths], self._device)
+            options = {"next_sequence_length": 1, "attention_mask": rows.mask(1, lengths_B)}
+            logits_BV = self._forward(rows, ids_B[:, None], lengths_B[:, None], options)
         rows.grow(1)
         return logits_BV
+
+    def _replay(self, tokens: Sequence[int]) -> Tensor | None:
+        """The logits of a step of fixed shapes; ``None`` if there are no such steps, or this one cannot be captured."""
+        if self.static is None:
+            return None
+        try:
+            return self.static.run(tokens)
+        except CaptureError as error:
+            self.static, self.eager_reason = None, f"a capture failed: {error}"
+            warnings.warn(f"the running batch decodes without CUDA graphs from now on: {error}", stacklevel=2)
+            return None
 
     def _prefill_whole(self, step: Step) -> Tensor:
         """Compute prompts as `generate` computes a batch, padded on the left."""
         prompts, tokens = step.whole, iter(step.chunk)
         self._computed = {prompt.number for prompt in prompts}
         longest, cache = max(prompt.length for prompt in prompts), DynamicCache()
-        ids = [[0] * (longest - prompt.length) + list(islice(tokens, prompt.length)) for prompt in prompts]
-        positions_BL, mask_BL = torch.arange(longest).expand(len(prompts), -1), None
+        # a row: its padding, and its tokens
+        rows = [[n := longest - prompt.length] + [0] * n + list(islice(tokens, prompt.length)) for prompt in prompts]
+        padding_B1, ids_BL = to_device(rows, self._device).split((1, longest), 1)
+        positions_BL, mask_BL = torch.arange(longest, device=self._device).expand(len(prompts), -1), None
         if any(prompt.length < longest for prompt in prompts):
-            positions_BL = positions_BL - torch.tensor([[longest - prompt.length] for prompt in prompts])
+            positions_BL = positions_BL - padding_B1
             mask_BL = (positions_BL >= 0).long()
             positions_BL = positions_BL.clamp(min=0)
         options = {"is_first_iteration": True, "attention_mask": mask_BL}
-        logits_BV = self._forward(cache, torch.tensor(ids), positions_BL, options)
+        logits_BV = self._forward(cache, ids_BL, positions_BL, options)
         for row, (number, length, displaced) in enumerate(prompts):
             self.rows.append(cache.layers, row, longest, length, displaced)
             self.numbers.append(number)
@@ -140,10 +172,9 @@ class StepRunner:
             self._computed = {step.number}
         (done,) = prompt.lengths
         prompt.make_room(1, len(step.chunk))
-        position_ids_BL = torch.arange(done, done + len(step.chunk))[None]
-        logits_BV = self._forward(
-            prompt, torch.tensor([step.chunk]), position_ids_BL, {"is_first_iteration": done == 0}
-        )
+        position_ids_BL = torch.arange(done, done + len(step.chunk), device=self._device)[None]
+        ids_BL = to_device([step.chunk], self._device)
+        logits_BV = self._forward(prompt, ids_BL, position_ids_BL, {"is_first_iteration": done == 0})
         prompt.grow(len(step.chunk))
         if not step.joins:
             return None
@@ -155,15 +186,13 @@ class StepRunner:
 
     def _forward(self, cache: Cache, ids_BL: Tensor, position_ids_BL: Tensor, options: dict[str, Any]) -> Tensor:
         """The logits of the last position of each row; the layers of the cache get the positions."""
-        model, device = self.model, self._device
+        model = self.model
         given: dict[str, Any] = {"use_cache": True, generation_name(): cache, "attention_mask": None, **options}
-        if given["attention_mask"] is not None:
-            given["attention_mask"] = given["attention_mask"].to(device)
         if self._takes_positions:
-            given["position_ids"] = position_ids_BL.to(device)
+            given["position_ids"] = position_ids_BL
         if self._can_keep_few:
             given["logits_to_keep"] = 1
-        inputs = model.prepare_inputs_for_generation(ids_BL.to(device), **given)
+        inputs = model.prepare_inputs_for_generation(ids_BL, **given)
         keeps = self._keeps_logits and model.pipeline is not None
         self._is_passed_on = True  # if the model raises, it tells the other stages itself
         with model.pipeline.keeping_logits() if keeps else nullcontext():
@@ -180,7 +209,8 @@ class StepRunner:
         probe.lengths = [0]
         probe.make_room(1, 1)
         with self.model.generating():
-            self._forward(probe, torch.tensor([[0]]), torch.tensor([[0]]), {"is_first_iteration": True})
+            zero_BL = to_device([[0]], self._device)
+            self._forward(probe, zero_BL, zero_BL, {"is_first_iteration": True})
         probe.grow(1)
         try:
             self.rows.reserve(probe)

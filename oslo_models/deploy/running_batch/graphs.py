@@ -1,0 +1,95 @@
+"""CUDA graphs of the running batch's decoding steps: which models have them, and how they are captured."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oslo_models.deploy.running_batch.static_step import Capture, Compute
+
+GRAPHED = frozenset(("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"))
+"""Types of models whose steps of fixed shapes are tested."""
+WARM_UPS = 2
+"""Computations before a capture: the first one may compile kernels and time several, which a capture may not."""
+
+
+class CaptureError(RuntimeError):
+    """A computation has run, but cannot be captured."""
+
+
+def capture_of(model: Any) -> tuple[Capture | None, str]:
+    """How the decoding steps of a model are captured on this rank; or ``None`` and why they are computed eagerly."""
+    reason = reason_against(model)
+    return (CudaGraphs(model.device), "") if reason is None else (None, reason)
+
+
+def reason_against(model: Any) -> str | None:
+    """Why no step of a model is captured; ``None`` if they are."""
+    if model.device.type != "cuda":
+        return f"its device is {model.device}, not a GPU"
+    return reason_of_model(model)
+
+
+def reason_of_model(model: Any) -> str | None:
+    """`reason_against` on a GPU."""
+    config = model.config
+    if config.model_type not in GRAPHED:
+        return f"steps of model_type={config.model_type!r} were not tested in CUDA graphs"
+    if model.pipeline is not None:
+        return "pipeline stages compute in turn"
+    attention = config.get_text_config(decoder=True)._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        return f"attn_implementation={attention!r}: CUDA graphs need 'sdpa' or 'eager'"
+    if any(parameter.device != model.device for parameter in model.parameters()):
+        return "its weights are on several devices"
+    if model.is_tensor_parallelized():
+        backend = str(dist.get_backend_config(model.mesh.tp.group))
+        if "cuda:nccl" not in backend:
+            return f"tensor parallelism communicates by {backend}, not by NCCL"
+    return None
+
+
+class CudaGraphs:
+    """Captures computations as CUDA graphs, which share the memory of their temporaries.
+
+    At most one of them runs at a time, and its result is read before the next one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()  # the memory is theirs: it goes with the last of them
+
+    def __call__(self, compute: Compute) -> Compute:
+        with torch.cuda.device(self._device):
+            return self._captured(compute)
+
+    def _captured(self, compute: Compute) -> Compute:
+        # warmed up on the stream of the capture, so that libraries have their workspaces for it
+        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                compute()
+        current.wait_stream(stream)
+        graph, pool = torch.cuda.CUDAGraph(), next((each.pool() for each in self._graphs), None)
+        try:
+            # other threads may query events meanwhile: watchdogs do
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                result = compute()
+        except Exception as error:
+            raise CaptureError(f"{type(error).__name__}: {error}") from error
+        finally:
+            torch.cuda.set_stream(current)  # a capture that failed leaves its own stream behind
+        self._graphs.add(graph)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay

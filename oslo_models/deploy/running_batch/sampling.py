@@ -1,0 +1,123 @@
+"""Draws the tokens of all rows of a step together, as transformers' `generate` draws those of each row by itself.
+
+Legend:
+    B: rows.
+    V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from oslo_models.deploy.running_batch.static_step import to_device
+
+TOGETHER_ON = ("cuda",)
+"""Devices that compute the settings of all rows at once. A CPU takes as long for them as row by row."""
+_ORDER = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+
+
+class Warp(NamedTuple):
+    """The settings of a row that are computed with those of other rows; the defaults change nothing."""
+
+    temperature: float = 1.0
+    top_k: float = float("inf")
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+def warp_of(processors: Sequence[Any]) -> Warp | None:
+    """The settings of logits processors; ``None`` if one of them computes anything else."""
+    places = [_ORDER.index(type(each)) if type(each) in _ORDER else -1 for each in processors]
+    if -1 in places or places != sorted(set(places)):
+        return None
+    found: dict[str, float] = {}
+    for place, each in zip(places, processors, strict=True):
+        plain = getattr(each, "filter_value", -torch.inf) == -torch.inf
+        if not plain or (place > 1 and each.min_tokens_to_keep != 1):
+            return None
+        found[Warp._fields[place]] = getattr(each, Warp._fields[place])
+    return Warp(**found)
+
+
+def choose_tokens(rows: Sequence[Any], logits_BV: Tensor) -> list[int | Exception | None]:
+    """The next token of each row.
+
+    Args:
+        rows: each a `row.Row`.
+
+    Returns:
+        For each row its token, or what its processors have raised; ``None``: `Row.take` has to choose it.
+    """
+    if logits_BV.device.type in TOGETHER_ON:
+        together = [row.scored is None and not row.ended for row in rows]
+    else:
+        together = [row.is_plain for row in rows]
+    if not any(together):
+        return [None] * len(rows)
+    failed: dict[int, Exception] = {}
+    scores_BV = logits_BV.to(torch.float32)
+    if not all(row.is_plain for row, is_chosen in zip(rows, together, strict=True) if is_chosen):
+        chosen = [row if is_chosen else None for row, is_chosen in zip(rows, together, strict=True)]
+        scores_BV = _drawn_scores(chosen, logits_BV.to(torch.float32, copy=True), failed)
+    best_B, token_B = scores_BV.max(-1)
+    found = torch.stack((token_B, best_B.isnan()), 1).tolist()  # the host waits for the device here, and nowhere else
+    for index, (_, is_nan) in enumerate(found):
+        if is_nan and together[index] and rows[index].generator is not None:
+            failed.setdefault(index, RuntimeError("probability tensor contains either `inf`, `nan` or element < 0"))
+    return [failed.get(index, token if together[index] else None) for index, (token, _) in enumerate(found)]
+
+
+def _drawn_scores(rows: Sequence[Any], scores_BV: Tensor, failed: dict[int, Exception]) -> Tensor:
+    """Scores whose largest one is the token of each row; ``None`` among the rows: any.
+
+    ``torch.multinomial`` divides probabilities by exponentially distributed numbers and takes the largest quotient.
+
+    Args:
+        failed: gets what processors raise, by row.
+    """
+    for index, row in enumerate(rows):
+        if row is not None and row.warp is None:
+            try:
+                scores_BV[index] = row.processed(scores_BV[index])
+            except Exception as error:  # noqa: BLE001  it is of this row
+                failed[index] = error
+    scores_BV = _warped(scores_BV, [Warp() if row is None or row.warp is None else row.warp for row in rows])
+    samples = [row is not None and row.generator is not None for row in rows]
+    if not any(samples):
+        return scores_BV
+    noise_BV = torch.ones_like(scores_BV)
+    for noise_V, row, is_sampled in zip(noise_BV, rows, samples, strict=True):
+        if is_sampled:
+            noise_V.exponential_(1, generator=row.generator)
+    if all(samples):
+        return scores_BV.softmax(-1) / noise_BV
+    sampled_B1 = to_device(samples, scores_BV.device)[:, None].bool()
+    return torch.where(sampled_B1, scores_BV.softmax(-1) / noise_BV, scores_BV)
+
+
+def _warped(scores_BV: Tensor, warps: Sequence[Warp]) -> Tensor:
+    """What transformers' warpers make of the scores of each row, in their order."""
+    if all(warp == Warp() for warp in warps):
+        return scores_BV
+    vocabulary = scores_BV.shape[-1]
+    values = [(warp.temperature, min(warp.top_k, vocabulary), warp.top_p, warp.min_p) for warp in warps]
+    settings = to_device(values, scores_BV.device, torch.float64)
+    temperature_B1, top_k_B1, top_p_B1, min_p_B1 = settings.split(1, 1)
+    scores_BV = scores_BV / temperature_B1.float()
+    if all(warp._replace(temperature=1.0) == Warp() for warp in warps):
+        return scores_BV
+    # each warper removes the smallest scores, so the others stay in order
+    sorted_BV, order_BV = scores_BV.sort(-1)
+    sorted_BV = sorted_BV.masked_fill(sorted_BV < sorted_BV.gather(1, vocabulary - top_k_B1.long()), -torch.inf)
+    removed_BV = sorted_BV.softmax(-1).cumsum(-1) <= (1 - top_p_B1).float()
+    removed_BV[:, -1] = False
+    sorted_BV = sorted_BV.masked_fill(removed_BV, -torch.inf)
+    probabilities_BV = sorted_BV.softmax(-1)
+    removed_BV = probabilities_BV < probabilities_BV[:, -1:] * min_p_B1.float()
+    sorted_BV = sorted_BV.masked_fill(removed_BV, -torch.inf)
+    return torch.empty_like(sorted_BV).scatter_(1, order_BV, sorted_BV)

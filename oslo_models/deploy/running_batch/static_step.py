@@ -1,0 +1,202 @@
+"""Decoding steps of fixed shapes, which a CUDA graph can replay: buckets of rows and of attended columns.
+
+A graph repeats the kernels of one step with the same addresses and shapes. So a step gets its inputs in one tensor of
+its own, computes as many rows as its bucket has, and attends to as many columns of the slots. Rows beyond those of the
+batch are padding: they write to the last column of their slots, which belongs to no row.
+
+The code between capture and replay knows nothing of graphs: with `run_eagerly` in place of a capture it runs anywhere.
+
+Legend:
+    B: rows of the bucket.
+    L: columns of the bucket.
+    H: key-value heads of this rank.
+    D: size of a head.
+    V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from oslo_models.deploy.running_batch.slot_cache import SlotCache
+from oslo_models.fusion.decoding import rounded_length
+from oslo_models.fusion.grouped_attention import GROUPED
+
+Compute = Callable[[], Tensor]
+Capture = Callable[[Compute], Compute]
+"""Takes a computation of fixed shapes; returns a function that repeats it, with the same tensor as its result."""
+SPARE_COLUMNS = 64
+"""Columns that the rows have before the next longer bucket after they were moved, so that they move rarely."""
+
+
+def run_eagerly(compute: Compute) -> Compute:
+    """In place of a capture: each replay computes the step anew."""
+    return compute
+
+
+def for_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers on the host, pinned if a copy to the device need not wait; torch keeps such memory until it is made."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Numbers on a device, by one copy."""
+    return for_device(values, device, dtype).to(device, non_blocking=True)
+
+
+class StaticSteps:
+    """The decoding steps of a batch, one for each bucket of rows and columns.
+
+    Args:
+        forward: computes the logits [B, V] of ids, positions and options in a cache.
+        cache: of the batch; it is static.
+        config: of the decoder's attention layers, which may attend by groups of heads.
+    """
+
+    def __init__(self, forward: Callable[..., Tensor], cache: SlotCache, config: Any, capture: Capture) -> None:
+        self._forward, self._cache, self._config, self._capture = forward, cache, config, capture
+        self._steps: dict[tuple[int, int], tuple[_Inputs, Compute]] = {}
+        self._allocations = -1
+        self._logits: Tensor | None = None  # for the largest bucket; smaller ones have the first rows of it
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def clear(self) -> None:
+        """Drop all steps: what they compute, or where, has changed."""
+        self._steps.clear()
+        self._logits = None
+
+    def run(self, tokens: Sequence[int]) -> Tensor:
+        """Compute the logits [rows, V] after the newest token of each row; the next step overwrites them."""
+        cache = self._cache
+        rows = min(1 << (len(tokens) - 1).bit_length(), cache.most_rows)
+        cache.make_room(rows, 1)
+        if rounded_length(cache.window + SPARE_COLUMNS) < rounded_length(cache.stop + 1):
+            cache.compact()
+        if self._allocations != cache.allocations:
+            self.clear()
+            self._allocations = cache.allocations
+        columns = min(rounded_length(cache.stop + 1), cache.columns)
+        known = self._steps.get((rows, columns))
+        if known is None:
+            inputs = _Inputs(cache, rows)
+            inputs.load(tokens)
+            known = self._steps[rows, columns] = (inputs, self._capture(self._computation(inputs, columns)))
+        inputs, replay = known
+        inputs.load(tokens)
+        return replay()[: len(tokens)]
+
+    def _computation(self, inputs: _Inputs, columns: int) -> Compute:
+        """The step; it alone refers to the memory of the cache, which a graph knows by its addresses."""
+        slots = _StaticSlots(self._cache, columns, inputs)
+        columns_L = torch.arange(columns, device=inputs.ids_B.device)
+
+        def compute() -> Tensor:
+            first_B = inputs.stop - inputs.positions_B  # so rows of padding see one column
+            options = {"next_sequence_length": 1, "attention_mask": (columns_L >= first_B[:, None]).long()}
+            with _by_groups_of_heads(self._config):
+                logits_BV = self._forward(slots, inputs.ids_B[:, None], inputs.positions_B[:, None], options)
+            return self._shared(logits_BV)
+
+        return compute
+
+    def _shared(self, logits_BV: Tensor) -> Tensor:
+        """Copy logits to the memory that all steps share, in float32 at least."""
+        rows, vocabulary = logits_BV.shape
+        held = self._logits
+        if held is None:
+            dtype = torch.promote_types(logits_BV.dtype, torch.float32)
+            held = self._logits = logits_BV.new_empty(self._cache.most_rows, vocabulary, dtype=dtype)
+        return held[:rows].copy_(logits_BV)
+
+
+class _Inputs:
+    """The inputs of a step, at addresses that stay: for each row its token, its position and the column it writes to.
+
+    Attributes:
+        stop: the column after the last position of every row.
+    """
+
+    def __init__(self, cache: SlotCache, rows: int) -> None:
+        self._cache, self._rows = cache, rows
+        device = next(layer.keys.device for layer in cache.layers if layer.is_initialized)
+        self._packed_4B = torch.zeros(4, rows, dtype=torch.long, device=device)
+        self.ids_B, self.positions_B, self.written_B, stop_B = self._packed_4B
+        self.stop = stop_B[0]
+
+    def load(self, tokens: Sequence[int]) -> None:
+        """Take the tokens of the rows, and their places in the cache, in one copy."""
+        cache, padding = self._cache, [0] * (self._rows - len(tokens))
+        written = [cache.stop] * len(tokens) + [cache.columns - 1] * len(padding)
+        values = [[*tokens, *padding], [*cache.lengths, *padding], written, [cache.stop] * self._rows]
+        self._packed_4B.copy_(for_device(values, self._packed_4B.device), non_blocking=True)
+
+
+class _StaticSlots(Cache):
+    """The first rows and columns of a `SlotCache`, in which each row gets one position.
+
+    transformers makes its masks for it as for its own static caches: from tensors alone, whatever they contain.
+    """
+
+    def __init__(self, cache: SlotCache, columns: int, inputs: _Inputs) -> None:
+        self.columns, self.stop = columns, inputs.stop
+        slots_B = torch.arange(len(inputs.ids_B), device=inputs.ids_B.device)
+        super().__init__(layers=[_StaticLayer(layer, columns, slots_B, inputs) for layer in cache.layers])
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self.stop
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.columns, 0
+
+
+class _StaticLayer(CacheLayerMixin):
+    """Keys and values [B, H, L, D] of one layer. It does not refer to its cache, so both go when a step goes."""
+
+    is_compileable = True
+
+    def __init__(self, layer: Any, columns: int, slots_B: Tensor, inputs: _Inputs) -> None:
+        super().__init__()
+        self._memory, self._columns, self._slots_B, self._inputs = (layer.keys, layer.values), columns, slots_B, inputs
+        self.keys, self.values = (held[: len(slots_B), :, :columns] for held in self._memory)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one position of each row; returns the keys and values of the bucket."""
+        for held, states in zip(self._memory, (key_states, value_states), strict=True):
+            held[self._slots_B, :, self._inputs.written_B] = states[:, :, 0]
+        return self.keys, self.values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError("the memory is allocated")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._columns, 0
+
+    def get_seq_length(self) -> Any:
+        return self._inputs.stop
+
+    def get_max_length(self) -> int:
+        return self._columns
+
+
+@contextmanager
+def _by_groups_of_heads(config: Any) -> Iterator[None]:
+    """Within the block, torch's attention reads keys and values once for all query heads of a group.
+
+    With a mask it would copy them for each query head.
+    """
+    own = config._attn_implementation
+    if own == "sdpa":
+        config._attn_implementation = GROUPED
+    try:
+        yield
+    finally:
+        config._attn_implementation = own

@@ -1,0 +1,169 @@
+"""Rows whose tokens are drawn together get the tokens that each would get by itself, and the host waits once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_running_batch_loop import LIMITS, Application, greedy, request
+from test_static_step import static_runner
+from torch import Tensor
+
+from oslo_models.deploy.messages import Failure, Request
+from oslo_models.deploy.running_batch import sampling, static_step
+from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.row import Row, prepare
+from oslo_models.deploy.running_batch.sampling import choose_tokens, warp_of
+from oslo_models.deploy.running_batch.step import Step, WholePrompt
+
+from support import running
+
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"top_k": 0},
+    {"temperature": 0.7, "top_k": 0},
+    {"top_k": 5},
+    {"top_k": 1000},
+    {"top_k": 0, "top_p": 0.7},
+    {"top_k": 0, "top_p": 1e-9},
+    {"top_k": 0, "min_p": 0.2},
+    {"temperature": 1.3, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
+    {"top_k": 20, "repetition_penalty": 1.4},
+    {"top_k": 0, "typical_p": 0.8},
+)
+WAYS = (*({"do_sample": True, **each} for each in SAMPLED), {"do_sample": False}, running.WAYS[1])
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "TOGETHER_ON", ("cpu",))
+
+
+def rows_of(model: Any, seed: int, count: int = len(WAYS)) -> list[Row]:
+    """A row of each way, again and again."""
+    rng, made = random.Random(seed), []
+    for number in range(count):
+        ids = torch.tensor([[rng.randrange(3, 101) for _ in range(rng.randint(1, 6))]])
+        given = {"input_ids": ids, "max_new_tokens": 30, "pad_token_id": 0, **WAYS[number % len(WAYS)]}
+        made += prepare(model, Request(number, "generate", (), given, rng.getrandbits(32))).rows
+    return made
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_rows_draw_their_own_tokens(pair: Any, seed: int, ties: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For many steps, since each advances the generators; also if many logits are equal, as in 16 bits."""
+    model, _ = pair
+    as_on_a_gpu(monkeypatch)
+    together, alone = rows_of(model, seed), rows_of(model, seed)
+    assert {row.warp is None for row in together} == {False, True}
+    draw = torch.Generator().manual_seed(seed)
+    for step in range(20):
+        logits_BV = (0.3, 3)[step % 2] * torch.randn(len(together), 101, generator=draw)
+        if ties:
+            logits_BV = logits_BV.round()
+            logits_BV += 1e-3 * torch.arange(101)  # whichever of equal ones is removed is up to torch.sort
+        before = logits_BV.clone()
+        tokens = choose_tokens(together, logits_BV)
+        assert torch.equal(before, logits_BV)
+        for row, other, token, logits_V in zip(together, alone, tokens, logits_BV, strict=True):
+            assert (token is None) == row.ended == other.ended
+            assert token is None or (isinstance(token, int) and row.take_token(token) == other.take(logits_V))
+
+
+def test_loop_draws_together(pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, whole = pair
+    as_on_a_gpu(monkeypatch)
+    rng, application = random.Random(seed), Application(model)
+    calls = running.requests(rng, 12)
+    for number, call in enumerate(calls):
+        application.send(rng.randrange(20), request(number, call, len(call["input_ids"]) == 1))
+    application.run()
+    for number, call in enumerate(calls):
+        assert torch.equal(application.answer(number).result, running.alone(whole, call))
+
+
+def test_processor_that_raises_and_nan_end_their_calls(pair: Any, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, whole = pair
+    as_on_a_gpu(monkeypatch)
+
+    def spoils(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores * float("nan")
+
+    def raises(ids: Tensor, scores: Tensor) -> Tensor:
+        raise ZeroDivisionError("of the processor")
+
+    sampled = {"do_sample": True, "seed": 5}
+    calls = [greedy(seed, 8), greedy(seed + 1, 8, logits_processor=[raises])]
+    calls.append({**greedy(seed + 2, 8, logits_processor=[spoils]), **sampled})
+    application = Application(model, LIMITS)
+    for number, call in enumerate(calls):
+        application.send(0, request(number, call))
+    application.run()
+    assert torch.equal(application.answer(0).result, running.alone(whole, {"seed": 0, **calls[0]}))
+    for number, kind in ((1, ZeroDivisionError), (2, RuntimeError)):
+        failure = application.answer(number)
+        assert isinstance(failure, Failure) and type(failure.error) is kind
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [
+        [transformers.TopKLogitsWarper(3), transformers.TemperatureLogitsWarper(0.5)],
+        [transformers.TopKLogitsWarper(3), transformers.TopKLogitsWarper(2)],
+        [transformers.TopPLogitsWarper(0.5, min_tokens_to_keep=2)],
+        [transformers.TopKLogitsWarper(3, filter_value=-9.0)],
+        [transformers.TypicalLogitsWarper(0.5)],
+    ],
+)
+def test_other_processors_are_called(processors: list[Any]) -> None:
+    assert warp_of(processors) is None
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_host_waits_once_and_copies_twice_in_a_step(
+    pair: Any, seed: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of greedy rows it copies the inputs of the step only, of others their settings and which of them sample too.
+
+    The stand-in counts methods that wait for a GPU and tensors that are made from the host's values.
+    """
+    model, _ = pair
+    as_on_a_gpu(monkeypatch)
+    counts: Counter[str] = Counter()
+    for name in ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+        _count(monkeypatch, torch.Tensor, name, counts, "waits")
+    _count(monkeypatch, torch, "tensor", counts, "copies")
+    _count(monkeypatch, static_step, "for_device", counts, "through pinned memory")
+    for ways, copies in (([10], 1), ([0, 1, 4, 6, 7], 2), ([0, 7, 10], 3)):
+        runner = static_runner(model, BatchLimits(rows, 64, 4096), static_step.run_eagerly)
+        made = [row for index, row in enumerate(rows_of(model, seed, rows * len(WAYS))) if index % len(WAYS) in ways]
+        made = made[:rows]
+        whole = [WholePrompt(row.number, len(row.prompt), -1) for row in made]
+        with torch.no_grad():
+            logits_BV = runner.run(Step(0, whole=whole, chunk=[token for row in made for token in row.prompt]))
+            for _ in range(2):
+                _take(made, logits_BV)
+                counts.clear()
+                logits_BV = runner.run(Step(0, tokens=[row.new[-1] for row in made]))
+                _take(made, logits_BV)
+        waits, copied, pinned = (counts[each] for each in ("waits", "copies", "through pinned memory"))
+        print(f"{rows} rows, ways {ways}: {waits} waits, {copied} copies")
+        assert (waits, copied) == (1, pinned) and pinned <= copies
+
+
+def _count(patch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counter[str], what: str) -> None:
+    own = getattr(owner, name)
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counts[what] += 1
+        return own(*args, **kwargs)
+
+    patch.setattr(owner, name, counting)
+
+
+def _take(rows: list[Row], logits_BV: Any) -> None:
+    for row, token in zip(rows, choose_tokens(rows, logits_BV), strict=True):
+        assert isinstance(token, int)
+        row.take_token(token)

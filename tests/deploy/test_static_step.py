@@ -1,0 +1,428 @@
+"""Decoding steps of fixed shapes, as CUDA graphs replay them, computed here without a capture."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations import sdpa_attention
+
+from oslo_models import registry
+from oslo_models.deploy.running_batch import graphs, static_step, step_runner
+from oslo_models.deploy.running_batch.graphs import GRAPHED, CaptureError
+from oslo_models.deploy.running_batch.limits import BatchLimits
+from oslo_models.deploy.running_batch.loop import RunningBatch
+from oslo_models.deploy.running_batch.plan_channel import NoFollowers
+from oslo_models.deploy.running_batch.static_step import Compute
+from oslo_models.deploy.running_batch.step import Step, WholePrompt
+from oslo_models.deploy.running_batch.step_runner import StepRunner
+
+from support import running, zoo
+from support.float64 import lifted_casts
+
+WAITS = ("local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "lift_fresh", "item")
+"""Operations for which the host waits for a GPU, or that copy to it: a capture allows neither."""
+
+
+class Watched(TorchDispatchMode):
+    """Raises for operations that a capture does not allow."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.partition("::")[2].strip("_") in WAITS:
+            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+        return func(*args, **(kwargs or {}))
+
+
+def watched(compute: Compute) -> Compute:
+    """In place of a capture: the computation, which raises where a capture would."""
+    compute()  # warms up
+
+    def replay() -> Tensor:
+        with Watched():
+            return compute()
+
+    return replay
+
+
+class Both:
+    """A runner with steps of fixed shapes beside one without, whose logits it has to compute."""
+
+    def __init__(self, model: Any, limits: BatchLimits) -> None:
+        self.model, self.eager, self.static = model, StepRunner(model, limits), static_runner(model, limits)
+        self.buckets: set[tuple[int, int]] = set()
+
+    def run(self, step: Any) -> Tensor | None:
+        expected, found = self.eager.run(step), self.static.run(step)
+        assert self.static.static is not None
+        self.buckets |= set(self.static.static._steps)
+        assert (expected is None) == (found is None)
+        if expected is not None and found is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        return found
+
+
+def static_runner(model: Any, limits: BatchLimits, capture: Callable[[Compute], Compute] = watched) -> StepRunner:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_runner, "capture_of", lambda model: (capture, ""))
+        return StepRunner(model, limits)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of 8, 16, 32, ... columns, and rows that move early."""
+    monkeypatch.setattr(static_step, "rounded_length", lambda length: max(8, 1 << (length - 1).bit_length()))
+    monkeypatch.setattr(static_step, "SPARE_COLUMNS", 2)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(
+    ("variant", "fused"),
+    # fused experts look at the tokens, but on CPUs only
+    [
+        (variant, fused)
+        for variant in sorted(GRAPHED)
+        for fused in (False, True)
+        if (variant, fused) != ("mixtral", True)
+    ],
+)
+def test_padded_steps_compute_the_logits_of_the_eager_ones(
+    tmp_path: Path, seed: int, variant: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so the tokens that transformers generates for each call by itself."""
+    name, calls, expected = running.checked(variant, tmp_path, seed, 12)
+    cls: Any = registry.find(name)
+    model = cls.from_pretrained_with_parallel(tmp_path, dtype=torch.float64).eval()
+    assert graphs.reason_of_model(model) is None
+    if fused:
+        model.fuse(measure=False)
+    runners: list[Both] = []
+
+    def both(model: Any, limits: BatchLimits) -> Both:
+        runners.append(Both(model, limits))
+        return runners[-1]
+
+    monkeypatch.setattr(running, "StepRunner", both)
+    with lifted_casts(), torch.no_grad():
+        found = running.together(model, calls, random.Random(seed), BatchLimits(rows=6, length=32, chunk=4))
+    for mine, right in zip(found, expected, strict=True):
+        assert mine is None or torch.equal(mine, right)
+    assert len({rows for rows, _ in runners[0].buckets}) > 1 and len({columns for _, columns in runners[0].buckets}) > 1
+
+
+def test_step_sees_no_more_than_its_bucket(pair: Any, seed: int) -> None:
+    """Other columns and rows of padding may contain anything; nothing but one column of each row changes."""
+    model, _ = pair
+    runner = static_runner(model, BatchLimits(4, 500, 4096), static_step.run_eagerly)
+    rng = random.Random(seed)
+    lengths, cache = (5, 9, 2), runner.rows
+    whole = [WholePrompt(number, length, -1) for number, length in enumerate(lengths)]
+    with torch.no_grad():
+        runner.run(Step(0, whole=whole, chunk=[rng.randrange(3, 101) for _ in range(sum(lengths))]))
+        cache.make_room(4, 300)
+        before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        expected = runner.run(Step(0, tokens=[7, 8, 9])).clone()  # type: ignore[union-attr]
+        assert runner.static is not None and set(runner.static._steps) == {(4, 256)}
+        for layer, memory in zip(cache.layers, before, strict=True):
+            for held, former in zip((layer.keys, layer.values), memory, strict=True):
+                changed = (held != former).any(1).any(-1).nonzero().tolist()
+                assert changed == [[0, 9], [1, 9], [2, 9], [3, cache.columns - 1]]
+                held.copy_(former)
+                held[:, :, 256:] = float("nan")
+                held[3] = float("nan")
+        cache.lengths, cache.stop = list(lengths), 9
+        assert torch.equal(runner.run(Step(0, tokens=[7, 8, 9])), expected)  # type: ignore[arg-type]
+
+
+def test_columns_of_a_row_that_joins_are_zeros(pair: Any, seed: int) -> None:
+    """What a former row has left behind, such as infinities, is multiplied with zero, which has to be a number."""
+    model, _ = pair
+    runner = static_runner(model, BatchLimits(2, 100, 4096), static_step.run_eagerly)
+    with torch.no_grad():
+        runner.run(Step(0, whole=[WholePrompt(0, 3, -1)], chunk=[5, 6, 7]))
+        runner.rows.make_room(2, 20)
+        for layer in runner.rows.layers:
+            layer.keys[1:] = layer.values[1:] = float("inf")
+        runner.run(Step(0, whole=[WholePrompt(1, 2, -1)], chunk=[5, 6]))
+        assert bool(runner.run(Step(0, tokens=[7, 8])).isfinite().all())  # type: ignore[union-attr]
+        for layer in runner.rows.layers:
+            layer.keys[:, :, runner.rows.stop :] = float("inf")
+        runner.rows.compact()
+        assert bool(runner.run(Step(0, tokens=[7, 8])).isfinite().all())  # type: ignore[union-attr]
+
+
+class Captures:
+    """Counts captures; from a chosen one on, they fail."""
+
+    def __init__(self, fails_from: int = 1000, error: type[Exception] = CaptureError) -> None:
+        self.count, self._fails_from, self._error = 0, fails_from, error
+
+    def __call__(self, compute: Compute) -> Compute:
+        self.count += 1
+        if self.count >= self._fails_from:
+            raise self._error("operation not permitted when stream is capturing")
+        return compute
+
+
+def decode(runner: StepRunner, tokens: Sequence[int], begins: bool = False) -> Tensor:
+    """A step that decodes; before it, prompts of these tokens."""
+    with torch.no_grad():
+        if begins:
+            runner.run(Step(0, whole=[WholePrompt(n, 1, -1) for n in range(len(tokens))], chunk=list(tokens)))
+        found = runner.run(Step(0, tokens=list(tokens)))
+    assert found is not None
+    return found.clone()
+
+
+def test_graphs_are_kept_until_the_memory_or_the_model_changes(pair: Any) -> None:
+    model, _ = pair
+    captures = Captures()
+    runner = static_runner(model, BatchLimits(4, 500, 4096), captures)
+    decode(runner, [5, 6], begins=True)
+    decode(runner, [7, 8])
+    assert captures.count == 1
+    runner.rows.make_room(2, 300)
+    decode(runner, [7, 8])
+    assert captures.count == 2
+    runner.rows.make_room(4, 300)  # the same shapes at other addresses
+    decode(runner, [7, 8])
+    assert captures.count == 3
+    runner.drop_graphs()
+    decode(runner, [7, 8])
+    decode(runner, [7, 8])
+    assert captures.count == 4
+    expected = StepRunner(model, BatchLimits(4, 500, 4096))
+    decode(expected, [5, 6], begins=True)
+    for _ in range(5):
+        decode(expected, [7, 8])
+    torch.testing.assert_close(decode(runner, [3, 4]), decode(expected, [3, 4]), rtol=1e-10, atol=1e-10)
+
+
+def test_capture_that_fails_is_told_once_and_steps_are_computed_eagerly(pair: Any) -> None:
+    model, _ = pair
+    runner = static_runner(model, BatchLimits(4, 500, 4096), Captures(fails_from=2))
+    eager = StepRunner(model, BatchLimits(4, 500, 4096))
+    for begins, tokens in ((True, [5, 6]), (False, [7, 8])):
+        torch.testing.assert_close(
+            decode(runner, tokens, begins), decode(eager, tokens, begins), rtol=1e-10, atol=1e-10
+        )
+    runner.drop_graphs()
+    with pytest.warns(UserWarning, match="without CUDA graphs from now on: operation not permitted"):
+        found = decode(runner, [9, 9])
+    torch.testing.assert_close(found, decode(eager, [9, 9]), rtol=1e-10, atol=1e-10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(decode(runner, [3, 4]), decode(eager, [3, 4]), rtol=1e-10, atol=1e-10)
+    assert runner.static is None and runner.eager_reason.startswith("a capture failed: operation not")
+
+
+def test_memory_that_runs_out_drops_the_graphs(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair
+    captures = Captures()
+    runner = static_runner(model, BatchLimits(4, 500, 4096), captures)
+    decode(runner, [5, 6], begins=True)
+
+    def no_memory(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_prefill_whole", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.run(Step(0, whole=[WholePrompt(3, 1, -1)], chunk=[5]))
+    assert runner.static is not None and len(runner.static) == 0
+    decode(runner, [7, 8])
+    assert captures.count == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "falcon"}, "steps of model_type='falcon' were not tested in CUDA graphs"),
+        ({"_attn_implementation_internal": "flex_attention"}, "attn_implementation='flex_attention': CUDA graphs need"),
+        ({"pipeline": object()}, "pipeline stages compute in turn"),
+        ({}, None),
+    ],
+)
+def test_models_without_graphs_are_named(
+    pair: Any, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str | None
+) -> None:
+    model, _ = pair
+    for name, value in change.items():
+        monkeypatch.setattr(model if name == "pipeline" else model.config, name, value, raising=False)
+    found = graphs.reason_of_model(model)
+    assert found is None if reason is None else str(found).startswith(reason)
+    assert graphs.capture_of(model) == (None, "its device is cpu, not a GPU")
+
+
+class FakeCuda:
+    """In place of ``torch.cuda``: streams and graphs that record what is done with them.
+
+    Attributes:
+        log: the calls, in order.
+    """
+
+    def __init__(self, fails: bool = False) -> None:
+        self.log: list[str] = []
+        self.fails, self._number, self._current = fails, 0, FakeStream(self, "default")
+
+    def named(self, kind: str) -> str:
+        self._number += 1
+        return f"{kind} {self._number}"
+
+    def device(self, device: Any) -> Any:
+        return nullcontext()
+
+    def Stream(self, device: Any) -> FakeStream:  # noqa: N802  torch's name
+        return FakeStream(self, self.named("stream"))
+
+    def CUDAGraph(self) -> FakeGraph:  # noqa: N802  torch's name
+        return FakeGraph(self, self.named("graph"))
+
+    def current_stream(self) -> FakeStream:
+        return self._current
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self._current = stream
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        former, self._current = self._current, stream
+        yield
+        self._current = former
+
+    @contextmanager
+    def graph(self, graph: FakeGraph, pool: Any, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+        former, self._current = self._current, stream
+        self.log.append(f"begin {graph.name} on {stream.name}, {capture_error_mode}")
+        graph.id = pool or self.named("pool")
+        yield
+        if self.fails:  # as torch does: the stream of the capture stays
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.log.append(f"end {graph.name} in {graph.id}")
+        self._current = former
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda, self.name = cuda, name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._cuda.log.append(f"{self.name} waits for {other.name}")
+
+
+class FakeGraph:
+    id: Any = None
+
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda, self.name = cuda, name
+
+    def pool(self) -> Any:
+        return self.id
+
+    def replay(self) -> None:
+        self._cuda.log.append(f"replay {self.name}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_capture_is_warmed_up_on_its_stream_and_shares_memory(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """What a stand-in shows: the order of calls. That a GPU accepts them, the rehearsal shows."""
+    cuda = FakeCuda(fails)
+    for name in ("device", "Stream", "CUDAGraph", "current_stream", "set_stream", "stream", "graph"):
+        monkeypatch.setattr(graphs.torch.cuda, name, getattr(cuda, name))
+    capture, made = graphs.CudaGraphs(torch.device("cuda", 0)), torch.zeros(1)
+
+    def compute() -> Tensor:
+        cuda.log.append(f"compute on {cuda.current_stream().name}")
+        return made
+
+    begun = ["stream 1 waits for default", *["compute on stream 1"] * 2, "default waits for stream 1"]
+    begun += ["begin graph 2 on stream 1, thread_local", "compute on stream 1"]
+    if fails:
+        with pytest.raises(CaptureError, match="RuntimeError: CUDA error: operation failed"):
+            capture(compute)
+        assert cuda.log == begun and cuda.current_stream().name == "default"
+        return
+    replay = capture(compute)
+    assert cuda.log == [*begun, "end graph 2 in pool 3"]
+    assert replay() is made and cuda.log[-1] == "replay graph 2"
+    other = capture(compute)
+    assert cuda.log[-1] == "end graph 4 in pool 3", "memory is shared"
+    del replay, other
+    gc.collect()
+    capture(compute)
+    assert cuda.log[-1] == "end graph 5 in pool 6", "memory of graphs that are gone is gone, too"
+
+
+def test_short_rows_move_to_the_first_columns(pair: Any) -> None:
+    """So that they do not read the columns of longer rows that have left."""
+    model, _ = pair
+    runner, eager = (
+        static_runner(model, BatchLimits(2, 500, 4096), static_step.run_eagerly),
+        StepRunner(model, BatchLimits(2, 500, 4096)),
+    )
+    for each in (runner, eager):
+        with torch.no_grad():
+            each.run(Step(0, whole=[WholePrompt(0, 300, -1)], chunk=[5] * 300))
+            each.run(Step(0, whole=[WholePrompt(1, 3, -1)], chunk=[5, 6, 7]))
+    found = decode(runner, [7, 8]), decode(eager, [7, 8])
+    assert runner.static is not None and set(runner.static._steps) == {(2, 512)}
+    for each in (runner, eager):
+        each.free([0])
+    torch.testing.assert_close(decode(runner, [8]), decode(eager, [8]), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+    assert set(runner.static._steps) == {(2, 512), (1, 256)} and runner.rows.stop == 5
+
+
+def test_change_of_the_model_drops_the_graphs(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair
+    batch = RunningBatch(model, BatchLimits(2, 500, 64), NoFollowers(), True, lambda *sent: None, set(), lambda: None)
+    assert batch.describe_graphs() == "its device is cpu, not a GPU"
+    monkeypatch.setattr(step_runner, "capture_of", lambda model: (static_step.run_eagerly, ""))
+    batch = RunningBatch(model, BatchLimits(2, 500, 64), NoFollowers(), True, lambda *sent: None, set(), lambda: None)
+    decode(batch.runners[0], [5, 6], begins=True)
+    assert batch.describe_graphs() == "1 CUDA graphs"
+    batch.forget_prefixes()
+    assert batch.describe_graphs() == "0 CUDA graphs"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_cache_is_not_copied_for_each_query_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    cls: Any = registry.find(zoo.lm_head("llama"))
+    model = cls.from_config_with_parallel(zoo.config("llama"), dtype=torch.float64).eval()
+    if fused:
+        model.fuse(measure=False)
+    config = model.config
+    assert config.num_key_value_heads < config.num_attention_heads
+    runner = static_runner(model, BatchLimits(2, 30, 64), static_step.run_eagerly)
+    decode(runner, [5, 6], begins=True)
+
+    def copies(*args: Any) -> Any:
+        raise AssertionError("keys are copied for each query head")
+
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", copies)
+    decode(runner, [7, 8])
+    assert config._attn_implementation == "sdpa"
+
+
+def test_steps_do_not_hold_memory_that_is_replaced(pair: Any) -> None:
+    """The cache grows layer by layer: a capture, which does not keep the computation, keeps no former layer."""
+    model, _ = pair
+
+    def captured(compute: Compute) -> Compute:
+        result = compute()
+        return lambda: result
+
+    runner = static_runner(model, BatchLimits(2, 500, 64), captured)
+    decode(runner, [5, 6], begins=True)
+    held = [weakref.ref(layer.keys) for layer in runner.rows.layers]
+    runner.rows.make_room(2, 300)
+    assert [each() for each in held] == [None] * len(held)
