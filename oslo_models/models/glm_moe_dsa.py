@@ -20,7 +20,7 @@ class GlmMoeDsaParallel(DeepseekV32Parallel):
     @classmethod
     def plan(cls, config: Any) -> Plan:
         shared = "shared" in config.indexer_types
-        reason = "with indexer_types='shared', blocks need the positions that an earlier one has chosen"
+        reason = "with 'shared' in indexer_types, blocks need the positions that an earlier one has chosen"
         return replace(super().plan(config), single_stage_reason=reason if shared else "")
 
 

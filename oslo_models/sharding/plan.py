@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from oslo_models.sharding.head_counts import attribute_of_heads
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout, even_ranges
 
 LocalValue = Callable[[int, int], int]
@@ -522,15 +523,16 @@ class Plan:
         limits = [entry.max_ranks() for entries in self.kinds_of_blocks() for entry in entries.values()]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def check_ranks(self, name: str, config: str, count: int) -> None:
+    def check_ranks(self, name: str, config: Any, count: int) -> None:
         """Raise ``ValueError`` if the model ``name``, with a ``config``, cannot be sharded over ``count`` ranks."""
         limit, more = self.max_ranks(), f"tensor_parallel_size={count} is more than"
         if count > 1 and self.single_rank_reason:
             raise ValueError(f"{more} 1, all that {name} allows: {self.single_rank_reason}")
         if limit is not None and count > limit:
-            raise ValueError(f"{more} {self._limiting_heads(limit)} of {config}; use 1 to {limit}")
+            allowed = f"1 to {limit}" if limit > 1 else "1"
+            raise ValueError(f"{more} {self._limiting_heads(config, limit)} of {type(config).__name__}; use {allowed}")
 
-    def _limiting_heads(self, limit: int) -> str:
+    def _limiting_heads(self, config: Any, limit: int) -> str:
         """Which heads allow at most ``limit`` ranks. State-space and linear-attention layers have an ``A_log``."""
         modules = {
             (name.split(".")[0], f"{name.split('.')[0]}.A_log" in entries)
@@ -538,9 +540,12 @@ class Plan:
             for name, entry in entries.items()
             if entry.max_ranks() == limit
         }
+        named = " and ".join(sorted({module for module, _ in modules}))
         if modules and all(is_recurrent for _, is_recurrent in modules):
-            return f"the {limit} heads of each {' and '.join(sorted(module for module, _ in modules))}"
-        return f"num_attention_heads={limit}"
+            return f"the {limit} heads of each {named}"
+        if attribute := attribute_of_heads(config, limit):
+            return f"{attribute}={limit}"
+        return f"the {limit} indivisible group{'s' * (limit > 1)} of heads of each {named}"
 
     def check_stages(self, name: str, count: int) -> None:
         """Raise ``ValueError`` if the model ``name`` cannot be split into ``count`` pipeline stages at all."""

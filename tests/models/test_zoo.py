@@ -277,23 +277,24 @@ def test_reformer_dropout_masks_are_equal_in_its_reversible_backward_pass(pool: 
 
 
 def test_quantized_ibert_allows_one_rank_only() -> None:
-    plan = IBertModel.plan(zoo.config("ibert", quant_mode=True))
-    plan.check_ranks("IBertModel", "IBertConfig", 1)
+    config = zoo.config("ibert", quant_mode=True)
+    plan = IBertModel.plan(config)
+    plan.check_ranks("IBertModel", config, 1)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that IBertModel allows"):
-        plan.check_ranks("IBertModel", "IBertConfig", 2)
+        plan.check_ranks("IBertModel", config, 2)
 
 
 def test_laguna_with_other_numbers_of_heads_in_some_blocks_allows_one_rank_only() -> None:
     config = zoo.config("laguna", num_attention_heads_per_layer=[6, 4])
     with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that LagunaModel allows: num_att"):
-        LagunaModel.plan(config).check_ranks("LagunaModel", "LagunaConfig", 2)
+        LagunaModel.plan(config).check_ranks("LagunaModel", config, 2)
 
 
 def test_minimax_m3_with_other_numbers_of_index_heads_allows_one_rank_only() -> None:
     config = zoo.config("minimax_m3_vl_text", index_n_heads=3)
     cls: Any = registry.find("MiniMaxM3VLForCausalLM")
     with pytest.raises(ValueError, match="is more than 1, all that MiniMaxM3VLForCausalLM allows: index_n_heads=3 is "):
-        cls.plan(config).check_ranks(cls.__name__, "MiniMaxM3VLTextConfig", 2)
+        cls.plan(config).check_ranks(cls.__name__, config, 2)
 
 
 def test_glm_5_with_shared_choices_of_positions_allows_one_stage_only() -> None:
