@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from oslo_models import IBertModel, LagunaModel, registry
+from oslo_models import IBertModel, registry
 from oslo_models.cli import main as cli
 from oslo_models.cli import support_table as support
 from oslo_models.distributed.sharded_tensor import local_tensor
@@ -38,7 +38,9 @@ from support.reference import (
     differences,
     full_parameters,
     own_part,
+    parallel_model,
     reference_model,
+    reference_step,
     saved_step,
     step_differences,
 )
@@ -284,10 +286,27 @@ def test_quantized_ibert_allows_one_rank_only() -> None:
         plan.check_ranks("IBertModel", config, 2)
 
 
-def test_laguna_with_other_numbers_of_heads_in_some_blocks_allows_one_rank_only() -> None:
-    config = zoo.config("laguna", num_attention_heads_per_layer=[6, 4])
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that LagunaModel allows: num_att"):
-        LagunaModel.plan(config).check_ranks("LagunaModel", config, 2)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "laguna": {"num_attention_heads_per_layer": [4, 6], "gating": "per-element"},
+    "gemma3n_text": {"intermediate_size": [35, 31, 17, 35]},
+}
+"""Options of a type that change which part of each block a rank has."""
+
+
+def check_options(step: Step, tp: int) -> None:
+    model = parallel_model(step.name, step.config, step.weights, tp, gather_logits=True, attn_implementation="eager")
+    lines = step_differences(model, step)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.stacks
+@pytest.mark.parametrize("model_type", OPTIONS)
+def test_options_of_a_type_match_transformers_on_ranks(pool: Pool, model_type: str, seed: int) -> None:
+    name, config = zoo.main_head(model_type), zoo.config(model_type, **OPTIONS[model_type])
+    batch = {**zoo.batch(name, config, seed), "output_attentions": True}
+    step = reference_step(name, config, seed, batch=batch, attn_implementation="eager")
+    for tp in (2, 3):
+        pool.run(tp, check_options, step, tp)
 
 
 def test_minimax_m3_with_other_numbers_of_index_heads_allows_one_rank_only() -> None:

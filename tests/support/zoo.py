@@ -240,7 +240,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LLAMA, **_MIXTURE, **_WINDOW, "shared_expert_intermediate_size": 13},
         "intermediate_size": None,
     },
-    "laguna": {**_LLAMA, **_SPARSE, "shared_expert_intermediate_size": 13},
+    "laguna": {
+        **{**_LLAMA, **_SPARSE, "shared_expert_intermediate_size": 13},
+        "num_attention_heads_per_layer": [6, 4],
+    },
     "layoutlm": _BERT,
     "longformer": {**_BERT, "attention_window": 4},
     "luke": {**_BERT, "entity_vocab_size": 17, "entity_emb_size": 10},
