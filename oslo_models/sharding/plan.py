@@ -455,6 +455,8 @@ class Plan:
         input_positions: for each stack that embeds images or audio, the size that these have when embedded.
         early_outputs: modules before the blocks whose output the model returns too, with the width of it: it is sent
             to the last pipeline stage.
+        outputs_per_block: modules among ``on_every_stage`` that output a tuple with an entry per block, with the stack
+            of these blocks: a stage reads the entries of its own blocks.
         cache_layers_per_block: how many layers of a key-value cache each block fills: one for each of its attentions.
         keeps_layer_numbers: whether blocks keep their numbers on every pipeline stage: their cache makes a layer when
             its block uses it, and counts the positions in the first one.
@@ -476,6 +478,7 @@ class Plan:
     copied_from_first_block: Collection[str] = ()
     input_positions: Mapping[str, InputPositions] = field(default_factory=dict)
     early_outputs: Mapping[str, int] = field(default_factory=dict)
+    outputs_per_block: Mapping[str, str] = field(default_factory=dict)
     cache_layers_per_block: int = 1
     keeps_layer_numbers: bool = False
     single_stage_reason: str = ""
@@ -561,6 +564,7 @@ class Plan:
         renamed: dict[str, Any] = {
             name: {prefix + key: value for key, value in getattr(self, name).items()} for name in by_name
         }
+        renamed["outputs_per_block"] = {prefix + key: prefix + of for key, of in self.outputs_per_block.items()}
         return replace(self, **renamed, embedding_dropouts=[prefix + key for key in self.embedding_dropouts])
 
     def inside(self, prefix: str) -> tuple[Plan, Entries]:
@@ -576,6 +580,8 @@ class Plan:
                 outside |= {key: entry for key, entry in entries.items() if not key.startswith(prefix)}
         for each in ("disabled_after_first_stage", "input_positions", "early_outputs", "block_overrides"):
             renamed[each] = {key.removeprefix(prefix): value for key, value in getattr(self, each).items()}
+        per_block = self.outputs_per_block.items()
+        renamed["outputs_per_block"] = {key.removeprefix(prefix): of.removeprefix(prefix) for key, of in per_block}
         dropouts = tuple(key.removeprefix(prefix) for key in self.embedding_dropouts)
         return replace(self, **renamed, embedding_dropouts=dropouts), outside
 

@@ -289,6 +289,7 @@ def test_quantized_ibert_allows_one_rank_only() -> None:
 OPTIONS: dict[str, dict[str, Any]] = {
     "laguna": {"num_attention_heads_per_layer": [4, 6], "gating": "per-element"},
     "gemma3n_text": {"intermediate_size": [35, 31, 17, 35]},
+    "mvp": {"use_prompt": True, "prompt_length": 5, "prompt_mid_dim": 11},
 }
 """Options of a type that change which part of each block a rank has."""
 
