@@ -63,8 +63,8 @@ def place_boundaries(
         model.set_submodule(prefix + key, boundary)
     for key, blocks in plan.outputs_per_block.items():
         (stack,) = (each for each in stage.stacks if each.blocks == prefix + blocks)
-        if (module := _find(model, prefix + key)) is not None:
-            module.register_forward_hook(partial(_from_block, stack.blocks_before))
+        if (found := _find(model, prefix + key)) is not None:
+            found.register_forward_hook(partial(_from_block, stack.blocks_before))
     after_blocks = [prefix + key for key in plan.head if stage.index != stack_of(key, prefix, stage.stacks, -1).last]
     for key in (*after_blocks, *(head if not stage.is_last else ())):
         _replace(model, key, device, OutputKind.INPUT)

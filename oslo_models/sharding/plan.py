@@ -455,6 +455,8 @@ class Plan:
         input_positions: for each stack that embeds images or audio, the size that these have when embedded.
         early_outputs: modules before the blocks whose output the model returns too, with the width of it: it is sent
             to the last pipeline stage.
+        continued_blocks: for each stack, the numbers of blocks that read what the block before them has computed beside
+            the hidden states: no pipeline stage begins with one.
         outputs_per_block: modules among ``on_every_stage`` that output a tuple with an entry per block, with the stack
             of these blocks: a stage reads the entries of its own blocks.
         cache_layers_per_block: how many layers of a key-value cache each block fills: one for each of its attentions.
@@ -478,6 +480,7 @@ class Plan:
     copied_from_first_block: Collection[str] = ()
     input_positions: Mapping[str, InputPositions] = field(default_factory=dict)
     early_outputs: Mapping[str, int] = field(default_factory=dict)
+    continued_blocks: Mapping[str, Collection[int]] = field(default_factory=dict)
     outputs_per_block: Mapping[str, str] = field(default_factory=dict)
     cache_layers_per_block: int = 1
     keeps_layer_numbers: bool = False
@@ -560,7 +563,7 @@ class Plan:
     def under(self, prefix: str) -> Plan:
         """The plan of a model in which the names of the base model's modules begin with ``prefix``."""
         by_name = ["embed", "blocks", "head", "on_every_stage", "block_overrides"]
-        by_name += ["disabled_after_first_stage", "input_positions", "early_outputs"]
+        by_name += ["disabled_after_first_stage", "input_positions", "early_outputs", "continued_blocks"]
         renamed: dict[str, Any] = {
             name: {prefix + key: value for key, value in getattr(self, name).items()} for name in by_name
         }
@@ -578,7 +581,8 @@ class Plan:
             }
             if each != "blocks":
                 outside |= {key: entry for key, entry in entries.items() if not key.startswith(prefix)}
-        for each in ("disabled_after_first_stage", "input_positions", "early_outputs", "block_overrides"):
+        by_name = ("disabled_after_first_stage", "input_positions", "early_outputs", "block_overrides")
+        for each in (*by_name, "continued_blocks"):
             renamed[each] = {key.removeprefix(prefix): value for key, value in getattr(self, each).items()}
         per_block = self.outputs_per_block.items()
         renamed["outputs_per_block"] = {key.removeprefix(prefix): of.removeprefix(prefix) for key, of in per_block}

@@ -317,10 +317,35 @@ def test_minimax_m3_with_other_numbers_of_index_heads_allows_one_rank_only() -> 
         cls.plan(config).check_ranks(cls.__name__, config, 2)
 
 
-def test_glm_5_with_shared_choices_of_positions_allows_one_stage_only() -> None:
+def check_shared_choices(given: pipelines.Case, expected: tuple[tuple[int, int], ...]) -> None:
+    model = pipelines.case_on_stages(given, 1, 2, micro_batch_size=2)
+    assert model.stage.ranges == expected
+    assert abs(pipelines.run_micro_batches(model, given.batches[0][0]) - given.loss[0]) < 1e-10
+    lines = pipelines.gradient_differences(model, given.gradients)
+    assert not lines, "\n".join(lines)
+    message = r"blocks_per_stage=\[1, 3\]: a stage would begin with block 1.* begin with some of the blocks \[0, 3\]"
+    with pytest.raises(ValueError, match=message):
+        pipelines.case_on_stages(given, 1, 2, blocks_per_stage=[1, 3])
+
+
+@pytest.mark.stacks
+def test_stages_of_glm_5_begin_with_blocks_that_choose_their_positions(pool: Pool, seed: int) -> None:
+    changes = {"num_hidden_layers": 4, "mlp_layer_types": 4 * ["dense"]}
+    config = zoo.config("glm_moe_dsa", indexer_types=["full", "shared", "shared", "full"], **changes)
+    given = pipelines.case("GlmMoeDsaForCausalLM", config, seed)
+    pool.run(2, check_shared_choices, given, ((0, 3), (3, 4)))
+
+
+def test_glm_5_has_as_many_stages_as_blocks_that_choose_their_positions(pool: Pool) -> None:
     config = zoo.config("glm_moe_dsa", indexer_types=["full", "shared"])
+    pool.run(2, refuse_more_stages_than_choices, config)
+
+
+def refuse_more_stages_than_choices(config: PreTrainedConfig) -> None:
     cls: Any = registry.find("GlmMoeDsaForCausalLM")
-    with pytest.raises(ValueError, match="is more than 1, all that GlmMoeDsaForCausalLM allows: with indexer_types"):
+    with pytest.raises(
+        ValueError, match=r"pipeline_parallel_size=2: a stage of Glm.* can only begin with block 0, as .*; use 1$"
+    ):
         cls.from_config_with_parallel(config, pipeline_parallel_size=2)
 
 

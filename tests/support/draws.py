@@ -131,9 +131,9 @@ def _fit_low_rank_query(values: Values, draw: random.Random) -> None:
 
 def _fit_indexers(values: Values, draw: random.Random) -> None:
     _fit_low_rank_query(values, draw)
-    if "indexer_types" in values:  # the first block has nobody's choices to share
-        others = range(values["num_hidden_layers"] - 1)
-        values["indexer_types"] = ["full", *(draw.choice(values["indexer_types"]) for _ in others)]
+    if "indexer_types" in values:  # the first block has nobody's choices to share, and two stages need two choices
+        between = range(values["num_hidden_layers"] - 2)
+        values["indexer_types"] = ["full", *(draw.choice(values["indexer_types"]) for _ in between), "full"]
 
 
 def _fit_deepseek_v4(values: Values, draw: random.Random) -> None:

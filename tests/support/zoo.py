@@ -606,7 +606,10 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "falcon_h1-normed": ("falcon_h1", {**_KV, **_MAMBA, "mamba_d_ssm": 48, "mamba_rms_norm": True}),
-    "glm_moe_dsa-shared": ("glm_moe_dsa", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"]}),
+    "glm_moe_dsa-shared": (
+        "glm_moe_dsa",
+        {**_LATENT, **_INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+    ),
     "hy_v4-shared": ("hy_v4", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"], "hc_mult": 2}),
     "inkling_text-padded": (
         "inkling_text",
