@@ -52,7 +52,7 @@ def convert(
     with agree(world_axis(), f"reading {directory}"):
         config = AutoConfig.from_pretrained(current_folder(directory, "config.json"))
         cls: Any = registry.find((config.architectures or ["(no architecture in config.json)"])[0])
-        cls.plan(config).check_ranks(cls.__name__, type(config).__name__, tensor_parallel_size)
+        cls.plan(config).check_ranks(cls.__name__, config, tensor_parallel_size)
     mesh = ParallelMesh(tensor_parallel_size, pipeline_parallel_size)
     with open_with_mapping(cls, config, mesh, directory) as (mapping, reader):
         tied = dict(mapping.model.all_tied_weights_keys)

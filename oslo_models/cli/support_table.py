@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -47,17 +49,26 @@ def _row(model_type: str) -> list[str]:
     reasons = {name: plan.single_stage_reason for name, plan in plans.items() if plan.single_stage_reason}
     first = next((cls for cls in classes.values() if _has_sharded_vocabulary(cls)), next(iter(classes.values())))
     notes = _first_sentence(model_type)
+    options = _options(next(iter(names.values())))
     for reason in dict.fromkeys(reasons.values()):
         which = "" if len(reasons) == len(names) else f" ({', '.join(reasons)})"
         notes += f" No stages{which}: {reason}."
-    depends = len(reasons) < len(names) or all(
-        reason.startswith("with ") for reason in reasons.values()
-    )  # on the options of the configuration
-    pp = "blocks" if not reasons else "blocks or 1" if depends else "1"
+    for option, plan in options.items():
+        if plan.single_rank_reason:
+            notes += f" One rank with {option}: {_without_option(plan.single_rank_reason)}."
+        if plan.single_stage_reason and not reasons:
+            notes += f" No stages with {option}: {_without_option(plan.single_stage_reason)}."
+        if reasons and not plan.single_stage_reason:
+            notes += f" Stages with {option}."
+    splits = {not plan.single_stage_reason for plan in options.values()}
+    may_split = (
+        True in splits or len(reasons) < len(names) or all(each.startswith("with ") for each in reasons.values())
+    )
+    pp = " or ".join(["blocks"] * may_split + ["1"] * (bool(reasons) or False in splits))
     return [
         f"`{model_type}`",
         f"{prefix}: {', '.join(heads)}",
-        _tensor_parallel(next(iter(plans.values()))),
+        _tensor_parallel(next(iter(plans.values()))) + (" or 1" if _allow_one_rank(options) else ""),
         pp,
         "experts" if any(plan.has_experts() for plan in plans.values()) else "-",
         ", ".join(_fused_operations(first)) or "-",
@@ -71,6 +82,63 @@ def _has_sharded_vocabulary(cls: Any) -> bool:
 
 def _plan(cls: Any) -> Plan:
     return cls.plan(cls.config_class())
+
+
+def _options(cls: Any) -> dict[str, Plan]:
+    """The options of a class's configuration that change whether layers are sharded or blocks split, with the plan."""
+    config, read = cls.config_class(), _Read(cls.config_class())
+    before, found = _answer(cls.plan(read)), {}
+    for name in sorted(read.names & vars(config).keys()):
+        for other in _other_values(config, name, getattr(config, name)):
+            changed = copy.copy(config)
+            try:
+                setattr(changed, name, other)
+                plan = cls.plan(changed)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
+                continue  # no model has this value
+            if _answer(plan) != before:
+                found[f"`{name}={other!r}`"] = plan
+                break
+    return found
+
+
+class _Read:
+    """A configuration that notes the attributes that a plan reads."""
+
+    def __init__(self, config: Any) -> None:
+        self._config, self.names = config, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self._config, name)
+
+
+def _answer(plan: Plan) -> tuple[bool, bool]:
+    return bool(plan.single_rank_reason), bool(plan.single_stage_reason)
+
+
+def _allow_one_rank(options: Mapping[str, Plan]) -> bool:
+    return any(plan.single_rank_reason for plan in options.values())
+
+
+def _other_values(config: Any, name: str, value: Any) -> tuple[Any, ...]:
+    """Other values that an option may have: a flag, a size, or one of the strings that its type lists."""
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int):
+        return (value + 1, 0)
+    hint = next((_hints(base)[name] for base in type(config).__mro__ if name in _hints(base)), None)
+    strings = get_args(hint) if get_origin(hint) is Literal else ()
+    return tuple(each for each in strings if each != value)
+
+
+def _hints(cls: type) -> Mapping[str, Any]:
+    return vars(cls).get("__annotations__", {})
+
+
+def _without_option(reason: str) -> str:
+    """A reason without the option at its beginning."""
+    return reason.partition(", ")[2] if reason.startswith("with ") else reason
 
 
 def _tensor_parallel(plan: Plan) -> str:

@@ -132,7 +132,7 @@ class Arguments:
                 ``dequantize`` is not set, or its vocabulary cannot be resized to ``resize_token_embeddings``.
         """
         name, plan = type(config).__name__, cls.plan(config)
-        plan.check_ranks(cls.__name__, name, self.tensor_parallel_size)
+        plan.check_ranks(cls.__name__, config, self.tensor_parallel_size)
         plan.check_stages(cls.__name__, self.pipeline_parallel_size)
         if self.expert_parallel_size > 1 and not plan.has_experts():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2 with blocks that may attend to the positions that an earlier block has chosen."""
+"""GLM-5: DeepSeek-V3.2 with blocks that may attend to the positions that an earlier block has chosen, as one stage."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,9 +19,8 @@ class GlmMoeDsaParallel(DeepseekV32Parallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        shared = "shared" in config.indexer_types
-        reason = "with indexer_types='shared', blocks need the positions that an earlier one has chosen"
-        return replace(super().plan(config), single_stage_reason=reason if shared else "")
+        shared = [block for block, kind in enumerate(config.indexer_types) if kind == "shared"]
+        return replace(super().plan(config), continued_blocks={"layers": shared})
 
 
 class GlmMoeDsaModel(GlmMoeDsaParallel, hf.GlmMoeDsaModel):

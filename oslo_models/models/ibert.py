@@ -1,4 +1,4 @@
-"""I-BERT: RoBERTa that learns activation ranges for integer inference; with `quant_mode`, on one rank."""
+"""I-BERT: RoBERTa that learns activation ranges for integer inference."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ class IBertParallel(BertParallel):
         plan = super().plan(config)
         (block,) = plan.blocks.values()
         reason = (
-            "with quant_mode=True it rounds activations, and rounded partial outputs do not add up to the rounded sum"
+            "with quant_mode=True, it rounds activations, and rounded partial outputs do not add up to the rounded sum"
         )
         return replace(
             plan,

@@ -1,4 +1,7 @@
-"""Laguna: Qwen3 with gated attention, and shared and routed experts but for the first blocks."""
+"""Laguna: Qwen3 with gated attention, and shared and routed experts but for the first blocks.
+
+Blocks may have other numbers of query heads.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -23,9 +26,8 @@ class LagunaParallel(Dots1Parallel):
 
     @classmethod
     def plan(cls, config: Any) -> Plan:
-        differ = set(config.num_attention_heads_per_layer) != {config.num_attention_heads}
-        reason = "num_attention_heads_per_layer differs from num_attention_heads" if differ else ""
-        return replace(super().plan(config), single_rank_reason=reason)
+        heads = [replace(cls.heads(config), query_heads=count) for count in config.num_attention_heads_per_layer]
+        return replace(super().plan(config), block_overrides={"layers": [cls.attention(config, own) for own in heads]})
 
 
 class LagunaModel(LagunaParallel, hf.LagunaModel):

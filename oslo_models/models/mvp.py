@@ -10,7 +10,7 @@ from transformers.models.mvp.modeling_mvp import MvpPreTrainedModel
 from oslo_models.modeling.heads import CLASSIFICATION_HEAD, LM_HEAD, QA_OUTPUTS
 from oslo_models.models.bart import BartParallel
 from oslo_models.sharding.layout import EvenSplit
-from oslo_models.sharding.plan import LocalModule, Plan, Replicated
+from oslo_models.sharding.plan import LocalModule, Plan, Replicated, SharedOutput
 
 
 class MvpParallel(BartParallel):
@@ -20,7 +20,8 @@ class MvpParallel(BartParallel):
 
     @classmethod
     def block(cls, heads: EvenSplit, *attentions: str) -> dict[str, Replicated]:
-        local = LocalModule({"num_heads": heads.local_count, "embed_dim": heads.local_extent})
+        attributes = {"num_heads": heads.local_count, "embed_dim": heads.local_extent}
+        local = LocalModule(attributes, per_head={"attn_prompt": replace(heads, width=1)})
         return super().block(heads, *attentions) | dict.fromkeys(attentions, local)
 
     @classmethod
@@ -28,13 +29,13 @@ class MvpParallel(BartParallel):
         plan = super().plan(config)
         if not config.use_prompt:
             return plan
-        prompts = {f"{stack}.self_attn_prompt": Replicated() for stack in cls.stacks}
-        reason = "with use_prompt=True, one module makes the prompts of all heads of all blocks"
+        prompts = {f"{stack}.self_attn_prompt": f"{stack}.layers" for stack in cls.stacks}
+        prompts["decoder.cross_attn_prompt"] = "decoder.layers"
         return replace(
             plan,
-            on_every_stage={**prompts, "decoder.cross_attn_prompt": Replicated()},
-            single_rank_reason=reason,
-            single_stage_reason=reason,
+            on_every_stage=dict.fromkeys(prompts, SharedOutput()),
+            optional=(*plan.optional, "encoder.self_attn_prompt"),  # some releases give the encoder none
+            outputs_per_block=prompts,
         )
 
 

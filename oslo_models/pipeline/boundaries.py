@@ -61,6 +61,10 @@ def place_boundaries(
         assert isinstance(dropout, nn.Dropout)
         boundary = BoundaryDropout(dropout.p, stage.index == stack.first, stage.index == stack.last)
         model.set_submodule(prefix + key, boundary)
+    for key, blocks in plan.outputs_per_block.items():
+        (stack,) = (each for each in stage.stacks if each.blocks == prefix + blocks)
+        if (found := _find(model, prefix + key)) is not None:
+            found.register_forward_hook(partial(_from_block, stack.blocks_before))
     after_blocks = [prefix + key for key in plan.head if stage.index != stack_of(key, prefix, stage.stacks, -1).last]
     for key in (*after_blocks, *(head if not stage.is_last else ())):
         _replace(model, key, device, OutputKind.INPUT)
@@ -72,6 +76,11 @@ def _output(entry: Replicated, module: nn.Module | None, embeds_tokens: bool) ->
         return OutputKind.INPUT
     embeds_here = isinstance(entry, (VocabParallel, ReplicatedEmbedding))
     return OutputKind.ADDEND if embeds_tokens and not embeds_here else OutputKind.ZEROS
+
+
+def _from_block(first: int, module: nn.Module, args: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A forward hook that leaves out the entries of blocks on earlier stages."""
+    return output[first:]
 
 
 def _with_argument(

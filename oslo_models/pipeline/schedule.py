@@ -158,7 +158,10 @@ class Schedule:
         loss = output.get("loss") if self.stage.is_last else None
         if loss is not None and output.get("aux_loss") is not None:  # in full in the loss of every micro-batch
             others = 1 - 1 / self.num_micro_batches
-            loss = loss - others * self.runner.model.router_aux_loss_coef * output["aux_loss"]
+            model = self.runner.model
+            coefficients = (getattr(model, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
+            coefficient = next(each for each in coefficients if each is not None)  # JetMoE has the other name
+            loss = loss - others * coefficient * output["aux_loss"]
         if self.trains and self.stage.is_last and loss is None:
             raise ValueError(
                 f"{type(self.runner.model).__name__} computed no loss of {sorted(batch)}: pass all its labels"

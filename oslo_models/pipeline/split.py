@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -55,10 +56,12 @@ def split_stage(
         (stack, name) for stack in plan.blocks for name, _ in model.get_submodule(prefix + stack).named_children()
     ]
     _check_counts(type(model).__name__, plan, prefix, blocks, count, blocks_per_stage)
+    starts = [i for i, (stack, name) in enumerate(blocks) if int(name) not in plan.continued_blocks.get(stack, ())]
+    _check_starts(type(model).__name__, starts, count, blocks_per_stage)
     buffers = dict(model.named_buffers())
     parameters = {name: layout for name, layout in layouts.items() if name not in buffers}
     active = _active_parameters(model.config, plan, prefix, blocks, parameters)
-    ranges = _block_ranges(active, prefix, head, blocks, count, blocks_per_stage)
+    ranges = _block_ranges(active, prefix, head, blocks, starts, count, blocks_per_stage)
     stage_of = {block: stage for stage, (start, stop) in enumerate(ranges) for block in blocks[start:stop]}
     stacks = _stacks(plan, prefix, blocks, stage_of, index)
     if not all(stack.name for stack in stacks) and "labels" in inspect.signature(type(model).forward).parameters:
@@ -76,6 +79,7 @@ def split_stage(
     stage.shared_parameters = {name: stages for name, stages in holders.items() if len(stages) > 1}
     stage.frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
     _copy_first_block_modules(model, plan, prefix, stage, stage_of)
+    _count_routers(model, stage, plan, prefix, blocks, layouts)
     for stack, name in blocks:
         if stage_of[stack, name] != index:
             del model.get_submodule(prefix + stack)._modules[name]
@@ -85,7 +89,6 @@ def split_stage(
     counts = {stack.blocks: sum(f"{prefix}{of}" == stack.blocks for of, _ in blocks) for stack in stacks}
     stage.layer_lists = _own_layer_lists(model, plan, stage, counts)
     stage.cache_layers = _cache_layers(model.config, plan, stage, counts)
-    _count_routers(stage, plan, prefix, blocks, layouts)
     stage.early_outputs = {prefix + key: width for key, width in plan.early_outputs.items()}
     place_boundaries(model, plan, prefix, head, stage, model.device if device is None else device)
     model.all_tied_weights_keys = _local_tied_keys(model, stage.tied_names)
@@ -111,6 +114,26 @@ def _check_counts(
             f"blocks_per_stage={list(blocks_per_stage)} has {len(blocks_per_stage)} stages and {sum(blocks_per_stage)} "
             f"blocks; pipeline_parallel_size={count} and the {len(blocks)} blocks of {name} ({numbers}, "
             "in this order) are needed"
+        )
+
+
+def _check_starts(name: str, starts: Sequence[int], count: int, blocks_per_stage: Sequence[int] | None) -> None:
+    """Raise ``ValueError`` if a stage would begin with a block that reads what the one before has computed.
+
+    Args:
+        starts: the blocks with which a stage may begin, counted through all stacks.
+    """
+    if count > len(starts):
+        raise ValueError(
+            f"pipeline_parallel_size={count}: a stage of {name} can only begin with block "
+            f"{' or '.join(map(str, starts))}, as the others read what the block before them has computed; use "
+            f"{f'1 to {len(starts)}' if len(starts) > 1 else 1}"
+        )
+    firsts = [] if blocks_per_stage is None else [sum(blocks_per_stage[:stage]) for stage in range(count)]
+    if wrong := sorted({*firsts} - {*starts}):
+        raise ValueError(
+            f"blocks_per_stage={list(blocks_per_stage or ())}: a stage would begin with block {wrong[0]} of {name}, "
+            f"which reads what the block before it has computed; let stages begin with some of the blocks {starts}"
         )
 
 
@@ -180,6 +203,7 @@ def _block_ranges(
     prefix: str,
     head: Entries,
     blocks: Sequence[tuple[str, str]],
+    starts: Sequence[int],
     count: int,
     blocks_per_stage: Sequence[int] | None,
 ) -> tuple[Range, ...]:
@@ -192,7 +216,10 @@ def _block_ranges(
         return sum(size for name, size in sizes.items() if name.startswith(within))
 
     costs = [cost([f"{prefix}{stack}.{name}"]) for stack, name in blocks]
-    return partition(costs, count, after=cost(name for name in head if not name.endswith((".weight", ".bias"))))
+    bounds = [*starts, len(blocks)]
+    joined = [sum(costs[start:stop]) for start, stop in pairwise(bounds)]
+    after = cost(name for name in head if not name.endswith((".weight", ".bias")))
+    return tuple((bounds[start], bounds[stop]) for start, stop in partition(joined, count, after=after))
 
 
 def _holding_stages(
@@ -237,20 +264,39 @@ def _stages_of(
 
 
 def _count_routers(
-    stage: Stage, plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], layouts: Mapping[str, Layout]
+    model: Any, stage: Stage, plan: Plan, prefix: str, blocks: Sequence[tuple[str, str]], layouts: Mapping[str, Layout]
 ) -> None:
-    """Note how many routers each stage has, and for how many experts they are."""
-    found = [
-        {f"{prefix}{stack}.{block}.{name}.down_proj": entry for name, entry in plan.expert_entries(stack).items()}
-        for stack, block in blocks
-    ]
+    """Note how many routers each stage has, and for how many experts they are. Every block is still in ``model``."""
+    recorded = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+    stage.records_routers = recorded is not None
+    router = getattr(recorded, "target_class", recorded)
     # Routers also choose experts that return their input and have no weights.
     experts = [
-        [layouts[name].shape[0] + entry.identities for name, entry in entries.items() if name in layouts]
-        for entries in found
+        [
+            layouts[name].shape[0] + entry.identities
+            for key, entry in plan.expert_entries(stack).items()
+            if (name := f"{prefix}{stack}.{block}.{key}.down_proj") in layouts
+        ]
+        for stack, block in blocks
     ]
+    if (
+        not any(experts) and isinstance(router, type) and issubclass(router, nn.Module)
+    ):  # experts of other kinds: the routers tell
+        experts = [
+            [
+                _outputs_of(each)
+                for each in model.get_submodule(f"{prefix}{stack}.{block}").modules()
+                if isinstance(each, router)
+            ]
+            for stack, block in blocks
+        ]
     stage.routers = tuple(sum(map(len, experts[slice(*local)])) for local in stage.ranges)
     stage.num_experts = max((count for counts in experts for count in counts), default=0)
+
+
+def _outputs_of(router: nn.Module) -> int:
+    """How many experts a router that has one matrix chooses from."""
+    return next(param.shape[0] for param in router.parameters() if param.dim() == 2)
 
 
 def _copy_first_block_modules(

@@ -60,6 +60,7 @@ class Stage:
         frozen: the canonical names of parameters that get no gradient.
         early_outputs: see `Plan`; with the names of the full model.
         routers: for each stage the number of its routers.
+        records_routers: whether the base model returns the logits of its routers, so that the others can be added.
         num_experts: the width of a router's logits: how many experts it chooses from.
         counting_layer: the layer of the cache in which the pipeline counts the positions, where local blocks do not.
     """
@@ -78,6 +79,7 @@ class Stage:
     frozen: set[str] = field(default_factory=set)
     early_outputs: dict[str, int] = field(default_factory=dict)
     routers: tuple[int, ...] = ()
+    records_routers: bool = False
     num_experts: int = 0
     counting_layer: int | None = None
 

@@ -62,10 +62,7 @@ class StageRunner:
                 )
         self._returned = dict(enumerate(stage.early_outputs, len(stage.stacks)))
         first = len(stage.stacks) + len(stage.early_outputs)
-        records = any(stage.routers) and "router_logits" in (
-            getattr(model.base_model, "_can_record_outputs", None) or {}
-        )
-        self._routers = {first + i: count for i, count in enumerate(stage.routers) if count and records}
+        self._routers = {first + i: count for i, count in enumerate(stage.routers) if count and stage.records_routers}
         self._own_routers = first + stage.index
         if stage.index == 0:
             for number, path in self._returned.items():
@@ -116,10 +113,14 @@ class StageRunner:
         wanted = batch.get("output_router_logits")
         if wanted is None:
             wanted = getattr(self.model.config, "output_router_logits", False)
-        if wanted and not self._routers:
+        if wanted and not self.stage.records_routers:
             raise ValueError(
                 f"output_router_logits=True: the auxiliary loss of {type(self.model).__name__} would lack the routers "
                 "of the other pipeline stages; use pipeline_parallel_size=1, or leave it out"
+            )
+        if wanted and not self._routers:
+            raise ValueError(
+                f"output_router_logits=True: no block of this {type(self.model).__name__} has a router; leave it out"
             )
         if wanted and given:
             raise ValueError(

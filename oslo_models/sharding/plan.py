@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from oslo_models.sharding.head_counts import attribute_of_heads
 from oslo_models.sharding.layout import EvenSplit, GroupedHeads, Layout, even_ranges
 
 LocalValue = Callable[[int, int], int]
@@ -454,6 +455,10 @@ class Plan:
         input_positions: for each stack that embeds images or audio, the size that these have when embedded.
         early_outputs: modules before the blocks whose output the model returns too, with the width of it: it is sent
             to the last pipeline stage.
+        continued_blocks: for each stack, the numbers of blocks that read what the block before them has computed beside
+            the hidden states: no pipeline stage begins with one.
+        outputs_per_block: modules among ``on_every_stage`` that output a tuple with an entry per block, with the stack
+            of these blocks: a stage reads the entries of its own blocks.
         cache_layers_per_block: how many layers of a key-value cache each block fills: one for each of its attentions.
         keeps_layer_numbers: whether blocks keep their numbers on every pipeline stage: their cache makes a layer when
             its block uses it, and counts the positions in the first one.
@@ -475,6 +480,8 @@ class Plan:
     copied_from_first_block: Collection[str] = ()
     input_positions: Mapping[str, InputPositions] = field(default_factory=dict)
     early_outputs: Mapping[str, int] = field(default_factory=dict)
+    continued_blocks: Mapping[str, Collection[int]] = field(default_factory=dict)
+    outputs_per_block: Mapping[str, str] = field(default_factory=dict)
     cache_layers_per_block: int = 1
     keeps_layer_numbers: bool = False
     single_stage_reason: str = ""
@@ -522,15 +529,16 @@ class Plan:
         limits = [entry.max_ranks() for entries in self.kinds_of_blocks() for entry in entries.values()]
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def check_ranks(self, name: str, config: str, count: int) -> None:
+    def check_ranks(self, name: str, config: Any, count: int) -> None:
         """Raise ``ValueError`` if the model ``name``, with a ``config``, cannot be sharded over ``count`` ranks."""
         limit, more = self.max_ranks(), f"tensor_parallel_size={count} is more than"
         if count > 1 and self.single_rank_reason:
             raise ValueError(f"{more} 1, all that {name} allows: {self.single_rank_reason}")
         if limit is not None and count > limit:
-            raise ValueError(f"{more} {self._limiting_heads(limit)} of {config}; use 1 to {limit}")
+            allowed = f"1 to {limit}" if limit > 1 else "1"
+            raise ValueError(f"{more} {self._limiting_heads(config, limit)} of {type(config).__name__}; use {allowed}")
 
-    def _limiting_heads(self, limit: int) -> str:
+    def _limiting_heads(self, config: Any, limit: int) -> str:
         """Which heads allow at most ``limit`` ranks. State-space and linear-attention layers have an ``A_log``."""
         modules = {
             (name.split(".")[0], f"{name.split('.')[0]}.A_log" in entries)
@@ -538,9 +546,12 @@ class Plan:
             for name, entry in entries.items()
             if entry.max_ranks() == limit
         }
+        named = " and ".join(sorted({module for module, _ in modules}))
         if modules and all(is_recurrent for _, is_recurrent in modules):
-            return f"the {limit} heads of each {' and '.join(sorted(module for module, _ in modules))}"
-        return f"num_attention_heads={limit}"
+            return f"the {limit} heads of each {named}"
+        if attribute := attribute_of_heads(config, limit):
+            return f"{attribute}={limit}"
+        return f"the {limit} indivisible group{'s' * (limit > 1)} of heads of each {named}"
 
     def check_stages(self, name: str, count: int) -> None:
         """Raise ``ValueError`` if the model ``name`` cannot be split into ``count`` pipeline stages at all."""
@@ -552,10 +563,11 @@ class Plan:
     def under(self, prefix: str) -> Plan:
         """The plan of a model in which the names of the base model's modules begin with ``prefix``."""
         by_name = ["embed", "blocks", "head", "on_every_stage", "block_overrides"]
-        by_name += ["disabled_after_first_stage", "input_positions", "early_outputs"]
+        by_name += ["disabled_after_first_stage", "input_positions", "early_outputs", "continued_blocks"]
         renamed: dict[str, Any] = {
             name: {prefix + key: value for key, value in getattr(self, name).items()} for name in by_name
         }
+        renamed["outputs_per_block"] = {prefix + key: prefix + of for key, of in self.outputs_per_block.items()}
         return replace(self, **renamed, embedding_dropouts=[prefix + key for key in self.embedding_dropouts])
 
     def inside(self, prefix: str) -> tuple[Plan, Entries]:
@@ -569,8 +581,11 @@ class Plan:
             }
             if each != "blocks":
                 outside |= {key: entry for key, entry in entries.items() if not key.startswith(prefix)}
-        for each in ("disabled_after_first_stage", "input_positions", "early_outputs", "block_overrides"):
+        by_name = ("disabled_after_first_stage", "input_positions", "early_outputs", "block_overrides")
+        for each in (*by_name, "continued_blocks"):
             renamed[each] = {key.removeprefix(prefix): value for key, value in getattr(self, each).items()}
+        per_block = self.outputs_per_block.items()
+        renamed["outputs_per_block"] = {key.removeprefix(prefix): of.removeprefix(prefix) for key, of in per_block}
         dropouts = tuple(key.removeprefix(prefix) for key in self.embedding_dropouts)
         return replace(self, **renamed, embedding_dropouts=dropouts), outside
 

@@ -18,10 +18,12 @@ import oslo_models
 from oslo_models import registry
 from oslo_models.modeling.derived.derivation import derive_plan, templates
 from oslo_models.modeling.derived.deriving import derive_for_model
+from oslo_models.modeling.derived.probe import small_model
 from oslo_models.modeling.derived.verification import differences
+from oslo_models.sharding.layer_lists import layer_lists
 from oslo_models.sharding.plan import ColumnParallel, HeadNorm
 
-from support import derived_models
+from support import derived_models, zoo
 from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import TOLERANCE, all_outputs
@@ -543,3 +545,12 @@ def test_a_plain_module_on_ranks_of_a_launcher(name: str, n: int, pool: Pool, se
     torch.optim.SGD(model.parameters(), 0.001).step()
     for own in found:
         assert largest_difference(model.state_dict(), own) < TOLERANCE
+
+
+def test_probes_have_a_block_of_each_kind_in_every_list_of_layers() -> None:
+    kinds = {"layer_types": 2 * ["full_attention"] + 4 * ["sliding_attention"]}
+    kinds |= {"mlp_layer_types": 3 * ["dense"] + 3 * ["sparse"], "num_attention_heads_per_layer": 3 * [6, 4]}
+    config = zoo.config("laguna", num_hidden_layers=6, **kinds)
+    probe = small_model(hf.LagunaForCausalLM, config)
+    assert probe.config.num_hidden_layers == len(probe.model.layers) == 4
+    assert layer_lists(probe.config, 4) == {name: values[:4] for name, values in kinds.items()}

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers import PreTrainedConfig
 
 import oslo_models
-from oslo_models import AutoModelForCausalLM, AutoModelForMaskedLM, GPT2Config, GPT2LMHeadModel, GPTNeoForCausalLM
+from oslo_models import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoForCausalLM,
+    registry,
+)
 
-from support import zoo
+from support import draws, zoo
 from support.pool import Pool
 
 CONFIG = dict(vocab_size=53, n_positions=16, n_embd=24, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=1)
@@ -71,6 +82,62 @@ def test_heads_that_are_not_of_attention_are_named(model_type: str, heads: str) 
     cls: Any = getattr(oslo_models, zoo.main_head(model_type))
     with pytest.raises(ValueError, match=f"tensor_parallel_size=7 is more than {heads} of .*Config; use 1 to"):
         cls.from_config_with_parallel(zoo.config(model_type), 7)
+
+
+def stated(config: Any, path: str) -> Any:
+    """The value of ``"decoder.num_attention_heads"`` or of ``"per_layer_config[1].num_attention_heads"``."""
+    for part in path.split("."):
+        name, _, place = part.partition("[")
+        config = getattr(config, name)
+        config = config[int(place.rstrip("]"))] if place else config
+    return config
+
+
+def refusals(cls: Any, config: PreTrainedConfig) -> Iterator[str]:
+    """The messages about sizes that no model with this configuration has."""
+    plan = cls.plan(config)
+    too_many = 2 if plan.single_rank_reason else (plan.max_ranks() or 0) + 1
+    for check in (partial(plan.check_ranks, cls.__name__, config), partial(plan.check_stages, cls.__name__)):
+        try:
+            check(too_many)
+        except ValueError as error:
+            yield str(error)
+
+
+def test_refusals_state_the_values_of_the_configuration(seed: int) -> None:
+    """Each type is drawn with independent numbers of heads, and is refused one rank more than it allows."""
+    wrong, named = [], set()
+    for model_type in registry.ARCHITECTURES:
+        name = zoo.main_head(model_type)
+        config = next(draws.draws(name, model_type, seed)).config
+        for message in refusals(registry.find(name), config):
+            for path, value in re.findall(r"([\w.\[\]]+)=([\w']+)", message):
+                if not path.endswith("parallel_size"):
+                    named.add(path)
+                    wrong += [message] if repr(stated(config, path)) != value else []
+    assert not wrong, "\n".join(wrong)
+    assert {"num_attention_heads", "num_key_value_heads", "decoder_attention_heads"} < named
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "limit"),
+    [
+        (
+            "jetmoe",
+            {"num_key_value_heads": 1, "num_experts_per_tok": 2},
+            "num_key_value_heads=1 of JetMoeConfig; use 1",
+        ),
+        ("laguna", {"num_attention_heads_per_layer": [6, 2]}, "num_attention_heads_per_layer[1]=2 of LagunaConfig; use 1 to 2"),
+        ("bart", {"decoder_attention_heads": 1}, "decoder_attention_heads=1 of BartConfig; use 1"),
+        ("diffllama", {}, "the 1 indivisible group of heads of each self_attn of DiffLlamaConfig; use 1"),
+    ],
+)
+def test_the_attribute_that_limits_ranks_is_named(model_type: str, changes: dict[str, Any], limit: str) -> None:
+    config = zoo.config(model_type, **changes)
+    if model_type == "diffllama":
+        config.num_attention_heads, config.num_key_value_heads = 2, 2
+    message, *_ = refusals(registry.find(zoo.main_head(model_type)), config)
+    assert re.fullmatch(f"tensor_parallel_size=[23] is more than {re.escape(limit)}", message)
 
 
 def test_pipeline_parallel_size_is_at_most_the_number_of_blocks(pool: Pool) -> None:

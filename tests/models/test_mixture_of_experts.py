@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +22,7 @@ from oslo_models.cli.convert import convert
 from oslo_models.cli.main import main
 from oslo_models.layers.experts import ParallelExperts
 
-from support import pipelines, zoo
+from support import ROOT, pipelines, zoo
 from support.float64 import lifted_casts
 from support.pool import Pool
 from support.reference import Step, full_gradients, full_parameters, reference_model, saved_step, step_differences
@@ -229,7 +231,8 @@ def step_on_stages(given: pipelines.Case, tp: int, pp: int, options: dict[str, A
 def case_with_auxiliary_loss(model_type: str, seed: int, rows: int, **changes: Any) -> pipelines.Case:
     """The mean loss of a batch and the mean of the auxiliary losses of its micro-batches, on one process."""
     name = zoo.main_head(model_type)
-    config = zoo.config(model_type, num_hidden_layers=4, output_router_logits=True, router_aux_loss_coef=0.5, **changes)
+    given = {"num_hidden_layers": 4, "router_aux_loss_coef": 0.5, **changes}
+    config = zoo.config(model_type, output_router_logits=True, **given)
     batch = pipelines.batch(name, config, seed)
     model = reference_model(name, config, seed)
     weights = {**model.state_dict(), **full_parameters(model)}  # buffers too
@@ -249,6 +252,19 @@ def test_auxiliary_loss_on_stages_is_the_mean_of_those_of_micro_batches(
 ) -> None:
     given = case_with_auxiliary_loss("mixtral", seed, rows)
     pool.run(sizes[0] * sizes[1], step_on_stages, given, *sizes, {"micro_batch_size": rows})
+
+
+@pytest.mark.stacks
+@pytest.mark.parametrize("model_type", ["dbrx", "jetmoe"])
+def test_auxiliary_loss_of_experts_that_are_not_stacked_matches_on_stages(
+    pool: Pool, seed: int, model_type: str
+) -> None:
+    """JetMoE has two routers in a block; both coefficients have other names in these types."""
+    changes: dict[str, Any] = {"num_hidden_layers": 2, "aux_loss_coef": 0.5}
+    if model_type == "dbrx":
+        changes = {"n_layers": 2, "ffn_config": {**zoo.MORE["dbrx"]["ffn_config"], "moe_loss_weight": 0.5}}
+    given = case_with_auxiliary_loss(model_type, seed, 2, **changes)
+    pool.run(2, step_on_stages, given, 1, 2, {"micro_batch_size": 2})
 
 
 @pytest.mark.zoo
@@ -277,6 +293,34 @@ def test_auxiliary_loss_on_stages_without_routers_matches(pool: Pool, seed: int)
     """The first and the last block are dense, so the first and the last stage have no router."""
     given = case_with_auxiliary_loss("qwen3_moe", seed, 2, mlp_only_layers=[0, 3])
     pool.run(3, step_on_stages, given, 1, 3, {"micro_batch_size": 2, "blocks_per_stage": [1, 2, 1]})
+
+
+def dense_on_stages(given: pipelines.Case) -> None:
+    model = pipelines.case_on_stages(given, 1, 2, micro_batch_size=2)
+    with pytest.raises(ValueError, match=r"output_router_logits=True: no block of this .* has a router; leave it out"):
+        list(model(**given.batches[0][0], output_router_logits=True))
+
+
+def test_auxiliary_loss_of_a_configuration_without_experts_is_refused(pool: Pool, seed: int) -> None:
+    """transformers fails on one process too, with an IndexError."""
+    given = pipelines.case("GraniteMoeHybridForCausalLM", zoo.config("granitemoehybrid", num_local_experts=0), seed)
+    with pytest.raises(IndexError):
+        reference_model(given.name, given.config, seed)(torch.ones(1, 3).long(), output_router_logits=True)
+    pool.run(2, dense_on_stages, given)
+
+
+def test_the_documentation_names_the_types_whose_auxiliary_loss_stages_refuse() -> None:
+    refused = set()
+    for name in (name for kind in registry.ARCHITECTURES for name in registry.model_classes(kind)):
+        cls: Any = registry.find(name)
+        with_routers = "output_router_logits" in inspect.signature(zoo.original(name).forward).parameters
+        recorded = getattr(cls, "_can_record_outputs", None) or {}
+        if with_routers and "router_logits" not in recorded and not cls.plan(cls.config_class()).single_stage_reason:
+            refused.add(name)
+    (listed,) = re.findall(
+        r"`output_router_logits=True` is refused on stages: (.*?)\.", (ROOT / "docs/guides/experts.md").read_text()
+    )
+    assert refused == set(re.findall(r"`(\w+)`", listed))
 
 
 def test_scaled_embeddings_are_scaled_on_the_first_stage_only(pool: Pool, seed: int) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from oslo_models import IBertModel, LagunaModel, registry
+from oslo_models import IBertModel, registry
 from oslo_models.cli import main as cli
 from oslo_models.cli import support_table as support
 from oslo_models.distributed.sharded_tensor import local_tensor
@@ -38,7 +38,9 @@ from support.reference import (
     differences,
     full_parameters,
     own_part,
+    parallel_model,
     reference_model,
+    reference_step,
     saved_step,
     step_differences,
 )
@@ -277,29 +279,73 @@ def test_reformer_dropout_masks_are_equal_in_its_reversible_backward_pass(pool: 
 
 
 def test_quantized_ibert_allows_one_rank_only() -> None:
-    plan = IBertModel.plan(zoo.config("ibert", quant_mode=True))
-    plan.check_ranks("IBertModel", "IBertConfig", 1)
+    config = zoo.config("ibert", quant_mode=True)
+    plan = IBertModel.plan(config)
+    plan.check_ranks("IBertModel", config, 1)
     with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that IBertModel allows"):
-        plan.check_ranks("IBertModel", "IBertConfig", 2)
+        plan.check_ranks("IBertModel", config, 2)
 
 
-def test_laguna_with_other_numbers_of_heads_in_some_blocks_allows_one_rank_only() -> None:
-    config = zoo.config("laguna", num_attention_heads_per_layer=[6, 4])
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 is more than 1, all that LagunaModel allows: num_att"):
-        LagunaModel.plan(config).check_ranks("LagunaModel", "LagunaConfig", 2)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "laguna": {"num_attention_heads_per_layer": [4, 6], "gating": "per-element"},
+    "gemma3n_text": {"intermediate_size": [35, 31, 17, 35]},
+    "mvp": {"use_prompt": True, "prompt_length": 5, "prompt_mid_dim": 11},
+}
+"""Options of a type that change which part of each block a rank has."""
+
+
+def check_options(step: Step, tp: int) -> None:
+    model = parallel_model(step.name, step.config, step.weights, tp, gather_logits=True, attn_implementation="eager")
+    lines = step_differences(model, step)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.stacks
+@pytest.mark.parametrize("model_type", OPTIONS)
+def test_options_of_a_type_match_transformers_on_ranks(pool: Pool, model_type: str, seed: int) -> None:
+    name, config = zoo.main_head(model_type), zoo.config(model_type, **OPTIONS[model_type])
+    batch = {**zoo.batch(name, config, seed), "output_attentions": True}
+    step = reference_step(name, config, seed, batch=batch, attn_implementation="eager")
+    for tp in (2, 3):
+        pool.run(tp, check_options, step, tp)
 
 
 def test_minimax_m3_with_other_numbers_of_index_heads_allows_one_rank_only() -> None:
     config = zoo.config("minimax_m3_vl_text", index_n_heads=3)
     cls: Any = registry.find("MiniMaxM3VLForCausalLM")
     with pytest.raises(ValueError, match="is more than 1, all that MiniMaxM3VLForCausalLM allows: index_n_heads=3 is "):
-        cls.plan(config).check_ranks(cls.__name__, "MiniMaxM3VLTextConfig", 2)
+        cls.plan(config).check_ranks(cls.__name__, config, 2)
 
 
-def test_glm_5_with_shared_choices_of_positions_allows_one_stage_only() -> None:
+def check_shared_choices(given: pipelines.Case, expected: tuple[tuple[int, int], ...]) -> None:
+    model = pipelines.case_on_stages(given, 1, 2, micro_batch_size=2)
+    assert model.stage.ranges == expected
+    assert abs(pipelines.run_micro_batches(model, given.batches[0][0]) - given.loss[0]) < 1e-10
+    lines = pipelines.gradient_differences(model, given.gradients)
+    assert not lines, "\n".join(lines)
+    message = r"blocks_per_stage=\[1, 3\]: a stage would begin with block 1.* begin with some of the blocks \[0, 3\]"
+    with pytest.raises(ValueError, match=message):
+        pipelines.case_on_stages(given, 1, 2, blocks_per_stage=[1, 3])
+
+
+@pytest.mark.stacks
+def test_stages_of_glm_5_begin_with_blocks_that_choose_their_positions(pool: Pool, seed: int) -> None:
+    changes = {"num_hidden_layers": 4, "mlp_layer_types": 4 * ["dense"]}
+    config = zoo.config("glm_moe_dsa", indexer_types=["full", "shared", "shared", "full"], **changes)
+    given = pipelines.case("GlmMoeDsaForCausalLM", config, seed)
+    pool.run(2, check_shared_choices, given, ((0, 3), (3, 4)))
+
+
+def test_glm_5_has_as_many_stages_as_blocks_that_choose_their_positions(pool: Pool) -> None:
     config = zoo.config("glm_moe_dsa", indexer_types=["full", "shared"])
+    pool.run(2, refuse_more_stages_than_choices, config)
+
+
+def refuse_more_stages_than_choices(config: PreTrainedConfig) -> None:
     cls: Any = registry.find("GlmMoeDsaForCausalLM")
-    with pytest.raises(ValueError, match="is more than 1, all that GlmMoeDsaForCausalLM allows: with indexer_types"):
+    with pytest.raises(
+        ValueError, match=r"pipeline_parallel_size=2: a stage of Glm.* can only begin with block 0, as .*; use 1$"
+    ):
         cls.from_config_with_parallel(config, pipeline_parallel_size=2)
 
 

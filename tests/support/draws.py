@@ -107,6 +107,11 @@ def _sizes(values: Values, model_type: str, draw: random.Random) -> None:
         FITTING[model_type](values, draw)
 
 
+def _fit_laguna(values: Values, draw: random.Random) -> None:
+    own = [n for n in range(3, 7) if n % values["num_key_value_heads"] == 0]
+    values["num_attention_heads_per_layer"] = [draw.choice(own) for _ in range(values["num_hidden_layers"])]
+
+
 def _fit_gpt_neo(values: Values, draw: random.Random) -> None:
     values["num_layers"] = 2 * draw.randint(1, 2)
     values["attention_types"] = [[["global", "local"], values["num_layers"] // 2]]
@@ -126,9 +131,9 @@ def _fit_low_rank_query(values: Values, draw: random.Random) -> None:
 
 def _fit_indexers(values: Values, draw: random.Random) -> None:
     _fit_low_rank_query(values, draw)
-    if "indexer_types" in values:  # the first block has nobody's choices to share
-        others = range(values["num_hidden_layers"] - 1)
-        values["indexer_types"] = ["full", *(draw.choice(values["indexer_types"]) for _ in others)]
+    if "indexer_types" in values:  # the first block has nobody's choices to share, and two stages need two choices
+        between = range(values["num_hidden_layers"] - 2)
+        values["indexer_types"] = ["full", *(draw.choice(values["indexer_types"]) for _ in between), "full"]
 
 
 def _fit_deepseek_v4(values: Values, draw: random.Random) -> None:
@@ -350,6 +355,7 @@ FITTING: dict[str, Callable[[Values, random.Random], None]] = {
     "inkling2_text": _fit_inkling,
     "inkling_text": _fit_inkling,
     "kimi_linear": _fit_latent_attention,
+    "laguna": _fit_laguna,
     "llama4_text": _fit_smollm3,
     "longcat_flash": _fit_longcat,
     "luke": _fit_luke,

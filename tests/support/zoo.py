@@ -240,7 +240,10 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{**_LLAMA, **_MIXTURE, **_WINDOW, "shared_expert_intermediate_size": 13},
         "intermediate_size": None,
     },
-    "laguna": {**_LLAMA, **_SPARSE, "shared_expert_intermediate_size": 13},
+    "laguna": {
+        **{**_LLAMA, **_SPARSE, "shared_expert_intermediate_size": 13},
+        "num_attention_heads_per_layer": [6, 4],
+    },
     "layoutlm": _BERT,
     "longformer": {**_BERT, "attention_window": 4},
     "luke": {**_BERT, "entity_vocab_size": 17, "entity_emb_size": 10},
@@ -568,6 +571,7 @@ MORE: dict[str, Mapping[str, Any]] = {
 MORE = {kind: values for kind, values in MORE.items() if kind in registry.ARCHITECTURES}
 
 ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "mvp-prompts": ("mvp", {**_BART, "use_prompt": True, "prompt_length": 5, "prompt_mid_dim": 11}),
     "doge-experts": (
         "doge",
         {
@@ -602,7 +606,10 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "falcon_h1-normed": ("falcon_h1", {**_KV, **_MAMBA, "mamba_d_ssm": 48, "mamba_rms_norm": True}),
-    "glm_moe_dsa-shared": ("glm_moe_dsa", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"]}),
+    "glm_moe_dsa-shared": (
+        "glm_moe_dsa",
+        {**_LATENT, **_INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+    ),
     "hy_v4-shared": ("hy_v4", {**_LATENT, **_INDEXED, "indexer_types": ["full", "shared"], "hc_mult": 2}),
     "inkling_text-padded": (
         "inkling_text",
@@ -686,7 +693,7 @@ SLOW_TESTS_ONLY = {
     *("nemotron_h", "phimoe", "qwen3_5_text", "qwen3_5_moe_text", "roberta-prelayernorm", "xlm-roberta-xl", "mamba"),
     *("axk1", "deepseek_v32", "deepseek_v4", "falcon_h1", "falcon_h1-normed", "glm_moe_dsa", "lfm3", "longcat_flash"),
     *("glm_moe_dsa-shared", "dots3_note_text", "hy_v4", "hy_v4-shared"),
-    *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp"),
+    *("aria_text", "axk2", "beam", "mimo_v2_flash", "roc_bert", "trocr", "xmod", "mvp", "mvp-prompts"),
     *("kimi_linear", "bailing_hybrid", "jetmoe", "dbrx", "llama4_text", "diffllama", "olmo_hybrid"),
     *("cohere_compass_text", "gemma4_text", "gemma4_text-small", "gemma4_unified_text", "recurrent_gemma"),
     *("nllb-moe", "switch_transformers", "zamba", "zamba2", "zamba2-without-adapters"),

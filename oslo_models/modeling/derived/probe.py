@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from oslo_models.modeling.derived.derivation import Call, kind_of, templates
+from oslo_models.sharding.layer_lists import layer_lists
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
 _WIDTHS = ("hidden", "intermediate", "embd", "d_model", "ffn", "inner", "d_ff", "d_kv", "head_dim")
@@ -99,11 +100,16 @@ def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 def _cut(config: Any) -> None:
     """Few blocks, of all types, and few words."""
-    types = getattr(config, "layer_types", None)
-    blocks = _BLOCKS
-    if isinstance(types, (list, tuple)) and types:
-        blocks = max(_BLOCKS, 1 + max(list(types).index(kind) for kind in set(types)))
-        config.layer_types = types[:blocks]
+    lists = {
+        name: value
+        for depth in {getattr(config, name, None) for name in _DEPTHS}
+        for name, value in (layer_lists(config, depth) if isinstance(depth, int) else {}).items()
+    }
+    kinds = [value for value in lists.values() if all(isinstance(each, str) for each in value)]
+    firsts = [list(value).index(kind) for value in kinds for kind in set(value)]
+    blocks = max(_BLOCKS, 1 + max(firsts, default=0))
+    for name in lists.keys() & vars(config).keys():
+        setattr(config, name, lists[name][:blocks])
     for name in _DEPTHS:
         if isinstance(getattr(config, name, None), int) and getattr(config, name) > blocks:
             setattr(config, name, blocks)
