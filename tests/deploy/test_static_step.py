@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.integrations import sdpa_attention
 
 from oslo_models import registry
@@ -426,3 +428,49 @@ def test_steps_do_not_hold_memory_that_is_replaced(pair: Any) -> None:
     held = [weakref.ref(layer.keys) for layer in runner.rows.layers]
     runner.rows.make_room(2, 300)
     assert [each() for each in held] == [None] * len(held)
+
+
+class Reads(TorchDispatchMode):
+    """Collects the memory that a computation reads without having made it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[int, StorageWeakRef] = {}
+        self._made: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = {made.untyped_storage()._cdata for made in self._made}
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in own:
+                self.read[each.untyped_storage()._cdata] = StorageWeakRef(each.untyped_storage())
+        results = func(*args, **(kwargs or {}))
+        self._made += [
+            each
+            for each in tree_leaves(results)
+            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in self.read
+        ]
+        return results
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "gpt2", "llama"])
+def test_what_a_graph_reads_lives_as_long_as_the_graph(variant: str, tmp_path: Path, seed: int) -> None:
+    """A graph knows addresses only: it keeps neither the computation nor the tensors that this has made before."""
+    cls: Any = registry.find(zoo.lm_head(variant))
+    model = cls.from_config_with_parallel(zoo.config(variant), seed=seed % 1000).eval()
+    kept: list[dict[int, StorageWeakRef]] = []
+
+    def capture(compute: Compute) -> Compute:
+        compute()
+        with Reads() as reads:
+            result = compute()
+        kept.append(reads.read)
+        return lambda: result
+
+    runner = static_runner(model, BatchLimits(4, 24, 64), capture)
+    with torch.no_grad():
+        runner.run(Step(0, whole=[WholePrompt(0, 3, -1), WholePrompt(1, 2, -1)], chunk=[5, 6, 7, 8, 9]))
+        runner.run(Step(0, tokens=[10, 11]))
+    gc.collect()
+    (read,) = kept
+    assert len(read) > len(list(model.parameters()))
+    assert not [memory for memory in read.values() if memory.expired()]

@@ -86,21 +86,20 @@ class StaticSteps:
         columns = min(rounded_length(cache.stop + 1), cache.columns)
         known = self._steps.get((rows, columns))
         if known is None:
-            inputs = _Inputs(cache, rows)
+            inputs = _Inputs(cache, rows, columns)
             inputs.load(tokens)
-            known = self._steps[rows, columns] = (inputs, self._capture(self._computation(inputs, columns)))
+            known = self._steps[rows, columns] = (inputs, self._capture(self._computation(inputs)))
         inputs, replay = known
         inputs.load(tokens)
         return replay()[: len(tokens)]
 
-    def _computation(self, inputs: _Inputs, columns: int) -> Compute:
-        """The step; it alone refers to the memory of the cache, which a graph knows by its addresses."""
-        slots = _StaticSlots(self._cache, columns, inputs)
-        columns_L = torch.arange(columns, device=inputs.ids_B.device)
+    def _computation(self, inputs: _Inputs) -> Compute:
+        """The step. Only `inputs` stays beside a graph: what else the step reads belongs to the cache or the model."""
+        slots = _StaticSlots(self._cache, inputs)
 
         def compute() -> Tensor:
             first_B = inputs.stop - inputs.positions_B  # so rows of padding see one column
-            options = {"next_sequence_length": 1, "attention_mask": (columns_L >= first_B[:, None]).long()}
+            options = {"next_sequence_length": 1, "attention_mask": (inputs.columns_L >= first_B[:, None]).long()}
             with _by_groups_of_heads(self._config):
                 logits_BV = self._forward(slots, inputs.ids_B[:, None], inputs.positions_B[:, None], options)
             return self._shared(logits_BV)
@@ -122,14 +121,16 @@ class _Inputs:
 
     Attributes:
         stop: the column after the last position of every row.
+        slots_B, columns_L: the slots and columns of the bucket.
     """
 
-    def __init__(self, cache: SlotCache, rows: int) -> None:
+    def __init__(self, cache: SlotCache, rows: int, columns: int) -> None:
         self._cache, self._rows = cache, rows
         device = next(layer.keys.device for layer in cache.layers if layer.is_initialized)
         self._packed_4B = torch.zeros(4, rows, dtype=torch.long, device=device)
         self.ids_B, self.positions_B, self.written_B, stop_B = self._packed_4B
         self.stop = stop_B[0]
+        self.slots_B, self.columns_L = torch.arange(rows, device=device), torch.arange(columns, device=device)
 
     def load(self, tokens: Sequence[int]) -> None:
         """Take the tokens of the rows, and their places in the cache, in one copy."""
@@ -145,10 +146,9 @@ class _StaticSlots(Cache):
     transformers makes its masks for it as for its own static caches: from tensors alone, whatever they contain.
     """
 
-    def __init__(self, cache: SlotCache, columns: int, inputs: _Inputs) -> None:
-        self.columns, self.stop = columns, inputs.stop
-        slots_B = torch.arange(len(inputs.ids_B), device=inputs.ids_B.device)
-        super().__init__(layers=[_StaticLayer(layer, columns, slots_B, inputs) for layer in cache.layers])
+    def __init__(self, cache: SlotCache, inputs: _Inputs) -> None:
+        self.columns, self.stop = len(inputs.columns_L), inputs.stop
+        super().__init__(layers=[_StaticLayer(layer, inputs) for layer in cache.layers])
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.stop
@@ -162,16 +162,16 @@ class _StaticLayer(CacheLayerMixin):
 
     is_compileable = True
 
-    def __init__(self, layer: Any, columns: int, slots_B: Tensor, inputs: _Inputs) -> None:
+    def __init__(self, layer: Any, inputs: _Inputs) -> None:
         super().__init__()
-        self._memory, self._columns, self._slots_B, self._inputs = (layer.keys, layer.values), columns, slots_B, inputs
-        self.keys, self.values = (held[: len(slots_B), :, :columns] for held in self._memory)
+        self._memory, self._columns, self._inputs = (layer.keys, layer.values), len(inputs.columns_L), inputs
+        self.keys, self.values = (held[: len(inputs.slots_B), :, : self._columns] for held in self._memory)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one position of each row; returns the keys and values of the bucket."""
         for held, states in zip(self._memory, (key_states, value_states), strict=True):
-            held[self._slots_B, :, self._inputs.written_B] = states[:, :, 0]
+            held[self._inputs.slots_B, :, self._inputs.written_B] = states[:, :, 0]
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
