@@ -165,5 +165,6 @@ def _count(patch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counter[str
 
 def _take(rows: list[Row], logits_BV: Any) -> None:
     for row, token in zip(rows, choose_tokens(rows, logits_BV), strict=True):
-        assert isinstance(token, int)
-        row.take_token(token)
+        assert (token is None) == row.ended
+        if isinstance(token, int):
+            row.take_token(token)
