@@ -1,7 +1,8 @@
 """MiniMax-M3, its text model: Qwen3 with shared and routed experts; in some blocks, an indexer chooses blocks of keys.
 
-It needs as many index heads as key-value heads on more than one rank. Each index head chooses for the query heads of one key-value head, and is on the ranks with that. All index heads share
-one key, which every rank makes in full. No gradient reaches an indexer.
+It needs as many index heads as key-value heads on more than one rank. Each index head chooses for the query heads of
+one key-value head, and is on the ranks with that. All index heads share one key, which every rank makes in full. No
+gradient reaches an indexer.
 """
 
 from dataclasses import replace

@@ -268,8 +268,7 @@ def _count_routers(
 ) -> None:
     """Note how many routers each stage has, and for how many experts they are. Every block is still in ``model``."""
     recorded = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
-    stage.records_routers = recorded is not None
-    router = getattr(recorded, "target_class", recorded)
+    router: Any = getattr(recorded, "target_class", recorded)
     # Routers also choose experts that return their input and have no weights.
     experts = [
         [
@@ -279,9 +278,9 @@ def _count_routers(
         ]
         for stack, block in blocks
     ]
-    if (
-        not any(experts) and isinstance(router, type) and issubclass(router, nn.Module)
-    ):  # experts of other kinds: the routers tell
+    counts_by_class = isinstance(router, type) and issubclass(router, nn.Module)
+    stage.records_routers = recorded is not None and (any(experts) or counts_by_class)
+    if not any(experts) and counts_by_class:  # experts of other kinds
         experts = [
             [
                 _outputs_of(each)

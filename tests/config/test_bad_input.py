@@ -127,7 +127,11 @@ def test_refusals_state_the_values_of_the_configuration(seed: int) -> None:
             {"num_key_value_heads": 1, "num_experts_per_tok": 2},
             "num_key_value_heads=1 of JetMoeConfig; use 1",
         ),
-        ("laguna", {"num_attention_heads_per_layer": [6, 2]}, "num_attention_heads_per_layer[1]=2 of LagunaConfig; use 1 to 2"),
+        (
+            "laguna",
+            {"num_attention_heads_per_layer": [6, 2]},
+            "num_attention_heads_per_layer[1]=2 of LagunaConfig; use 1 to 2",
+        ),
         ("bart", {"decoder_attention_heads": 1}, "decoder_attention_heads=1 of BartConfig; use 1"),
         ("diffllama", {}, "the 1 indivisible group of heads of each self_attn of DiffLlamaConfig; use 1"),
     ],

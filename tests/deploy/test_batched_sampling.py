@@ -150,7 +150,8 @@ def test_host_waits_once_and_copies_twice_in_a_step(
                 _take(made, logits_BV)
         waits, copied, pinned = (counts[each] for each in ("waits", "copies", "through pinned memory"))
         print(f"{rows} rows, ways {ways}: {waits} waits, {copied} copies")
-        assert (waits, copied) == (1, pinned) and pinned <= copies
+        assert (waits, copied) == (1, pinned)
+        assert pinned <= copies + any(row.ended for row in made)  # an ended row does not sample
 
 
 def _count(patch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counter[str], what: str) -> None:
@@ -165,5 +166,6 @@ def _count(patch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counter[str
 
 def _take(rows: list[Row], logits_BV: Any) -> None:
     for row, token in zip(rows, choose_tokens(rows, logits_BV), strict=True):
-        assert isinstance(token, int)
-        row.take_token(token)
+        assert (token is None) == row.ended
+        if isinstance(token, int):
+            row.take_token(token)

@@ -79,14 +79,12 @@ def static_runner(model: Any, limits: BatchLimits, capture: Callable[[Compute], 
         return StepRunner(model, limits)
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets of 8, 16, 32, ... columns, and rows that move early."""
     monkeypatch.setattr(static_step, "rounded_length", lambda length: max(8, 1 << (length - 1).bit_length()))
     monkeypatch.setattr(static_step, "SPARE_COLUMNS", 2)
 
 
-@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(
     ("variant", "fused"),
     # fused experts look at the tokens, but on CPUs only
@@ -101,6 +99,7 @@ def test_padded_steps_compute_the_logits_of_the_eager_ones(
     tmp_path: Path, seed: int, variant: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so the tokens that transformers generates for each call by itself."""
+    shorten_buckets(monkeypatch)
     name, calls, expected = running.checked(variant, tmp_path, seed, 12)
     cls: Any = registry.find(name)
     model = cls.from_pretrained_with_parallel(tmp_path, dtype=torch.float64).eval()

@@ -12,9 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.integrations import moe
+from transformers.utils.output_capturing import OutputRecorder
 
 from oslo_models import registry
 from oslo_models.checkpoint import CheckpointError
@@ -260,6 +262,9 @@ def test_auxiliary_loss_of_experts_that_are_not_stacked_matches_on_stages(
     pool: Pool, seed: int, model_type: str
 ) -> None:
     """JetMoE has two routers in a block; both coefficients have other names in these types."""
+    recorded = zoo.original(zoo.main_head(model_type))._can_record_outputs or {}
+    if not isinstance(recorded.get("router_logits"), OutputRecorder):
+        pytest.skip(f"transformers {transformers.__version__} returns no logits of its routers, or some twice")
     changes: dict[str, Any] = {"num_hidden_layers": 2, "aux_loss_coef": 0.5}
     if model_type == "dbrx":
         changes = {"n_layers": 2, "ffn_config": {**zoo.MORE["dbrx"]["ffn_config"], "moe_loss_weight": 0.5}}
@@ -302,10 +307,7 @@ def dense_on_stages(given: pipelines.Case) -> None:
 
 
 def test_auxiliary_loss_of_a_configuration_without_experts_is_refused(pool: Pool, seed: int) -> None:
-    """transformers fails on one process too, with an IndexError."""
     given = pipelines.case("GraniteMoeHybridForCausalLM", zoo.config("granitemoehybrid", num_local_experts=0), seed)
-    with pytest.raises(IndexError):
-        reference_model(given.name, given.config, seed)(torch.ones(1, 3).long(), output_router_logits=True)
     pool.run(2, dense_on_stages, given)
 
 
@@ -317,9 +319,8 @@ def test_the_documentation_names_the_types_whose_auxiliary_loss_stages_refuse() 
         recorded = getattr(cls, "_can_record_outputs", None) or {}
         if with_routers and "router_logits" not in recorded and not cls.plan(cls.config_class()).single_stage_reason:
             refused.add(name)
-    (listed,) = re.findall(
-        r"`output_router_logits=True` is refused on stages: (.*?)\.", (ROOT / "docs/guides/experts.md").read_text()
-    )
+    text = " ".join((ROOT / "docs/guides/experts.md").read_text().split())
+    (listed,) = re.findall(r"`output_router_logits=True` is refused on stages: (.*?)\.", text)
     assert refused == set(re.findall(r"`(\w+)`", listed))
 
 
