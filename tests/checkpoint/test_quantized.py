@@ -137,6 +137,7 @@ def test_gptq_with_important_features_first(pool: Pool, tmp_path: Path, seed: in
     compare(pool, tmp_path / "gptq", model, seed, tp, pp, chunk=300)  # a few rows at a time
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("kind", [None, "gptq", "gptq_v2"])
 def test_gptq_of_all_widths_and_versions(pool: Pool, tmp_path: Path, seed: int, bits: int, kind: str | None) -> None:
@@ -223,6 +224,7 @@ def by_compressed_tensors(settings: dict[str, Any]) -> quantized.Quantize:
     return quantize
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -267,6 +269,7 @@ def bnb_4bit(kind: str, nested: bool, storage: torch.dtype = torch.uint8) -> qua
     return quantize
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("kind", "nested", "storage"),
     [
@@ -321,6 +324,7 @@ def _formats() -> dict[str, tuple[dict[str, Any], Any]]:
     }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", _formats())
 def test_weights_stay_quantized(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
     """Shards of three ranks end within words, groups and blocks: those that contain them are held."""
@@ -330,6 +334,7 @@ def test_weights_stay_quantized(pool: Pool, tmp_path: Path, seed: int, name: str
         compare(pool, tmp_path, model, seed, tp, pp, dequantize=False)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["gptq", "fp8"])
 def test_adapters_train_over_quantized_weights(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
     """As over the dequantised weights of one process, in float64."""

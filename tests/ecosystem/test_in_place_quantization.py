@@ -173,6 +173,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_torchao_shards_are_those_of_one_process(pool: Pool, tmp_path: Path, seed: int, kind: str) -> None:
     ao = pytest.importorskip("torchao.quantization")

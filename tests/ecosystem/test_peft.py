@@ -74,6 +74,7 @@ IA3: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("options", LORA)
 @pytest.mark.parametrize(("variant", "tp"), MODELS)
 def test_lora_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
@@ -118,6 +119,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 """Of ``peft``'s ways to adapt experts; the names that they have in files become those of the stacks."""
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize(
     ("variant", "tp", "ep"),
@@ -163,6 +165,7 @@ FILES = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=pytest.mark.zoo), (3, 1), (2, 2)])
 def test_adapters_are_saved_byte_for_byte_as_by_peft(
@@ -213,6 +216,7 @@ PROMPTS = {
 }
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("kind", PROMPTS)
 @pytest.mark.parametrize(("variant", "tp"), [("llama-9-heads", 2), ("gpt2", 3), ("llama-one-kv", 2)])
 def test_prompts_train_as_on_one_process(
@@ -428,6 +432,7 @@ def test_lora_after_tensor_parallel_of_processes(pool: Pool, seed: int) -> None:
     pool.run(2, adapt_processes, run, env=True)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("how", ["generate", "checkpointing", "low memory", "fused", "fused before"])
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]])
 def test_together_with(pool: Pool, seed: int, tmp_path: Path, how: str, targets: Any) -> None:

@@ -36,6 +36,7 @@ TORCHAO = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", TORCHAO)
 def test_over_torchao(pool: Pool, tmp_path: Path, seed: int, kind: str) -> None:
     ao = pytest.importorskip("torchao.quantization")
@@ -80,6 +81,7 @@ def over_bitsandbytes(directory: Path, seed: int, kind: str, dtype: torch.dtype 
     return run
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "kind", ["nf4-double", *(pytest.param(kind, marks=pytest.mark.zoo) for kind in ("nf4", "fp4", "int8"))]
 )

@@ -200,6 +200,7 @@ def construct(run: Run, args: dict[str, Any], tp: int, pp: int, out: str) -> Non
     Trainer(model, arguments, train_dataset=[], **options)
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("what", REFUSED)
 def test_unsuitable_arguments_are_refused_before_training(pool: Pool, what: str, tmp_path: Path, seed: int) -> None:
     args, tp, pp, message = REFUSED[what]

@@ -100,6 +100,7 @@ def test_gathered_logits_are_differentiable(pool: Pool, variant: str, seed: int)
     pool.run(3, check_differentiable, steps, 3)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "variant", [*zoo.FOUNDING, "gpt2-cross", "bert-decoder", "prophetnet", "bigbird_pegasus-sparse"]
 )
@@ -139,6 +140,7 @@ def check_tuples(cases: list[Case]) -> None:
     assert not lines, "\n".join(lines)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("how", ["argument", "configured"])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_forward_returns_the_tuples_of_transformers(pool: Pool, variant: str, how: str, seed: int) -> None:
@@ -281,6 +283,7 @@ def check_generation(
     assert not lines, "\n".join(lines)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("variant", GENERATING)
 def test_generate_with_left_padding_matches_transformers(pool: Pool, variant: str, n: int, seed: int) -> None:

@@ -79,6 +79,7 @@ def check_clipping(
 LIMITS = [(2.0, 1.0), (1.0, 3.0), (float("inf"), 0.01), (3.0, 1e-3)]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("tp", "pp"), SIZES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_torch_clips_gradients_by_the_norm_of_the_full_model(

@@ -62,6 +62,7 @@ def check_cases(cases: list[Case], tp: int, pp: int) -> None:
     assert not lines, "\n".join(lines)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (3, 2)])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_train_step_of_language_model_matches_one_process(
@@ -194,6 +195,7 @@ def check_replicas(wrapper: str, given: Case, tp: int, pp: int) -> None:
     assert not lines, "\n".join(lines)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_train_step_of_ddp_and_fsdp2_replicas_matches_one_process(

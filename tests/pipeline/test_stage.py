@@ -155,6 +155,7 @@ CASES += [(variant, zoo.lm_head(variant)) for variant in zoo.VARIANTS if variant
 COUNTS = [2, 3, 4]
 
 
+@pytest.mark.drawn(22)
 @pytest.mark.parametrize(("variant", "name"), CASES, ids=[f"{variant}-{name}" for variant, name in CASES])
 def test_each_parameter_is_on_the_stages_that_use_it(variant: str, name: str) -> None:
     """And nowhere else; the stages know who shares what, and who counts it."""
