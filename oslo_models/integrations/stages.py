@@ -157,7 +157,7 @@ def broadcast_tensors(axis: Axis, data: Any, src: int, device: torch.device) -> 
 
 
 def autocast_micro_batches(model: Any, autocast: Any) -> None:
-    """Run the loop over micro-batches under autocast: accelerate's wrapper of ``forward`` ends before the loop starts."""
+    """Run the loop over micro-batches under autocast: accelerate's own wrapper ends before the loop starts."""
     forward = model.forward
 
     def loop(outputs: Iterator[Any]) -> Iterator[Any]:
