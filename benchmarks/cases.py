@@ -1,4 +1,4 @@
-"""The registry of cases: what is measured, with which model, by which peers."""
+"""The registry of cases: each names a measurement, a model and the peers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Case:
     limit: float | None = None
 
     def prepare(self, folder: Path, smoke: bool) -> None:
-        """Write the checkpoints that the peers load: a tiny one and, except in a smoke run, that of the model."""
+        """Write the checkpoints that the peers load: a tiny one and, except in a smoke run, the model's."""
         import torch
         import transformers as hf
 

@@ -29,7 +29,7 @@ from benchmarks.definitions import more_is_better
 from benchmarks.records import ROOT
 
 RESAMPLES, LEVEL, FEWEST = 10_000, 0.95, 5
-"""Resamples of a bootstrap, the level of its interval, and the fewest pairs of which one means anything."""
+"""Resamples of a bootstrap, the level of its interval, and the minimum number of pairs for an interval."""
 
 Figures = dict[tuple[str, str, str], tuple[float, str]]
 """Values with their units, by case, peer and metric."""
@@ -64,7 +64,7 @@ class Change:
         return not self.low <= 1 <= self.high
 
     def verdict(self, unit: str) -> str:
-        """In a word: more is better of what is counted per second."""
+        """Return one word for the change. Higher is better for rates."""
         if not self.moved:
             return "noise"
         return "better" if (self.ratio > 1) == more_is_better(unit) else "WORSE"
@@ -103,10 +103,10 @@ def checkouts(repository: Path, *commits: str) -> Iterator[list[Path]]:
 
 
 def measure(folder: Path, case: str) -> Figures:
-    """Run a case once in a checkout; of its peers, those that are ours count.
+    """Run a case once in a checkout and return the figures of our own peers.
 
     Raises:
-        RuntimeError: it failed there.
+        RuntimeError: The case failed in the checkout.
     """
     path = os.pathsep.join([str(folder), str(folder / "kernels")])
     with tempfile.TemporaryDirectory() as results:

@@ -13,7 +13,7 @@ TOKEN_PARTS = (
     *("products", "blocks in C++", "norms", "attention, the rest", "MLP, the rest"),
     *("model, the rest", "generate"),
 )
-"""What the CPU time of a token is divided into."""
+"""The parts of the CPU time of a token."""
 BY_MEMORY, BY_PRODUCTS = LIMITS = ("limit by memory", "limit by products")
 """What `benchmarks.limits` measures; they stand among the peers of a row."""
 UNITS = {
@@ -64,14 +64,14 @@ def more_is_better(unit: str) -> bool:
 
 @dataclass
 class Result:
-    """What one process measured.
+    """The measurements of one process.
 
     Attributes:
-        values: by metric, in the units of ``UNITS``.
-        check: results that all peers have to agree on.
-        references: values to compare with that the runner itself provides, by name and metric. Only those that our
-            own peer measured get rows.
-        pairs: of values that are medians of ratios, all ratios.
+        values: Values by metric, in the units of ``UNITS``.
+        check: Results that must agree between all peers.
+        references: Values to compare with that the runner itself provides, by name and metric. Only values
+            measured by our own peer get rows.
+        pairs: All ratios of each value that is a median of ratios.
     """
 
     values: dict[str, float]

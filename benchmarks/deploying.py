@@ -22,7 +22,7 @@ def start(peer: Peer, cls: str, checkpoint: Path, tiny: Path) -> Result:
     app = Path(__file__).parent / "applications" / "first_answer.py"
     how = "deployed" if peer.name.endswith("deploy") else "alone"
     command = [sys.executable, str(app), cls, str(checkpoint), how]
-    # Its threads are those that a user gets who sets nothing.
+    # Use the default number of threads, as for a user who sets no variables.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])

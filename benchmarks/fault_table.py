@@ -1,4 +1,4 @@
-"""The rows of ``benchmarks/faults.csv``: what each fault did to a model, a training script or the server."""
+"""The rows of ``benchmarks/faults.csv``: the effect of each fault on a model, a training script or the server."""
 
 from __future__ import annotations
 

@@ -286,7 +286,7 @@ ALL = FAULTS | {name: partial(training, name=name) for name in TRAINING_FAULTS}
 
 
 def gone(pids: list[int], seconds: float = LIMIT) -> bool:
-    """Whether these processes have ended, or do within so many seconds."""
+    """Return whether these processes end within ``seconds``."""
     deadline = time.monotonic() + seconds
     while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         if time.monotonic() > deadline:
@@ -318,7 +318,7 @@ def strike(stand: Stand, fault: Callable[[Stand], float]) -> tuple[float, bool]:
 
 
 def _shared() -> list[str]:
-    """What is in shared memory, but for locks of applications that are forked here: theirs go with this process."""
+    """List shared memory, except locks of applications forked here: their locks are removed with this process."""
     return sorted(name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
 
 

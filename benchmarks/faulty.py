@@ -74,7 +74,7 @@ def server_address() -> Any:
 
 
 def use_server(address: Any) -> None:
-    """Have the same server fork for this process, which it has forked itself; otherwise that starts one of its own."""
+    """Make this process use the fork server that forked it. Otherwise it would start a second server."""
     server = multiprocessing.forkserver._forkserver
     server._forkserver_address, server.ensure_running = address, lambda: None
 
@@ -94,7 +94,7 @@ class Trouble(LogitsProcessor):
 
 
 class Collected:
-    """A streamer whose reader leaves after so many tokens."""
+    """A streamer with a reader that leaves after a given number of tokens."""
 
     def __init__(self, limit: float = float("inf")) -> None:
         self.tokens: list[int] = []

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.definitions import Peer, Result
 from benchmarks.measure import tokens
 
-# torch is imported by the processes that measure, not by the one that only reads the registry.
+# Only the measuring processes import torch. The process that reads the registry does not need it.
 
 COMMON = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 _GPT = {"n_embd": 512, "n_layer": 4, "n_head": 8}
@@ -75,7 +75,7 @@ def _compare(metric: str, runs: dict[str, Callable[[], Any]], timed: int, scale:
 def loss(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, vocab: int, hidden: int, timed: int
 ) -> Result:
-    """Head and cross entropy, forward and backward: time, and peak memory above that of before."""
+    """Head and cross entropy, forward and backward: time, and peak memory above the memory before."""
     import torch
     import torch.nn.functional as F
 
@@ -236,7 +236,7 @@ def decoding(
 
 
 def checking(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, timed: int) -> Result:
-    """What the check of ``fuse()`` adds to it, beside the time of loading the model from the page cache."""
+    """The time that the check adds to ``fuse()``, beside the time of loading the model from the page cache."""
 
     def fuse(check: bool) -> Any:
         model.unfuse()

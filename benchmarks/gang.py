@@ -1,8 +1,8 @@
-"""Four ranks of a training script, as a user starts them, and the load beside them: what `training_faults` kills.
+"""Four ranks of a training script, as a user starts them, and the load beside them: the victims of `training_faults`.
 
-``python -m benchmarks.gang`` is a server that has imported torch and forks a process for each line that it reads.
-Unlike those of `multiprocessing`, its children end as any Python script does: a traceback on standard error, the
-functions of `atexit`, and the end of the interpreter, in which threads of C++ may still abort it.
+``python -m benchmarks.gang`` is a server that has imported torch and forks a process for each line of its input.
+Unlike children of `multiprocessing`, its children end like any Python script: a traceback on standard error, the
+functions of `atexit`, and the shutdown of the interpreter, which C++ threads may still abort.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOTE = 32
 
 
 class Server:
-    """The process that forks ranks; it kills those that are left when it is closed."""
+    """The process that forks ranks. Closing it kills the remaining ranks."""
 
     def __init__(self) -> None:
         environment = {**os.environ, **COMMON, "OMP_NUM_THREADS": "1"}
@@ -56,7 +56,7 @@ class Server:
 
 
 def serve() -> list[str]:
-    """The life of the server. In each process that it forks, this returns what the script is to be called with."""
+    """Run the server. In each forked process, return the arguments of the script."""
     codes: dict[int, int | None] = {}
     for line in sys.stdin:
         request = json.loads(line)
@@ -115,7 +115,7 @@ def train(checkpoint: str, folder: str, timeout: str) -> None:
 
 
 def noting(path: Path) -> Callable[[str], None]:
-    """What a rank calls when it begins a phase."""
+    """Return the function that a rank calls at the beginning of a phase."""
     file, begun = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), 0
 
     def note(phase: str) -> None:
@@ -127,7 +127,7 @@ def noting(path: Path) -> Callable[[str], None]:
 
 
 def noted(path: Path) -> tuple[int, str]:
-    """How many phases a rank has begun, and the one that it is in."""
+    """Return the number of phases that a rank has begun, and its current phase."""
     with suppress(FileNotFoundError, ValueError):
         begun, phase = path.read_text().split(maxsplit=1)
         return int(begun), phase.strip()

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 class PeakMemory:
     """Peaks of this process in MB (10^6 bytes), above its memory when this object was made.
 
-    ``peak memory`` is the growth of VmHWM: all pages, including those of mapped files, which the system may reclaim.
-    ``peak anonymous memory`` is that of RssAnon, sampled every 2 ms: pages that only the process itself can free.
+    ``peak memory`` is the growth of VmHWM: all pages, including pages of mapped files, which the system may reclaim.
+    ``peak anonymous memory`` is the peak of RssAnon, sampled every 2 ms: pages that only the process itself can free.
     """
 
     def __init__(self) -> None:

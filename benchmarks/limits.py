@@ -1,4 +1,4 @@
-"""What no implementation can go below on the machine at hand, measured in the processes that a peer runs in."""
+"""Lower bounds for any implementation on this machine, measured in the processes of a peer."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _STREAM = 256 << 20
 
 
 def has_limits(model: Any) -> bool:
-    """Whether the limits here are those of a model: of stacked experts, a token reads and multiplies some only."""
+    """Return whether these limits apply to a model. They exclude stacked experts: a token uses only some of them."""
     return all(param.dim() < 3 for param in model.parameters())
 
 
 def tokens_by_memory(model: Any, batch: int, length: int) -> float:
-    """Tokens per second if decoding took the time of reading its weights, and keys and values of ``length`` tokens.
+    """Tokens per second if decoding only had to read the weights, and the keys and values of ``length`` tokens.
 
-    Every rank reads its own at the speed at which it adds up a tensor while the others do the same. The embedding, of
-    which a token reads one row, counts only where the head has the same weight.
+    Each rank reads its shard at the measured speed of summing a tensor while all ranks do the same. A token reads
+    one row of the embedding, so the embedding counts only if the head shares its weight.
     """
     model = getattr(model, "module", model)  # of DeepSpeed's engine
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

@@ -139,7 +139,7 @@ def run(target: Target, requests: list[Asked]) -> float:
 
 
 def figures(requests: list[Asked], seconds: float) -> dict[str, tuple[float, str]]:
-    """What was measured, with its unit."""
+    """Return the measured values with their units."""
     answered = [asked for asked in requests if not asked.error]
     first = [asked.moments[0] * 1e3 for asked in answered]
     each = [(asked.moments[-1] - asked.moments[0]) / (asked.tokens - 1) * 1e3 for asked in answered if asked.tokens > 1]

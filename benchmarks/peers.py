@@ -88,7 +88,7 @@ def _autotp(cls: str, checkpoint: Path, **kwargs: Any) -> Any:
 
 
 def _preprocessed_by(name: str) -> Callable[..., float]:
-    """Preprocesses texts by this function of `preprocessing`, whose packages are imported when it runs."""
+    """Preprocesses texts by this function of `preprocessing`. Its packages are imported when it runs."""
 
     def load(cls: str, checkpoint: Path, **kwargs: Any) -> float:
         from benchmarks import preprocessing

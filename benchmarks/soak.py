@@ -77,13 +77,13 @@ class Server:
 
 
 class Soak:
-    """The clients, the faults and what was seen.
+    """The clients, the faults and the observations.
 
     Attributes:
-        seconds: of the requests that were answered, by kind.
-        refused: how many were answered with 429 or 503.
-        wrong: what was wrong, by kind.
-        faults: moments at which workers were killed or stopped.
+        seconds: Durations of answered requests, by kind.
+        refused: Number of requests answered with 429 or 503.
+        wrong: Errors, by kind.
+        faults: Times at which workers were killed or stopped.
     """
 
     def __init__(self, server: Server, name: str, prompts: list[Prompt], seed: int) -> None:
@@ -214,7 +214,7 @@ def _served(checkpoint: Path, log: Path) -> Iterator[Server]:
 
 
 def _settled(server: Server) -> tuple[dict[str, float], str]:
-    """What is measured when nothing is asked any more, and what is still in flight."""
+    """Wait until the server is idle. Return its measurements, and the calls and connections still in flight."""
     deadline = time.monotonic() + 45  # half a body is given up after 30 s
     while True:
         time.sleep(1.0)

@@ -1,4 +1,4 @@
-"""What the clients of the soak test do: each kind of request knows its right answer, or what misbehaves how."""
+"""The clients of the soak test: each kind of request knows its correct answer, or misbehaves on purpose."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def text(ids: list[int]) -> str:
 
 
 class Client:
-    """One client, which draws what it does next.
+    """A client that draws its next action at random.
 
     Args:
-        drawn: sampled answers by their prompt and seed, shared by all clients: a seed repeats its draw.
+        drawn: Sampled answers by prompt and seed, shared by all clients: a seed repeats its draw.
     """
 
     def __init__(self, port: int, name: str, prompts: list[Prompt], drawn: dict[Any, str], seed: int) -> None:
@@ -117,7 +117,7 @@ class Client:
         self._require(answer["choices"][0]["text"], expected[: expected.index(stop)])
 
     def sampled(self) -> None:
-        """The same seed draws the same, whatever else is computed."""
+        """Check that a seed repeats its draw, independently of concurrent requests."""
         prompt, seed = self._prompt()[0], self.draw.randrange(4)
         drawn = {"temperature": 1.3, "top_k": 50, "seed": seed, "max_tokens": 10}
         found = self._post("/v1/completions", {**self._asked(prompt), **drawn})["choices"][0]["text"]
@@ -246,4 +246,4 @@ KINDS: dict[str, tuple[Callable[[Client], None], float]] = {
     "half a request": (Client.half_sent, 1),
     "malformed request": (Client.malformed, 2),
 }
-"""By their names: what a client does, and how often."""
+"""The actions of a client by name, with their frequencies."""

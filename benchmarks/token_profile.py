@@ -1,4 +1,4 @@
-"""Where the time of a decoded token goes on a CPU: in products, or in what is called around them."""
+"""Profile of the CPU time of a decoded token: products, and the calls around them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from benchmarks.rehearse.cases import LIMITS, PARTS, ROOT, Case, by_value, cases
 from benchmarks.rehearse.schedule import Report, Schedule
 
 RESERVE = 8
-"""Seconds before its limit at which a part ends its cases, to write what is known."""
+"""Seconds before its limit at which a part ends its cases, to write the results so far."""
 
 
 def main() -> int:
@@ -122,7 +122,7 @@ def machine(dry: bool) -> tuple[dict[str, Any], bool, float]:
 
 
 def commit(found: str) -> str:
-    """The commit that ``$OSLO_COMMIT`` names, or else that of git, of the file ``COMMIT``, or "unknown"."""
+    """Return the commit: ``$OSLO_COMMIT``, or else git's, or else the content of the file ``COMMIT``, or "unknown"."""
     file = ROOT / "COMMIT"
     return os.environ.get("OSLO_COMMIT") or found or (file.read_text().strip() if file.exists() else "unknown")
 
@@ -139,7 +139,7 @@ def surroundings(work: Path, dry: bool) -> dict[str, str]:
 
 
 def install(wheels: Path, site: Path) -> None:
-    """Unpack the wheels of a folder, if there are any, to where only the cases find them; after what is installed."""
+    """Unpack the wheels of a folder, if any, for the cases only. Installed packages take precedence."""
     found = sorted(map(str, wheels.glob("*.whl")))
     if found:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]

@@ -14,19 +14,19 @@ PARTS = ("tests", "kernels", "training", "decoding")
 LIMITS = {"tests": 480, "kernels": 360, "training": 540, "decoding": 540}
 """Seconds of each part when the command line names none."""
 ALONE = 10_000.0
-"""As ``gigabytes``: nothing else runs while the case prepares, so that what it tunes itself is not disturbed."""
+"""Value of ``gigabytes`` for a case that prepares alone, so that no other case disturbs its tuning."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures.
+    """The measurements of one process.
 
     Attributes:
         run: ``"module:function"``; the function takes a `Bench` and ``options``.
-        limit: the seconds that the process may run, without those in which it waits for others.
-        gigabytes: of the device's memory; cases whose sum fits prepare at the same time.
-        quick: part of the small slice that ``make test`` runs.
-        larger: differs from another case in sizes only, so that a dry run, where all are tiny, leaves it out.
+        limit: Maximum run time in seconds, without the time of waiting for other cases.
+        gigabytes: Device memory. Cases prepare at the same time if their sum fits.
+        quick: Whether the case belongs to the small slice that ``make test`` runs.
+        larger: Whether the case differs from another case in sizes only. A dry run, with tiny sizes, leaves it out.
     """
 
     part: str

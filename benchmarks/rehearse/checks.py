@@ -30,7 +30,7 @@ def ceilings(bench: Bench) -> None:
 
 
 def pytest_file(bench: Bench, path: str) -> None:
-    """A row for each test that fails, and one for those that pass."""
+    """A row for each failing test, and one row for all passing tests."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", path]
@@ -233,7 +233,7 @@ def autocast(bench: Bench) -> None:
 
 
 def strided(bench: Bench) -> None:
-    """Operations on views give what they give on copies."""
+    """Operations give the same results on views as on copies."""
     from oslo_kernels import gated, gelu, norm, rotary, softmax
 
     x, y = (torch.randn(6, 40, 24, device=bench.device).transpose(0, 1)[:, ::2] for _ in range(2))

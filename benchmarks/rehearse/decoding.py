@@ -1,4 +1,4 @@
-"""Generation: the first call, tokens per second, and the share of what reading weights and cache allows."""
+"""Generation: the first call, tokens per second, and their share of the limit by reading weights and cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def decode(bench: Bench, model: str, peer: str, batch: int, beams: int) -> None:
-    """Two lengths of prompt, one after the other in one process: the second must not cost what the first did."""
+    """Two lengths of prompt, one after the other in one process: the second must not repeat the cost of the first."""
     with bench.attempt(peer):
         config = config_of(bench, model)
         built = build(bench, model, peer, config).eval()

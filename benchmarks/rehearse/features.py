@@ -77,7 +77,7 @@ def head_sizes(bench: Bench) -> None:
 
 
 def experts(bench: Bench) -> None:
-    """Mixtures of experts, whose grouped products want bfloat16 on a GPU."""
+    """Mixtures of experts, in float32 and in bfloat16, the dtype of grouped products on a GPU."""
     from transformers import MixtralConfig, Qwen3MoeConfig
 
     import oslo_models

@@ -24,9 +24,9 @@ class Operation:
     """One operation by each peer.
 
     Attributes:
-        tensors: its arguments; those in floating point need gradients, unless their names are in ``constants``.
-        forward, backward: the bytes that each pass has to move at least.
-        liger: imports Liger and gives its function.
+        tensors: Arguments. Floating-point tensors need gradients, unless their names are in ``constants``.
+        forward, backward: Minimum bytes that each pass has to move.
+        liger: Imports Liger and returns its function.
     """
 
     ours: Callable[..., Any]
@@ -106,7 +106,7 @@ def _norm_and_sum(bench: Bench, rows: int) -> Operation:
 
 
 def _sum_of_three(bench: Bench, rows: int) -> Operation:
-    """MLP, attention and residual of GPT-NeoX, whose gradients are the incoming one itself."""
+    """MLP, attention and residual of GPT-NeoX. Their gradients equal the incoming gradient."""
     from oslo_kernels import sums
 
     tensors = tuple(make(bench, rows, 4096) for _ in range(3))
@@ -174,7 +174,7 @@ def _rotary(bench: Bench, rows: int) -> Operation:
 
 
 def _normed_rotary(bench: Bench, rows: int) -> Operation:
-    """Queries and keys of Qwen3-8B, whose heads have norms."""
+    """Queries and keys of Qwen3-8B, with norms of single heads."""
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
     from oslo_kernels import normed_rotary
@@ -197,7 +197,7 @@ def _normed_rotary(bench: Bench, rows: int) -> Operation:
 
 
 def _full_norm_rotary(bench: Bench, rows: int) -> Operation:
-    """Queries and keys of OLMo 2 32B, whose norms are over all heads, on a rank with all of them."""
+    """Queries and keys of OLMo 2 32B, with norms over all heads, on a rank with all heads."""
     from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb
 
     from oslo_models.distributed.mesh import Axis
@@ -298,7 +298,7 @@ def operation(bench: Bench, name: str) -> None:
 
 
 def _correct(bench: Bench, large: Operation) -> Peers:
-    """The peers whose results and gradients are those of eager torch."""
+    """Return the peers with the results and gradients of eager torch."""
     peers, right, grads = large.peers(bench), {}, {}
     seeds = [torch.randn_like(y) for y in _tuple(large.eager(*large.tensors))]
     for peer in sorted(peers, key=lambda peer: peer != "eager"):

@@ -52,7 +52,7 @@ def _inputs(bench: Bench, rows: int, width: int, tokens: int) -> tuple[Tensor, T
 
 
 def _peers(bench: Bench, x: Tensor, w: Tensor, target: Tensor) -> dict[str, Callable[[], object]]:
-    """A step by each peer whose loss is that of eager torch."""
+    """Return a step by each peer that has the loss of eager torch."""
     from oslo_models.distributed.mesh import Axis
     from oslo_models.fusion.linear_cross_entropy import VocabShard, linear_cross_entropy
 

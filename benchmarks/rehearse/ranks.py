@@ -120,7 +120,7 @@ def sum_in_shared_memory(device: torch.device) -> dict[str, float]:
         return x
 
     compiled, error = torch.compile(layers, mode="reduce-overhead", fullgraph=True), 0.0
-    for number in range(6):  # of which the first compiles, and the next records
+    for number in range(6):  # the first call compiles, the second records
         x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(number)).to(device)
         error = max(error, _error(compiled(x).clone(), layers(x)))
     return {"compiled sums": error}

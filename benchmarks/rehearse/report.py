@@ -95,7 +95,7 @@ def _troubles(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def comparisons(rows: list[Row]) -> list[Row]:
-    """Speeds of fused models as multiples of those that another process measured for the rival on the same machine."""
+    """Speeds of fused models as multiples of the rival's speed, measured by another process on the same machine."""
     speeds = {
         (row.get("machine"), row["case"], row["metric"]): row
         for row in rows

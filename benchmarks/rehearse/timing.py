@@ -17,11 +17,11 @@ FLUSHED = 256 << 20
 
 @dataclass
 class Ceilings:
-    """What the machine reaches, measured by the process that compares with it.
+    """Peak rates of the machine, measured by the process that compares with them.
 
     Attributes:
-        copy: bytes per second, read and written, of a device-to-device copy.
-        product: operations per second of a large product in bfloat16.
+        copy: Bytes per second, read and written, of a device-to-device copy.
+        product: Operations per second of a large product in bfloat16.
     """
 
     copy: float
@@ -40,11 +40,11 @@ class Gpu:
         torch.cuda.synchronize()
 
     def seconds(self, run: Run, graph: bool = True, budget: float = 0.2) -> float:
-        """The median time of ``run`` on the device; the caches hold nothing of its tensors when it begins.
+        """Return the median time of ``run`` on the device. The caches are flushed before each run.
 
         Args:
-            graph: replay it as a CUDA graph, so that launching costs nothing; not for what synchronises.
-            budget: seconds to spend on repetitions.
+            graph: Replay it as a CUDA graph, so that launching costs nothing. Code that synchronises needs ``False``.
+            budget: Seconds to spend on repetitions.
         """
         replay = self._captured(run) if graph else run
         once = self._median(replay, 3)
@@ -107,7 +107,7 @@ class Gpu:
         return min(found)
 
     def peak(self, run: Run) -> int:
-        """The bytes that a call needs beyond what is allocated before it."""
+        """Return the bytes that a call needs beyond the memory allocated before it."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -129,7 +129,7 @@ class Gpu:
 
 @dataclass
 class Cpu:
-    """The same methods without a GPU: they call what they are given once or twice, and their figures mean nothing."""
+    """The same methods without a GPU: they call the function once or twice, and their figures mean nothing."""
 
     _ceilings: Ceilings = field(default_factory=lambda: Ceilings(1e9, 1e9))
 

@@ -85,7 +85,7 @@ def _operations(model: Any, config: Any, batch: int, length: int) -> float:
 
 
 def _host(bench: Bench, step: Any) -> float:
-    """The seconds until a step is launched: where they are as many as it takes, the device waits for the processor."""
+    """Return the seconds to launch a step. If they equal the time of the step, the device waits for the processor."""
     found = []
     for _ in range(3):
         bench.timer.synchronize()
