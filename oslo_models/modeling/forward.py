@@ -28,7 +28,7 @@ class ForwardMode(Enum):
     """The execution path of a parallel model's ``forward``."""
 
     DIRECT = auto()
-    """transformers' forward. The model is not sharded, or compiled code decodes with LM heads that return full logits."""
+    """transformers' forward. The model is not sharded, or compiled decoding uses LM heads that return full logits."""
     PIPELINE = auto()
     """All pipeline stages compute the batch in micro-batches."""
     GATHERED = auto()
@@ -168,7 +168,7 @@ def with_full_stage_outputs(forward: Any) -> Any:
         fields, stage = _gather_fields(model, output, kwargs), model.stage
         assert stage is not None
         if not model._generates and not kwargs.get("use_cache"):
-            fields = {name: value for name, value in fields.items() if name not in NAMES}  # caches of the local blocks only
+            fields = {name: value for name, value in fields.items() if name not in NAMES}  # caches of local blocks only
         return type(output)(**{name: _of_all_blocks(stage, name, value, wanted) for name, value in fields.items()})
 
     return stage_forward

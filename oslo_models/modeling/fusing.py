@@ -150,7 +150,7 @@ class FusableModel(PreTrainedModel):
     def _apply_fusion(
         self, fusion: Fusion, found: list[FusionCandidate], selected: set[type] | None, check: bool
     ) -> list[FusionCandidate]:
-        """Replace the candidates' modules and return the candidates. ``check`` drops candidates with different results."""
+        """Replace the candidates' modules. Return the candidates, with ``check`` only those with equal results."""
         if check:
             return apply_checked(self, fusion, found, selected)
         fusion.apply(self, found, selected)
@@ -166,7 +166,7 @@ class FusableModel(PreTrainedModel):
         return self
 
     def fusion_report(self) -> FusionReport:
-        """Report which modules `fuse` replaced or skipped, and why. Before `fuse`, list candidates. ``print`` shows a table."""
+        """Report which modules `fuse` replaced or skipped, and why, or would replace. ``print`` shows a table."""
         fusion = self._fusion
         if fusion is None:
             fusion = Fusion(choose_backend("auto", self.device))
@@ -194,7 +194,7 @@ class FusableModel(PreTrainedModel):
         """Tell fused LM heads whether the next forward may return lazy logits, because only its loss is needed."""
         heads = self._fusion.heads() if self._fusion is not None else ()
         lazy = torch.is_grad_enabled() if self.gather_logits is None else not self.gather_logits
-        lazy = lazy and self._fusion is not None and self._fusion.weights is None  # narrow weights compute the logits directly
+        lazy = lazy and self._fusion is not None and self._fusion.weights is None  # narrow weights compute the logits
         lazy = lazy and not any(map(has_backward_hooks, heads))  # backward hooks compare shapes
         for head in heads:
             head.lazy = lazy
@@ -281,7 +281,10 @@ class FusableModel(PreTrainedModel):
         return super().get_compiled_call(compile_config) if decoder is None else decoder.step(self, compile_config)
 
     def _cached_positions(self) -> int:
-        """Return the maximal number of positions of a static cache: each step reads all, at most as many bytes as weights."""
+        """Return the maximal number of positions of a static cache.
+
+        Each step reads all positions. At this limit, this takes as long as reading the weights.
+        """
         config = self.config.get_text_config(decoder=True)
         block = config.per_layer_config[0]  # blocks may have different numbers of heads
         heads = block.num_attention_heads
