@@ -25,7 +25,7 @@ _KINDS = {
         "its cache holds compressed keys beside those of a window",
     ),
 }
-"""Reasons by kind of block (transformers' ``layer_types``) why a model cannot join; empty: it can. Others keep states."""
+"""Reason why a model with a kind of block (``layer_types``) cannot join; empty: it can. Other kinds keep states."""
 EXCLUSIVE: Mapping[str, str] = {
     "openai-gpt": "it has no key-value cache",
     "xlm": "it has no key-value cache",

@@ -21,7 +21,7 @@ class CaptureError(RuntimeError):
 
 
 def capture_of(model: Any) -> tuple[Capture | None, str]:
-    """Return the capture function for a model's decoding steps on this rank; or ``None`` and the reason for eager steps."""
+    """Return the capture for a model's decoding steps on this rank; or ``None`` and the reason for eager decoding."""
     reason = reason_against(model)
     return (CudaGraphs(model.device), "") if reason is None else (None, reason)
 

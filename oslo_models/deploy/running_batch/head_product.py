@@ -1,9 +1,9 @@
 """The product of a language-model head with the few rows of the running batch, on a CPU.
 
 torch computes float32 products with MKL. oneDNN, which is a part of torch too, takes half the time for such large
-vocabularies. With one thread and fewer rows of the batch, ``weight @ x.T`` by MKL is the fastest. All three sum the same
-products and keep the weight as it is. Results differ in the last bits, as they do between batches of different sizes.
-Measured in float32 on two cores of an AMD EPYC, ms:
+vocabularies. With one thread and fewer rows of the batch, ``weight @ x.T`` by MKL is the fastest. All three sum the
+same products and keep the weight as it is. Results differ in the last bits, as they do between batches of different
+sizes. Measured in float32 on two cores of an AMD EPYC, ms:
 
 | weight | threads | | 2 rows | 4 rows | 8 rows | 16 rows | 32 rows |
 |---|---|---|---|---|---|---|---|
