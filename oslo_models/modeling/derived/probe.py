@@ -43,7 +43,7 @@ def small_model(cls: type[Any], config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _made(cls: type[Any], config: PreTrainedConfig) -> Any:
-    """Construct a model from a configuration. A parallel class returns a model of its transformers class."""
+    """Construct a full model in float32 from a configuration. For a parallel class, this shards nothing."""
     return cls._from_config(copy.deepcopy(config), dtype=torch.float32)
 
 

@@ -66,7 +66,7 @@ class Trace:
             seen.clear()
 
     def row(self, path: str, x: Any) -> Tensor | None:
-        """Return its local input if the layer can be row-parallel, or ``None`` if it shards its outputs."""
+        """Return the local input of a row-parallel layer, or ``None`` if the layer has to shard its outputs instead."""
         if path in self.fixed or not isinstance(x, ShardedActivation):
             return None
         if x.mark.dim != x.dim() - 1 or x.mark.parts > 1 or self.rows.get(path, x.mark.units) != x.mark.units:
