@@ -87,7 +87,10 @@ class _ColumnParallel(_ShardedModule):
             return self.entered_product(x, self.bias)
 
     def entered_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the product of the replicated input. On GPUs, its gradient's all-reduce overlaps with weight gradients."""
+        """Compute the product of the replicated input and the local weight.
+
+        On GPUs, the backward pass overlaps the all-reduce of the input gradient with the weight gradients.
+        """
         if self.stream is not None and self.training:
             self.stream.enter()
         if self.sums_no_gradients:
