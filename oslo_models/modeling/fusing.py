@@ -150,7 +150,7 @@ class FusableModel(PreTrainedModel):
     def _apply_fusion(
         self, fusion: Fusion, found: list[FusionCandidate], selected: set[type] | None, check: bool
     ) -> list[FusionCandidate]:
-        """Replace the candidates' modules. Return the candidates, with ``check`` only those with equal results."""
+        """Replace the candidates' modules. Return the candidates. ``check`` drops deviating ones."""
         if check:
             return apply_checked(self, fusion, found, selected)
         fusion.apply(self, found, selected)

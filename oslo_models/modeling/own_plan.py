@@ -50,11 +50,11 @@ class ClassWithPlan:
     plan: PlanLike
 
     def from_pretrained_with_parallel(self, *args: Any, **kwargs: Any) -> Any:
-        """`ParallelModel.from_pretrained_with_parallel` of the class."""
+        """Call `ParallelModel.from_pretrained_with_parallel` of the class."""
         return class_with_plan(self.bases, self.plan).from_pretrained_with_parallel(*args, **kwargs)
 
     def from_config_with_parallel(self, *args: Any, **kwargs: Any) -> Any:
-        """`ParallelModel.from_config_with_parallel` of the class."""
+        """Call `ParallelModel.from_config_with_parallel` of the class."""
         return class_with_plan(self.bases, self.plan).from_config_with_parallel(*args, **kwargs)
 
 
@@ -74,11 +74,11 @@ def _given(plan: PlanLike, cls: type[Any], config: PreTrainedConfig) -> tuple[Pl
 
 
 def _plan(plan: PlanLike, cls: type[Any], config: PreTrainedConfig) -> Plan:
-    """`ParallelModel.plan`."""
+    """Implement `ParallelModel.plan`."""
     return _given(plan, cls, config)[0]
 
 
 def _head_entries(plan: PlanLike, cls: type[Any], config: PreTrainedConfig) -> Entries:
-    """`ParallelModel.head_entries`."""
+    """Implement `ParallelModel.head_entries`."""
     entries = _given(plan, cls, config)[1]
     return cls.head_plan if entries is None else entries

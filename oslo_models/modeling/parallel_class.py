@@ -29,6 +29,6 @@ def parallel_class(cls: type[Any], plan: PlanLike) -> Any:
         raise ValueError(f"a parallel class is made of a subclass of transformers' PreTrainedModel, not of {cls!r}")
     if plan == "derive":
         if issubclass(cls, ParallelModel):
-            return cls  # it has a plan
+            return cls  # the class already has a plan
         plan = DerivedFromConfig(cls)
     return class_with_plan((cls,) if issubclass(cls, ParallelModel) else (ParallelModel, cls), plan)
