@@ -223,7 +223,9 @@ def in_float8(
     entries: Mapping[str, Replicated],
     recipe: str,
 ) -> list[FusionCandidate]:
-    """Add the linear layers that the model's plan shards to ``candidates``. The result is the same for any rank count.
+    """Return ``candidates`` with float8 candidates for all linear layers that the model's plan shards.
+
+    The result is the same for any number of ranks.
 
     Args:
         subjects: the modules of the model, as the rules see them.

@@ -34,7 +34,7 @@ def layer_name_of(classes: Iterable[type]) -> str:
 
 
 def changed_kind(classes: Iterable[type]) -> tuple[str, str] | None:
-    """Return operation and difference for a layer of the tables that differs from the checked releases."""
+    """Return the operation of a layer and its difference from the checked releases, or ``None`` if there is none."""
     name, cls = _defining(tuple(classes))
     kinds = _kinds().get(name, ())
     changed = changed_layer(kinds, name, cls.__dict__["forward"])
