@@ -93,7 +93,7 @@ def arguments(
     added_BH1L: Tensor | None,
     out_B1HD: Tensor,
 ) -> tuple[float, ...]:
-    """`attend`, which writes ``out``, as the source has it: by addresses, of tensors that have to stay."""
+    """Return the C++ arguments of `attend` with the output ``out``. They hold addresses: keep the tensors alive."""
     (batch, heads, _, width), (_, groups, keys, _) = query_BH1D.shape, key_BGLD.shape
     threads = min(torch.get_num_threads(), 1 + batch * groups * keys * width // ELEMENTS_PER_THREAD)
     return (
@@ -107,12 +107,12 @@ def arguments(
 
 
 def result_only(out_B1HD: Tensor) -> tuple[float, ...]:
-    """`arguments` of an attention that is computed already."""
+    """Return `arguments` for an attention output that is computed already."""
     return (*(0,) * 5, out_B1HD.data_ptr(), *(0,) * 20, 0.0)
 
 
 def _strides(mask: Tensor | None) -> tuple[int, int]:
-    """Of rows and heads; 0 where one entry is for all."""
+    """Return the strides of rows and heads, with 0 for broadcast dimensions."""
     if mask is None:
         return 0, 0
     first, second = (mask.stride(dim) if mask.shape[dim] > 1 else 0 for dim in (0, 1))
@@ -121,7 +121,7 @@ def _strides(mask: Tensor | None) -> tuple[int, int]:
 
 @cache
 def _library() -> tuple[Callable[[bytes], None], bool]:
-    """The compiled function, and whether it can use several threads."""
+    """Return the compiled function, and whether it can use several threads."""
     library = build.load("attention.cpp")
     library.oslo_attend.argtypes, library.oslo_attend.restype = [ctypes.c_char_p], None
     return library.oslo_attend, bool(library.oslo_attend_threads())

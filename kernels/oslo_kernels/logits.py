@@ -55,7 +55,7 @@ def _run(x: Tensor, column_N: Tensor, made: Tensor | None, log_total_N: Tensor |
 
 @cache
 def _library() -> tuple[Callable[[bytes], None], bool]:
-    """The compiled function, and whether it can use several threads."""
+    """Return the compiled function, and whether it can use several threads."""
     library = build.load("logits.cpp")
     library.oslo_logits.argtypes, library.oslo_logits.restype = [ctypes.c_char_p], None
     return library.oslo_logits, bool(library.oslo_logits_threads())

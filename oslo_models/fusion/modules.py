@@ -41,7 +41,7 @@ class FusedConv1DProduct(FusedProduct):
     """`FusedProduct` of a sharded ``Conv1D``."""
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product of ``Conv1D``."""
+        """Compute the product of ``Conv1D``."""
         return conv1d(x, weight, bias, self.faster)
 
 

@@ -22,7 +22,7 @@ BACKENDS = ("auto", "triton", "apex", "torch")
 
 @dataclass(frozen=True)
 class FusionCandidate:
-    """A module for which fusion has a rule, and the decision on it.
+    """A module with a fusion rule, and the decision on it.
 
     Attributes:
         module: the module's name in the model.
