@@ -27,5 +27,5 @@ class Llama4TextModel(Llama4Parallel, hf.Llama4TextModel):
 
 
 class Llama4ForCausalLM(Llama4Parallel, hf.Llama4ForCausalLM):
-    base_model_prefix = "model"  # of transformers' class it names no module
+    base_model_prefix = "model"  # the prefix in transformers' class names no module
     head_plan = LM_HEAD
