@@ -1,4 +1,4 @@
-"""What every benchmark is made of: peers, results and their units."""
+"""Building blocks of every benchmark: peers, results and their units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKEN_PARTS = (
 )
 """The parts of the CPU time of a token."""
 BY_MEMORY, BY_PRODUCTS = LIMITS = ("limit by memory", "limit by products")
-"""What `benchmarks.limits` measures; they stand among the peers of a row."""
+"""The measurements of `benchmarks.limits`, shown among the peers of a row."""
 UNITS = {
     "generation": "tokens/s",
     "training step": "s",
@@ -58,7 +58,7 @@ UNITS = {
 
 
 def more_is_better(unit: str) -> bool:
-    """Whether a figure is something per second, not a time, a size or a count."""
+    """Return whether a figure is a rate, not a time, a size or a count."""
     return unit.endswith(("s/s", "s/CPU s"))
 
 
@@ -108,13 +108,13 @@ def adamw_trainer(load: Callable[..., Any], cls: str, checkpoint: Path, fused: b
 
 @dataclass(frozen=True)
 class Peer:
-    """A library, or a configuration of one, that is compared.
+    """A library, or a configuration of a library, under comparison.
 
     Attributes:
-        load: ``load(cls, checkpoint, **kwargs)`` returns a model; a peer of the data pipeline preprocesses and returns
-            the seconds that it took.
+        load: ``load(cls, checkpoint, **kwargs)`` returns a model. A peer of the data pipeline preprocesses and returns
+            its duration in seconds.
         trainer: ``trainer(load, cls, checkpoint)`` returns a model and its `Step`.
-        needs: packages without which the peer is skipped.
+        needs: Required packages; without them the peer is skipped.
     """
 
     name: str

@@ -22,7 +22,7 @@ BATCHES = (1, 8, 32)
 SLOWER = 1.02
 """Maximum ratio fused / unfused: a case fails if its whole interval is above."""
 FEWEST, MOST, BUDGET = 9, 61, 4.0
-"""Pairs of calls: at least, at most; and the seconds that they may take."""
+"""Minimum and maximum number of pairs of calls, and their budget in seconds."""
 
 
 def slowdown(
@@ -70,7 +70,7 @@ def _calls(model: Any, ids: Any, new: int) -> Iterator[tuple[str, Callable[[], A
 
 
 def _ratios(fused: Callable[[], Any], unfused: Callable[[], Any], clock: Callable[[], float], most: int) -> list[float]:
-    """The ratios of pairs of calls in alternating order, after a pair of warm-up; equally many on all ranks."""
+    """Return the ratios of pairs of calls in alternating order, after a warm-up pair; equally many on all ranks."""
 
     def ratio(order: tuple[Callable[[], Any], ...]) -> float:
         seconds = {}
@@ -88,7 +88,7 @@ def _ratios(fused: Callable[[], Any], unfused: Callable[[], Any], clock: Callabl
 
 
 def _least(count: int) -> int:
-    """The least number of all ranks."""
+    """Return the minimum over all ranks."""
     import torch
     import torch.distributed as dist
 

@@ -22,7 +22,7 @@ from benchmarks.launch import COMMON, ROOT
 
 PHASES = ("loading", "forward", "backward", "optimizer step", "generation", "saving")
 NOTE = 32
-"""Bytes of the note that says which phase a rank is in, and how many it has begun."""
+"""Bytes of the note with the current phase of a rank and the number of phases begun."""
 
 
 class Server:
@@ -85,7 +85,7 @@ def serve() -> list[str]:
 
 
 def train(checkpoint: str, folder: str, timeout: str) -> None:
-    """Train, generate and save, again and again. It catches nothing, as users' scripts do not."""
+    """Train, generate and save in a loop. Like users' scripts, it catches no exceptions."""
     import torch
 
     from oslo_models import GPT2LMHeadModel
@@ -135,7 +135,7 @@ def noted(path: Path) -> tuple[int, str]:
 
 
 class Load:
-    """Processes that keep every core busy, unless others do."""
+    """Processes that keep every idle core busy."""
 
     def __init__(self) -> None:
         loop = [sys.executable, "-c", "import os\nwhile os.getppid() == " + str(os.getpid()) + ": sum(range(10**5))"]

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from benchmarks.instruments import local
 
 _STREAM = 256 << 20
-"""Bytes that are read at once: far more than caches hold."""
+"""Bytes of one read: far more than the caches hold."""
 
 
 def has_limits(model: Any) -> bool:
@@ -42,9 +42,9 @@ def tokens_by_memory(model: Any, batch: int, length: int) -> float:
 
 
 def seconds_by_products(model: Any, rows: int) -> float:
-    """Seconds of the matrix products of a training step: of each linear layer, of its input's and weight's gradients.
+    """Seconds of the matrix products of a training step: outputs and both gradients of each linear layer.
 
-    They are torch's own, of this rank's shards, while the other ranks compute theirs.
+    torch computes the products of this rank's shards, while the other ranks compute theirs.
     """
     shapes: Counter[tuple[int, int]] = Counter()
     for module in model.modules():
@@ -63,7 +63,7 @@ def seconds_by_products(model: Any, rows: int) -> float:
 
 
 def _fastest(run: Callable[[], Any], times: int) -> float:
-    """The seconds of the fastest of these calls, which all ranks begin together, after one of warm-up."""
+    """Return the seconds of the fastest call after a warm-up call. All ranks begin each call together."""
     seconds = []
     for _ in range(times + 1):
         if dist.is_initialized():

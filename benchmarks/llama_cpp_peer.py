@@ -99,7 +99,7 @@ class LlamaCpp:
     """A model in llama.cpp that generates greedily, with torch's number of threads.
 
     Attributes:
-        config: the configuration of transformers.
+        config: Configuration of transformers.
     """
 
     def __init__(self, model: Any, path: Path) -> None:
@@ -134,7 +134,7 @@ class LlamaCpp:
         return torch.cat(made, 1)
 
     def _decode(self, context: Any, batch: Any, ids_BL: Tensor, begin: int) -> None:
-        """Compute tokens at positions from ``begin`` on; of the last of each row, the logits."""
+        """Compute tokens at positions from ``begin`` on, with logits for the last token of each row."""
         rows, length = ids_BL.shape
         batch.n_tokens = rows * length
         for index, token in enumerate(ids_BL.flatten().tolist()):

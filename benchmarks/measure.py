@@ -78,7 +78,7 @@ def serve(
 
 
 def _steps(step: Callable[[Any], Any], ids: Any, timed: int) -> tuple[list[float], list[float]]:
-    """The seconds of each of ``timed`` steps after a warm-up step, and the losses of all, the warm-up step included."""
+    """Return the seconds of ``timed`` steps after a warm-up step, and all losses, including the warm-up step."""
     seconds, losses = [], []
     for _ in range(timed + 1):
         start = time.perf_counter()
@@ -103,7 +103,7 @@ def train(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, len
 def train_lora(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int, rank: int
 ) -> Result:
-    """As `train`, of LoRA adapters in all linear layers, which peft begins with the same values on all peers.
+    """As `train`, for LoRA adapters in all linear layers. peft initialises them equally for all peers.
 
     Memory counts from a process that has trained a tiny model, as in `train_in_stages`.
     """
@@ -132,7 +132,7 @@ def train_lora(
 def train_in_stages(
     peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, batch: int, length: int, timed: int
 ) -> Result:
-    """As `train`, with one micro-batch per row where there are stages, and the peak memory of one more step.
+    """As `train`, with one micro-batch per row if there are stages, and the peak memory of one more step.
 
     Memory counts from a process that has trained a tiny model: weights, gradients, AdamW's state and activations.
     """

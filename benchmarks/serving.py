@@ -108,7 +108,7 @@ def streams(
 
 
 class Timed(NamedTuple):
-    """An answer: seconds to its first token, and how many it has."""
+    """An answer: seconds to its first token, and its number of tokens."""
 
     first: float
     tokens: int
@@ -121,7 +121,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def _ask(port: int, name: str, new: int, prompt: str) -> Timed:
-    """Stream an answer. Its lines are parsed after the last one, which costs the server less of the machine."""
+    """Stream an answer. Lines are parsed after the last line, to leave more CPU time to the server."""
     message = {"role": "user", "content": prompt}
     body = {"model": name, "messages": [message], "stream": True, "max_tokens": new, "temperature": 0}
     url, headers = f"http://127.0.0.1:{port}/v1/chat/completions", {"Content-Type": "application/json"}
@@ -181,9 +181,9 @@ def _add_tokenizer(checkpoint: Path) -> None:
 
 
 def agreement(peer: Peer, cls: str, checkpoint: Path, tiny: Path, *, rows: int, timed: int) -> Result:
-    """Half of the way there and back of a step with a token of each row, encoding included; then by gloo's broadcast.
+    """Half the round trip of a step with a token per row, encoding included; then the same by gloo's broadcast.
 
-    The median of ``timed`` round trips.
+    Returns the median of ``timed`` round trips.
     """
     import torch.distributed as dist
 

@@ -28,10 +28,10 @@ RANKS = 4
 TIMEOUT = 4.0
 """Seconds that the script gives ``timeout=``."""
 BOUND = 2 * TIMEOUT + 32.0
-"""Seconds from the fault to the end of the last rank: the timeout, to find out who it was, and the end of Python, which
-takes a second of computing: many on a machine as busy as this one is made."""
+"""Maximum seconds from the fault to the end of the last rank: the timeout, the search for the failed rank, and the
+shutdown of Python. The shutdown takes a second of CPU time, which is long on a machine under this load."""
 SPANS = {"loading": 1.2, "forward": 0.06, "backward": 0.03, "optimizer step": 0.02, "generation": 0.3, "saving": 0.6}
-"""How long a phase takes on a busy machine, about."""
+"""Approximate seconds of a phase on a busy machine."""
 KINDS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
@@ -79,7 +79,7 @@ class Training:
 
 @dataclass
 class Gang:
-    """The ranks of one fault; rank 0 has the store of the process group, or the launcher has."""
+    """The ranks of one fault. Rank 0 or the launcher has the store of the process group."""
 
     training: Training
     folder: Path
@@ -140,7 +140,7 @@ def end_of(code: int | None, log: str, victim: int) -> str:
         return "hang"
     if code < 0 or "terminate called" in log:
         return "abort"
-    log = re.sub(r"^\[rank\d+\]: ?", "", log, flags=re.MULTILINE)  # which torch puts before every line
+    log = re.sub(r"^\[rank\d+\]: ?", "", log, flags=re.MULTILINE)  # torch puts this before every line
     errors = re.findall(
         r"^oslo_models\.distributed\.watchdog\.RankFailedError: (.*(?:\n.*)*?)\nrank \d+ waited", log, re.MULTILINE
     )
@@ -149,7 +149,7 @@ def end_of(code: int | None, log: str, victim: int) -> str:
 
 
 def one_fault(training: Training, phase: str, kind: str) -> float:
-    """One rank fails at a random moment of ``phase``: the seconds until the last of the others has ended.
+    """Make one rank fail at a random moment of ``phase``. Return the seconds until the last other rank has ended.
 
     Raises:
         WrongEndError: Some rank did not name the failed rank in time.

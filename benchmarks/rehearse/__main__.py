@@ -27,7 +27,7 @@ RESERVE = 8
 
 
 def main() -> int:
-    """The exit code is 1 if a case failed or did not run."""
+    """Run the command. Return 1 if a case failed or did not run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rehearse", description=__doc__)
     parser.add_argument("part", choices=[*PARTS, "all", "summary", "record"])
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="of summary and record: where rows are")
@@ -72,7 +72,7 @@ def main() -> int:
 
 @contextmanager
 def working_folder(folder: Path) -> Iterator[Path]:
-    """Where cases write; it is deleted afterwards."""
+    """The working folder of the cases, deleted afterwards."""
     work = folder / ".work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -84,7 +84,7 @@ def working_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def rows_to(folder: Path, parts: Iterable[str], header: dict[str, Any], mode: str) -> Iterator[Report]:
-    """What prints a row and writes it at once, to the file of its part."""
+    """Return a function that prints a row and writes it at once to the file of its part."""
     start = time.monotonic()
     with ExitStack() as stack:
         files = {part: stack.enter_context((folder / f"{part}.jsonl").open(mode)) for part in parts}
@@ -99,13 +99,13 @@ def rows_to(folder: Path, parts: Iterable[str], header: dict[str, Any], mode: st
 
 
 def _leave(*_: Any) -> None:
-    """End the processes on the way out, once."""
+    """Exit once, so that the processes are ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(143)
 
 
 def machine(dry: bool) -> tuple[dict[str, Any], bool, float]:
-    """What every row says of where it was measured; whether there is no GPU; gigabytes that cases may take."""
+    """Return the machine fields of every row, whether it is a dry run, and the gigabytes available to cases."""
     import torch
 
     from benchmarks.records import stamp
@@ -128,7 +128,7 @@ def commit(found: str) -> str:
 
 
 def surroundings(work: Path, dry: bool) -> dict[str, str]:
-    """The environment of cases: everything that they write lies in ``work``, and nothing is downloaded."""
+    """Return the environment of the cases: they write only to ``work``, and download nothing."""
     here = {name: str(work / name.lower()) for name in ("TMPDIR", "HF_HOME", "XDG_CACHE_HOME")}
     for path in here.values():
         Path(path).mkdir(exist_ok=True)

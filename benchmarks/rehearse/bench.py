@@ -19,9 +19,9 @@ TRACE = 4000
 
 
 class CompilerWatch(logging.Handler):
-    """Notices what torch.compile gives up on without an exception: recompilation, and CUDA graphs.
+    """Detects silent fallbacks of torch.compile: recompile limits and skipped CUDA graphs.
 
-    It counts since the last `reset`.
+    Counts start at the last `reset`.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class CompilerWatch(logging.Handler):
 
     @staticmethod
     def _count(kind: str, name: str) -> int:
-        module = sys.modules.get("torch._dynamo.utils")  # to import it takes seconds
+        module = sys.modules.get("torch._dynamo.utils")  # importing it takes seconds
         return 0 if module is None else int(module.counters[kind][name])
 
     @property
     def skips(self) -> int:
-        """CUDA graphs that Inductor left out."""
+        """CUDA graphs that Inductor skipped."""
         return self._count("inductor", "cudagraph_skips") - self._skips
 
     @property
@@ -96,7 +96,7 @@ class Bench:
             self._is_ready = True
 
     def end(self) -> None:
-        """Everything is said: the process may be killed."""
+        """Report that all rows are written, so the process may be killed."""
         self._say({"kind": "end"})
 
     def row(
@@ -115,12 +115,12 @@ class Bench:
                    **({} if target is None else {"target": target}), **more})  # fmt: skip
 
     def fail(self, peer: str, error: str, metric: str = "") -> None:
-        """Report that something does not work."""
+        """Report a failure."""
         self._say({"kind": "row", "peer": peer, "metric": metric, "value": None, "unit": "", "state": "failed",
                    "error": error[-TRACE:]})  # fmt: skip
 
     def skip(self, peer: str, reason: str) -> None:
-        """Report that something cannot be measured here."""
+        """Report that a peer cannot be measured here."""
         self._say({"kind": "row", "peer": peer, "metric": "", "value": None, "unit": "", "state": "skipped",
                    "error": reason})  # fmt: skip
 

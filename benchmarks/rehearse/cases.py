@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = "benchmarks.rehearse"
 PARTS = ("tests", "kernels", "training", "decoding")
 LIMITS = {"tests": 480, "kernels": 360, "training": 540, "decoding": 540}
-"""Seconds of each part when the command line names none."""
+"""Default seconds of each part."""
 ALONE = 10_000.0
 """Value of ``gigabytes`` for a case that prepares alone, so that no other case disturbs its tuning."""
 
@@ -59,7 +59,7 @@ FIRST = (
     "decoding/llama-1b, batch 1 / oslo_models fused",  # tunes for minutes, alone
     *("decoding/llama-1b, batch 1 /", "tests/", "training/gpt2", "kernels/"),
 )
-"""The beginnings of ``part/name``, the most valuable first; cases that none matches come last."""
+"""Prefixes of ``part/name``, the most valuable first. Unmatched cases come last."""
 
 
 def by_value(found: list[Case]) -> list[Case]:

@@ -20,7 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "oslo_models": {},
     "oslo_models fused": {},
 }
-"""The options of ``generate`` by peer. On GPUs, transformers compiles wherever the cache is static."""
+"""The options of ``generate`` by peer. On GPUs, transformers compiles with every static cache."""
 
 
 def decode(bench: Bench, model: str, peer: str, batch: int, beams: int) -> None:

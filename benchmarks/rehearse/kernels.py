@@ -1,4 +1,4 @@
-"""Fused operations on tensors that no cache holds, beside eager torch, Inductor and Liger."""
+"""Fused operations on tensors larger than all caches, beside eager torch, Inductor and Liger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.rehearse.bench import Bench
 FORWARD, BACKWARD = 0.85, 0.75
 """Targets of `oslo_models`: shares of the bandwidth of a copy."""
 ERROR = 0.02
-"""How far gradients and results in bfloat16 may be from eager torch's, relative to their largest element."""
+"""Maximum difference of gradients and results in bfloat16 from eager torch, relative to the largest element."""
 Peers = dict[str, Callable[..., Any]]
 
 
@@ -244,7 +244,7 @@ def _dropout(bench: Bench, rows: int) -> Operation:
 
     x, residual, bias = make(bench, rows, 8192), make(bench, rows, 8192), make(bench, 8192)
     n = x.nbytes
-    # the gradient of the residual is the incoming one itself
+    # the gradient of the residual equals the incoming gradient
     return Operation(
         lambda x, r, b: dropout.bias_dropout_residual(x, b, r, 0.1, 7), lambda x, r, b: r + F.dropout(x + b, 0.1),
         (x, residual, bias), 3 * n, 2 * n, comparable=False,
@@ -274,7 +274,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Operation], dict[str, Any], int]] = {
 
 
 def operation(bench: Bench, name: str) -> None:
-    """Bandwidths of both passes, and the processor's time of a call of something small."""
+    """Bandwidths of both passes, and the host time of a call on small tensors."""
     build, options, rows = OPERATIONS[name]
     large = build(bench, bench.pick(rows, 16), **options)
     small = build(bench, 16, **options)

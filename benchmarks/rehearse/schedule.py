@@ -94,9 +94,9 @@ class Schedule:
     """One part.
 
     Args:
-        report: takes every row.
-        workers: how many cases run at the same time.
-        gigabytes: the memory that they may take together.
+        report: Function that takes every row.
+        workers: Maximum number of concurrent cases.
+        gigabytes: Maximum memory of all concurrent cases.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Schedule:
                 for key, _ in self.selector.select(TICK):
                     self._listen(key.data)
                 for running in [each for each in self.running if each.process.poll() is not None]:
-                    self._listen(running, ended=True)  # though a process that it left behind may hold its end open
+                    self._listen(running, ended=True)  # a child process may still hold the pipe open
                 now = time.monotonic()
                 self._charge(now - then)
                 then = now
@@ -182,13 +182,13 @@ class Schedule:
                 self._stop(running, f"more than {running.case.limit:g} s, while {running.state}")
 
     def _stop(self, running: Running, why: str, state: str = "failed") -> None:
-        """Kill a case, and report where it was."""
+        """Kill a case, and report its location."""
         for number in (signal.SIGUSR1, signal.SIGCONT):
             with suppress(ProcessLookupError):
                 os.kill(running.process.pid, number)
         time.sleep(TICK)
         running.signal(signal.SIGKILL)
-        while messages := running.messages():  # rows that were on their way
+        while messages := running.messages():  # rows still in the pipe
             for message in messages:
                 if message.pop("kind") == "row":
                     self.report(running.case, message)
