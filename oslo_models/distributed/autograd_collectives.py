@@ -95,7 +95,7 @@ def _has_graph(grad: Tensor) -> bool:
 
 
 def exchange(axis: Axis, tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int]) -> tuple[Tensor, ...]:
-    """Exchange rows of several tensors over the axis (`all_to_all`). The backward pass returns their gradients.
+    """Exchange rows of several tensors over the axis (`all_to_all`). The backward pass sends their gradients back.
 
     Args:
         tensors: ``[sum(sent), ...]`` each.

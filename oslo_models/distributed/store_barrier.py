@@ -14,7 +14,7 @@ SLOW_TIMEOUT = 1800.0
 
 
 class SlowWait:
-    """Wait for live ranks of ``axis``, up to `SLOW_TIMEOUT`.
+    """Monitors a wait for the ranks of ``axis``, up to `SLOW_TIMEOUT` while they are alive.
 
     Args:
         what: the operation, for the message.
@@ -22,7 +22,7 @@ class SlowWait:
         limit: seconds to wait for a live rank, if longer than the timeout of the axis.
 
     Attributes:
-        answered: the time of the store's last answer.
+        answered: the time of the last news about arrived ranks.
     """
 
     def __init__(

@@ -64,6 +64,6 @@ class GPTQWeight(QuantizedWeight):
     def _zeros(self, groups: Range, rows: Range) -> Tensor:
         words = self.part("qzeros", groups, units(rows, self.per_word))
         if self.settings.get("checkpoint_format", "gptq") == "gptq":
-            # The first version of the format stores zero points minus one; the packed words were decremented.
+            # The first version of the format stores zero points minus one, subtracted in packed form.
             words = words + sum(1 << shift for shift in range(0, 32, self.bits))
         return unpack_words(words, self.bits, dim=1)[:, within(rows, cover(rows, self.per_word))]
