@@ -94,7 +94,7 @@ _memories: weakref.WeakKeyDictionary[dist.ProcessGroup, MemoryOfObjects] = weakr
 
 
 def memory_of_objects(axis: Axis) -> MemoryOfObjects:
-    """Return the state of the axis's process group. Axes with all ranks share the world's, which is connected first."""
+    """Return the state of the axis's process group. Axes with all ranks share the world's state, connected first."""
     has_all_ranks = axis.ranks == tuple(range(dist.get_world_size()))
     group = dist.group.WORLD if has_all_ranks else axis.group
     assert group is not None

@@ -533,7 +533,7 @@ def _reduces_shard(args: Any, kwargs: Any, *options: str) -> bool:
     return is_whole and args[0].sharding.is_part and not computes_in_layer(args[0].sharding)
 
 
-# Numbers that are drawn -----------------------------------------------------------------------------------------------
+# Random numbers -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -213,7 +213,7 @@ def _plain(value: Any) -> Any:
 
 
 def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Compute a product in ``compute_dtype``, by default the dtype of the other operand, which the result has."""
+    """Compute a product in ``compute_dtype``, by default the other operand's dtype. The result has the latter."""
     packing = next(arg.packing for arg in args if isinstance(arg, PackedWeight))
     others = [arg for arg in args if isinstance(arg, Tensor) and not isinstance(arg, PackedWeight)]
     given = others[-1].dtype if others else packing.values().dtype
