@@ -73,4 +73,4 @@ class AllReduceLinear(nn.Linear):
 
 
 class AllReduceConv1D(Conv1D):
-    """As `AllReduceLinear`, for ``Conv1D``."""
+    """The same as `AllReduceLinear`, for ``Conv1D``."""
