@@ -238,7 +238,7 @@ class Watchdog:
         self._publisher.close(self._thread)
 
 
-class waiting:  # noqa: N801  a class, since a context manager from `contextmanager` takes twice the time
+class waiting:  # noqa: N801  a context manager; a class, since one made by `contextmanager` takes twice the time
     """Context manager for operations that block until other ranks arrive. Its error names the failed rank.
 
     Args:
