@@ -1,4 +1,4 @@
-"""Apertus: Llama with norms of query and key heads and an MLP without a gate, whose activation (xIELU) is learnt."""
+"""Apertus: Llama with query and key norms for each head, and an MLP without a gate, with learnt activation (xIELU)."""
 
 from transformers import ApertusConfig
 from transformers import initialization as init

@@ -1,4 +1,4 @@
-"""Laguna: Qwen3 with gated attention, and shared and routed experts but for the first blocks.
+"""Laguna: Qwen3 with gated attention, and shared and routed experts in all except the first blocks.
 
 The number of query heads may differ between blocks.
 """

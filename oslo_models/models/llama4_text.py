@@ -1,4 +1,4 @@
-"""Llama 4, its text model: Llama with routed and shared experts, each of which computes every token."""
+"""Llama 4, its text model: Llama with routed and shared experts; every expert computes every token."""
 
 from transformers import Llama4TextConfig
 from transformers.models.llama4 import modeling_llama4 as hf

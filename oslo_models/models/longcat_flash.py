@@ -1,4 +1,4 @@
-"""LongCat-Flash: blocks of two latent attentions and two MLPs, beside experts some of which return their input."""
+"""LongCat-Flash: blocks of two latent attentions and two MLPs, with experts; some experts return their input."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""MiniMax-01: Mixtral with lightning attention, over heads, in some blocks, whose decay factors are buffers.
+"""MiniMax-01: Mixtral with lightning attention over heads in some blocks, and decay factors in buffers.
 
 Each rank has the decay factors of its heads. The norm after lightning attention is over all heads.
 """

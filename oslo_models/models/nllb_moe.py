@@ -1,4 +1,4 @@
-"""NLLB-MoE: M2M100 with experts in some blocks, two of which a router chooses for each token."""
+"""NLLB-MoE: M2M100 with experts in some blocks; a router chooses two experts for each token."""
 
 from dataclasses import replace
 from typing import Any

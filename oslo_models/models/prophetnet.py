@@ -1,4 +1,4 @@
-"""ProphetNet: an encoder, and a decoder with several prediction streams, whose self-attention is replicated.
+"""ProphetNet: an encoder, and a decoder with several prediction streams and replicated self-attention.
 
 In this self-attention, transformers applies position biases to different heads than it computed them for. The logits
 are gathered before the loss, because the loss covers all streams together.

@@ -1,4 +1,4 @@
-"""Reformer: reversible blocks with local and LSH attention; each rank computes the hashes of its own heads."""
+"""Reformer: reversible blocks with local and LSH attention; each rank computes the hashes of its local heads."""
 
 from typing import Any
 

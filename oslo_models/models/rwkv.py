@@ -1,4 +1,4 @@
-"""RWKV-4: linear recurrences over channels in place of attention, and an MLP whose gate is replicated."""
+"""RWKV-4: linear recurrences over channels in place of attention, and an MLP with a replicated gate."""
 
 from typing import Any
 

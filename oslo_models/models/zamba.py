@@ -1,4 +1,4 @@
-"""Zamba: Mamba over heads, and in some blocks a Llama before it, whose weights these blocks share."""
+"""Zamba: Mamba over heads; some blocks first run a Llama block with weights that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ZAYA: Mixtral with convolutions over queries and keys of each head, values half of which are of the token before.
+"""ZAYA: Mixtral with convolutions over queries and keys of each head; half of the values are of the previous token.
 
 One half of the value channels is projected from the token itself, the other half from the previous token. Each rank has
 the channels of its heads, which may all be in one half. Routers and the states that they pass on are replicated.
