@@ -25,13 +25,13 @@ from support.reference import TOLERANCE, differences, full_parameters, make_opti
 
 Batch = dict[str, Tensor]
 STEPS = (0, 4)
-"""The training steps whose results are compared."""
+"""The training steps with compared results."""
 PREFIX = "base_model.model."
 
 
 @dataclass
 class Run:
-    """What one process computes in some steps of training an adapter; tensors are full, names those of ``PeftModel``.
+    """Reference results of adapter training in one process: full tensors under their names in ``PeftModel``.
 
     Attributes:
         initial: the adapter as ``peft`` makes it from ``seed``.
@@ -75,7 +75,7 @@ def reference_run(
     optimizer: str = "AdamW",
     folder: Path | None = None,
 ) -> Run:
-    """Train an adapter with plain ``peft``; in ``folder``, leave what it saves before the training."""
+    """Train an adapter with plain ``peft``; save the untrained model in ``folder``."""
     from peft import get_peft_model
 
     base = reference_model(name, config, seed)
@@ -85,7 +85,7 @@ def reference_run(
     trained = trained_parameters(model)
     run.initial = {key: param.detach().clone() for key, param in trained.items()}
     with torch.no_grad():
-        for param in trained.values():  # half of which is zero
+        for param in trained.values():  # half of the parameters start at zero
             param += 0.1 * torch.randn_like(param)
     run.start = {key: param.detach().clone() for key, param in trained.items()}
     if folder is not None:
@@ -108,7 +108,7 @@ def logits_of(model: Any, batch: Batch) -> Tensor:
 def train(
     model: Any, batches: Sequence[Batch], optimizer: str, backward: Callable[[Any, Batch], Tensor] | None = None
 ) -> tuple[list[float], list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """Losses of all steps; gradients and parameters of those in `STEPS`."""
+    """Return the losses of all steps, and the gradients and parameters of the steps in `STEPS`."""
     params = trained_parameters(model)
     stepper = make_optimizer(optimizer, params.values())
     losses, gradients, trained = [], [], []
@@ -342,7 +342,7 @@ def check_data_parallel(
 
     base = parallel_base(run, tp, **(options or {}))
     dp = base.mesh.dp
-    torch.manual_seed(run.seed + dp.rank)  # replicas with random states of their own begin with equal adapters
+    torch.manual_seed(run.seed + dp.rank)  # replicas with different random states start with equal adapters
     model: Any = get_peft_model(base, copy.deepcopy(run.adapter))
     start_from(model, run.start)
     if wrapper == "DDP":

@@ -1,7 +1,7 @@
-"""Kills a save at each system call that changes files, or fails that call, and checks what is left.
+"""Kills a save at each system call that changes files, or fails that call, and checks the remaining files.
 
-Run as a script in a process of its own: it imports torch once and forks a child for each disturbance, which ptrace
-stops before each of its system calls, so that no way of writing can escape it. Prints one JSON object per scenario.
+Run as a script: it imports torch once and forks a child for each disturbance. ptrace stops the child before each of its
+system calls, so that it sees every way of writing. Prints one JSON object per scenario.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def no_exchange(*_: Path) -> None:
 
 
 SCENARIOS = {
-    # name: (what is there before, what is saved, how it is put in place, ranks, the rank that is killed)
+    # name: (existing checkpoint, new checkpoint, way of replacing, number of ranks, killed rank)
     "fresh split": (None, "split", "rename", 1, 0),
     "fresh merged bin": (None, "bin", "rename", 1, 0),
     "split over split": ("split", "split", "exchange", 1, 0),

@@ -208,7 +208,7 @@ class TinyConfig(PreTrainedConfig):
 
 
 class TinyForCausalLM(PreTrainedModel, GenerationMixin):
-    """A language model with an attention of its own, as repositories of checkpoints have them."""
+    """A language model with a custom attention, like models defined in checkpoint repositories."""
 
     config_class = TinyConfig
     base_model_prefix = ""

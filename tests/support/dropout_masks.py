@@ -66,7 +66,7 @@ class Replay(_Dropouts):
 
 
 def join_masks(masks: Sequence[Tensor], full_shape: Sequence[int]) -> tuple[Tensor, bool]:
-    """The mask of the full activation from those of the ranks, and whether the activation is sharded."""
+    """Join the masks of all ranks; return the mask of the full activation, and whether the activation is sharded."""
     first = masks[0]
     if tuple(first.shape) == tuple(full_shape):
         assert all(torch.equal(first, mask) for mask in masks), "a replicated activation, and masks differ"
@@ -76,7 +76,7 @@ def join_masks(masks: Sequence[Tensor], full_shape: Sequence[int]) -> tuple[Tens
 
 
 class Shapes(_Dropouts):
-    """Notes the shapes of what is dropped, and drops nothing."""
+    """Records the input shapes of dropout calls, and drops nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ TOLERANCE = 1e-10
 
 
 def average_gradients(model: Any) -> None:
-    """Of what every replica has, as DistributedDataParallel does after backward."""
+    """Average the gradients of replicated parameters, as DistributedDataParallel does after backward."""
     experts = {id(param) for param in model.expert_parameters()}
     for param in model.parameters():
         if param.grad is not None and id(param) not in experts:

@@ -1,7 +1,7 @@
 """Keeps float64 computations of transformers in float64, so that parallel results can be compared exactly.
 
-transformers casts to float32 inside losses, norms and softmax whatever the dtype of the model, which hides differences
-below 1e-7. Used around the reference and, inside the workers, around the parallel run.
+transformers casts to float32 inside losses, norms and softmax for every model dtype. The cast hides differences below
+1e-7. Used around the reference and, inside the workers, around the parallel run.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from support.waiting import LIMIT
 
 
 class StubModel:
-    """In place of a deployed model: repeats one token, or does what the test says.
+    """Stand-in for a deployed model: repeats one token, or calls a function of the test.
 
     Args:
         act: replaces `generate`.
-        vocabulary: tokens.
+        vocabulary: number of tokens.
     """
 
     def __init__(self, act: Any = None, vocabulary: int = 10**6, token: int = 5) -> None:
@@ -116,7 +116,7 @@ def connect(url: str, data: bytes = b"") -> socket.socket:
 
 
 def post_bytes(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
-    """The bytes of a POST request. ``length``: what it says of its body, if not the truth."""
+    """The bytes of a POST request. ``length`` replaces the true length of the body in its header."""
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     lines += [f"Content-Length: {len(body) if length is None else length}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

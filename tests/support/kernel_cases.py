@@ -34,12 +34,12 @@ Case = tuple[str, Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
 
 
 def spaced(*shape: int) -> Tensor:
-    """Random numbers whose rows do not lie one after the other."""
+    """Random numbers with gaps between rows."""
     return torch.randn(*shape[:-1], shape[-1] + 7)[..., : shape[-1]]
 
 
 def turned(*shape: int) -> Tensor:
-    """Random numbers of whose dimensions the last two are swapped in memory."""
+    """Random numbers with the last two dimensions swapped in memory."""
     return torch.randn(*shape[:-2], *reversed(shape[-2:])).transpose(-1, -2)
 
 
@@ -65,7 +65,7 @@ def pointwise(dtype: torch.dtype) -> Iterator[Case]:
             for kind in gated.ACTIVATIONS:
                 yield "gated", gated.gated_triton, gated.reference, (x, y, kind)
                 yield "gated backward", gated.gated_backward_triton, gated.gated_backward.plain, (grad, x, y, kind)
-            dense = y.contiguous()  # rows at other distances than those of the gate
+            dense = y.contiguous()  # row strides differ from the gate's
             yield "gated", gated.gated_triton, gated.reference, (x, dense, "silu")
             yield "gated backward", gated.gated_backward_triton, gated.gated_backward.plain, (grad, x, dense, "silu")
             yield "sum of three", sums.sum_of_three_triton, rounded_sum, (x, y, grad)
@@ -222,7 +222,7 @@ KINDS = (pointwise, norms, attention, normed_heads, norms_over_heads, losses, bl
 
 
 def cases(dtype: torch.dtype, every: int) -> Iterator[Case]:
-    """Of each operation the first case, and one every so many."""
+    """Yield the first case of each operation, and then one in ``every``."""
     seen: dict[str, int] = {}
     for kind in KINDS:
         for case in kind(dtype):
@@ -251,10 +251,10 @@ def differ(found: Any, expected: Any, dtype: torch.dtype) -> list[str]:
 
 
 def dropout_lines(dtype: torch.dtype, to: Callable[[Tensor], Tensor]) -> list[str]:
-    """Of dropout, whose masks differ from torch's: how many are kept, and that all passes keep the same."""
+    """Check dropout without torch's masks: the rate of kept elements, and equal masks in all passes."""
     lines = []
     fused, back = dropout.bias_dropout_residual_triton, dropout.dropout_backward_triton
-    # drawing is what takes the interpreter longest, and is the same in every type
+    # drawing takes the interpreter longest, and is the same in every dtype
     shapes = [((4, 700), 0.1), ((2, 1, 4099), 0.5), ((2, 3), 0.0)] if dtype == torch.float32 else [((2, 700), 0.3)]
     for shape, p in shapes:
         ones, zeros = torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype)

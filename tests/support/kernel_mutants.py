@@ -84,7 +84,7 @@ def loaded(mutant: Mutant, folder: Path) -> Iterator[None]:
 
 
 def is_found(operation: str) -> bool:
-    """Whether some case of the operation differs; of reduced types only those whose rounding matters."""
+    """Whether some case of the operation differs in float32 or bfloat16."""
     for dtype in (torch.float32, torch.bfloat16):
         for kind in kernel_cases.KINDS:
             for name, fused, plain, args in kind(dtype):

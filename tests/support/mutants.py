@@ -80,7 +80,7 @@ def with_mutant(make: Callable[[Patch], None], function: Callable[..., Any], *ar
 
 
 class MutantPool:
-    """A pool whose workers run everything with a mistake in the library."""
+    """A pool with a mistake in the library of its workers."""
 
     def __init__(self, pool: Pool, make: Callable[[Patch], None]) -> None:
         self.pool, self.make = pool, make
@@ -99,7 +99,7 @@ def load_test(file: str, name: str) -> Callable[..., None]:
 
 
 def is_in_run(request: Any, file: str, name: str, arguments: dict[str, Any]) -> bool:
-    """Whether this run has the test with these arguments as a case of its own, which shows that it passes."""
+    """Whether this run includes the test with these arguments, and thus shows that it passes."""
     path, missing = ROOT / "tests" / file, object()
     for item in request.session.items:
         if item.path == path and getattr(item, "originalname", None) == name:
@@ -110,12 +110,12 @@ def is_in_run(request: Any, file: str, name: str, arguments: dict[str, Any]) -> 
 
 
 def assert_is_caught(request: Any, pool: Pool, edit: Edit, file: str, name: str, arguments: dict[str, Any]) -> None:
-    """That a test passes (unless the run shows it anyway), and fails with a mistake.
+    """Assert that a test passes (unless the run shows it anyway), and fails with a mistake.
 
     Args:
-        request: pytest's, for the fixtures of the test.
-        file: of the test, below ``tests/``.
-        arguments: those that are not fixtures.
+        request: pytest's request, for the fixtures of the test.
+        file: the file of the test, below ``tests/``.
+        arguments: arguments that are not fixtures.
     """
     test = load_test(file, name)
     wanted = [each for each in inspect.signature(test).parameters if each not in arguments]

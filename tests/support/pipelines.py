@@ -1,6 +1,6 @@
 """Pipeline parallelism: models with enough blocks, batches of four rows, and comparison of a stage with a reference.
 
-Parameters have the names of the full model: `stage_parameters` maps those of a stage to them.
+Parameters have the names of the full model: `stage_parameters` maps the parameters of a stage to these names.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class Case:
     """A training step of one process and its parameters after some optimizer steps, as full tensors.
 
     Attributes:
-        batches: for each step of an optimizer the batch of each replica.
-        norm: that of all gradients together.
+        batches: the batch of each replica for each optimizer step.
+        norm: the norm of all gradients together.
     """
 
     name: str
@@ -216,7 +216,7 @@ def case(
 
 
 def run_reference_step(model: Any, batches: Sequence[Batch]) -> list[Tensor]:
-    """The loss of each replica's batch; gradients of their mean are added to those of the model."""
+    """Return the loss of each replica's batch; accumulate the gradients of the mean loss in the model."""
     losses = []
     with lifted_casts():
         for given in batches:
@@ -238,7 +238,7 @@ def floats(output: Any) -> dict[str, Tensor]:
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed on the CPU, without what it would compile for this machine, and without what it says."""
+    """Import DeepSpeed for the CPU, without compiling its operations, and silence its messages."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
@@ -262,7 +262,7 @@ def case_on_stages(given: Case, tp: int, pp: int, **options: Any) -> Any:
 
 
 def loop_differences(model: Any, step: Step) -> list[str]:
-    """Micro-batches: their losses and gradients, or what they return where there is no loss."""
+    """Compare the losses and gradients of micro-batches, or their outputs if there is no loss."""
     if "loss" not in step.outputs:
         with torch.no_grad(), lifted_casts():
             outputs = [dict(tensors(output)) for output in model(**step.batch)]

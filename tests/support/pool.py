@@ -117,8 +117,8 @@ class Pool:
             function: a module-level function of a module in ``tests/``.
             args: copied to every rank. Tensors arrive as plain CPU tensors, parameters as parameters; so do results.
             timeout: seconds after which ranks that have not finished are killed.
-            expect: the exception type that every rank has to raise; the exceptions are returned.
-            env: set what a launcher would (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...) and start no group.
+            expect: exception type that every rank has to raise; the exceptions are returned.
+            env: set a launcher's variables (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...) and start no group.
 
         Raises:
             WorkerError: some rank raised, hung or died.
@@ -169,7 +169,7 @@ class _Worker:
         os.close(handle)
         self.stack_file = Path(stacks)
         self.process = context.Process(target=serve, args=(theirs, stacks))
-        with environment(worker_environment()):  # the first worker starts the server, whose environment all inherit
+        with environment(worker_environment()):  # the first worker starts the server; all workers inherit it
             self.process.start()
         theirs.close()
         self.pid: int = self.process.pid
@@ -186,7 +186,7 @@ class _Worker:
         return "(it did not show its stack)"
 
     def kill(self) -> None:
-        """Kill the worker and what it started (it leads a process group of its own), and wait for its end."""
+        """Kill the worker and its child processes (it leads a separate process group), and wait for its end."""
         if self.process.is_alive():
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -198,7 +198,7 @@ class _Worker:
 
 
 class _Call:
-    """One run in the parent: what has been heard from each rank so far."""
+    """One run in the parent: the messages from each rank so far."""
 
     def __init__(self, gang: list[_Worker], timeout: float) -> None:
         self.gang, self.timeout = gang, timeout

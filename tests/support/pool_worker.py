@@ -20,7 +20,7 @@ from multiprocessing import connection
 from typing import Any
 
 WORN = b"worn"
-"""What a worker says at the end of a job that left process groups behind, whose threads would slow all later jobs."""
+"""Message of a worker after a job that left process groups behind: their threads would slow all later jobs."""
 THREADS = 7
 """How many threads a worker may keep."""
 
@@ -29,8 +29,8 @@ def serve(conn: connection.Connection, stack_file: str) -> None:
     """The life of a worker: do what comes through ``conn``; on SIGUSR1 and in a crash, write its stack to a file."""
     os.setpgid(0, 0)
     gc.enable()
-    gc.freeze()  # what was preloaded need not be looked at after every job
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    gc.freeze()  # the collections after jobs skip preloaded objects
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(conn, inbox), daemon=True).start()
     share_gloo_device()
@@ -42,7 +42,7 @@ def serve(conn: connection.Connection, stack_file: str) -> None:
 
 
 def _receive(conn: connection.Connection, inbox: queue.SimpleQueue[bytes]) -> None:
-    """Hand on what the parent sends; when the parent is gone, end this process and what it started, busy or not."""
+    """Forward messages of the parent. When the parent is gone, end this process and its children, busy or not."""
     while True:
         try:
             inbox.put(conn.recv_bytes())
@@ -115,7 +115,7 @@ def _join_group(job: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _clean_slate(job: Mapping[str, Any]) -> Iterator[None]:
-    """Start a job from the same state whatever ran before, and leave no process group behind."""
+    """Start every job from the same state, and leave no process group behind."""
     import numpy
     import torch
     import torch.distributed as dist
@@ -135,7 +135,7 @@ def _clean_slate(job: Mapping[str, Any]) -> Iterator[None]:
             with suppress(Exception):  # a peer may be gone already
                 dist.destroy_process_group()
     gc.collect()
-    gc.freeze()  # what is left are modules and caches; looking at all of them again takes up to a seventh of the time
+    gc.freeze()  # only modules and caches remain; scanning them again takes up to a seventh of the time
 
 
 @contextmanager

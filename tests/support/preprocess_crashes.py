@@ -81,7 +81,7 @@ def main(folder: Path, kills: int) -> None:
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             assert os.WIFSIGNALED(status) or len(stops) == 2, f"point {stop} was not reached"
-        if Path(f"{name}.idx").exists():  # whatever happened, an index belongs to the tokens beside it
+        if Path(f"{name}.idx").exists():  # in every case, an index belongs to the tokens beside it
             assert content(name) in (whole, (older, older)), f"files of two runs after a kill at {stop_at}"
         run(name)
         assert content(name) == whole, f"other files after a kill at point {stop_at} of {len(points)}"

@@ -38,7 +38,7 @@ def is_quantized(name: str) -> bool:
 
 
 def write_checkpoint(directory: Path, seed: int, settings: dict[str, Any], quantize: Quantize, **sizes: Any) -> Any:
-    """Write a Llama whose linear layers are quantised; returns the model that one process would have, in float64."""
+    """Write a Llama with quantised linear layers; return the single-process model in float64."""
     torch.manual_seed(seed)
     config = llama_config(**sizes)
     full = LlamaForCausalLM(config).state_dict()

@@ -31,10 +31,10 @@ TOLERANCE = 1e-10
 def reference_model(
     name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = torch.float64, **options: Any
 ) -> Any:
-    """A transformers model in training mode none of whose parameters is zero or one, as biases and norms begin.
+    """Return a transformers model in training mode, without the zeros and ones of initial biases and norms.
 
-    It is loaded: `from_pretrained` computes its buffers in float32 whatever the dtype of the model, `_from_config` in
-    that dtype (GPT-J's table of positions), and the zoo does as the former.
+    The model is loaded with `from_pretrained`, like the models of the zoo: it computes buffers in float32 for every
+    model dtype, while `_from_config` computes them in the model dtype (GPT-J's table of positions).
     """
     torch.manual_seed(seed)
     cls = zoo.original(name)
@@ -46,7 +46,7 @@ def reference_model(
         elif config.model_type == "deepseek_v4":  # the experts of each token
             tensor.random_(config.num_local_experts)
     model = cls.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options).train()
-    for param in model.parameters():  # some of XLNet's and DeBERTa's are float32, whatever is asked for
+    for param in model.parameters():  # some of XLNet's and DeBERTa's ignore the requested dtype and are float32
         param.data = param.data.to(dtype)
     return model
 
@@ -145,7 +145,7 @@ def take_step(
         key: value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in batch.items()
     }
-    if "input_values" in inputs:  # of which transformers' models make a leaf themselves
+    if "input_values" in inputs:  # transformers' models make a leaf of them themselves
         inputs["input_values"] = batch["input_values"]
     if lift:
         with lifted_casts():

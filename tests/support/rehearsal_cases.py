@@ -49,7 +49,7 @@ def measures(bench: Any, folder: str) -> None:
     bench.ready()
     found = []
     for _ in range(2):
-        time.sleep(0.5)  # what was being written is written
+        time.sleep(0.5)  # lets a pending write finish
         found.append(int(Path(folder, "count").read_text() or -1))
     bench.row("peer", "counted", found[1] - found[0], "")
     Path(folder, "measured").touch()

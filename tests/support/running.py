@@ -109,7 +109,7 @@ def together(
 def differences(
     name: str, variant: str, folder: Any, sizes: dict[str, int], given: list[dict[str, Any]], expected: Any, seed: int
 ) -> list[str]:
-    """On a rank: the calls of a class whose results differ from those expected."""
+    """On a rank, list the calls of a class with unexpected results."""
     from oslo_models import registry
 
     cls: Any = registry.find(name)

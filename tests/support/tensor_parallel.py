@@ -29,7 +29,7 @@ def transformers_model(variant: str, seed: int, dropout: float = 0.0, **options:
 
 
 def check_tensor_parallel_step(name: str, variant: str, n: int, seed: int, **options: Any) -> None:
-    """Outputs, loss, gradients of the input and, on each rank, of the parameters are those of transformers."""
+    """Compare outputs, loss, input gradients and, on each rank, parameter gradients with transformers."""
     config = zoo.config_of(name, zoo.config(variant))
     step = reference_step(name, config, seed)
     model = tensor_parallel_model(reference_model(name, config, seed), n, gather_logits=True, **options)

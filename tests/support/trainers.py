@@ -95,7 +95,7 @@ def watch(trainer: Any, steps: tuple[int, ...], parameters: Any) -> dict[int, di
 
 @dataclass
 class Run:
-    """What a training on one process has given."""
+    """Results of a training run in one process."""
 
     name: str
     config: PreTrainedConfig
@@ -140,7 +140,7 @@ def rank_trainer(
 
 
 def differences_of_run(trainer: Any, run: Run) -> list[str]:
-    """Train, and a line for each number logged and each parameter that is not that of one process."""
+    """Train; return a line for each logged number and each parameter that differs from the single-process run."""
     seen = watch(trainer, (1, 5), stage_parameters)
     in_float64(trainer.train)
     logs = trainer.state.log_history
@@ -153,7 +153,7 @@ def differences_of_run(trainer: Any, run: Run) -> list[str]:
 
 
 def log_differences(own_logs: list[dict[str, float]], expected_logs: list[dict[str, float]]) -> list[str]:
-    """A line for each number but times, and but those of the last log, that is not the expected one."""
+    """Return a line for each unexpected number, except for times and the last log."""
     lines = []
     for own, expected in zip(own_logs[:-1], expected_logs[:-1], strict=True):
         if own.keys() != expected.keys():

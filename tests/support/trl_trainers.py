@@ -25,7 +25,7 @@ STEPS = (1, 5)
 ARGUMENTS = {
     **SHORT,
     "bf16": False,
-    "gradient_checkpointing": False,  # whose recomputation would leave float64
+    "gradient_checkpointing": False,  # recomputation would leave float64
     "max_grad_norm": 0.5,
 }
 Rows = list[dict[str, str]]
@@ -125,7 +125,7 @@ def make_trainer(cls: Any, model: Any, config: Any, args: Mapping[str, Any], row
         cls = type("Own", (cls,), ordered)
     tokenizer = tiny_tokenizer(config.vocab_size)
     dataset = Dataset.from_list(rows)
-    if "rows_in" in options:  # a folder beside which TRL caches what it makes of them
+    if "rows_in" in options:  # a folder; TRL caches the prepared rows beside it
         if not Path(folder := options.pop("rows_in")).exists():
             dataset.save_to_disk(folder)
         dataset = load_from_disk(folder)
@@ -141,7 +141,7 @@ def exactly(function: Any, *args: Any, **options: Any) -> Any:
 
 
 def parameters(model: Any) -> dict[str, Any]:
-    """Of a model with adapters, those of the adapters."""
+    """Return the parameters of this stage, or of its adapters if the model has any."""
     return adapters.trained_parameters(model) if hasattr(model, "peft_config") else stage_parameters(model)
 
 
@@ -168,7 +168,7 @@ def reference_run(kind: str, seed: int, args: Mapping[str, Any], rows: Rows, **o
 def differences_on_ranks(
     run: Run, kind: str, tp: int, args: Mapping[str, Any], rows: Rows, options: Mapping[str, Any]
 ) -> list[str]:
-    """Train on the ranks, and a line for each logged number and parameter that is not that of one process."""
+    """Train on the ranks; return a line for each logged number and parameter that differs from one process."""
     from oslo_models import integrations
 
     fresh_accelerate()

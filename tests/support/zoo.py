@@ -44,7 +44,7 @@ _T5: dict[str, Any] = {
 }
 
 FOUNDING = ("bert", "gpt2", "gpt_neo", "gptj", "llama", "t5")
-"""The model types of `VARIANTS`, on which everything is tested; those of `MORE` get the tests of test_zoo.py."""
+"""The model types of `VARIANTS`, on which everything is tested; test_zoo.py tests the types of `MORE`."""
 
 VARIANTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     # the main variant of each architecture bears its name
@@ -532,7 +532,7 @@ MORE: dict[str, Mapping[str, Any]] = {
         **{"hidden_size_per_layer_input": 5, "vocab_size_per_layer_input": TOKENS["vocab_size"], "laurel_rank": 3},
         **{"num_kv_shared_layers": 2, "altup_num_inputs": 3, "activation_sparsity_pattern": [0.7, 0.0, 0.6, 0.0]},
     },
-    "blt": {  # transformers makes a cache for so many blocks as the whole says, of which it has no default
+    "blt": {  # number of blocks in the cache of transformers; it has no default
         "num_hidden_layers": 2,
         "encoder_config": {**_BYTES, "num_hidden_layers": 1, "num_key_value_heads": 2, "cross_attn_k": 2},
         "global_config": {**_BYTES, "hidden_size": 30, "num_attention_heads": 5, "num_hidden_layers": 2},
@@ -650,9 +650,9 @@ ODD: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 LEFT_OUT: dict[str, set[str]] = {
-    # whose loss calls the encoder three times, and compares the rows of a batch
+    # its loss calls the encoder three times, and compares the rows of a batch
     "roc_bert": {"RoCBertForPreTraining"},
-    # of images too
+    # models of images and text
     "llama4_text": {"Llama4ForConditionalGeneration", "Llama4VisionModel"},
     "aria_text": {"AriaForConditionalGeneration", "AriaModel"},
     "gemma4_text": {
@@ -683,7 +683,7 @@ LEFT_OUT: dict[str, set[str]] = {
 """Classes that transformers has in the module of a model type and the zoo does not."""
 
 WITHOUT_BEAMS = {"rwkv", "xlstm"}
-"""Model types whose states transformers does not reorder."""
+"""Model types without reordering of states in transformers."""
 
 SLOW_TESTS_ONLY = {
     # close relatives of types that the fast tests cover
@@ -703,16 +703,16 @@ SLOW_TESTS_ONLY = {
     *("qwen4_exp_text", "qwen4_exp_text-plain"),
     *("data2vec-text", "ernie", "flint", "gpt_neox_japanese", "rembert", "youtu"),
 }
-"""Model types that only `make test-zoo` runs; of what was added with them, the fast tests run "afmoe"."""
+"""Model types that only `make test-zoo` runs; "afmoe" represents them in the fast tests."""
 
 
 def cases(variants: Iterable[str]) -> list[Any]:
-    """Parameters of a fast test: those in `SLOW_TESTS_ONLY` are marked."""
+    """Return the parameters of a fast test; mark the variants in `SLOW_TESTS_ONLY`."""
     return [pytest.param(each, marks=pytest.mark.zoo) if each in SLOW_TESTS_ONLY else each for each in variants]
 
 
 _OF_ROWS = ("mc_labels", "next_sentence_label", "sentence_order_label", "sentence_image_labels", "matched_label", "ans")
-"""Labels of rows that go beside those of words."""
+"""Labels of whole rows, given beside token labels."""
 
 
 def config(variant: str, dropout: float = 0.0, **changes: Any) -> PreTrainedConfig:
@@ -772,7 +772,7 @@ def lm_head(variant: str) -> str:
 
 
 def main_head(variant: str) -> str:
-    """The name of the class that is tested most: that which generates text, or else that with the most to predict."""
+    """Return the name of the main class: the class that generates text, or else the one with most predictions."""
     is_decoder = MORE.get(variant, {}).get("is_decoder")
     masked = ("ForMaskedLM", "ModelWithLMHead", "ForCausalLM")[:: -1 if is_decoder else 1]
     text = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "GenerationDecoder", *masked)
@@ -808,7 +808,7 @@ def parameters_of_forward(name: str) -> Mapping[str, inspect.Parameter]:
 
 
 def batch(name: str, config: PreTrainedConfig, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """What the forward of a class can be given: left padding, types of tokens, labels of which some do not count."""
+    """Return inputs for the forward of a class, with left padding, token types and some ignored labels."""
     known = parameters_of_forward(name)
     generator = torch.Generator().manual_seed(seed)
     if original(name).main_input_name != "input_ids" or name.startswith("CLIP"):
@@ -924,7 +924,7 @@ def _regions(
     generator: torch.Generator,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Four regions of an image in each row, of which one is not attended to, and the labels that they change."""
+    """Return four image regions in each row, one of them masked, and the labels that they change."""
     rows, length, size = shape[0], shape[-1], (*shape[:-1], 4)
 
     def floats(*shape: int) -> Tensor:
