@@ -1,6 +1,6 @@
-"""Dropout under tensor parallelism, exactly: all masks that the ranks draw are replayed in one process.
+"""Dropout under tensor parallelism is exact: one process replays all masks of the ranks.
 
-Masks of replicated activations have to be equal on all ranks, those of sharded activations independent.
+Masks of replicated activations are equal on all ranks; masks of sharded activations are independent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def step_with_recorded_masks(
 
 
 def check_dropout(pool: Pool, name: str, variant: str, n: int, seed: int) -> None:
-    """Loss and gradients with the ranks' masks are those of one process with the same masks."""
+    """Loss and gradients with the ranks' masks match one process with the same masks."""
     config = zoo.config(variant, dropout=RATE)
     model = reference_model(name, config, seed, attn_implementation="eager")
     weights, batch = full_parameters(model), zoo.batch(name, config, seed)

@@ -1,4 +1,4 @@
-"""Recurrent mixers that are called with the states of all heads read and write those of their rank, and no others."""
+"""Recurrent mixers receive the states of all heads; they read and write only the heads of their rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of tokens from sharded heads match those of full logits, and TRL's own kernel."""
+"""Token statistics from sharded heads match statistics of full logits, and TRL's kernel."""
 
 from __future__ import annotations
 

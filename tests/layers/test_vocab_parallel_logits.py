@@ -118,7 +118,7 @@ def check_half_precision(seed: int) -> None:
             found.sum().backward()
             gradient = part_of(whole.grad, logits)
             for what, own, exact in (("loss", found, expected), ("gradient", leaf.grad, gradient)):
-                # a gradient is a difference of probabilities, each of which has float32's rounding
+                # a gradient is a difference of probabilities, each with float32's rounding
                 allowed = torch.finfo(dtype).eps * exact.abs() + torch.finfo(torch.float32).eps
                 off = (own.float() - exact).abs() > allowed
                 if own.dtype != dtype or off.any():
@@ -149,7 +149,7 @@ def test_vocab_parallel_cross_entropy_rejects_labels_outside_the_vocabulary(
 
 
 def check_operations(table: str, n: int, seed: int) -> None:
-    """On every rank: each operation on sharded logits gives what it gives on whole ones, and the same gradient."""
+    """On every rank: each operation has the same result and gradient on sharded and on full logits."""
     tp = ParallelMesh(n).tp
     torch.manual_seed(seed)
     full = torch.randn(SHAPE, dtype=torch.float64)

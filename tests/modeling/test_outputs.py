@@ -31,7 +31,7 @@ GENERATING = ["bert-decoder", "gpt2", "gpt_neo", "gptj", "llama", "llama-one-kv"
 
 
 def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch of a model that predicts. An encoder-decoder then needs what its decoder reads."""
+    """Remove the labels from a batch. An encoder-decoder then needs decoder inputs."""
     kept = {key: value for key, value in batch.items() if key not in LABELS}
     if "decoder_attention_mask" in kept:
         kept.setdefault("decoder_input_ids", kept["input_ids"].flip(1))
@@ -39,7 +39,7 @@ def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_differentiable(steps: list[Step], tensor_parallel_size: int, attn_implementation: str | None = None) -> None:
-    """On every rank: all outputs are those of the reference, and so are the gradients that pass through them."""
+    """On every rank: all outputs, and the gradients through them, match the reference."""
     lines = []
     options: dict[str, Any] = {"attn_implementation": attn_implementation} if attn_implementation else {}
     for step in steps:
@@ -155,7 +155,7 @@ def test_forward_returns_the_tuples_of_transformers(pool: Pool, variant: str, ho
             try:
                 with torch.no_grad(), lifted_casts():
                     expected = [value for _, value in tensors(model(**given))]
-            except AttributeError:  # transformers' own forward wants the names of what its base model returns
+            except AttributeError:  # transformers' forward needs named outputs of its base model
                 assert how == "configured"
             else:
                 cases.append((name, config, full_parameters(model), given, expected))
@@ -271,7 +271,7 @@ def check_generation(
     n: int,
 ) -> None:
     model = parallel_model(name, config, weights, n).eval()
-    # Ranks whose random states differ must still sample alike: those of the first count.
+    # Ranks with different random states must still sample alike; the first rank's state counts.
     generated = generate(model, prompt, seed + model.mesh.tp.rank)
     lines = [
         f"{mode}: {generated[mode].tolist()} instead of {tokens.tolist()}"

@@ -71,7 +71,7 @@ def by_auto_class(folder: Path, **sizes: Any) -> Any:
 
 
 def by_argument(folder: Path, **sizes: Any) -> Any:
-    """The base model's names; the head stays that of the class."""
+    """The plan names modules of the base model; the class still provides the plan of the head."""
     return ParallelNoteForCausalLM.from_pretrained_with_parallel(folder, plan=plan_of_base(CONFIG), **sizes)
 
 

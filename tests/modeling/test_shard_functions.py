@@ -130,7 +130,7 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 
 class Outcome:
-    """What a call did, in plain numbers."""
+    """Result and gradient of a call, as plain numbers."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, tensor: Tensor) -> None:
         result = function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What others do with the parameters of a sharded model: norms, checkpoints and optimizers of torch, copies."""
+"""Parameters of a sharded model in other code: torch's norms, checkpoints and optimizers, and copies."""
 
 from __future__ import annotations
 

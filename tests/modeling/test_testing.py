@@ -1,4 +1,4 @@
-"""The helper that compares a sharded model with one process: it passes what is right and names what is not."""
+"""The comparison of a sharded model with one process accepts correct models and names errors."""
 
 from __future__ import annotations
 

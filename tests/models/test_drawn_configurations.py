@@ -35,18 +35,18 @@ def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path
         with pytest.raises(ValueError, match=r"parallel_size=\d is more than"):
             cls.from_pretrained_with_parallel(folder, tp, pp, **options)
         return
-    # batch normalisation takes the statistics of a micro-batch, which are those of one process if it is the whole batch
+    # batch normalisation uses micro-batch statistics, so only a micro-batch of the whole batch matches one process
     mixes_rows = getattr(step.config, "conv_pos_batch_norm", False)
     size = 2 if cls.loss_is_mean and not mixes_rows else pipelines.ROWS
     model = cls.from_pretrained_with_parallel(folder, tp, pp, size, gather_logits=True, **options).train()
-    torch.manual_seed(0)  # Wav2Vec2 draws what it learns from
+    torch.manual_seed(0)  # Wav2Vec2 samples its targets
     lines = step_differences(model, step) if pp == 1 else loop_differences(model, step)
     lines += token_differences(model, step.batch, tokens, GREEDY)
     assert not lines, "\n".join(lines)
 
 
 def reference(name: str, drawn: draws.Draw, seed: int, folder: Path) -> tuple[Step, Tokens]:
-    """What transformers' own class computes; it raises where that cannot do what was drawn."""
+    """Return the step and tokens of transformers' class; raise where it cannot run the drawn configuration."""
     config = drawn.config
     plan = registry.find(name).plan(config)  # type: ignore[attr-defined]
     batch = (zoo if plan.single_stage_reason else pipelines).batch(name, config, seed)

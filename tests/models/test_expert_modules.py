@@ -1,4 +1,4 @@
-"""Expert parallelism of experts in other modules than stacks ``gate_up_proj`` and ``down_proj``."""
+"""Expert parallelism for experts outside the stacks ``gate_up_proj`` and ``down_proj``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nllb-moe": {"router_aux_loss_coef": 0.5},
     "switch_transformers": {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.5},
 }
-"""What makes the auxiliary loss count, and enough heads for four ranks."""
+"""Changes that include the auxiliary loss, with enough heads for four ranks."""
 
 EXPERTS = {
     "dbrx": r"\.experts\.mlp\.",
@@ -41,7 +41,7 @@ EXPERTS = {
     "nllb-moe": r"\.experts\..*(fc1\.|fc2\.weight)",
     "switch_transformers": r"\.experts\.",
 }
-"""What matches the names of the parameters of experts that are divided."""
+"""Pattern of the names of sharded expert parameters."""
 
 
 def given_case(model_type: str, seed: int, folder: Path, **changes: Any) -> tuple[Step, pipelines.Case, Tokens]:
@@ -128,7 +128,7 @@ def test_step_on_two_stages_matches(pool: Pool, seed: int, model_type: str) -> N
 
 
 def check_shares(model_type: str, full: dict[str, torch.Tensor], seed: int, sizes: Sizes) -> None:
-    """Random weights are those of one process, and of experts a rank holds its share."""
+    """Random weights match one process, and each rank holds its share of the experts."""
     cls: Any = registry.find(zoo.main_head(model_type))
     config = zoo.config(model_type, **CHANGES[model_type])
     model = cls.from_config_with_parallel(config, sizes[0], seed=seed, expert_parallel_size=sizes[1])

@@ -108,7 +108,7 @@ def wrap(model: Any, wrapper: str) -> Any:
 
 
 def optimizers(model: Any, wrapper: str) -> list[torch.optim.Optimizer]:
-    """Experts over replicas have one of their own where the states of the others are sharded."""
+    """Experts over replicas need a separate optimizer where ZeRO shards the other states."""
     if wrapper != "ZeRO":
         return [torch.optim.SGD(model.gpu_parameters(), lr=0.01)]
     experts = set(model.expert_parameters())
@@ -119,7 +119,7 @@ def optimizers(model: Any, wrapper: str) -> list[torch.optim.Optimizer]:
 
 
 def step_in_wrapper(folder: Path, given: pipelines.Case, sizes: tuple[int, int, int], wrapper: str) -> None:
-    """A step of SGD after two backward passes, whose gradients add up."""
+    """Check a step of SGD after two accumulated backward passes."""
     model = load(folder, given, sizes, experts_implementation="eager")
     wrapped = wrap(model, wrapper)
     steppers = optimizers(model, wrapper)
@@ -237,7 +237,7 @@ def test_replicas_generate_texts_of_different_lengths(pool: Pool, tmp_path: Path
 
 
 def route_to(model: Any, expert: int) -> None:
-    """Let all tokens choose two successive experts, whatever the router says."""
+    """Route all tokens to two successive experts, regardless of the router."""
 
     def choose(module: Any, args: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         *others, index = output

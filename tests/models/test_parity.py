@@ -50,7 +50,7 @@ def reference(variant: str, name: str, seed: int, dtype: torch.dtype) -> Step:
 
 
 def check_steps(steps: list[Step], tensor_parallel_size: int, dtype: torch.dtype, tolerance: float) -> None:
-    """On every rank: outputs, loss and gradients of each step are those of the reference."""
+    """On every rank: outputs, loss and gradients of each step match the reference."""
     lines = []
     for step in steps:
         model = parallel_model(step.name, step.config, step.weights, tensor_parallel_size, dtype, gather_logits=True)
@@ -94,7 +94,7 @@ def check_training(
     trained: dict[str, dict[str, Tensor]],
     tensor_parallel_size: int,
 ) -> None:
-    """On every rank: the parameters after training with each optimizer are those of the reference."""
+    """On every rank: the parameters after training with each optimizer match the reference."""
     lines = []
     for optimizer, expected in trained.items():
         model = parallel_model(name, config, weights, tensor_parallel_size)

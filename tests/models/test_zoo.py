@@ -162,7 +162,7 @@ def check_initial(name: str, config: PreTrainedConfig, full: dict[str, Tensor], 
     ],
 )
 def test_initial_weights_do_not_depend_on_the_parallel_sizes(pool: Pool, variant: str, seed: int) -> None:
-    """Those that transformers does not draw (time steps, slopes, ones) are as there."""
+    """Values that transformers does not draw (time steps, slopes, ones) match it."""
     lines = []
     for name in [zoo.main_head(variant)] if variant in zoo.ODD else zoo.heads(variant):
         config = zoo.config_of(name, zoo.config(variant))
@@ -177,7 +177,7 @@ def test_initial_weights_do_not_depend_on_the_parallel_sizes(pool: Pool, variant
 
 
 def test_weights_of_a_model_in_a_model_are_drawn_by_its_own_configuration(seed: int) -> None:
-    """Those of its MLPs, as widely as transformers' class draws them by the width of that model."""
+    """The standard deviation of MLP weights follows the inner model's width, as in transformers' class."""
     config = zoo.config("blt")
     config.global_config.hidden_size = config.decoder_config.hidden_size_global = 120
     config.global_config.encoder_cross_output_size, own = 48, registry.find("BltForCausalLM")
@@ -191,7 +191,7 @@ def check_heads(steps: list[Step], folder: Path) -> None:
     for step in steps:
         cls: Any = registry.find(step.name)
         model = cls.from_pretrained_with_parallel(folder / step.name, 2, gather_logits=True).train()
-        torch.manual_seed(0)  # Wav2Vec2 draws what it learns from
+        torch.manual_seed(0)  # Wav2Vec2 samples its targets
         lines += [f"{step.name}: {line}" for line in step_differences(model, step)]
     assert not lines, "\n".join(lines)
 
@@ -461,7 +461,7 @@ def test_documentation_has_the_current_support_table() -> None:
 SHARDED_BY_TRANSFORMERS = [
     model_type for model_type in registry.ARCHITECTURES if CONFIG_MAPPING[model_type].base_model_tp_plan
 ]
-"""The model types for which transformers has a tensor-parallel plan of its own."""
+"""Model types with a tensor-parallel plan in transformers."""
 
 
 @pytest.mark.parametrize("model_type", SHARDED_BY_TRANSFORMERS)
@@ -474,7 +474,7 @@ def test_plan_shards_every_module_that_the_plan_of_transformers_shards(model_typ
     layouts = layouts_of(model, plan, prefix, type(model).head_plan, 2)
     assert type(config).base_model_tp_plan
     for pattern, style in type(config).base_model_tp_plan.items():
-        if style in ("local_params", "moe_identity_expert"):  # no parameters, or such that have lines of their own
+        if style in ("local_params", "moe_identity_expert"):  # without parameters, or with separate plan lines for them
             continue
         weights = re.compile(re.escape(prefix + pattern).replace(r"\*", r"\d+") + r"(\.weight|\.\w+_proj)?")
         matches = [name for name in layouts if weights.fullmatch(name)]

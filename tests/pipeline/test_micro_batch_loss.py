@@ -1,4 +1,4 @@
-"""The losses of micro-batches add up to that of the batch, whatever a forward does with its labels before a loss."""
+"""The losses of micro-batches add up to the loss of the batch, for every treatment of labels before a loss."""
 
 from __future__ import annotations
 

@@ -29,13 +29,13 @@ STAGES, MICRO_BATCHES = 4, 16
 SLEEP = 0.06
 """Seconds that a stage takes forward, and again backward, on the real clock."""
 SLACK = 1.10
-"""How much longer than the ideal a step may take."""
+"""Allowed ratio of a step's time to the ideal time."""
 TRIES = 12
 
 
 @dataclass
 class Clock:
-    """What time it is on a stage. Work makes it later, and so does a message from where it is later."""
+    """Clock of a stage. Work advances it, and so does a message with a later time."""
 
     forward: float
     backward: float
@@ -45,7 +45,7 @@ class Clock:
     """Seconds by the real clock."""
 
     def work(self, x: Tensor, duration: float) -> Tensor:
-        """Do the work that ``x`` was waited for; returns a message like it."""
+        """Work on the received message ``x``; return a message of the same shape."""
         begin = time.perf_counter()
         if self.sleeps:
             time.sleep(duration)
@@ -66,7 +66,7 @@ class _Work(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """A loss that says what time it is when it is known, and whose gradient says that the backward may begin."""
+    """Loss with the time of its input as its value. Its zero gradient lets the backward pass begin."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class _Loss(torch.autograd.Function):
 
 
 class IdleModel(nn.Module):
-    """One stage of a model that computes nothing: what a `Pipeline` needs of a model."""
+    """One stage of a model without computation, with the attributes that `Pipeline` reads."""
 
     loss_inputs, loss_is_mean = (), True
     config = SimpleNamespace(hidden_size=2, is_encoder_decoder=False)

@@ -223,7 +223,7 @@ def check_outputs(
     expected: dict[str, Tensor],
     blocks: list[int] | None,
 ) -> set[str]:
-    """On the last stage: what it returns is right; returns what it does not."""
+    """On the last stage: check the returned outputs, and return the names of missing outputs."""
     cls: Any = registry.find(name)
     options: dict[str, Any] = {"attn_implementation": "eager", "blocks_per_stage": blocks}
     model = cls.from_pretrained_with_parallel(folder, 1, 2, micro_batch_size=pipelines.ROWS, **options)
@@ -267,7 +267,7 @@ def test_outputs_of_other_stages_are_none(
     hidden_states: Any,
     absent: list[str],
 ) -> None:
-    """Hidden states and attentions have the places of the full model; those of other stages are ``None``."""
+    """Hidden states and attentions keep the positions of the full model; other stages leave ``None``."""
     config = zoo.config_of(name, zoo.config(variant))
     batch = {key: value for key, value in pipelines.batch(name, config, seed).items() if "label" not in key}
     batch.pop("return_loss", None)
@@ -291,7 +291,7 @@ UNINITIALIZED: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def check_initialized(name: str, config: PreTrainedConfig, constants: dict[str, float]) -> None:
-    """With memory that is filled with nan before it is used: none is left, and what is constant is as it should be."""
+    """Fill memory with NaN before its use: no parameter keeps a NaN, and constants have their values."""
     cls: Any = registry.find(name)
     torch.use_deterministic_algorithms(True)
     try:

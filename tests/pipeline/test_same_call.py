@@ -33,7 +33,7 @@ BY_OTHER_NUMBERS = {
     "block_repeats": "by the pools of Funnel, which allows one stage only",
     "sscp_conv_stride_size": "by the convolution of an audio encoder",
 }
-"""Values of configurations that forwards index by something else than the number of a layer, and by what."""
+"""Configuration values that forwards index by a number other than the layer number, with that index."""
 
 
 def indexed_values(module: Any) -> set[str]:
@@ -103,7 +103,7 @@ def check_lists(name: str, config: PreTrainedConfig, weights: dict[str, Tensor],
 @pytest.mark.stacks
 @pytest.mark.parametrize("kind", LISTS)
 def test_lists_follow_the_layers_to_their_stage(pool: Pool, tmp_path: Path, kind: str, seed: int) -> None:
-    """The configuration that the user sees is that of the full model, which can be saved."""
+    """The user sees the full model's configuration and can save it."""
     variant, changes = LISTS[kind]
     if variant not in registry.ARCHITECTURES:
         pytest.skip(f"transformers {transformers.__version__} has no {variant}")

@@ -113,7 +113,7 @@ def check_clipping(given: Case, expected: Clipped, tp: int, pp: int) -> None:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 4), (2, 2), (3, 2)])
 @pytest.mark.parametrize("variant", ["bert", "gpt2", "gptj-tied", "llama-one-kv", "t5"])
 def test_clip_grad_norm_over_stages_matches_one_process(pool: Pool, variant: str, tp: int, pp: int, seed: int) -> None:
-    """What several stages hold counts once."""
+    """A parameter of several stages counts once."""
     given = case(zoo.lm_head(variant), pipelines.config(variant), seed)
     expected: Clipped = {}
     model = reference_model(given.name, given.config, seed)
@@ -126,7 +126,7 @@ def test_clip_grad_norm_over_stages_matches_one_process(pool: Pool, variant: str
 
 
 def check_frozen(given: Case, gradients: dict[str, Tensor | None], pp: int) -> None:
-    """Only the last block and the head train: stages before have nothing of their own to do."""
+    """Only the last block and the head train: earlier stages have nothing to train."""
     model = case_on_stages(given, 1, pp)
     for name, param in stage_parameters(model).items():
         param.requires_grad_(not (name.startswith("transformer.") and ".3." not in name))
@@ -265,7 +265,7 @@ def test_gradient_accumulation_over_replicas_with_and_without_no_sync(
     pool.run(4, check_accumulation, Case(LM[variant], config, batches, weights, [], full_gradients(model)), quietly)
 
 
-# What travels and what is alive ---------------------------------------------------------------------------------------
+# Messages and live activations ----------------------------------------------------------------------------------------
 
 
 class Counted:

@@ -111,7 +111,7 @@ AGAIN = "backward of micro-batch 0 was called, and that of"
 
 
 def scenarios(stages: int, rows: int) -> Iterator[tuple[str, Play, tuple[int, ...], type | None, str]]:
-    """What goes wrong, on which stages, and what is raised there at once."""
+    """Yield each fault with its stages and the error that these stages raise at once."""
     everyone = tuple(range(stages))
     for at in range(rows):
         yield f"break before backward {at}", break_at(at, False), everyone, None, ""

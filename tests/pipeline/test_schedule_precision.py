@@ -117,7 +117,7 @@ def test_grad_scaler_skips_a_step_on_all_stages_after_an_overflow_on_one(pool: P
 
 
 def check_checkpointing(given: Case, tp: int, pp: int) -> None:
-    """Loss and gradients with recomputation are bitwise those without, dropout and all; in float32."""
+    """Loss and gradients in float32 are bitwise equal with and without recomputation, dropout included."""
     lines = []
     results: dict[str, tuple[Tensor, Any, Tensor]] = {}
     for mode in ("plain", "default", "reentrant"):
@@ -137,7 +137,7 @@ def check_checkpointing(given: Case, tp: int, pp: int) -> None:
         results[mode] = loss, gradients_on_stage(model), torch.rand(3)
     loss, gradients, drawn = results.pop("plain")
     for mode, (other_loss, other_gradients, other_drawn) in results.items():
-        # Reentrant, the gradient of what an encoder hands to all decoder blocks is added up in another order.
+        # Reentrant checkpointing sums the gradient of the encoder output over decoder blocks in another order.
         tolerance = 1e-6 if mode == "reentrant" and given.config.is_encoder_decoder else 0
         lines += differences(f"{mode}: loss", other_loss, loss, 0)
         lines += differences(f"{mode}: what is drawn next", other_drawn, drawn, 0)
@@ -159,7 +159,7 @@ def test_gradient_checkpointing_on_stages_matches_one_process(pool: Pool, varian
 
 
 class DropoutsCounted(TorchFunctionMode):
-    """Counts the dropouts that fire, by the size of what they are applied to."""
+    """Counts active dropouts by the size of their input."""
 
     def __init__(self) -> None:
         super().__init__()

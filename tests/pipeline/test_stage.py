@@ -97,7 +97,7 @@ def test_partition_of_a_deep_model_is_fast() -> None:
     assert len(ranges) == 64
 
 
-# What a stage keeps ---------------------------------------------------------------------------------------------------
+# Modules of a stage ---------------------------------------------------------------------------------------------------
 
 
 def on_meta(name: str, config: Any) -> Any:
@@ -197,7 +197,7 @@ def test_each_parameter_is_on_the_stages_that_use_it(variant: str, name: str) ->
 
 @pytest.mark.parametrize(("variant", "name"), CASES, ids=[f"{variant}-{name}" for variant, name in CASES])
 def test_stages_are_balanced_by_parameter_count(variant: str, name: str) -> None:
-    """By parameters of blocks, and on the last stage those of the head; and blocks are numbered from zero."""
+    """Balance the parameters of blocks, and of the head on the last stage; blocks are numbered from zero."""
     model = whole_model(name, variant)
     blocks = blocks_of(model)
 
@@ -226,7 +226,7 @@ def test_stages_are_balanced_by_parameter_count(variant: str, name: str) -> None
 
 @pytest.mark.parametrize("variant", ["t5", "t5-gated-untied"])
 def test_relative_bias_of_t5_is_in_the_first_block_of_each_stage(variant: str) -> None:
-    """The first block here of each stack has it, under a name of its own, and computes with it."""
+    """The first local block of each stack has the bias, under its local name, and computes with it."""
     name = "T5ForConditionalGeneration"
     model = whole_model(name, variant)
     path = "layer.0.SelfAttention.relative_attention_bias"
@@ -257,7 +257,7 @@ def test_split_stage_rejects_more_stages_than_blocks() -> None:
 
 
 def test_experts_cost_what_they_compute_for_a_token() -> None:
-    """Two dense blocks are as wide as the two of eight experts that a token is sent to in each of the other two."""
+    """Each of two dense blocks is as wide as two experts. The other two blocks send a token to two of eight experts."""
     changes = {"num_hidden_layers": 4, "mlp_only_layers": [0, 1], "num_experts": 8, "vocab_size": 8}
     config = zoo.config("qwen3_moe", **changes, intermediate_size=64, moe_intermediate_size=32, num_experts_per_tok=2)
     assert make_stage("Qwen3MoeForCausalLM", config, 0, 2)[1].ranges == ((0, 2), (2, 4))
@@ -265,7 +265,7 @@ def test_experts_cost_what_they_compute_for_a_token() -> None:
 
 @pytest.mark.parametrize("model_type", ["bamba", "jamba", "mamba2"])
 def test_configuration_of_a_stage_can_be_pickled_and_copied(model_type: str) -> None:
-    """Transformers computes the types of these blocks, and the forward of a stage reads those of its own."""
+    """Transformers derives the types of these blocks; the forward of a stage reads the types of its own blocks."""
     own, full = (zoo.config(model_type, num_hidden_layers=4) for _ in range(2))
     model, stage = make_stage(zoo.main_head(model_type), own, 1, 2)
     with stage.reading_own_layers(model):
@@ -280,7 +280,7 @@ def test_configuration_of_a_stage_can_be_pickled_and_copied(model_type: str) -> 
 @pytest.mark.parametrize("vocab", [50, 150, 200, 250])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_partition_is_equal_on_ranks_with_uneven_shards(variant: str, vocab: int) -> None:
-    """Six heads over four ranks: a block of one rank is heavier than that of another, beside the same vocabulary."""
+    """With six heads over four ranks, blocks differ in size between ranks; the vocabulary is the same."""
     name = zoo.lm_head(variant)
     config = pipelines.config(variant, vocab_size=vocab)
     for count in (2, 4):
