@@ -1,4 +1,4 @@
-"""Models without a written plan: a derived one shards them, and they compute, train and save as one process does."""
+"""Models without a written plan: a derived plan shards them; they compute, train and save as one process does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 def train_both(model: nn.Module, other: Any, inputs: Tensor, seed: int, steps: int = 2) -> None:
-    """Steps of SGD with dropout, then inference: outputs, weights and buffers are those of one process."""
+    """SGD steps with dropout, then inference: outputs, weights and buffers match one process."""
     optimizers = [torch.optim.SGD(each.parameters(), 0.001) for each in (model, other)]
     for step in range(steps):
         values = []
@@ -219,7 +219,7 @@ def test_layers_that_are_used_otherwise_stay_replicated(seed: int) -> None:
 
 
 class Surprises(nn.Module):
-    """Does what no rule knows with what lies between two layers."""
+    """Applies an operation without a sharding rule between two layers."""
 
     def __init__(self, way: int) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Surprises(nn.Module):
 
 
 class Scale(torch.autograd.Function):
-    """A function with a gradient of its own, which sees the shards themselves."""
+    """Custom autograd function; it sees the shards themselves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -314,7 +314,7 @@ def test_a_plan_that_computes_something_else_is_refused_before_the_model_is_shar
 
 
 def test_the_trial_notices_a_wrong_plan(seed: int) -> None:
-    """Gradients that are summed too often, and Megatron's layers alone, of whose shards other code knows nothing."""
+    """One plan sums gradients too often; the other has a column-parallel layer that later code does not expect."""
     model, inputs = derived_models.plain("nanogpt", seed)
     model.eval()
     calls = [lambda model: model(inputs)]
@@ -446,7 +446,7 @@ def test_code_of_a_checkpoint(tmp_path: Path, seed: int) -> None:
 
 
 class MyGPT2(hf.GPT2LMHeadModel):
-    """A user's subclass of a class that the zoo has, with a head of its own."""
+    """User's subclass of a supported class, with an extra head."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

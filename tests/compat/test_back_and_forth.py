@@ -1,4 +1,4 @@
-"""A model that was sharded or served, and is full again, is as it was: it can be sharded again, in any way."""
+"""A model that is full again after sharding or serving is unchanged, and can be sharded again in any way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MORE = ("gpt_neo", "gptj", "opt", "bloom", "falcon", "gpt_neox", "codegen", "lla
 
 
 class Before:
-    """What a model is before it is sharded."""
+    """State of a model before sharding."""
 
     def __init__(self, model: Any) -> None:
         self.cls, self.names = type(model), vars(model).keys() - {"_oslo"}

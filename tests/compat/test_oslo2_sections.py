@@ -22,7 +22,7 @@ CHECKPOINTING = ("partitioned_checkpointing", "contiguous_checkpointing", "cpu_c
 
 
 def check_checkpointed_step(variant: str, seed: int, partitioned: bool) -> tuple[int, int]:
-    """Gradients are those of one process; returns how many hidden states were kept in parts, and of how many blocks."""
+    """Check gradients against one process; return the numbers of partitioned hidden states and of blocks."""
     name = zoo.lm_head(variant)
     model = reference_model(name, zoo.config(variant), seed)
     batch, kept = zoo.batch(name, model.config, seed), []

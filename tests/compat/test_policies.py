@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any]] = {
 
 
 def random(make: Callable[[], Any], seed: int) -> tuple[Any, dict[str, Any]]:
-    """A model in float64 none of whose weights is zero or one, and a batch."""
+    """Return a batch and a float64 model without weights of exactly zero or one."""
     torch.manual_seed(seed)
     model = make().double().eval()
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_replaced_methods_run_with_the_group_of_the_ranks(seed: int) -> None:
 
 
 def test_the_plan_of_a_policy() -> None:
-    """Heads are split as heads; what the policy does not name is replicated; values depend on the ranks."""
+    """Heads are split as heads, modules that the policy does not name are replicated, values depend on the ranks."""
     plan = PlanOfPolicies(hf.GPT2LMHeadModel, (GPT2Policy,))
     made = pickle.loads(pickle.dumps(plan))(zoo.config("gpt2"))
     block = made.blocks["transformer.h"]

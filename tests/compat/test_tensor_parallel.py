@@ -97,7 +97,7 @@ def test_clip_grad_norm_counts_each_parameter_once(seed: int) -> None:
             own = {key: param.grad for key, param in part.named_parameters(remove_duplicate=False)}
             assert not shard_differences(
                 part, "gradient of", own, expected, 1e-7
-            )  # torch adds 1e-6 to a norm of its own
+            )  # torch's clipping adds 1e-6 to its norm
 
 
 class RecorderOfThreads(Recorder):
@@ -114,7 +114,7 @@ class RecorderOfThreads(Recorder):
 
 @pytest.mark.parametrize("variant", ["gpt2", "t5"])
 def test_tensor_parallel_dropout_matches_a_replay_of_its_masks(variant: str, seed: int) -> None:
-    """Masks of what is replicated are equal, others differ; and the step is that of one process with these masks."""
+    """Masks of replicated activations are equal, others differ; the step matches one process with these masks."""
     model = transformers_model(variant, seed, RATE, attn_implementation="eager")
     other, batch = tensor_parallel_model(model), zoo.batch(zoo.lm_head(variant), model.config, seed)
     torch.manual_seed(seed)
@@ -153,7 +153,7 @@ def test_activation_checkpointing_draws_the_same_dropout_masks(seed: int) -> Non
 
 
 def test_wav2vec2_numpy_masks_match_transformers(seed: int) -> None:
-    """Of Wav2Vec2 in training: those of transformers."""
+    """Wav2Vec2 draws the same masks as transformers in training."""
     masks = {"mask_time_prob": 0.3, "mask_time_length": 2, "mask_feature_prob": 0.2, "mask_feature_length": 2}
     config = zoo.config("wav2vec2", apply_spec_augment=True, **masks)
     model = reference_model("Wav2Vec2Model", config, seed)
@@ -169,7 +169,7 @@ def test_wav2vec2_numpy_masks_match_transformers(seed: int) -> None:
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "t5"])
 def test_tensor_parallel_generation_matches_transformers(variant: str, seed: int) -> None:
-    """Tokens and their scores, of left-padded prompts; a cache of one's own; and the random state after sampling."""
+    """Compare tokens and scores of left-padded prompts, a static cache, and the random state after sampling."""
     name = zoo.lm_head(variant)
     model = transformers_model(variant, seed).eval()
     other, batch = tensor_parallel_model(model, 3), zoo.batch(name, model.config, seed)
@@ -237,7 +237,7 @@ def test_rank_threads_inherit_autocast_and_inference_mode(seed: int) -> None:
 
 
 def test_in_place_changes_of_inputs_are_seen_by_the_caller(seed: int) -> None:
-    """Each rank changes its own, and that of the first is the caller's."""
+    """Each rank changes its copy of the input; the first rank's copy is the caller's tensor."""
     model = transformers_model("gpt2", seed).eval()
     other, ids = (
         tensor_parallel_model(model),
@@ -251,7 +251,7 @@ def test_in_place_changes_of_inputs_are_seen_by_the_caller(seed: int) -> None:
     assert torch.equal(given, ids + 1)
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
+# Failures -------------------------------------------------------------------------------------------------------------
 
 
 class _Broken(Exception):

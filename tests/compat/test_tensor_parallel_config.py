@@ -98,7 +98,7 @@ def mlp(seed: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def mlp_rules(n: int) -> Any:
-    """Of a sharded BatchNorm with its buffers, and a sum of which only rank 0 adds the bias."""
+    """Rules for a sharded BatchNorm with its buffers, and for a sum with the bias of rank 0 only."""
     return tp.Config(
         state_rules={
             r"^[01]\.(?!num)": "split 0",

@@ -39,7 +39,7 @@ def calls_of_torch_distributed(source: str) -> Iterator[str]:
 
 
 def callers(names: set[str]) -> dict[str, set[str]]:
-    """Which modules of the library call some of these functions; the self-test is a program of its own."""
+    """Return the modules of the library that call these functions. The self-test is a separate program."""
     package = ROOT / "oslo_models"
     found = {
         str(path.relative_to(package)): names & set(calls_of_torch_distributed(path.read_text()))

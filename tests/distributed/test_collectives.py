@@ -1,4 +1,4 @@
-"""Collectives: values and gradients, and that a model makes no more of them than Megatron.
+"""Collectives: values, gradients, and no more calls per model than in Megatron.
 
 B batch size, L sequence length, D hidden size, V vocabulary size.
 """
@@ -28,7 +28,7 @@ from oslo_models.distributed.object_exchange import agree, require_equal
 from support import zoo
 from support.pool import Pool
 
-# How often, and how much ----------------------------------------------------------------------------------------------
+# Counts and sizes -----------------------------------------------------------------------------------------------------
 
 COLLECTIVES = [
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list"),
@@ -36,12 +36,12 @@ COLLECTIVES = [
     *("all_to_all_single", "send", "recv", "isend", "irecv", "barrier"),
 ]
 Counts = dict[tuple[str, int], int]
-"""How often a collective was called with a first tensor of so many elements."""
+"""Number of calls by collective and by number of elements in the first tensor."""
 
 
 @contextmanager
 def counting() -> Iterator[Counter[tuple[str, int]]]:
-    """Count the calls of ``torch.distributed``'s collectives by name and elements of what this rank contributes."""
+    """Count the calls of ``torch.distributed``'s collectives by name and by number of elements that this rank sends."""
     counts: Counter[tuple[str, int]] = Counter()
 
     def counted(name: str, function: Any) -> Any:
@@ -93,8 +93,8 @@ def expected_step(variant: str, shared_norm: bool = False) -> list[Counts]:
     blocks = config.num_hidden_layers
     tokens = B * L
     if config.is_encoder_decoder:
-        # Two embeddings; two regions per block of the encoder and three per block of the decoder, all of whose
-        # cross-attentions share one sum of the gradient of what the encoder returns.
+        # Two embeddings; two regions per encoder block and three per decoder block. All cross-attentions share
+        # one sum of the gradient of the encoder output.
         forward, backward = 2 + 5 * blocks, 5 * blocks + 1 + 1
     else:
         forward, backward = 1 + 2 * blocks, (1 if shared_norm else 2) * blocks + 1
@@ -175,7 +175,7 @@ def test_generation_makes_one_all_gather_per_token(pool: Pool, variant: str, bea
             assert counts["all_reduce", B * beams * D] == sums * (tokens - 1)
 
 
-# What they compute ----------------------------------------------------------------------------------------------------
+# Values and gradients -------------------------------------------------------------------------------------------------
 
 
 def axis_of(n: int) -> Axis:
@@ -248,7 +248,7 @@ def check_values(n: int) -> None:
 
 
 def check_shared_copies(n: int) -> None:
-    """Those who read the same tensor share a copy, unless it has changed or belongs to another axis."""
+    """Readers of the same tensor share a copy, unless it has changed or belongs to another axis."""
     mesh = ParallelMesh(n)
     x = torch.ones(4, requires_grad=True) * 1
     first = copy_to(mesh.tp, x)
@@ -349,7 +349,7 @@ def test_agree_raises_on_all_ranks_and_names_the_failed_one(pool: Pool) -> None:
 
 
 def interrupted() -> None:
-    """What is not an error, such as Ctrl-C, is not held back by a talk with the others."""
+    """An interrupt such as Ctrl-C is no error; the rank raises it without asking the others."""
     with agree(ParallelMesh(2).world, "waiting"):
         raise KeyboardInterrupt
 

@@ -37,7 +37,7 @@ VICTIM = 2
 
 
 def live(rank: int, story: Callable[..., Any], port: int, folder: Path, *args: Any) -> None:
-    """A rank of three, of which one fails; tells which ones its error names, and what else it may have to say."""
+    """Run one of three ranks while one fails; write the ranks that its error names, or another outcome."""
     torch.set_num_threads(1)
     said: Any = "nothing was raised"
     try:
@@ -221,7 +221,7 @@ atexit.register(lambda: (print("answer", client.ask(lambda store: store.add("x",
 
 
 class Silent:
-    """A watchdog of rank 1 whose store does not answer, or says always the same."""
+    """Watchdog of rank 1 with a store that never answers, or always answers the same."""
 
     def __init__(self, posts: dict[int, Any], answers: bool) -> None:
         self.rank, self.last_statuses, self.answers = 1, posts, answers

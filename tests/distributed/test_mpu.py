@@ -21,18 +21,18 @@ def members(group: Any) -> list[int]:
 
 
 def of_axis(mpu: MPU, axis: str) -> tuple[list[int], int, int, int]:
-    """What the getters of one axis say: the members, the size, this rank's position and the first member."""
+    """Return the members, the size, this rank's position and the first member of one axis, from its getters."""
     group, size, rank = (getattr(mpu, f"get_{axis}_parallel_{what}")() for what in ("group", "world_size", "rank"))
     return members(group), size, rank, getattr(mpu, f"get_{axis}_parallel_src_rank")()
 
 
 def describe() -> dict[str, Any]:
-    """What ``MPU(2, 2)`` says on this rank of eight."""
+    """Return the answers of ``MPU(2, 2)`` on this rank of eight."""
     MPU.initialize_distributed()
     mpu = MPU(2, 2)
     assert mpu.model_parallel_is_initialized()
     found: dict[str, Any] = {axis: of_axis(mpu, axis) for axis in ("tensor", "data", "pipeline", "model")}
-    for axis in ("tensor", "data", "pipeline", "model"):  # what the groups reduce is what their names say
+    for axis in ("tensor", "data", "pipeline", "model"):  # the groups reduce over the ranks that they list
         total = torch.tensor(2 ** dist.get_rank())
         dist.all_reduce(total, group=getattr(mpu, f"get_{axis}_parallel_group")())
         assert total == sum(2**rank for rank in found[axis][0])

@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 
 def exchange(axis: Axis, number: int) -> bool:
-    """Exchange objects of which one is long; returns whether the ranks share memory afterwards."""
+    """Exchange objects, one of them long; return whether the ranks share memory afterwards."""
 
     def value(position: int) -> tuple[int, int, str]:
         return axis.ranks[position], number, "x" * (20_000 * position if number % 2 else position)

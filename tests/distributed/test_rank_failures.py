@@ -33,7 +33,7 @@ GLOO_TIMEOUT = 60.0
 
 @dataclass
 class Fault:
-    """What happens to one rank when it enters a collective after it has noted the phase ``where``."""
+    """Fault of one rank, at its first collective after it has noted the phase ``where``."""
 
     kind: str
     tp: int
@@ -42,7 +42,7 @@ class Fault:
     victim: int = 0
     says: str = ""
     hosts: bool = False
-    """Whether the ranks pretend to be on different hosts, whose processes cannot be seen."""
+    """Whether the ranks act as if on different hosts, and so cannot see each other's processes."""
     tcp: bool = False
     """Whether rank 0 has the store, as without torchrun."""
     shares: bool = False
@@ -149,7 +149,7 @@ class Gang:
         return cls(fault, folder, processes)
 
     def end(self) -> None:
-        """Check what the survivors say, and that they end by themselves."""
+        """Check the survivors' errors, and that the survivors end by themselves."""
         fault, deadline = self.fault, time.monotonic() + 2 * GLOO_TIMEOUT
         survivors = [rank for rank in range(fault.ranks) if rank != fault.victim]
         try:
@@ -247,7 +247,7 @@ def test_killed_last_stage_is_named_where_losses_are_shared(
 
 
 def train_with_workers(saved: Path) -> int:
-    """How many of our threads there are, beside a model of its own and a loader that forks."""
+    """Train with a data loader that forks; return the number of watchdog threads."""
     model = GPT2LMHeadModel.from_pretrained_with_parallel(saved, tensor_parallel_size=2).train()
     rows = [torch.arange(7) + row for row in range(4)]
     for ids in torch.utils.data.DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context="fork"):
@@ -280,7 +280,7 @@ def test_deadlock_of_live_ranks_is_reported(pool: Pool, saved: Path) -> None:
 
 
 def test_silent_rank_on_another_host_is_named(pool: Pool, saved: Path, tmp_path: Path) -> None:
-    """Then it is silence that tells; also that of a store, which ends with the process that has it."""
+    """Silence is the only sign there. A store falls silent with its process."""
     silent = "has not been heard of"
     check(
         [

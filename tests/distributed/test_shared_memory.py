@@ -31,7 +31,7 @@ def memory_of(n: int) -> SharedMemory:
 
 
 def files() -> set[str]:
-    """What is in /dev/shm but for what tests beside this one put there: folders, tensors of loaders, semaphores."""
+    """Return the files in /dev/shm, without files of concurrent tests: folders, tensors of loaders, semaphores."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(("tmp", "torch_", "sem."))}
 
 
@@ -117,7 +117,7 @@ def test_build_error_of_a_broken_source(tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "oslo_models").iterdir()) == []
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
+# Failures -------------------------------------------------------------------------------------------------------------
 
 
 def differ(what: str) -> None:

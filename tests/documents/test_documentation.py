@@ -1,4 +1,4 @@
-"""The documentation: code runs and prints what it says, links lead somewhere, every page is in the navigation."""
+"""The documentation: code runs with the printed output, links have targets, every page is in the navigation."""
 
 from __future__ import annotations
 

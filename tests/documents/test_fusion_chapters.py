@@ -37,7 +37,7 @@ model.fuse([GPT2MLP, GPT2Attention])
 
 
 def check_chapters(tp: int, pp: int) -> dict[str, Any]:
-    """Run the blocks one after the other; what they generate, and what is fused after each."""
+    """Run the blocks one after the other; return the generated tokens and the fused modules after each."""
     import oslo_models
 
     model = oslo_models.GPT2LMHeadModel.from_config_with_parallel(zoo.config("gpt2", n_layer=4), tp, pp, seed=1).eval()

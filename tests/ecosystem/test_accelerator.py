@@ -1,4 +1,4 @@
-"""accelerate's loop on sharded models: each step is that of one process, each sample counts once."""
+"""accelerate's loop on sharded models: each step matches one process, and each sample counts once."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_save_state_and_load_state(pool: Pool, sizes: str, tmp_path: Path, seed:
     assert loaded.lm_head.weight.shape == model.lm_head.weight.shape
 
 
-# What is refused, and what each rank does -----------------------------------------------------------------------------
+# Refusals, and the work of each rank ----------------------------------------------------------------------------------
 
 
 def clip_where_one_stage_has_no_gradients(run: Run) -> tuple[float, int]:

@@ -48,7 +48,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def counts() -> tuple[int, int]:
-    """How many graphs dynamo has made, and how often it broke one."""
+    """Return dynamo's numbers of graphs and of graph breaks."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
@@ -79,7 +79,7 @@ def test_compiled_forward_is_one_graph(pool: Pool, variant: str, seed: int) -> N
 
 
 def take_steps(model: Any, forward: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Losses of training steps, the last of which leaves its gradients."""
+    """Return the losses of training steps; the gradients of the last step remain."""
     optimizer = make_optimizer("AdamW", model.parameters())
     losses = []
     for batch in batches:
@@ -131,7 +131,7 @@ def check_fused_head(
 ) -> tuple[int, int]:
     losses, gradients, trained = expected
     model = as_on_a_gpu(parallel_model(name, config, weights, 2))
-    model.base_model.compile(backend="eager")  # dynamo alone; what it makes of the body is tested above
+    model.base_model.compile(backend="eager")  # dynamo alone; tests above cover its graphs of the body
     logits = mock.patch.object(LazyLogits, "compute", side_effect=AssertionError("logits were made"))
     with fresh_dynamo(), lifted_casts(), logits:
         lines = differences("losses", torch.stack(take_steps(model, model, batches)), torch.stack(losses), TOLERANCE)

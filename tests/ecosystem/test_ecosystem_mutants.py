@@ -503,7 +503,7 @@ SLOW: dict[str, list[Row]] = {
         ),
     ],
 }
-"""The others; `make test-zoo` runs them."""
+"""Other cases; `make test-zoo` runs them."""
 
 QUANTIZED: dict[str, list[Row]] = {
     "ecosystem/test_in_place_quantization.py": [
@@ -541,7 +541,7 @@ QUANTIZED: dict[str, list[Row]] = {
         ),
     ],
 }
-"""Those of quantisation, whose libraries have to be installed."""
+"""Tests of quantisation; its libraries have to be installed."""
 
 
 QUANTIZATION = (pytest.mark.zoo, pytest.mark.quantization)

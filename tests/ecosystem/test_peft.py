@@ -43,7 +43,7 @@ from support.reference import TOLERANCE, differences, reference_model
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
 MODELS = [
-    ("llama", 3),  # 2 key-value heads, one of which is on two ranks
+    ("llama", 3),  # 2 key-value heads; two ranks share one of them
     ("gpt2", 2),
     *(pytest.param(*each, marks=pytest.mark.zoo) for each in (("llama", 2), ("gpt2", 3), ("llama-one-kv", 2))),
 ]
@@ -78,7 +78,7 @@ IA3: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("variant", "tp"), MODELS)
 def test_lora_trains_as_on_one_process(pool: Pool, seed: int, tp: int, variant: str, options: str) -> None:
     config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA[options])
-    # the gradient of a bias of keys is zero but for rounding, which Adam would make as large as any other
+    # the gradient of a key bias is zero except for rounding errors, and Adam would scale them up
     optimizer = "SGD" if config.lora_bias else "AdamW"
     run = reference_run(zoo.lm_head(variant), zoo.config(variant), config, seed, optimizer)
     pool.run(tp, check_run, run, tp)
@@ -115,7 +115,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "one stack and attention": {"target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"]},
     "names of files": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"]},
 }
-"""Of ``peft``'s ways to adapt experts; the names that they have in files become those of the stacks."""
+"""Ways of ``peft`` to adapt experts; names of experts in files become names of the stacks."""
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
@@ -301,7 +301,7 @@ def check_replicas(pool: Pool, seed: int, tp: int, wrapper: str, variant: str, a
 
 
 def joined_batch(name: str, config: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Even and odd rows have equally many labels, so that the mean over each counts alike."""
+    """Even and odd rows have equally many labels, so that both means have the same weight."""
     one, two = (zoo.batch(name, config, seed + part) for part in range(2))
     two["labels"] = torch.where(one["labels"] != -100, two["labels"].clamp(min=0), -100)
     return {key: torch.stack([one[key], two[key]], 1).flatten(0, 1) for key in one}

@@ -1,4 +1,4 @@
-"""QLoRA: plain ``peft`` over sharded quantised weights trains and saves adapters as over those of one process."""
+"""QLoRA: plain ``peft`` over sharded quantised weights trains and saves adapters as on one process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ BLOCKS = dict(hidden_size=192, head_dim=32, intermediate_size=384)
 
 
 def over_bitsandbytes(directory: Path, seed: int, kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Train over weights that bitsandbytes has quantised."""
+    """Train over weights quantised by bitsandbytes."""
     functional = pytest.importorskip("bitsandbytes.functional")
     config = transformers.BitsAndBytesConfig(**BITSANDBYTES[kind])
     write_plain(directory, seed, **BLOCKS)
@@ -100,7 +100,7 @@ def test_over_bitsandbytes_in_bfloat16(pool: Pool, tmp_path: Path, seed: int) ->
     """Adapters are float32, with the same first values; results differ by the rounding of activations on each side."""
     run = over_bitsandbytes(tmp_path, seed, "nf4-double", torch.bfloat16)
     exact = LlamaForCausalLM.from_pretrained(tmp_path / "quantised")
-    for module in exact.modules():  # transformers 5.24 keeps the dtype of a quantised checkpoint, whatever is asked for
+    for module in exact.modules():  # transformers 5.24 keeps the dtype of a quantised checkpoint despite ``dtype``
         if hasattr(module, "compute_dtype"):
             module.compute_dtype = torch.float32
         for param in module.parameters(recurse=False):
@@ -113,7 +113,7 @@ def test_over_bitsandbytes_in_bfloat16(pool: Pool, tmp_path: Path, seed: int) ->
 
 
 def _use(directory: Path, tp: int, pp: int, dtype: torch.dtype) -> None:
-    """On each rank: what a model whose weights stay quantised can do, compared with the dequantised one."""
+    """On each rank: compare a model with quantised weights, in all its uses, with the dequantised model."""
     cls: Any = registry.find("GPT2LMHeadModel")
     plain = cls.from_pretrained_with_parallel(directory / "quantised", tp, pp, dequantize=True, dtype=dtype)
     model = cls.from_pretrained_with_parallel(directory / "quantised", tp, pp, dtype=dtype)
@@ -155,7 +155,7 @@ def _use(directory: Path, tp: int, pp: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("tp", "pp", "dtype"), [(2, 1, torch.bfloat16), (1, 2, torch.float32)])
 def test_weights_that_stay_quantized(pool: Pool, tmp_path: Path, seed: int, tp: int, pp: int, dtype: Any) -> None:
-    """Those of ``Conv1D`` with biases, whose checkpoints hold them transposed."""
+    """``Conv1D`` layers with biases; their checkpoints hold transposed weights."""
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(seed)
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=64, n_layer=2, n_head=4)

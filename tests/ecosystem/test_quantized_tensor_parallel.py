@@ -59,7 +59,7 @@ def test_weights_of_torchao_are_sharded(kind: str, seed: int) -> None:
 
 
 def test_dynamic_quantisation_differs_by_no_more_than_quantisation_does(seed: int) -> None:
-    """Row-parallel layers quantise their part of each activation by a scale of its own."""
+    """Each row-parallel layer quantises its part of an activation with a separate scale."""
     model = llama(seed)
     plain = model(IDS).logits.detach()
     torchao.quantize_(model.model, scales("int8 dynamic"))

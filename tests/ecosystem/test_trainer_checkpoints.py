@@ -53,7 +53,7 @@ def resume(run: Run, tp: int, pp: int, args: dict[str, Any], seed: int) -> list[
             state.write_text(state.read_text()[:100])
         torch.distributed.barrier()
         again = make_trainer(run, tp, pp, args, seed)
-        torch.rand(7), random.random()  # what a script may do meanwhile
+        torch.rand(7), random.random()  # as a script may do in between
         again.train(resume_from_checkpoint=last if last is True else str(last))
         found, own = state_of(again)
         assert found == losses, f"{found} instead of {losses}, resumed after {start} steps"
@@ -123,7 +123,7 @@ def test_best_model_is_loaded_and_saved_for_transformers(pool: Pool, sizes: str,
     assert transformers.Trainer(model, options, eval_dataset=rows).evaluate()["eval_loss"] == pytest.approx(loss, 1e-5)
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 def resume_from(run: Run, args: dict[str, Any], seed: int, how: str) -> None:

@@ -22,7 +22,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
-    """The share of tokens that are predicted, and how many samples there are."""
+    """Return the share of correctly predicted tokens, and the number of samples."""
     predicted, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]
     counted = labels != -100
     return {"accuracy": float((predicted == labels)[counted].mean()), "samples": len(labels)}
@@ -94,7 +94,7 @@ def generate_on_ranks(
 
 @pytest.mark.parametrize("sizes", ["tp=2", "pp=2", "tp=2, dp=2"])
 def test_seq2seq_predicts_by_generation(pool: Pool, sizes: str, tmp_path: Path, seed: int) -> None:
-    """After a step of two accumulated batches, of which T5 computes means; on one process it is one batch."""
+    """Train one step on two accumulated batches, with a mean over each in T5; one process uses one batch."""
     tp, pp, ranks = SIZES[sizes]
     replicas = ranks // (tp * pp)
     config = pipelines.config("t5")

@@ -1,4 +1,4 @@
-"""Options of Trainer on sharded models: what works beside plain training, and what is refused before it."""
+"""Options of Trainer on sharded models: supported options, and refusals before training."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_ranks_of_a_replica_share_batches(pool: Pool, sizes: str, streams: bool,
 
 
 class Recorder(Trainer):
-    """Keeps the first token of each row that it trains on."""
+    """Records the first token of each training row."""
 
     seen: list[list[int]]
 
@@ -167,7 +167,7 @@ def test_a_callback_on_one_rank_speaks_for_all(pool: Pool, tmp_path: Path, seed:
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], int, int, str]] = {
     "fsdp": ({"fsdp": True}, 2, 1, "fsdp=.* leave it out"),
@@ -196,7 +196,7 @@ def construct(run: Run, args: dict[str, Any], tp: int, pp: int, out: str) -> Non
     options = {"compute_loss_func": args.pop("compute_loss_func")} if "compute_loss_func" in args else {}
     parallelism = args.pop("parallelism_config", None)
     arguments = trainers.arguments(out, **args)
-    arguments.parallelism_config = parallelism  # whose own checks want another version of accelerate, or GPUs
+    arguments.parallelism_config = parallelism  # its checks need another version of accelerate, or GPUs
     Trainer(model, arguments, train_dataset=[], **options)
 
 
@@ -218,7 +218,7 @@ def test_search_of_hyperparameters_is_refused(pool: Pool, tmp_path: Path, seed: 
 
 
 class OwnLoss(ParallelTrainerMixin, transformers.Trainer):
-    """A subclass with a loss of its own, from logits."""
+    """Subclass with a custom loss from logits."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
@@ -232,7 +232,7 @@ def train_with_own_loss(run: Run, tp: int, pp: int, out: str, rows: trainers.Row
 
 
 def test_own_loss_of_a_subclass(pool: Pool, tmp_path: Path, seed: int) -> None:
-    """It is that of one process on tensor-parallel ranks, and refused on stages."""
+    """The loss matches one process on tensor-parallel ranks, and pipeline stages refuse it."""
     rows = trainers.text_rows(pipelines.config("gpt2"), seed, 24)
     found = pool.run(2, train_with_own_loss, start(seed), 2, 1, str(tmp_path), rows, env=True)
     (expected,) = pool.run(1, train_with_own_loss, start(seed), 1, 1, str(tmp_path), rows, env=True)

@@ -1,4 +1,4 @@
-"""TRL's trainers on sharded models: each step, and what is logged, is that of one process with the same total batch."""
+"""TRL's trainers on sharded models: each step and its logs match one process with the same total batch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_adapters(pool: Pool, kind: str, tp: int, dp: int, tmp_path: Path, seed:
 @pytest.mark.zoo
 @pytest.mark.parametrize("more", [{}, {"num_iterations": 2, "steps_per_generation": 2}], ids=["once", "again"])
 def test_sampled_completions(pool: Pool, more: dict[str, int], tmp_path: Path, seed: int) -> None:
-    """Ranks sample what one process samples from the same random state."""
+    """Ranks sample the same tokens as one process from the same random state."""
     compare(pool, "GRPOTrainer", 2, 1, seed, tmp_path, args={**SAMPLED, **more})
 
 
@@ -94,7 +94,7 @@ def test_sampled_completions(pool: Pool, more: dict[str, int], tmp_path: Path, s
 @pytest.mark.parametrize("scale", ["group", "batch"])
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 2)])
 def test_completions_of_replicas(pool: Pool, tp: int, dp: int, scale: str, tmp_path: Path, seed: int) -> None:
-    """Replicas sample from random states of their own, so completions are drawn here, by their prompts."""
+    """Replicas sample from different random states, so this test draws completions from their prompts."""
     args = {**REPLICAS, "scale_rewards": scale, "sync_ref_model": True, "ref_model_sync_steps": 2}
     compare(pool, "GRPOTrainer", tp, dp, seed, tmp_path, args=args, options={"rollout_func": trl_trainers.drawn_words})
 

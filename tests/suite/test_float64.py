@@ -80,7 +80,7 @@ def test_lifted_casts_leave_no_float32_in_a_float64_model(name: str, how: str) -
     model = _model(name, torch.float64) if how == "dtype" else _model(name).double()
     seen = _watch(model, lifted=True)
     assert not seen.lost
-    if name != "llama":  # whose rotary tables are made in float32
+    if name != "llama":  # Llama makes its rotary tables in float32
         assert not [shape for shape in seen.float32 if len(shape) > 2]
 
 

@@ -19,7 +19,7 @@ from support import ROOT
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what packaging looks at: building would leave files in the checkout."""
+    """Copy of the files for packaging: building would leave files in the checkout."""
     copy = tmp_path_factory.mktemp("source")
     unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for folder in ("oslo_models", "kernels", "tests", "benchmarks"):

@@ -103,7 +103,7 @@ def test_run_reports_a_rank_that_raises_while_others_wait(pool: Pool, short: Non
     before = pool.pids
     with pytest.raises(WorkerError, match=r"(?s)failed on rank 0, 1, 2.*---- rank 1.*ValueError: wrong size") as info:
         pool.run(3, _fail_on, 1, ValueError("wrong size"))
-    assert next(iter(info.value.failures)) == 1  # the cause first, then what it did to others
+    assert next(iter(info.value.failures)) == 1  # the cause first, then its effects on other ranks
     assert "_fail_on" in info.value.failures[1]
     assert pool.pids == before  # an exception costs no process
     assert len(pool.run(3, _sum_of_ranks, torch.zeros(1))) == 3
