@@ -69,7 +69,7 @@ CALLS = st.lists(st.tuples(TOKENS, TOKENS, st.integers(0, 12), st.integers(0, 25
 
 @given(CALLS, st.integers(1, 4), st.integers(1, 3))
 def test_what_is_reused_is_what_the_prompt_begins_with(calls: list[Any], slots: int, least: int) -> None:
-    """It holds when rows join, leave, are cancelled or displaced. No cached prefix of at least ``least`` is recomputed."""
+    """Rows join, leave, are cancelled or displaced. No cached prefix of ``least`` tokens or more is recomputed."""
     scheduler, follower = Scheduler(slots, 3, Prefixes(slots, least)), Slots(slots)
     arrivals = [(when, Row(number, prompt, answer)) for number, (prompt, answer, when, _) in enumerate(calls)]
     cancelled = {number: at for number, (*_, at) in enumerate(calls)}
