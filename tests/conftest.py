@@ -78,7 +78,7 @@ REFUSED_PEFT = "The version of PEFT you are using is not compatible"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Skip a test by name where transformers' own methods for adapters refuse the installed peft.
+    """Skip a test if transformers' adapter methods refuse the installed peft.
 
     transformers 5.24 wants peft 0.22, which is not released.
     """
@@ -192,7 +192,7 @@ def warmed(config: pytest.Config, nested: bool) -> AbstractContextManager[None]:
 
 @pytest.fixture
 def warm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Python processes that the test starts begin with torch and transformers imported; see `support.warm`."""
+    """Start the test's Python processes with torch and transformers imported; see `support.warm`."""
     with warmed(request.config, nested=False):
         yield
 
@@ -213,7 +213,7 @@ def warm_launchers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def forked(request: pytest.FixtureRequest) -> None:
-    """The server that forks the workers of deployments runs."""
+    """Start the server that forks deployment workers."""
     from oslo_models.deploy.forking import start_fork_server
     from oslo_models.deploy.process_executor import worker_environment
 

@@ -16,7 +16,7 @@ ROWS, HEADS = 2, 5
 
 
 class Mixer(nn.Module):
-    """One state of hidden states, and two of heads, which it makes anew or writes in place."""
+    """Mixer with one shared state and two states per head; it returns new states or writes in place."""
 
     in_place = False
 

@@ -1,4 +1,4 @@
-"""Architectures outside of this package, with a plan of the user: exact at any sizes, through every entry."""
+"""Architectures outside this package with a user's plan: exact at all sizes, through every entry point."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIG = NoteConfig()
 
 
 def reference(seed: int, folder: Path, cls: Any = NoteForCausalLM) -> Step:
-    """A step of the class on one process, which is saved in a folder before."""
+    """Save the model in a folder; return its step on one process."""
     torch.manual_seed(seed)
     model = cls(CONFIG).double()
     with torch.no_grad():

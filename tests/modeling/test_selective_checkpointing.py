@@ -25,7 +25,7 @@ def products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def collectives(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Nothing is sent again."""
+    """Save the outputs of collectives, so that recomputation repeats no communication."""
     sent = op.namespace == "oslo"
     return CheckpointPolicy.MUST_SAVE if sent else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -44,7 +44,7 @@ def checkpoint_selectively(model: Any, policy: str) -> None:
         forward, recomputation = create_selective_checkpoint_contexts(POLICIES[policy])
 
         @contextmanager
-        def lifted() -> Iterator[None]:  # the mode around a backward pass is not there while it recomputes
+        def lifted() -> Iterator[None]:  # the mode around a backward pass is not active while it recomputes
             with recomputation, lifted_casts():
                 yield
 

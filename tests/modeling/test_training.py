@@ -185,7 +185,7 @@ def overflow(layer: Any, _: Any, out: Tensor) -> Tensor:
 
 
 def overflow_on_one_rank(seed: int, wrapper: str) -> tuple[list[float], list[bool]]:
-    """The scales after each of three steps, and which steps changed the parameters; rank 1 overflows in the second."""
+    """Return three steps' loss scales, and whether each step ran; rank 1 overflows in the second step."""
     cls: Any = registry.find("GPT2LMHeadModel")
     config = zoo.config("gpt2")
     model = cls.from_config_with_parallel(config, tensor_parallel_size=2, seed=seed)
@@ -193,7 +193,7 @@ def overflow_on_one_rank(seed: int, wrapper: str) -> tuple[list[float], list[boo
     batch = zoo.batch("GPT2LMHeadModel", config, seed, torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    layer = model.transformer.h[0].mlp.c_fc  # its bias is divided: no other rank sees this gradient
+    layer = model.transformer.h[0].mlp.c_fc  # its bias is sharded: no other rank sees this gradient
     scales, stepped = [], []
     for step in range(3):
         before = [param.detach().clone() for param in model.parameters()]
@@ -350,7 +350,7 @@ def test_two_models_in_one_process_do_not_interfere(pool: Pool, seed: int) -> No
 
 
 def test_training_script_for_one_process_runs_unchanged(seed: int) -> None:
-    """The training loop of the tests above does train."""
+    """The training loop of the tests above lowers the loss."""
     name, config = zoo.lm_head("gpt2"), zoo.config("gpt2")
     batch = zoo.batch(name, config, seed)
     losses = train(reference_model(name, config, seed), [batch] * 4, "AdamW")

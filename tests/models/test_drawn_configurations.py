@@ -27,7 +27,7 @@ MESHES = ((2, 1), (3, 1), (1, 2), (2, 2))
 
 
 def check_mesh(step: Step, tokens: Tokens, options: dict[str, Any], folder: Path, tp: int, pp: int) -> None:
-    """Outputs or loss, every gradient and greedy tokens; or the refusal that the plan states."""
+    """Check outputs or loss, every gradient and greedy tokens; or the plan's refusal."""
     cls: Any = registry.find(step.name)
     plan = cls.plan(step.config)
     limit = 1 if plan.single_rank_reason else plan.max_ranks() or tp
@@ -97,5 +97,5 @@ def test_one_drawn_class_of_each_model_type_matches_transformers(
 def test_every_class_with_drawn_configurations_matches_transformers(
     pool: Pool, tmp_path: Path, name: str, seed: int, record_property: Any
 ) -> None:
-    for part, draw in ((MESHES[::2], seed), (MESHES[1::2], seed + 1)):  # one draw for two ways
+    for part, draw in ((MESHES[::2], seed), (MESHES[1::2], seed + 1)):  # one draw for two meshes
         check_class(pool, tmp_path / str(draw), name, draw, part, record_property)

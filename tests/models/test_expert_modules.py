@@ -45,7 +45,7 @@ EXPERTS = {
 
 
 def given_case(model_type: str, seed: int, folder: Path, **changes: Any) -> tuple[Step, pipelines.Case, Tokens]:
-    """A step with auxiliary loss, parameters after steps of optimizers, and tokens, all of one process."""
+    """Compute a step with auxiliary loss, parameters after optimizer steps, and tokens, on one process."""
     name, config = zoo.main_head(model_type), zoo.config(model_type, **CHANGES[model_type], **changes)
     routed = {"output_router_logits": True}
     batch = {**pipelines.batch(name, config, seed), **routed}
@@ -99,14 +99,14 @@ FEW_TOKENS: dict[str, dict[str, Any]] = {
     "nllb-moe": {},
     "switch_transformers": {},
 }
-"""One expert for each token."""
+"""Types with one expert per token."""
 
 
 @pytest.mark.parametrize("model_type", zoo.cases(FEW_TOKENS))
 def test_experts_without_tokens_have_the_gradients_of_one_process(
     pool: Pool, tmp_path: Path, seed: int, model_type: str
 ) -> None:
-    """Two tokens and three ranks: all experts of some rank have none."""
+    """With two tokens and three ranks, at least one rank's experts receive no token."""
     name, config = zoo.main_head(model_type), zoo.config(model_type, **FEW_TOKENS[model_type])
     batch = {key: value[:1, -2:] for key, value in zoo.batch(name, config, seed).items()}
     step = saved_step(name, config, seed, {**batch, "labels": torch.ones(1, 2, dtype=torch.long)}, tmp_path)

@@ -49,7 +49,7 @@ from support.reference import (
 def check_sharded(
     step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, tp: int
 ) -> None:
-    """Loaded from transformers' own file: the step, the tokens; then saved in parts."""
+    """Load from transformers' file; check the step and the tokens; save a sharded checkpoint."""
     cls: Any = registry.find(step.name)
     model = cls.from_pretrained_with_parallel(source, tp, gather_logits=True).train()
     model.save_pretrained_with_parallel(target)
@@ -63,7 +63,7 @@ def check_sharded(
 def check_stages(
     step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], source: Path, target: Path, pp: int
 ) -> None:
-    """Loaded from those parts: loss and gradients of two micro-batches, the tokens; then saved as one."""
+    """Load the sharded checkpoint; check two micro-batches' loss and gradients, and tokens; save a merged one."""
     cls: Any = registry.find(step.name)
     if cls.plan(step.config).single_stage_reason:
         with pytest.raises(ValueError, match="pipeline_parallel_size=2 is more than 1"):
@@ -77,7 +77,7 @@ def check_stages(
 
 
 def check_both(step: Step, tokens: Tokens, ways: dict[str, dict[str, int]], folder: Path, n: int) -> None:
-    """Both in one process group."""
+    """Run both checks in one process group."""
     check_sharded(step, tokens, ways, folder / "whole", folder / "split", n)
     check_stages(step, tokens, ways, folder / "split", folder / "merged", n)
 
@@ -120,7 +120,7 @@ def test_main_class_matches_transformers_on_three_ranks_with_beams(
 
 
 def initial_differences(name: str, config: PreTrainedConfig, seed: int) -> list[str]:
-    """Lines of the parameters and buffers that transformers computes, not draws, and that differ; or are not drawn."""
+    """Return lines for computed values that differ from transformers, and for random values that were not drawn."""
     cls: Any = registry.find(name)
     own = cls.from_config_with_parallel(config, seed=seed, dtype=torch.float64)
     originals = []
@@ -132,7 +132,7 @@ def initial_differences(name: str, config: PreTrainedConfig, seed: int) -> list[
     for key, found in tensors[0].items():
         first, second = (each[key].double() for each in tensors[1:])
         if torch.equal(first, second):
-            lines += differences(key, found.double(), first, 1e-6)  # some are computed in the default type
+            lines += differences(key, found.double(), first, 1e-6)  # some are computed in the default dtype
         elif not found.isfinite().all() or (found.numel() > 4 and not 0.1 < found.std() / first.std() < 10):
             lines.append(f"{key}: not drawn")
     return lines
@@ -221,7 +221,7 @@ def test_losses_with_their_own_denominator_match_on_stages(
 @pytest.mark.zoo
 @pytest.mark.parametrize("name", ["DetrForObjectDetection", "DetrForSegmentation"])
 def test_detr_losses_of_matched_objects_match_transformers(pool: Pool, tmp_path: Path, seed: int, name: str) -> None:
-    pytest.importorskip("scipy")  # by which transformers matches them
+    pytest.importorskip("scipy")  # transformers' matching uses it
     config = zoo.config("detr", auxiliary_loss=True)
     batch, generator = zoo.batch(name, config, seed), torch.Generator().manual_seed(seed)
     batch["labels"] = [  # type: ignore[assignment]
@@ -252,13 +252,13 @@ def test_wav2vec2_specaugment_masks_are_equal_on_all_ranks(pool: Pool, seed: int
 
 
 def slopes_with_dropout(config: PreTrainedConfig, batch: dict[str, Any]) -> Any:
-    """A directional derivative of all outputs, by the gradient and by differences, and the outputs of every rank."""
+    """Return a directional derivative by gradient and by finite differences, and the outputs of every rank."""
     cls: Any = registry.find("ReformerModel")
     model = cls.from_config_with_parallel(config, 2, seed=0, dtype=torch.float64)
     weight, ways = model.embeddings.position_embeddings.embedding.weight, []
 
     def value(step: float) -> Tensor:
-        torch.manual_seed(1)  # of the same masks
+        torch.manual_seed(1)  # the same masks again
         with torch.no_grad():
             weight[:, ::2] += step
         with lifted_casts():
@@ -291,7 +291,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"intermediate_size": [35, 31, 17, 35]},
     "mvp": {"use_prompt": True, "prompt_length": 5, "prompt_mid_dim": 11},
 }
-"""Options of a type that change which part of each block a rank has."""
+"""Options that change the local shard of each block."""
 
 
 def check_options(step: Step, tp: int) -> None:
@@ -395,7 +395,7 @@ def test_registry_lists_every_class_of_transformers(model_type: str) -> None:
 
 
 def test_newer_model_types_are_left_out_and_named_in_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables as an older transformers would have them."""
+    """Build the tables as with an older transformers."""
     import oslo_models
     from oslo_models.auto import AutoModelForCausalLM
 
@@ -419,7 +419,7 @@ def test_newer_model_types_are_left_out_and_named_in_errors(monkeypatch: pytest.
 
 
 def test_base_classes_of_transformers_are_exported() -> None:
-    """``isinstance(model, GPT2PreTrainedModel)``, of every architecture that has such a class."""
+    """``isinstance(model, GPT2PreTrainedModel)``, for every architecture with such a class."""
     without = []
     for model_type, prefix in registry.ARCHITECTURES.items():
         if (name := f"{prefix}PreTrainedModel") not in registry.names(model_type):

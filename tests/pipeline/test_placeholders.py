@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 class Table(nn.Module):
-    """Looks up positions in a buffer, as tables of sines do."""
+    """Looks up positions in a buffer, as sinusoidal embeddings do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ CONFIGURED: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def check_configured(step: Step, folder: Path, tp: int, blocks: list[int] | None) -> dict[str, Tensor]:
-    """Loaded from transformers' file: parameters, loss and gradients, or outputs; saved as one file; made anew."""
+    """Load transformers' file; check parameters, loss and gradients, or outputs; save one file; reinitialise."""
     cls: Any = registry.find(step.name)
     size = 2 if cls.loss_is_mean else pipelines.ROWS
     options: dict[str, Any] = {"blocks_per_stage": blocks}
@@ -185,14 +185,14 @@ def test_layerdrop_keeps_received_hidden_states(
 
 
 def reseed(module: nn.Module, args: Any) -> None:
-    """As a hook of the quantizer: a stage draws less before it than one process, which runs all blocks."""
+    """Reseed in a hook of the quantizer: before it, a stage draws fewer numbers than one process with all blocks."""
     torch.manual_seed(0)
 
 
 def check_features(
     config: PreTrainedConfig, weights: dict[str, Tensor], batch: dict[str, Any], full: dict[str, Any], tp: int
 ) -> None:
-    """The loss of a training step, and gradients that reach the first stage by the features too."""
+    """Check the loss of a training step; gradients also reach the first stage through the features."""
     model = pipelines.model_on_stages("Wav2Vec2ForPreTraining", config, weights, tp, 2, micro_batch_size=pipelines.ROWS)
     model.quantizer.register_forward_pre_hook(reseed)
     loss = pipelines.run_micro_batches(model.train(), batch)

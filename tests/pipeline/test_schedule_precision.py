@@ -33,7 +33,7 @@ from support.reference import differences, full_parameters, reference_model
 
 
 def train_in_half_precision(given: Case, tp: int, dtype: torch.dtype) -> tuple[list[float], list[float], bool]:
-    """Losses and scales of five steps; whether copies of tied parameters have stayed the same bit for bit."""
+    """Return losses and scales of five steps, and whether copies of tied parameters stay bitwise equal."""
     cls: Any = registry.find(given.name)
     model = cls.from_config_with_parallel(given.config, tp, 2, seed=3)
     batch = given.batches[0][0]
@@ -82,7 +82,7 @@ def test_train_step_on_stages_in_half_precision(
 
 
 def overflow_on_one_rank(given: Case, bad_rank: int) -> tuple[list[float], list[bool]]:
-    """The scales after three steps, and which steps changed the parameters; one rank overflows in the second."""
+    """Return three steps' loss scales, and whether each step ran; one rank overflows in the second step."""
     cls: Any = registry.find(given.name)
     model = cls.from_config_with_parallel(given.config, 2, 2, seed=3)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -130,7 +130,7 @@ def check_checkpointing(given: Case, tp: int, pp: int) -> None:
             wrapped = DistributedDataParallel(model, process_group=model.mpu.get_data_parallel_group())
         torch.manual_seed(5)
         if mode == "reentrant" and wrapped is not model:
-            with pytest.raises(RuntimeError, match="use_reentrant=False"):  # it cannot do without the parameters' hooks
+            with pytest.raises(RuntimeError, match="use_reentrant=False"):  # DDP needs the parameters' hooks
                 run_micro_batches(wrapped, given.batches[0][0], lift=False)
             continue
         loss = run_micro_batches(wrapped, given.batches[0][0], lift=False)
@@ -187,7 +187,7 @@ def count_dropouts(given: Case, pp: int) -> Counter[int]:
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("variant", zoo.FOUNDING)
 def test_each_dropout_runs_on_exactly_one_stage(pool: Pool, variant: str, pp: int, seed: int) -> None:
-    """On all stages together as in one process, those at the ends of stacks too."""
+    """All stages together apply the same dropouts as one process, including dropouts at the ends of stacks."""
     config = pipelines.config(variant, dropout=0.3, attn_implementation="eager")
     for name in (LM[variant], pipelines.heads_with_loss(variant)[-1]):
         batch = pipelines.batch(name, config, seed, dtype=torch.float32)

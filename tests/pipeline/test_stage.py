@@ -1,4 +1,4 @@
-"""The partition of blocks over stages, and which modules a stage keeps. On the meta device, without processes."""
+"""The partition of blocks over stages, and the modules of a stage. On the meta device, without processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def weights(costs: list[int], ranges: tuple[tuple[int, int], ...], before: float
 def test_partition_minimizes_the_most_expensive_stage(
     costs: list[int], before: int, after: int, data: st.DataObject
 ) -> None:
-    """Contiguous, whole, without empty stages; of all such cuts the cheapest, and of those the most even."""
+    """Partitions are contiguous and complete, without empty stages; among the cheapest, the most even one is chosen."""
     stages = data.draw(st.integers(1, len(costs)))
     ranges = partition(costs, stages, before, after)
     assert len(ranges) == stages
@@ -65,7 +65,7 @@ def test_partition_minimizes_the_most_expensive_stage(
 
 @given(costs=st.lists(st.floats(0.01, 1e6), min_size=1, max_size=40), data=st.data())
 def test_partition_of_uneven_block_counts(costs: list[float], data: st.DataObject) -> None:
-    """Rounding does not lose a block, and no stage is heavier than an even share and one block more."""
+    """Rounding loses no block, and no stage is heavier than an even share plus one block."""
     stages = data.draw(st.integers(1, len(costs)))
     ranges = partition(costs, stages)
     assert [block for start, stop in ranges for block in range(start, stop)] == list(range(len(costs)))
@@ -119,7 +119,7 @@ def whole_model(name: str, variant: str) -> Any:
 
 
 def blocks_of(model: Any) -> list[str]:
-    """The names of all blocks, in the order of a forward."""
+    """Return the names of all blocks in forward order."""
     plan, prefix = model.plan(model.config), model._prefix()
     return [
         f"{prefix}{stack}.{name}"
@@ -132,7 +132,7 @@ FIRST = r"wte|wpe|shared|embed_tokens|(word|position|token_type)_embeddings|embe
 
 
 def expected_stages(model: Any, name: str, ranges: tuple[tuple[int, int], ...]) -> set[int]:
-    """On which stages a parameter of the whole model belongs, told by its name alone."""
+    """Return the expected stages of a parameter of the full model, from its name alone."""
     blocks = blocks_of(model)
 
     def stages(stack: str) -> set[int]:
@@ -157,7 +157,7 @@ COUNTS = [2, 3, 4]
 
 @pytest.mark.parametrize(("variant", "name"), CASES, ids=[f"{variant}-{name}" for variant, name in CASES])
 def test_each_parameter_is_on_the_stages_that_use_it(variant: str, name: str) -> None:
-    """And nowhere else; the stages know who shares what, and who counts it."""
+    """And on no other stage; stages record shared parameters, and the stage that counts each of them."""
     model = whole_model(name, variant)
     tied = model.all_tied_weights_keys
     shapes = {full: tuple(param.shape) for full, param in model.named_parameters(remove_duplicate=False)}
@@ -175,7 +175,7 @@ def test_each_parameter_is_on_the_stages_that_use_it(variant: str, name: str) ->
             assert here.keys() == {full for full in shapes if index in expected_stages(model, full, ranges)}
             assert {full: tuple(param.shape) for full, param in here.items()} == {full: shapes[full] for full in here}
             assert stage.shared_parameters == {root: tuple(sorted(on)) for root, on in owners.items() if len(on) > 1}
-            for full, param in here.items():  # names that are tied are one parameter, and transformers is told so
+            for full, param in here.items():  # tied names are one parameter, and transformers knows that they are tied
                 same = {other for other in here if tied.get(other, other) == tied.get(full, full)}
                 assert all(here[other] is param for other in same)
             local_names = [local for local, _ in part.named_parameters(remove_duplicate=False)]
