@@ -30,7 +30,7 @@ __all__ = ["CONFIG", "LONG", "SENSITIVE", "Collected", "Trouble", "application",
 
 
 SENSITIVE = GPT2Config(**{**CONFIG.to_diff_dict(), "initializer_range": 0.3, "tie_word_embeddings": False})
-"""Each token depends on all before it: smaller random weights hardly let it, and tied ones repeat the last token."""
+"""Each token depends on the whole context. With smaller weights it hardly does; tied weights repeat the last token."""
 
 
 def prompt(seed: int, rows: int = 2, length: int = 7) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ def launched_script(address: str, checkpoint: Path, prompt: dict[str, torch.Tens
             other.close()
     except SystemExit as end:
         return end.code
-    torchrun._created.cache_clear()  # as the end of the program would
+    torchrun._created.cache_clear()  # like the end of the program
     return reached
 
 

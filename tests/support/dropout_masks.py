@@ -36,7 +36,7 @@ class _Dropouts(TorchFunctionMode):
 
 
 class Recorder(_Dropouts):
-    """Dropout as it is, with the factors noted that each call multiplies its input with."""
+    """Applies dropout unchanged, and records the factors of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Recorder(_Dropouts):
 
 
 class Replay(_Dropouts):
-    """Multiplies with given factors instead of drawing any."""
+    """Multiplies inputs by given factors instead of drawing masks."""
 
     def __init__(self, masks: Sequence[Tensor]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Shapes(_Dropouts):
 
 
 def check_masks(sharded: list[Tensor], replicated: list[Tensor], of_ranks: Sequence[list[Tensor]]) -> None:
-    """No two masks are the same, ranks do not drop the same, and about as much is dropped as should be."""
+    """Check that all masks differ, also between ranks, and that the dropped share is about right."""
     assert sharded
     for masks in of_ranks:
         large = [mask for mask in masks if mask.numel() > 100]

@@ -65,7 +65,7 @@ MUTANTS: list[Mutant] = [
 
 @contextlib.contextmanager
 def loaded(mutant: Mutant, folder: Path) -> Iterator[None]:
-    """The module with the mistake in the place of the right one, wherever cases look it up."""
+    """Replace the module by a copy with the mistake, wherever cases look it up."""
     name, right, wrong, _ = mutant
     source = Path(oslo_kernels.__path__[0], f"{name}.py").read_text()
     if right not in source:

@@ -1,4 +1,4 @@
-"""Mistakes that are put into the library while a test runs, to see that the test fails."""
+"""Puts mistakes into the library while a test runs, to check that the test fails."""
 
 from __future__ import annotations
 import __future__
@@ -22,7 +22,7 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Edit:
-    """A mistake in one function: a piece of its source, and what stands there instead.
+    """A mistake in one function: a piece of its source, and the replacement.
 
     Attributes:
         function: ``module:name`` or ``module:Class.name``, in ``oslo_models``.
@@ -35,7 +35,7 @@ class Edit:
     new: str
 
     def __call__(self, patch: Patch) -> None:
-        """Replace the code of the function in place, so that whoever has imported it runs the mistake too.
+        """Replace the code of the function in place, so that modules that have imported it run the mistake too.
 
         Raises:
             LookupError: the function, or the piece of its source, is not there (any more).
@@ -90,9 +90,9 @@ class MutantPool:
 
 
 def load_test(file: str, name: str) -> Callable[..., None]:
-    """A test function, by its file below ``tests/``."""
+    """Return a test function of a file below ``tests/``."""
     path = ROOT / "tests" / file
-    if str(path.parent) not in sys.path:  # nothing of its folder was collected in this run
+    if str(path.parent) not in sys.path:  # this run collected no tests of its folder
         sys.path.insert(0, str(path.parent))
     test: Callable[..., None] = getattr(importlib.import_module(path.stem), name)
     return test

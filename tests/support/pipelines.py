@@ -91,7 +91,7 @@ def model_on_stages(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Any:
-    """This rank's stage and shard of a model with the given full weights."""
+    """Return this rank's pipeline stage and shard of a model with the given full weights."""
     cls: Any = registry.find(name)
     model = cls.from_config_with_parallel(config, tp, pp, dtype=dtype, seed=0, **options)
     load_weights(model, weights)
@@ -100,7 +100,7 @@ def model_on_stages(
 
 @torch.no_grad()
 def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Give this rank's stage and shard of a model its part of full weights."""
+    """Copy the local shards of full weights into this rank's pipeline stage."""
     full_names = {} if model.stage is None else model.stage.full_names
     for full_name, param in stage_parameters(model).items():
         layout = model_layout(model, full_name)
@@ -113,7 +113,7 @@ def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 def stage_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """This rank's parameters by the names that they have in the full model, tied ones under each of their names."""
+    """Return the local parameters by their full-model names; tied parameters occur under each of their names."""
     aliases = {} if model.stage is None else model.stage.full_names
     return {aliases.get(name, name): param for name, param in model.named_parameters(remove_duplicate=False)}
 
@@ -130,7 +130,7 @@ def to_full_tensor(value: Tensor | None) -> Tensor | None:
 def stage_differences(
     model: Any, what: str, own: Mapping[str, Tensor | None], full: Mapping[str, Tensor | None], tolerance: float
 ) -> list[str]:
-    """A line for each of this rank's tensors, by its name in the full model, that is not its shard of the full one."""
+    """Return a line for each local tensor that differs from its shard, under its full-model name."""
     lines = []
     for name, part in own.items():
         expected = full[name]
@@ -151,7 +151,7 @@ def gradient_differences(
 
 
 def run_micro_batches(model: Any, batch: Mapping[str, Any], scale: float = 1.0, lift: bool = True) -> Tensor:
-    """The documents' loop: forward and backward of every micro-batch; the sum of the losses, known after the loop."""
+    """Run the loop of the documents, forward and backward of every micro-batch; return the sum of the losses."""
     losses = []
     with torch.overrides.BaseTorchFunctionMode() if not lift else lifted_casts():
         for output in model(**batch):
@@ -193,7 +193,7 @@ def case(
     optimizers: Iterable[str] = (),
     batches: list[list[Batch]] | None = None,
 ) -> Case:
-    """What one process computes. With several replicas, the mean of the losses of their batches is differentiated."""
+    """Compute the reference in one process. Several replicas differentiate the mean loss of their batches."""
     steps = max((STEPS[optimizer] for optimizer in optimizers), default=1)
     if batches is None:
         batches = [

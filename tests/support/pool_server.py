@@ -43,14 +43,14 @@ def start_server(preload: Sequence[str], environment: Mapping[str, str]) -> None
         return pid
 
     forkserver.set_forkserver_preload(list(preload))
-    resource_tracker.ensure_running()  # otherwise the server's start would begin with it
+    resource_tracker.ensure_running()  # otherwise the server would start it first
     with mock.patch.object(util, "spawnv_passfds", fork), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: the thread of pytest-xdist only waits
         forkserver.ensure_running()
 
 
 def _be_server(code: str, descriptors: Sequence[int]) -> NoReturn:
-    """Run the code of a new server, in which nothing of pytest is left but modules."""
+    """Run the code of a new server after removing all state of pytest except modules."""
     try:
         gc.disable()
         leave_files({0, 1, 2, *descriptors})

@@ -1,4 +1,4 @@
-"""QLoRA: adapters over quantised weights, trained by plain ``peft`` on one process and by the ranks of a model."""
+"""QLoRA: adapters over quantised weights, trained by plain ``peft`` in one process and by the ranks of a model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def error_of_logits(run: QuantizedRun, exact: Any) -> float:
 
 
 def train_on_ranks(run: QuantizedRun, tp: int, pp: int, tolerance: float) -> dict[str, float]:
-    """On each rank: load the checkpoint, add the adapter, save it and train it; returns the largest differences."""
+    """On each rank, load the checkpoint, add, save and train the adapter; return the largest differences."""
     from peft import get_peft_model
 
     cls: Any = registry.find("LlamaForCausalLM")
@@ -156,14 +156,14 @@ def _difference(one: Tensor, other: Tensor | None) -> float:
 
 
 def _mean_difference(one: Tensor, other: Tensor | None) -> float:
-    """The root mean square."""
+    """Return the root mean square difference."""
     assert other is not None and one.shape == other.shape
     return float((one.double() - other.double()).square().mean().sqrt())
 
 
 @torch.no_grad()
 def _logits(model: Any, batch: Batch) -> Tensor:
-    """In training mode: evaluation on a CPU has bitsandbytes pack its weights for products in bfloat16 for good."""
+    """Return logits in training mode: evaluation on a CPU makes bitsandbytes pack its weights for bfloat16 for good."""
     with lifted_casts():
         logits: Tensor = model(input_ids=batch["input_ids"]).logits
     return logits

@@ -50,7 +50,7 @@ class Running:
         threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True).start()  # type: ignore[arg-type]
 
     def says(self, text: str, seconds: float = 300.0) -> str:
-        """The line with this text, when it has come."""
+        """Wait for a line with this text, and return it."""
         wait_until(lambda: self.process.poll() is not None or any(text in line for line in list(self.lines)), seconds)
         seen: list[str] = []
         for line in self.lines:

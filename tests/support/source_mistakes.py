@@ -1,4 +1,4 @@
-"""Mistakes that are put into a source in C++ while a test runs, to see that the test fails."""
+"""Puts mistakes into a C++ source while a test runs, to check that the test fails."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Stack:
 
     @property
     def requirements(self) -> tuple[str, ...]:
-        """The options of uv for everything that is pinned."""
+        """The options of uv for all pinned requirements."""
         if self == NEWEST:
             return ("setup.py", "--all-extras", "--universal", "--python-version", PYTHONS[0])
         return ("setup.py", "--extra", "test", "--python-version", self.python)
@@ -148,7 +148,7 @@ def install(stack: Stack) -> None:
 
 
 def find_python(version: str) -> Path:
-    """Return an interpreter on ``PATH``, or of pyenv or uv.
+    """Return an interpreter from ``PATH``, pyenv or uv.
 
     Raises:
         StackError: there is none.
@@ -161,7 +161,7 @@ def find_python(version: str) -> Path:
     candidates += [Path(managed.stdout.strip())] if managed.returncode == 0 else []
     question = "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"
     for candidate in candidates:
-        if candidate.is_file():  # pyenv puts scripts on PATH also for versions that are not in use
+        if candidate.is_file():  # pyenv puts scripts of inactive versions on PATH too
             done = subprocess.run([candidate, "-c", question], capture_output=True, text=True, check=False)
             if done.stdout.strip() == version:
                 return candidate

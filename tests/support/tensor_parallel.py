@@ -19,12 +19,12 @@ from support.reference import (
 
 
 def tensor_parallel_model(model: Any, n: int = 2, **options: Any) -> Any:
-    """The model on ``n`` ranks, all on the CPU."""
+    """Shard the model over ``n`` ranks on the CPU."""
     return oslo_models.tensor_parallel(model, ["cpu"] * n, **options)
 
 
 def transformers_model(variant: str, seed: int, dropout: float = 0.0, **options: Any) -> Any:
-    """The language model of a variant, as transformers has it."""
+    """Return the language model of a variant from transformers."""
     return reference_model(zoo.lm_head(variant), zoo.config(variant, dropout), seed, **options)
 
 
